@@ -1,0 +1,247 @@
+"""Rules across sections: one function per rule, each raising one ConfigError. conf/schema.py has those of one section.
+
+Everything here is pure: it sees a RunConfig and no machine, no file. What needs a machine or a file is checked by
+`orchestrator.preflight`, which calls `check_architecture` again once it has read config.json and knows the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from conf.errors import ConfigError
+from conf.options import options_by_name
+from conf.schema import Device, Init, RunConfig, TrainMode, TransportKind
+
+CPU_ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Attention head sizes that vLLM's CPU attention has kernels for (vLLM 0.32, `cpu_attn.py`)."""
+
+
+def check_all(config: RunConfig) -> None:
+    """Every rule that a RunConfig alone can break, the most basic first."""
+    check_data_is_given(config)
+    check_tokenizer_is_given(config)
+    check_batch_divides_over_ranks(config)
+    check_prompt_and_response_fit(config)
+    check_transport_fits_device(config)
+    check_expert_parallel_engine_has_gpus(config)
+    if config.model.init is Init.random and config.model.path is None:
+        check_architecture(config, config.model.hf_config)
+
+
+def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Every rule between the run and the model's config.json."""
+    check_ep_size_divides_experts(config, hf_config)
+    check_tp_size_divides_heads(config, hf_config)
+    check_sequence_fits_model(config, hf_config)
+    check_head_dim_on_cpu(config, hf_config)
+    check_lora_adapts_something(config, hf_config)
+
+
+def check_data_is_given(config: RunConfig) -> None:
+    """There is something to sample from."""
+    if config.data.path is None:
+        raise ConfigError(
+            "data.path is required: give a .jsonl or .parquet file of prompts, or choose data=letters, which ships "
+            "with Slipstream"
+        )
+
+
+def check_tokenizer_is_given(config: RunConfig) -> None:
+    """Random weights from a config alone come without a tokenizer."""
+    if config.model.tokenizer is None and config.model.path is None:
+        raise ConfigError(
+            "model.tokenizer is required when model.path is null; give a folder, or model.tokenizer=characters"
+        )
+
+
+def check_batch_divides_over_ranks(config: RunConfig) -> None:
+    """Every trainer rank gets the same number of samples."""
+    algorithm, num_ranks = config.algorithm, config.trainer.num_ranks
+    num_samples = algorithm.groups_per_step * algorithm.group_size
+    if num_samples % num_ranks:
+        raise ConfigError(
+            f"batch not divisible: algorithm.groups_per_step * algorithm.group_size = {algorithm.groups_per_step} * "
+            f"{algorithm.group_size} = {num_samples} samples cannot be split evenly over "
+            f"trainer.num_ranks={num_ranks}; "
+            f"make the product a multiple of {num_ranks}"
+        )
+
+
+def check_prompt_and_response_fit(config: RunConfig) -> None:
+    """The longest prompt and the longest response fit the engine together."""
+    prompt, response, limit = (
+        config.data.max_prompt_tokens,
+        config.rollout.sampling.max_tokens,
+        config.rollout.max_model_len,
+    )
+    if prompt + response > limit:
+        raise ConfigError(
+            f"data.max_prompt_tokens={prompt} plus rollout.sampling.max_tokens={response} is {prompt + response} "
+            "tokens, more than "
+            f"rollout.max_model_len={limit}; set rollout.max_model_len={prompt + response}, or shorten one of the two"
+        )
+
+
+def check_transport_fits_device(config: RunConfig) -> None:
+    """NVLink joins GPUs."""
+    if config.weight_sync.transport is TransportKind.nvlink and config.cluster.device is Device.cpu:
+        raise ConfigError(
+            "weight_sync.transport=nvlink contradicts cluster.device=cpu: NVLink joins GPUs; "
+            "set weight_sync.transport=auto (or tcp), or cluster.device=cuda"
+        )
+
+
+def check_expert_parallel_engine_has_gpus(config: RunConfig) -> None:
+    """The CPU engine cannot split experts over its ranks."""
+    if config.rollout.enable_expert_parallel and config.cluster.device is Device.cpu:
+        raise ConfigError(
+            "rollout.enable_expert_parallel=true contradicts cluster.device=cpu: the engine splits experts over GPUs "
+            "only; "
+            "set rollout.enable_expert_parallel=false (trainer.ep_size works on a CPU)"
+        )
+
+
+def check_ep_size_divides_experts(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Every ep_rank of the trainer holds the same number of whole experts."""
+    ep_size, num_experts = config.trainer.ep_size, num_experts_of(hf_config)
+    if ep_size > 1 and num_experts == 0:
+        raise ConfigError(
+            f"trainer.ep_size={ep_size} needs a mixture of experts, and model_type={hf_config.get('model_type')} has "
+            "none; set trainer.ep_size=1"
+        )
+    if num_experts % ep_size:
+        allowed = [size for size in _divisors(config.trainer.num_ranks) if num_experts % size == 0]
+        raise ConfigError(
+            f"trainer.ep_size={ep_size} does not divide the model's {num_experts} experts; with trainer.num_ranks="
+            f"{config.trainer.num_ranks} it can be {_one_of(allowed)}"
+        )
+
+
+def check_tp_size_divides_heads(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Every tensor-parallel rank of an engine holds the same number of attention heads."""
+    num_heads, tp_size = hf_config.get("num_attention_heads"), config.rollout.tp_size
+    if isinstance(num_heads, int) and num_heads % tp_size:
+        raise ConfigError(
+            f"rollout.tp_size={tp_size} does not divide the model's {num_heads} attention heads; it can be "
+            f"{_one_of(_divisors(num_heads))}"
+        )
+
+
+def check_sequence_fits_model(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """The engine is not asked for positions that the model does not have."""
+    limit = hf_config.get("max_position_embeddings")
+    if isinstance(limit, int) and config.rollout.max_model_len > limit:
+        raise ConfigError(
+            f"rollout.max_model_len={config.rollout.max_model_len} is more than the model's "
+            f"max_position_embeddings={limit}; "
+            f"set rollout.max_model_len to at most {limit}"
+        )
+
+
+def check_head_dim_on_cpu(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """The CPU engine has attention kernels for some head sizes only."""
+    heads, hidden = hf_config.get("num_attention_heads"), hf_config.get("hidden_size")
+    derived = hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else None
+    head_dim = hf_config.get("head_dim") or derived
+    if config.cluster.device is Device.cpu and isinstance(head_dim, int) and head_dim not in CPU_ENGINE_HEAD_DIMS:
+        raise ConfigError(
+            f"the model's head_dim={head_dim} has no attention kernel in the CPU engine, which has "
+            f"{_one_of(CPU_ENGINE_HEAD_DIMS)}; "
+            "choose another model, or cluster.device=cuda"
+        )
+
+
+def check_lora_adapts_something(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """The parts that adapters are asked for exist in this model."""
+    lora, is_moe = config.trainer.lora, num_experts_of(hf_config) > 0
+    if config.trainer.mode is TrainMode.full or lora.attention:
+        return
+    has_dense_layers = (
+        not is_moe or bool(hf_config.get("mlp_only_layers")) or hf_config.get("decoder_sparse_step", 1) != 1
+    )
+    if not (lora.experts and is_moe) and not (lora.mlp and has_dense_layers):
+        raise ConfigError(
+            "trainer.lora.attention=false leaves nothing to adapt: this model has "
+            f"{'experts' if is_moe else 'a dense feed-forward'} only; set "
+            f"trainer.lora.{'experts' if is_moe else 'mlp'}=true"
+        )
+
+
+def check_no_override_is_ignored(config: RunConfig, names: Iterable[str]) -> None:
+    """An option that the user typed has an effect in this run. Presets may set what a run does not use; a user may not.
+
+    Args:
+        config: The composed run.
+        names: Dotted names from the command line, groups included.
+    """
+    cluster, model = config.cluster, config.model
+    # (option or section, it is ignored, by what, the cure)
+    ignored = (
+        (
+            "trainer.lora.",
+            config.trainer.mode is TrainMode.full,
+            "trainer.mode=full",
+            "remove it, or set trainer.mode=lora",
+        ),
+        (
+            "model.init_std",
+            model.init is Init.checkpoint,
+            "model.init=checkpoint",
+            "remove it, or set model.init=random",
+        ),
+        (
+            "reward.pattern",
+            config.reward.kind != "regex",
+            f"reward.kind={config.reward.kind}",
+            "remove it, or choose reward=regex",
+        ),
+        (
+            "reward.answer_key",
+            ":" in config.reward.kind,
+            f"reward.kind={config.reward.kind}",
+            "remove it: a function gets every column",
+        ),
+        ("cluster.dashboard_port", not cluster.dashboard, "cluster.dashboard=false", "remove one of the two"),
+        (
+            ("cluster.dashboard", "cluster.dashboard_port", "cluster.object_store_bytes"),
+            cluster.ray_address is not None,
+            f"cluster.ray_address={cluster.ray_address}",
+            "remove it: that cluster is not ours to configure",
+        ),
+        (
+            "rollout.gpu_memory_utilization",
+            cluster.device is Device.cpu,
+            "cluster.device=cpu",
+            "remove it, or set rollout.kv_cache_bytes",
+        ),
+        ("run.eval_samples_per_prompt", config.data.eval_path is None, "data.eval_path=null", "give data.eval_path"),
+    )
+    for name in names:
+        if name not in options_by_name():
+            continue
+        for subject, is_ignored, by_what, cure in ignored:
+            if is_ignored and _is_about(name, subject):
+                raise ConfigError(f"{name} has no effect with {by_what}; {cure}")
+
+
+def num_experts_of(hf_config: Mapping[str, Any]) -> int:
+    """Routed experts of a layer, by the name the architecture uses for them; 0 for a dense model."""
+    for key in ("num_experts", "n_routed_experts", "num_local_experts"):
+        if isinstance(value := hf_config.get(key), int):
+            return value
+    return 0
+
+
+def _is_about(name: str, subject: str | Sequence[str]) -> bool:
+    if isinstance(subject, str):
+        return name.startswith(subject) if subject.endswith(".") else name == subject
+    return name in subject
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _one_of(values: Sequence[int]) -> str:
+    return ", ".join(str(value) for value in values)

@@ -1,0 +1,234 @@
+"""Composes YAML files and command-line overrides into one RunConfig. The only place that sees a DictConfig.
+
+    overrides --read--> (option, value) --Hydra--> DictConfig --to_object--> RunConfig --checks.py--> RunConfig
+        |                    |                        |                         |            |
+        '-- not NAME=VALUE   '-- unknown option,      '-- a YAML file is        '-- one      '-- options that
+                                 choice, wrong type       wrong                     section      contradict
+
+Every arrow can refuse, always with a ConfigError that says which option, what was given, what is allowed and what to
+do. Overrides are checked one by one before Hydra sees them, because only here it is still known who wrote what;
+Hydra's own errors that are left come from YAML files and are translated. Nothing is read but conf/ and the user's
+config folder, nothing is written, and the working directory stays.
+
+Callers: `orchestrator.cli`, tests and bench scripts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType, ValueType
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+from conf.checks import check_all, check_no_override_is_ignored
+from conf.errors import ConfigError
+from conf.options import (
+    CONF_DIR,
+    GROUPS,
+    Option,
+    did_you_mean,
+    group_choices,
+    options_by_name,
+    section_docs,
+    show,
+)
+from conf.register import register_schema, schema_node
+from conf.schema import RunConfig
+
+
+def load_run_config(overrides: Sequence[str], config_dir: Path | None = None) -> RunConfig:
+    """Compose conf/config.yaml with overrides into a checked RunConfig.
+
+    Args:
+        overrides: Words of Hydra's grammar: `group=choice`, `section.option=value`, `+key=value`, `~key`.
+        config_dir: A folder of the user's own YAML files, laid out like conf/ (`DIR/experiment/mine.yaml`).
+
+    Raises:
+        ConfigError: An override, a YAML file or the resulting configuration cannot run.
+    """
+    parsed = [_read_override(text, config_dir) for text in overrides]
+    words = [_for_hydra(override) for override in parsed]
+    if config_dir is not None:
+        if not config_dir.is_dir():
+            raise ConfigError(
+                f"--config-dir {config_dir}: no such folder; give one laid out like conf/ (experiment/NAME.yaml)"
+            )
+        words.append(f"hydra.searchpath=['file://{config_dir.resolve()}']")
+    register_schema()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR), job_name="slipstream"):
+            tree = compose(config_name="config", overrides=words)
+        config = OmegaConf.to_object(tree)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(_explain_foreign(error)) from error
+    assert isinstance(config, RunConfig)
+    check_no_override_is_ignored(config, [override.key_or_group for override in parsed])
+    check_all(config)
+    return config
+
+
+def resolved_yaml(config: RunConfig) -> str:
+    """Every option of the run with its final value, as YAML that `load_resolved_yaml` turns back into an equal
+    RunConfig.
+    """
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def load_resolved_yaml(text: str) -> RunConfig:
+    """The RunConfig that `resolved_yaml` wrote, for example into a run folder.
+
+    Raises:
+        ConfigError: The text is not a configuration of this version's schema, or cannot run.
+    """
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(schema_node(), OmegaConf.create(text)))
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(_explain_foreign(error)) from error
+    assert isinstance(config, RunConfig)
+    check_all(config)
+    return config
+
+
+def _read_override(text: str, config_dir: Path | None) -> Override:
+    """Parse one word of the command line and check all that can be known about it alone."""
+    try:
+        (override,) = OverridesParser.create().parse_overrides([text])
+    except HydraException as error:
+        raise ConfigError(_explain_syntax(text)) from error
+    if override.is_sweep_override():
+        raise ConfigError(f"{text}: a run takes one value per option; quote a text with a comma, as in 'name=\"a,b\"'")
+    name, value = override.key_or_group, override.value()
+    if override.type is OverrideType.DEL:
+        _check_removable(text, name)
+    elif name in GROUPS:
+        _check_choice(text, name, value, config_dir)
+    elif (option := options_by_name().get(name)) is not None:
+        _check_type(option, override)
+    elif _open_dict_above(name) is None:
+        raise ConfigError(_explain_unknown(name))
+    return override
+
+
+def _for_hydra(override: Override) -> str:
+    """The word that Hydra gets. Known names may be set with or without `+`; Hydra itself insists on the right one."""
+    if override.type is OverrideType.DEL:
+        return override.input_line or ""
+    text = (override.input_line or "").lstrip("+")
+    if override.key_or_group in GROUPS:
+        return text
+    return f"++{text}"
+
+
+def _check_choice(text: str, group: str, value: Any, config_dir: Path | None) -> None:
+    if isinstance(value, dict):
+        raise ConfigError(f"{text}: {group} is a section; set its options one by one, as in {_example_of(group)}")
+    if value is None:
+        return
+    names = [choice.name for choice in group_choices(group, config_dir)]
+    if str(value) not in names:
+        hint = did_you_mean(str(value), names)
+        raise ConfigError(
+            f"{group}={show(value)}: {group} has no such choice.{' ' + hint if hint else ''} Choices: "
+            f"{', '.join(names)}"
+        )
+
+
+def _check_type(option: Option, override: Override) -> None:
+    """Set the value in a fresh tree of the schema: its refusal is the type error, with the option's name at hand."""
+    value = override.value()
+    if isinstance(value, str) and "${" in value:
+        return  # an interpolation gets its value, and its check, when all is composed
+    if override.value_type is ValueType.ELEMENT and value == "" and option.type is not str:
+        raise ConfigError(f"{option.name} must be {_with_article(option.type_label)}, got nothing after the '='")
+    try:
+        OmegaConf.update(schema_node(), option.name, value)
+    except ValidationError as error:
+        hint = did_you_mean(str(value), option.choices)
+        raise ConfigError(
+            f"{option.name} must be {_with_article(option.type_label)}, got "
+            f"{show(value)!r}{'. ' + hint if hint else ''}"
+        ) from error
+
+
+def _check_removable(text: str, name: str) -> None:
+    if name in GROUPS or _open_dict_above(name) is not None:
+        return
+    if name in options_by_name():
+        default = show(options_by_name()[name].default)
+        raise ConfigError(f"{text}: an option cannot be removed; its default is {name}={default}")
+    raise ConfigError(_explain_unknown(name))
+
+
+def _open_dict_above(name: str) -> Option | None:
+    """The option below which any key may be set, when `name` lies below one: model.hf_config for
+    model.hf_config.vocab_size.
+    """
+    for option in options_by_name().values():
+        if option.is_open_dict and name.startswith(f"{option.name}."):
+            return option
+    return None
+
+
+def _explain_unknown(name: str) -> str:
+    if name in section_docs():
+        return f"{name} is a section; set its options one by one, as in {_example_of(name)}"
+    hint = did_you_mean(name, [*options_by_name(), *GROUPS])
+    return f"unknown option {name}. {hint or 'See all of them with: slipstream train --help options'}"
+
+
+def _explain_syntax(text: str) -> str:
+    name = text.split("=", 1)[0].strip("+~ ")
+    if text.startswith("-"):
+        hint = did_you_mean(name.strip("-").replace("-", "_"), options_by_name())
+        return f"unknown flag {text}. Options are written section.option=value, without dashes. {hint}".rstrip()
+    if "=" not in text:
+        known = name in options_by_name() or name in GROUPS
+        return f"{text!r} is not NAME=VALUE" + (f"; write {name}=VALUE" if known else f". {_explain_unknown(name)}")
+    return (
+        f"cannot read {text!r}: the value has characters with a meaning of their own (one of {{}}[]():,\\ or a quote); "
+        f"quote it twice, as in '{name}=\"...\"'"
+    )
+
+
+def _explain_foreign(error: BaseException) -> str:
+    """One line for an error of Hydra, OmegaConf or PyYAML: by now it comes from a YAML file or an interpolation."""
+    where = ""
+    if isinstance(error, HydraException) and str(error).startswith("In '"):
+        where = str(error).split("'")[1] + ".yaml: "
+    cause = error
+    while cause is not None and not isinstance(cause, (OmegaConfBaseException, yaml.YAMLError)):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        name = str(cause.full_key)
+        option = options_by_name().get(name)
+        if isinstance(cause, ValidationError) and option is not None:
+            return f"{where}{name} must be {_with_article(option.type_label)}. {_first_line(cause)}"
+        if option is None and name not in section_docs() and _open_dict_above(name) is None:
+            return where + _explain_unknown(name)
+        return f"{where}{name}: {_first_line(cause)}"
+    return where + _first_line(cause or error)
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"not valid YAML at {mark.name}, line {mark.line + 1}: {error.problem}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _with_article(type_label: str) -> str:
+    articles = {"integer": "an ", "number": "a ", "mapping": "a ", "list": "a "}
+    return articles.get(type_label.split(" ", 1)[0], "") + type_label
+
+
+def _example_of(section: str) -> str:
+    option = next(option for option in options_by_name().values() if option.name.startswith(f"{section}."))
+    return f"{option.name}={show(option.default)}"

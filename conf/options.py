@@ -1,0 +1,235 @@
+"""Lists what can be set: every option with its type, default and meaning, and every choice of every config group.
+
+One source each: options come from the dataclasses of conf/schema.py (their docs are the strings under the fields),
+choices from the YAML files under conf/ (their description is the first comment line). `slipstream train --help`, the
+"did you mean" of error messages and docs/options.md are all written from these lists.
+
+Regenerate the page with `python -m conf.options > docs/options.md`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import sys
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeGuard, Union, get_args, get_origin, get_type_hints
+
+from conf import schema
+from conf.schema import RunConfig
+
+CONF_DIR = Path(__file__).parent
+GROUPS = ("experiment", "model", "trainer", "rollout", "weight_sync", "algorithm", "data", "reward", "cluster")
+"""Folders of conf/ whose YAML files are chosen with `group=choice`, in the order they are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One leaf of RunConfig. Example: Option("trainer.ep_size", int, "integer", 1, "Expert-parallel ...", ())."""
+
+    name: str
+    """Dotted, as on the command line."""
+    type: Any
+    """Resolved annotation."""
+    type_label: str
+    """The type in words for users: `integer`, `text or null`, `one of auto, tcp`."""
+    default: Any
+    doc: str
+    choices: tuple[str, ...]
+    """Allowed values of an enumeration, else empty."""
+
+    @property
+    def section(self) -> str:
+        """Top-level section, for example `trainer`."""
+        return self.name.split(".", 1)[0]
+
+    @property
+    def is_open_dict(self) -> bool:
+        """True where any key may be set below the option (model.hf_config)."""
+        return get_origin(self.type) is dict
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One YAML file of a config group. Example: Choice("data", "letters", "Find the one letter ...")."""
+
+    group: str
+    name: str
+    doc: str
+
+
+@functools.cache
+def flat_options() -> tuple[Option, ...]:
+    """Every option of RunConfig in the order of the schema."""
+    return tuple(_walk(RunConfig, prefix=""))
+
+
+@functools.cache
+def options_by_name() -> Mapping[str, Option]:
+    """The same, by dotted name."""
+    return types.MappingProxyType({option.name: option for option in flat_options()})
+
+
+@functools.cache
+def section_docs() -> Mapping[str, str]:
+    """Doc of every section by dotted name (`trainer`, `trainer.lora`, ...): the docstring of its dataclass."""
+    return types.MappingProxyType(dict(_walk_sections(RunConfig, prefix="")))
+
+
+def group_choices(group: str, extra_dir: Path | None = None) -> tuple[Choice, ...]:
+    """Choices of one group, those of a user's own config folder included, by name."""
+    folders = [CONF_DIR / group] + ([extra_dir / group] if extra_dir is not None else [])
+    files = {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+    return tuple(Choice(group, name, _first_comment(path)) for name, path in sorted(files.items()))
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """Known names that `name` was probably meant to be, best first; empty when nothing is near.
+
+    A dotted name is compared as a whole and by its last part, so that `num_rank` finds `trainer.num_ranks`;
+    a name that is part of a known one is near to it.
+    """
+    leaf = name.rsplit(".", 1)[-1]
+
+    def score(candidate: str) -> float:
+        candidate_leaf = candidate.rsplit(".", 1)[-1]
+        whole = difflib.SequenceMatcher(None, name, candidate).ratio()
+        part = 0.95 if candidate.startswith(name) else 0.8 if len(name) >= 3 and name in candidate else 0.0
+        return max(whole, part, 0.95 * difflib.SequenceMatcher(None, leaf, candidate_leaf).ratio())
+
+    scored = sorted(((score(candidate), candidate) for candidate in set(known)), key=lambda pair: (-pair[0], pair[1]))
+    if not scored or scored[0][0] < 0.6:
+        return []
+    # Only those about as near as the best one: a clear winner stands alone.
+    return [candidate for value, candidate in scored[:count] if value >= max(0.6, scored[0][0] - 0.1)]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`Did you mean a or b?`, or an empty string."""
+    found = nearest(name, known)
+    return f"Did you mean {' or '.join(found)}?" if found else ""
+
+
+def show(value: Any) -> str:
+    """A value as it would be written on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        items: Sequence[Any] = value
+        return "[" + ", ".join(show(item) for item in items) + "]"
+    return str(value)
+
+
+def render_markdown() -> str:
+    """The page docs/options.md."""
+    lines = [
+        "# Options",
+        "",
+        "<!-- Written by `python -m conf.options > docs/options.md`; a unit test compares the two. -->",
+        "",
+        "Every option of `slipstream train`, from `conf/schema.py`. Set one with `section.option=value`; choose a "
+        "preset of a",
+        "section with `group=choice`; see what comes out of it all with `--cfg job`.",
+        "",
+        "## Groups and their choices",
+        "",
+        "| group | choice | what it is |",
+        "|---|---|---|",
+    ]
+    for group in GROUPS:
+        lines += [f"| {group} | `{choice.name}` | {_cell(choice.doc)} |" for choice in group_choices(group)]
+    for section, doc in section_docs().items():
+        own = [option for option in flat_options() if option.name.rpartition(".")[0] == section]
+        lines += ["", f"## {section}", "", doc, "", "| option | type | default | meaning |", "|---|---|---|---|"]
+        for option in own:
+            default = f"`{show(option.default)}`"
+            lines.append(f"| `{option.name}` | {_cell(option.type_label)} | {_cell(default)} | {_cell(option.doc)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _walk(cls: type, prefix: str) -> Iterable[Option]:
+    hints = get_type_hints(cls)
+    docs = _field_docs()[cls.__name__]
+    for item in dataclasses.fields(cls):
+        name, annotation = f"{prefix}{item.name}", hints[item.name]
+        if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+            yield from _walk(annotation, prefix=f"{name}.")
+            continue
+        default = item.default if item.default is not dataclasses.MISSING else None
+        if item.default_factory is not dataclasses.MISSING:
+            default = item.default_factory()
+        choices = tuple(member.name for member in annotation) if _is_enum(annotation) else ()
+        yield Option(name, annotation, _type_label(annotation), default, docs[item.name], choices)
+
+
+def _walk_sections(cls: type, prefix: str) -> Iterable[tuple[str, str]]:
+    for item_name, annotation in get_type_hints(cls).items():
+        if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+            yield f"{prefix}{item_name}", " ".join((annotation.__doc__ or "").split())
+            yield from _walk_sections(annotation, prefix=f"{prefix}{item_name}.")
+
+
+@functools.cache
+def _field_docs() -> dict[str, dict[str, str]]:
+    """Class name -> field name -> the string literal under the field, its line breaks folded."""
+    docs: dict[str, dict[str, str]] = {}
+    for node in ast.parse(Path(schema.__file__).read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        fields: dict[str, str] = {}
+        name = None
+        for statement in node.body:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                name = statement.target.id
+                fields[name] = ""
+            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and name is not None:
+                fields[name] = " ".join(str(statement.value.value).split())
+                name = None
+            else:
+                name = None
+        docs[node.name] = fields
+    return docs
+
+
+def _is_enum(annotation: Any) -> TypeGuard[type[Enum]]:
+    return isinstance(annotation, type) and issubclass(annotation, Enum)
+
+
+def _type_label(annotation: Any) -> str:
+    if _is_enum(annotation):
+        return "one of " + ", ".join(member.name for member in annotation)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(_type_label(part) for part in get_args(annotation))
+    if get_origin(annotation) is dict:
+        return "mapping"
+    if get_origin(annotation) is tuple:
+        parts = get_args(annotation)
+        return f"list of {len(parts)} {_type_label(parts[0])}s"
+    names = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null"}
+    return names.get(annotation, str(annotation))
+
+
+def _first_comment(path: Path) -> str:
+    """The first comment of a YAML file that is not Hydra's `@package` directive: its description."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") and "@package" not in line:
+            return line.lstrip("# ").strip()
+    return ""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render_markdown())

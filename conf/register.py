@@ -1,0 +1,46 @@
+"""Gives Hydra the schema of conf/schema.py, so that YAML and the command line are checked against it while they are
+composed.
+
+Owns one name in Hydra's ConfigStore, `schema`, which conf/config.yaml starts from. Importing this module has no effect;
+`conf.load` calls `register_schema` before it composes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from conf.schema import ModelConfig, RunConfig
+
+SCHEMA_NAME = "schema"
+
+
+def open_for_overrides(node: DictConfig) -> DictConfig:
+    """Clear the read-only mark, which OmegaConf puts on every frozen dataclass, so that YAML and overrides may set
+    values.
+
+    The objects built from the node in the end are frozen all the same. `_get_node` is private API: OmegaConf is pinned.
+    """
+    OmegaConf.set_readonly(node, None)
+    for key in node:
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            open_for_overrides(child)
+    return node
+
+
+def schema_node() -> DictConfig:
+    """RunConfig as an editable tree of defaults that refuses unknown options and wrong types."""
+    tree = open_for_overrides(OmegaConf.structured(RunConfig))
+    # RunConfig's own default names an architecture, so that RunConfig() is complete. In a composed run the model is a
+    # choice: starting from the bare section keeps that default's hf_config out of it.
+    tree.model = open_for_overrides(OmegaConf.structured(ModelConfig))
+    return tree
+
+
+@functools.cache
+def register_schema() -> None:
+    """Store the schema under `SCHEMA_NAME`, once a process."""
+    ConfigStore.instance().store(name=SCHEMA_NAME, node=schema_node(), provider="slipstream")

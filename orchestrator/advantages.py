@@ -1,0 +1,85 @@
+"""Group advantages, and the trainable samples made from them. Pure numpy; randomness comes in as a generator.
+
+Owns: rewards -> advantages -> `trainer.types.Sample`. Does not own: what a response is worth, or the loss.
+Invariants: a rollout without a reward never reaches the trainer; a group's advantages sum to zero (up to rounding).
+Caller: the controller's train loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from conf.schema import AdvantageScale, AlgorithmConfig
+from rollout.types import Group
+from trainer.types import Denominators, Sample
+
+_STD_EPS = 1e-6
+
+
+def group_advantages(rewards: Sequence[float | None], scale: AdvantageScale) -> list[float | None]:
+    """How much better each sibling is than its group (GRPO, arXiv:2402.03300, 4.1.2; Dr. GRPO, arXiv:2503.20783).
+
+    Args:
+        rewards: one per rollout; None where the reward failed. Those count neither in the mean nor in the deviation.
+        scale: std divides by the group's (population) standard deviation + 1e-6; none does not.
+
+    Returns:
+        One per rollout, None where the reward is None. All zeros when the rewards are equal: nothing to compare.
+    """
+    known = np.array([reward for reward in rewards if reward is not None], dtype=np.float64)
+    if not is_informative(rewards):
+        return [None if reward is None else 0.0 for reward in rewards]
+    divisor = known.std() + _STD_EPS if scale is AdvantageScale.std else 1.0
+    mean = known.mean()
+    return [None if reward is None else float((reward - mean) / divisor) for reward in rewards]
+
+
+def is_informative(rewards: Sequence[float | None]) -> bool:
+    """Whether the group has at least two different rewards, so that its gradient is not zero by construction."""
+    return len({reward for reward in rewards if reward is not None}) > 1
+
+
+def build_samples(groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng: np.random.Generator) -> list[Sample]:
+    """Samples of one batch, in group order; rollouts without a reward and empty responses are left out.
+
+    `shuffle_rng` is used only by the control experiment `algorithm.shuffle_advantages`, which permutes the advantages
+    among the siblings of each group: same rewards, same lengths, same loss scale, and nothing to learn from.
+    """
+    samples: list[Sample] = []
+    for group in groups:
+        advantages = group_advantages(group.rewards, config.advantage_scale)
+        kept = [i for i, advantage in enumerate(advantages) if advantage is not None and group.rollouts[i].token_ids]
+        values = np.array([advantages[i] for i in kept], dtype=np.float32)
+        if config.shuffle_advantages:
+            values = shuffle_rng.permutation(values)
+        samples += [_build_sample(group, i, value) for i, value in zip(kept, values, strict=True)]
+    return samples
+
+
+def denominators_of(samples: Sequence[Sample], policy_version: int) -> Denominators:
+    """What every rank divides its losses by: counts over the batch, so that no layout weighs a token differently."""
+    return Denominators(
+        num_valid_tokens=sum(sample.num_valid_tokens for sample in samples),
+        num_sequences=len(samples),
+        policy_version=policy_version,
+    )
+
+
+def _build_sample(group: Group, index: int, advantage: float) -> Sample:
+    """Prompt tokens, then the response's; masks and per-token values are zero on the prompt."""
+    rollout = group.rollouts[index]
+    num_prompt = len(group.prompt.token_ids)
+    num_tokens = num_prompt + len(rollout.token_ids)
+    loss_mask = np.zeros(num_tokens, dtype=bool)
+    loss_mask[num_prompt:] = True
+    rollout_logprobs = np.zeros(num_tokens, dtype=np.float32)
+    rollout_logprobs[num_prompt:] = rollout.logprobs
+    return Sample(
+        token_ids=np.array([*group.prompt.token_ids, *rollout.token_ids], dtype=np.int32),
+        loss_mask=loss_mask,
+        rollout_logprobs=rollout_logprobs,
+        advantages=np.where(loss_mask, np.float32(advantage), np.float32(0.0)),
+        oldest_version=min(rollout.policy_versions),
+    )

@@ -1,0 +1,233 @@
+"""The run's state on disk: written atomically, refused when damaged, exact when read back.
+
+    checkpoints/step-000050/
+      state.json       step, policy version, prompt cursor, random generators, fingerprint of the options
+      groups.jsonl     finished groups that no step has consumed, and prompts that were in flight
+      trainer/         one set of files a rank: trainable parameters, optimizer, generators (the trainer writes it)
+      manifest.json    size and CRC-32 of every other file; its presence under the final name means "complete"
+
+    begin(step) -> .step-000050.partial/ --trainer writes--> finish(): state, manifest, fsync, rename -> step-000050/
+
+Owns: the format above, atomicity, how many are kept, the check of a checkpoint against the options of a resumed run.
+Does not own: what the trainer's files contain.
+Invariant: a folder named step-* was complete when it got its name; a crash at any time leaves the previous one intact.
+Callers: the controller.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.schema import RunConfig
+from orchestrator.buffer import BufferState
+from orchestrator.errors import CheckpointError
+from orchestrator.run_folder import to_plain
+from rollout.types import Group, Prompt, Rollout
+
+_FORMAT = 1
+_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Everything beside the trainer's own files that the next step depends on."""
+
+    step: int
+    """Optimizer steps done, refused ones included."""
+    policy_version: int
+    prompts: dict[str, Any]
+    """Cursor of the prompt stream (rollout.prompts.PromptStream.state_dict)."""
+    shuffle_rng: dict[str, Any]
+    """State of the generator of algorithm.shuffle_advantages."""
+    buffer: BufferState
+
+
+def fingerprint(config: RunConfig) -> dict[str, Any]:
+    """The options that a checkpoint's content depends on. Any other option may change between two parts of a run."""
+    trainer = config.trainer
+    algorithm = config.algorithm
+    return to_plain(
+        {
+            "model": asdict(config.model),
+            "trainer.num_ranks": trainer.num_ranks,
+            "trainer.ep_size": trainer.ep_size,
+            "trainer.mode": trainer.mode,
+            "trainer.lora": asdict(trainer.lora) if trainer.mode == "lora" else None,
+            "trainer.train_router": trainer.train_router,
+            "algorithm.group_size": algorithm.group_size,
+            "algorithm.groups_per_step": algorithm.groups_per_step,
+            "data.path": config.data.path,
+            "run.seed": config.run.seed,
+        }
+    )
+
+
+class CheckpointStore:
+    """See the module's docstring.
+
+    Args:
+        folder: the run folder's `checkpoints`.
+        keep: how many complete checkpoints stay; older ones are removed after a new one is complete.
+        options: `fingerprint` of this run's options.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, options: dict[str, Any]) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._options = options
+
+    def newest(self) -> Path | None:
+        """The complete checkpoint with the highest step."""
+        complete = self._complete()
+        return complete[-1] if complete else None
+
+    def to_resume(self, resume: str | None) -> Path | None:
+        """The checkpoint that run.resume asks for; None when it is not set."""
+        if resume is None:
+            return None
+        newest = self.newest()
+        if newest is None:
+            raise CheckpointError(f"run.resume={resume} holds no complete checkpoint under {self._folder}")
+        return newest
+
+    @staticmethod
+    def step_of(path: Path | None) -> int:
+        """The step in a checkpoint's name; 0 for None, the start of a run."""
+        return int(path.name.removeprefix("step-")) if path is not None else 0
+
+    def begin(self, step: int) -> Path:
+        """An empty folder under a temporary name; the trainer's ranks write into its `trainer/`."""
+        partial = self._folder / f".step-{step:06d}.partial"
+        if partial.exists():
+            shutil.rmtree(partial)
+        (partial / "trainer").mkdir(parents=True)
+        return partial
+
+    def finish(self, partial: Path, state: RunState) -> Path:
+        """Add the run's state, make all of it durable, give it its name, and remove the oldest. Returns its path."""
+        buffered = [{"ticket": t, **asdict(group)} for t, group in sorted(state.buffer.groups.items())]
+        in_flight = [{"ticket": t, "prompt": asdict(prompt)} for t, prompt in sorted(state.buffer.in_flight.items())]
+        (partial / "groups.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*buffered, *in_flight]))
+        (partial / "state.json").write_text(
+            json.dumps(
+                {
+                    "format": _FORMAT,
+                    "step": state.step,
+                    "policy_version": state.policy_version,
+                    "prompts": state.prompts,
+                    "shuffle_rng": state.shuffle_rng,
+                    "num_batches": state.buffer.num_batches,
+                    "options": self._options,
+                },
+                indent=2,
+            )
+        )
+        files = {str(path.relative_to(partial)): _facts(path) for path in _files(partial)}
+        (partial / "manifest.json").write_text(json.dumps({"format": _FORMAT, "files": files}, indent=2))
+        for path in [*_files(partial), *[p for p in partial.rglob("*") if p.is_dir()], partial]:
+            _fsync(path)
+        final = self._folder / f"step-{state.step:06d}"
+        if final.exists():
+            shutil.rmtree(final)
+        partial.replace(final)
+        _fsync(self._folder)
+        for old in self._complete()[: -self._keep]:
+            shutil.rmtree(old)
+        return final
+
+    def read(self, path: Path) -> RunState:
+        """Verify a checkpoint, compare it with this run's options, and return its state.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, the format is another one, or an option differs.
+        """
+        _verify(path)
+        raw = _read_json(path / "state.json")
+        if raw.get("format") != _FORMAT:
+            raise CheckpointError(f"{path} has format {raw.get('format')}, this version reads {_FORMAT}")
+        self._check_options(path, raw["options"])
+        groups: dict[int, Group] = {}
+        in_flight: dict[int, Prompt] = {}
+        with (path / "groups.jsonl").open() as lines:
+            for row in map(json.loads, lines):
+                if "rollouts" in row:
+                    rollouts = [Rollout(**rollout) for rollout in row["rollouts"]]
+                    groups[row["ticket"]] = Group(_to_prompt(row["prompt"]), rollouts, row["rewards"])
+                else:
+                    in_flight[row["ticket"]] = _to_prompt(row["prompt"])
+        return RunState(
+            step=raw["step"],
+            policy_version=raw["policy_version"],
+            prompts=raw["prompts"],
+            shuffle_rng=raw["shuffle_rng"],
+            buffer=BufferState(raw["num_batches"], groups, in_flight),
+        )
+
+    def _complete(self) -> list[Path]:
+        return sorted(p for p in self._folder.glob("step-*") if (p / "manifest.json").is_file())
+
+    def _check_options(self, path: Path, saved: dict[str, Any]) -> None:
+        mine, theirs = dict(_flatten(self._options)), dict(_flatten(saved))
+        differing = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
+        if differing:
+            listed = ", ".join(f"{key}: {theirs.get(key)!r} there, {mine.get(key)!r} now" for key in differing)
+            raise CheckpointError(f"{path} belongs to a run with other options ({listed}); use the same ones to resume")
+
+
+def _verify(path: Path) -> None:
+    """Compare every file with the manifest."""
+    cure = "remove that folder to resume from the one before it"
+    for name, expected in _read_json(path / "manifest.json")["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{path} lacks {name}; {cure}")
+        actual = _facts(file)
+        if actual != expected:
+            raise CheckpointError(f"{path} is damaged: {name} is {actual}, its manifest says {expected}; {cure}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _facts(path: Path) -> dict[str, int]:
+    """Size and CRC-32, read in chunks."""
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            crc = zlib.crc32(chunk, crc)
+    return {"num_bytes": path.stat().st_size, "crc32": crc}
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _to_prompt(raw: dict[str, Any]) -> Prompt:
+    return Prompt(raw["prompt_id"], tuple(raw["token_ids"]), raw["text"], raw["fields"])
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

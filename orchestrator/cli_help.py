@@ -1,0 +1,170 @@
+"""Help texts of the `slipstream` command, written from the schema and the YAML files, so that they cannot fall behind.
+
+Owns: words on the screen. Does not own: what exists (conf.options lists it). Callers: `orchestrator.cli`, and it
+prints them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from conf.errors import ConfigError
+from conf.options import (
+    GROUPS,
+    Choice,
+    Option,
+    did_you_mean,
+    flat_options,
+    group_choices,
+    options_by_name,
+    section_docs,
+    show,
+)
+
+_TOP = """\
+usage: slipstream COMMAND ...
+
+Trains mixture-of-experts language models by reinforcement learning, the trainer and the rollout engines apart, and
+carries the policy's new weights from one to the other after every step.
+
+commands
+  train     start a run; its options are the words that follow
+  doctor    look at this machine: versions, devices and links, limits, ports
+
+start here
+  slipstream doctor
+  slipstream train experiment=quickstart      a whole run on this machine in minutes, no GPU
+  slipstream train --help                     what can be set, and how
+
+  slipstream --version"""
+
+_TRAIN = """\
+usage: slipstream train [GROUP=CHOICE ...] [SECTION.OPTION=VALUE ...] [--cfg job | --dry-run] [--config-dir DIR]
+
+examples
+  slipstream train experiment=quickstart
+      a tiny random model learns a small task; trainer ranks, engines and weight sync are the real ones
+  slipstream train experiment=quickstart trainer=full trainer.optim.lr=3e-3
+      the same with another preset of one section, and one option changed
+  slipstream train model=checkpoint model.path=/models/Qwen3-30B-A3B data=files data.path=prompts.jsonl
+      your own model and prompts
+  slipstream train experiment=quickstart run.resume=runs/latest
+      go on from the newest checkpoint of a run; give it the options that the run had
+  slipstream train experiment=mine --config-dir ~/slipstream
+      options kept in a file: ~/slipstream/experiment/mine.yaml, laid out like those of `--help experiment`
+
+flags
+  --help TOPIC      a section (trainer), an option (trainer.ep_size), a group (experiment), or: options
+  --cfg job         print every option of this run with its value, as YAML; starts nothing
+  --dry-run         check options, machine and files; starts nothing
+  --config-dir DIR  a folder with YAML files of your own
+"""
+
+_DOCTOR = """\
+usage: slipstream doctor [--json]
+
+Looks at this machine and says what a run would find: versions, CPUs, memory, GPUs and their links, network cards,
+limits, ports, Ray, Mooncake. Starts nothing that lasts. Every warning comes with its cure.
+
+  --json     the same findings for programs
+
+exit code: 0 when a run can work here, 1 when something that it needs is missing or broken"""
+
+
+def top() -> str:
+    """`slipstream --help`."""
+    return _TOP
+
+
+def doctor() -> str:
+    """`slipstream doctor --help`."""
+    return _DOCTOR
+
+
+def version() -> str:
+    """`slipstream --version`."""
+    try:
+        return f"slipstream {importlib.metadata.version('slipstream-rl')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "slipstream (not installed: run from its source)"
+
+
+def train(topic: str, config_dir: Path | None = None) -> str:
+    """`slipstream train --help [TOPIC]`.
+
+    Args:
+        topic: Empty, `options`, or the name of a section, option or group.
+        config_dir: A folder of the user's own YAML files, whose choices are listed, too.
+
+    Raises:
+        ConfigError: There is no such topic.
+    """
+    if not topic:
+        return "\n".join([_TRAIN, _groups(config_dir), _sections()])
+    if topic == "options":
+        return "\n".join(_section(section, own_only=True) for section in section_docs())
+    if topic in options_by_name():
+        return _option(options_by_name()[topic])
+    if topic in section_docs() or topic in GROUPS:
+        parts = [_choices(topic, group_choices(topic, config_dir))] if topic in GROUPS else []
+        parts += [_section(topic, own_only=False)] if topic in section_docs() else []
+        return "\n".join(parts)
+    known = ["options", *GROUPS, *section_docs(), *options_by_name()]
+    raise ConfigError(f"no help on {topic!r}. {did_you_mean(topic, known) or 'See: slipstream train --help'}")
+
+
+def _groups(config_dir: Path | None) -> str:
+    lines = ["groups: presets, chosen with GROUP=CHOICE"]
+    for group in GROUPS:
+        choices = group_choices(group, config_dir)
+        width = max((len(choice.name) for choice in choices), default=0)
+        for i, choice in enumerate(choices):
+            lead = f"  {group if i == 0 else '':<13}{choice.name:<{width}}  "
+            lines.append(_wrap(choice.doc, lead))
+    return "\n".join([*lines, ""])
+
+
+def _sections() -> str:
+    lines = ["sections: options, set with SECTION.OPTION=VALUE, listed by --help SECTION"]
+    for section, doc in section_docs().items():
+        count = sum(option.name.rpartition(".")[0] == section for option in flat_options())
+        lines.append(_wrap(f"{doc} ({count} options)", f"  {section:<18}"))
+    return "\n".join(lines)
+
+
+def _choices(group: str, choices: Sequence[Choice]) -> str:
+    lines = [f"{group}=CHOICE"]
+    for choice in choices:
+        lines += [_wrap(choice.doc, f"  {choice.name:<22}")]
+    return "\n".join([*lines, ""])
+
+
+def _section(section: str, *, own_only: bool) -> str:
+    lines = [section, _wrap(section_docs()[section], "  "), ""]
+    for option in flat_options():
+        parent = option.name.rpartition(".")[0]
+        if parent == section or (not own_only and parent.startswith(f"{section}.")):
+            lines.append(_option(option, indent="  "))
+    return "\n".join(lines)
+
+
+def _option(option: Option, indent: str = "") -> str:
+    head = f"{indent}{option.name}={show(option.default)}"
+    return f"{head}\n{_wrap(f'{option.doc} ({option.type_label})', indent + '    ')}\n"
+
+
+def _wrap(text: str, lead: str) -> str:
+    """Fold `text` behind `lead`, further lines indented by as much."""
+    width = max(60, min(shutil.get_terminal_size((110, 24)).columns, 120))
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=lead,
+        subsequent_indent=" " * len(lead),
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

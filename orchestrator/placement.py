@@ -1,0 +1,433 @@
+"""Where the run's processes live: a Ray cluster, two placement groups, a named Ray actor for each rank and each worker.
+
+    Cluster -- placement group "trainer" --- TrainerActor "trainer-0", ...   each wraps one trainer.rank.TrainerRank
+        |----- placement group "rollout" --- RolloutActor "rollout-0", ...   each wraps one rollout.worker.RolloutWorker
+
+Owns: Ray's start and end, resources (trainer and rollout never share a GPU), the rendezvous address, translation of
+Ray's errors, and that no process outlives the run. Does not own: what the wrapped classes do; they know nothing of Ray.
+Invariants: weights never pass through the object store, only batches and rollouts do; torch and vLLM are imported by
+the actors, never here; `Cluster.stop` ends every process it started, also after an error or an interrupt.
+Callers: the controller.
+
+Ray's CPUs are tickets, not cores: a trainer rank and an engine ask for 1/100 each, so that the four processes of the
+quick start fit on two cores. GPUs are whole: one per trainer rank, `rollout.tp_size` per rollout worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import shutil
+import tempfile
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from conf.errors import SlipstreamError
+from conf.schema import Device, RunConfig, TrainMode
+from orchestrator.environment import resolve_device, variables_of
+from orchestrator.errors import OrchestratorError, PlacementError, TrainingStopped
+from orchestrator.run_folder import RunFolder
+from orchestrator.waiting import together, wait_for
+from rollout.types import Prompt, Rollout
+from trainer.model.spec import ModelSpec
+from trainer.types import Denominators, LossStats, OptimStats, Sample
+
+if TYPE_CHECKING:
+    from weight_sync.publisher import PublishReport
+
+logger = logging.getLogger(__name__)
+
+_CPU_TICKETS = 0.01
+_PLACE_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 20.0
+_SAVE_TIMEOUT_S = 1800.0
+_STEP_TIMEOUT_S = 3600.0
+
+
+class TrainerActor:
+    """Runs inside the actor's process: holds one TrainerRank, which imports torch only there."""
+
+    def __init__(self, name: str) -> None:
+        _log_to_stderr(name)
+        self._rank: Any = None
+
+    def pick_rendezvous(self) -> str:
+        """A free port of this machine, where rank 0 will listen and all ranks meet."""
+        import socket
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def start(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Build the rank and load the model."""
+        from trainer.rank import TrainerRank
+
+        self._rank = TrainerRank(**options)
+        return self._rank.load()
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the rank."""
+        return getattr(self._rank, method)(*args)
+
+
+class RolloutActor:
+    """Runs inside the actor's process: holds one RolloutWorker. Asynchronous, so that groups overlap."""
+
+    def __init__(self, name: str) -> None:
+        _log_to_stderr(name)
+        self._worker: Any = None
+
+    async def start(self, options: dict[str, Any]) -> str:
+        """Start the engine; returns the address where publishers reach this replica."""
+        from rollout.worker import RolloutWorker
+
+        self._worker = RolloutWorker(**options)
+        return await self._worker.start()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a coroutine method of the worker."""
+        return await getattr(self._worker, method)(*args)
+
+
+class RayTrainerGroup:
+    """All trainer ranks as one: every method runs on all of them at once, because they meet in collectives."""
+
+    def __init__(self, actors: Sequence[Any], *, is_lora: bool) -> None:
+        self._actors = actors
+        self._is_lora = is_lora
+        self.num_ranks = len(actors)
+
+    async def forward_backward(
+        self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
+    ) -> list[LossStats]:
+        """Accumulate the gradients of one batch. One list of microbatches per rank, equally long."""
+        per_rank = [(microbatches, denominators) for microbatches in microbatches_by_rank]
+        return await self._call("forward_backward", per_rank, timeout_s=_STEP_TIMEOUT_S)
+
+    async def optimizer_step(self) -> OptimStats:
+        """Apply the gradients; every rank returns the same."""
+        return (await self._call("optimizer_step", timeout_s=_STEP_TIMEOUT_S))[0]
+
+    async def connect(self, endpoints: Sequence[str], timeout_s: float) -> None:
+        """Fetch the replicas' layouts, build the plan, bind it to their addresses."""
+        await self._call("connect", [(list(endpoints),)] * self.num_ranks, timeout_s=timeout_s)
+
+    async def publish(self, timeout_s: float) -> PublishReport:
+        """Send the current policy version to every replica. Rank 0 speaks for all."""
+        return (await self._call("publish", timeout_s=timeout_s))[0]
+
+    async def export(self, folder: Path) -> None:
+        """Write what was trained: the adapter in PEFT format, or the whole model when there is no adapter."""
+        method = "save_adapter" if self._is_lora else "save_merged"
+        await self._call(method, [(str(folder),)] * self.num_ranks, timeout_s=_SAVE_TIMEOUT_S)
+
+    async def save_state(self, folder: Path) -> None:
+        """Write trainable parameters, optimizer and generators, one set of files a rank."""
+        await self._call("save_state", [(str(folder),)] * self.num_ranks, timeout_s=_SAVE_TIMEOUT_S)
+
+    async def load_state(self, folder: Path) -> None:
+        """Read what `save_state` wrote."""
+        await self._call("load_state", [(str(folder),)] * self.num_ranks, timeout_s=_SAVE_TIMEOUT_S)
+
+    async def shutdown(self) -> None:
+        """Leave the process group and close links."""
+        await self._call("shutdown", timeout_s=_STOP_TIMEOUT_S)
+
+    async def _call(
+        self, method: str, args_by_rank: Sequence[tuple[Any, ...]] | None = None, *, timeout_s: float
+    ) -> list[Any]:
+        """Call on every rank. The first failure is raised at once: its peers may hang in a collective without it."""
+        args = args_by_rank if args_by_rank is not None else [()] * self.num_ranks
+        calls = [
+            _result(
+                actor.call.options(name=f"TrainerRank.{method}").remote(method, *a),
+                f"trainer rank {rank}",
+                TrainingStopped,
+            )
+            for rank, (actor, a) in enumerate(zip(self._actors, args, strict=True))
+        ]
+        return await wait_for(together(*calls), f"{method} on {self.num_ranks} trainer ranks", timeout_s=timeout_s)
+
+
+class RayRolloutWorker:
+    """One rollout worker, as the supervisor sees it."""
+
+    def __init__(self, name: str, actor: Any, endpoint: str) -> None:
+        self.name = name
+        self.endpoint = endpoint
+        self._actor = actor
+
+    async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
+        """Sample `n` responses to one prompt."""
+        call = self._actor.call.options(name="RolloutWorker.generate_group")
+        return await _result(call.remote("generate_group", prompt, n), self.name, OrchestratorError)
+
+    async def stop(self) -> None:
+        """End the engine and its processes."""
+        call = _result(self._actor.call.remote("stop"), self.name, OrchestratorError)
+        await wait_for(call, f"{self.name} to stop", timeout_s=_STOP_TIMEOUT_S)
+
+
+class Cluster:
+    """The Ray cluster of one run: its own, or an attached one. Use as an async context manager.
+
+    Args:
+        config: the run's options.
+        folder: where Ray's logs end up.
+    """
+
+    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
+        self._config = config
+        self._folder = folder
+        self._is_own = config.cluster.ray_address is None
+        self._device = resolve_device(config.cluster.device)
+        self._needs_gpus = self._device == "cuda"
+        self._sync_key = secrets.token_bytes(32)
+        """Authenticates the control messages of a publish; known to this run's processes alone."""
+        self._actors: list[Any] = []
+        self._groups: list[PlacementGroup] = []
+        self._trainer: RayTrainerGroup | None = None
+        self._workers: list[RayRolloutWorker] = []
+        self._temporary: Path | None = None
+
+    async def __aenter__(self) -> Cluster:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def trainer(self) -> RayTrainerGroup:
+        """All trainer ranks; after `start`."""
+        assert self._trainer is not None
+        return self._trainer
+
+    @property
+    def workers(self) -> list[RayRolloutWorker]:
+        """Rollout workers, in the order in which the publisher knows them; after `start`."""
+        return self._workers
+
+    async def start(self, hf_config: dict[str, Any]) -> None:
+        """Start Ray, then trainer ranks and engines at the same time, then join them by a transfer plan."""
+        await wait_for(asyncio.to_thread(self._init_ray), "Ray to start", timeout_s=_PLACE_TIMEOUT_S)
+        await together(self._start_trainer(hf_config), self._start_workers(hf_config))
+        endpoints = [worker.endpoint for worker in self._workers]
+        await self.trainer.connect(endpoints, self._config.cluster.start_timeout_s)
+
+    async def _start_trainer(self, hf_config: dict[str, Any]) -> None:
+        """Place the trainer ranks and load the model on them."""
+        config = self._config
+        num_ranks = config.trainer.num_ranks
+        group = await self._place("trainer", num_ranks, num_gpus=1)
+        names = [f"trainer-{rank}" for rank in range(num_ranks)]
+        actors = [self._actor(TrainerActor, name, group, i, num_gpus=1) for i, name in enumerate(names)]
+        rendezvous: str = await _result(actors[0].pick_rendezvous.remote(), names[0], TrainingStopped)
+        shared = {
+            "model": config.model,
+            "trainer": config.trainer,
+            "algorithm": config.algorithm,
+            "sampling_temperature": config.rollout.sampling.temperature,
+            "weight_sync": config.weight_sync,
+            "seed": config.run.seed,
+            "num_steps": config.run.num_steps,
+            "world_size": num_ranks,
+            "rendezvous": rendezvous,
+            "device": self._device,
+            "hf_config": hf_config,
+            "sync_key": self._sync_key,
+        }
+        starts = [
+            _result(actor.start.remote({**shared, "rank": rank}), f"trainer rank {rank}", TrainingStopped)
+            for rank, actor in enumerate(actors)
+        ]
+        facts = await self._await_start(starts, "trainer ranks")
+        logger.info("%d trainer ranks are up: %s", num_ranks, facts[0])
+        self._trainer = RayTrainerGroup(actors, is_lora=config.trainer.mode is TrainMode.lora)
+
+    async def _start_workers(self, hf_config: dict[str, Any]) -> None:
+        """Place the rollout workers and start their engines."""
+        rollout = self._config.rollout
+        group = await self._place("rollout", rollout.num_workers, num_gpus=rollout.tp_size)
+        names = [f"rollout-{i}" for i in range(rollout.num_workers)]
+        concurrency = rollout.max_concurrent_groups + 16  # groups, and calls beside them
+        actors = [
+            self._actor(RolloutActor, name, group, i, num_gpus=rollout.tp_size, max_concurrency=concurrency)
+            for i, name in enumerate(names)
+        ]
+        dtype = self._config.model.dtype
+        shared = {
+            "folder": self._folder.model,
+            "config": rollout,
+            "weight_sync": self._config.weight_sync,
+            "dtype": dtype,
+            "device": Device(self._device),
+            "tensors": ModelSpec.from_hf_config(hf_config).checkpoint_tensors(dtype.value),
+            "key": self._sync_key,
+        }
+        seed = self._config.run.seed * 1000  # workers sample apart from each other, and runs of different seeds too
+        starts = [
+            _result(actor.start.remote({**shared, "seed": seed + i}), names[i], OrchestratorError)
+            for i, actor in enumerate(actors)
+        ]
+        endpoints = await self._await_start(starts, "rollout workers")
+        logger.info("%d rollout workers are up", len(names))
+        self._workers = [RayRolloutWorker(*parts) for parts in zip(names, actors, endpoints, strict=True)]
+
+    async def stop(self) -> None:
+        """End every process of the run: politely first, then for certain. Never raises; what went wrong is logged."""
+        # Listed first: an engine process whose parent has died is no longer found as a descendant.
+        processes = _processes_under(self._temporary) if self._temporary is not None else []
+        polite: list[Awaitable[None]] = [worker.stop() for worker in self._workers]
+        if self._trainer is not None:
+            polite.append(self._trainer.shutdown())
+        for problem in await asyncio.gather(*polite, return_exceptions=True):
+            if isinstance(problem, BaseException):
+                logger.warning("while stopping: %s", problem)
+        self._trainer, self._workers = None, []
+        await asyncio.to_thread(self._stop_ray)
+        await asyncio.to_thread(_end_processes, processes)
+        self._keep_logs()
+
+    def _init_ray(self) -> None:
+        """Start our own cluster on loopback, or attach to the given one."""
+        cluster = self._config.cluster
+        common: dict[str, Any] = {
+            "namespace": self._folder.run_id,
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+        }
+        if not self._is_own:
+            variables = {variable.name: variable.value for variable in variables_of(self._config)}
+            ray.init(address=cluster.ray_address, runtime_env={"env_vars": variables}, **common)
+            return
+        # Ray's sockets live under its temporary folder, and a socket's path may have 107 characters at most: a run
+        # folder is too deep for that. Its logs move to the run folder at the end.
+        self._temporary = Path(tempfile.mkdtemp(prefix="slipstream-"))
+        ray.init(
+            address="local",
+            include_dashboard=cluster.dashboard,
+            dashboard_host="127.0.0.1",
+            dashboard_port=cluster.dashboard_port,
+            object_store_memory=cluster.object_store_bytes,
+            _temp_dir=str(self._temporary),
+            **common,
+        )
+        if cluster.dashboard:
+            logger.info("Ray dashboard: http://127.0.0.1:%d", cluster.dashboard_port)
+
+    def _stop_ray(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        for group in self._groups:
+            with contextlib.suppress(Exception):  # teardown: the cluster may be gone already, and its groups with it
+                ray.util.remove_placement_group(group)
+        self._actors, self._groups = [], []
+        ray.shutdown()
+
+    def _keep_logs(self) -> None:
+        """Move the logs of our own cluster into the run folder."""
+        if self._temporary is None:
+            return
+        self._folder.ray_logs.mkdir(exist_ok=True)
+        for log in self._temporary.glob("session_*/logs/*"):
+            if log.is_file() and not log.parent.parent.is_symlink() and log.stat().st_size:
+                shutil.copyfile(log, self._folder.ray_logs / log.name)
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary = None
+
+    async def _place(self, name: str, num_bundles: int, *, num_gpus: int) -> PlacementGroup:
+        """Reserve one bundle per process."""
+        bundle = {"CPU": _CPU_TICKETS} | ({"GPU": float(num_gpus)} if self._needs_gpus else {})
+        group = placement_group(
+            [dict(bundle) for _ in range(num_bundles)], strategy="PACK", name=f"{self._folder.run_id}-{name}"
+        )
+        self._groups.append(group)
+        ready = _result(group.ready(), f"placement group {name}", PlacementError)
+        try:
+            await wait_for(ready, f"{num_bundles} x {bundle} for {name}", timeout_s=_PLACE_TIMEOUT_S)
+        except TimeoutError as error:
+            free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
+            raise PlacementError(
+                f"the Ray cluster cannot hold {num_bundles} x {bundle} for {name}; it has {free} free"
+            ) from error
+        return group
+
+    def _actor(
+        self, cls: type, name: str, group: PlacementGroup, bundle: int, *, num_gpus: int, max_concurrency: int = 1
+    ) -> Any:
+        actor = (
+            ray.remote(cls)
+            .options(
+                name=name,
+                num_cpus=_CPU_TICKETS,
+                num_gpus=num_gpus if self._needs_gpus else 0,
+                max_concurrency=max_concurrency,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+            )
+            .remote(name)
+        )
+        self._actors.append(actor)
+        return actor
+
+    async def _await_start(self, starts: Sequence[Awaitable[Any]], what: str) -> list[Any]:
+        """All of them, naming how many are late."""
+        tasks = [asyncio.ensure_future(start) for start in starts]
+
+        def who_is_late() -> str:
+            return f"{what} to start ({sum(task.done() for task in tasks)} of {len(tasks)} are up)"
+
+        return await wait_for(together(*tasks), who_is_late, timeout_s=self._config.cluster.start_timeout_s)
+
+
+async def _result(reference: Any, who: str, error_type: type[OrchestratorError]) -> Any:
+    """Await a Ray call. An error of ours arrives as itself, any other as `error_type`, naming process and cause."""
+    try:
+        return await reference
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, BaseException) else error
+        logger.debug("traceback of %s:\n%s", who, error)
+        if isinstance(cause, SlipstreamError):
+            raise cause from None
+        raise error_type(f"{who} failed with {type(cause).__name__}: {cause}") from error
+    except RayActorError as error:
+        raise error_type(f"the process of {who} died: {error}") from error
+
+
+def _processes_under(temporary: Path) -> list[psutil.Process]:
+    """Ray's own processes, known by the temporary folder on their command lines, and all their descendants."""
+    processes: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if str(temporary) in " ".join(child.cmdline()):
+                processes += [child, *child.children(recursive=True)]
+    return processes
+
+
+def _end_processes(processes: list[psutil.Process]) -> None:
+    """Wait for processes that should be ending, then end them."""
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    for process in alive:
+        logger.warning("process %d outlived the run and is terminated", process.pid)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs(alive, timeout=5)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _log_to_stderr(name: str) -> None:
+    """Ray writes the stderr of an actor into a file of its own."""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname).1s [{name}] %(name)s: %(message)s")

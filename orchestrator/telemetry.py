@@ -1,0 +1,358 @@
+"""The one place that emits: metrics, progress, samples. Every other room returns measurements and stays silent.
+
+    StepRecord --> row_of --> metrics.jsonl      one row a step; step 0 is the state before training
+                        |---> tensorboard/       the same numbers (written without torch)
+                        |---> Ray gauges         slipstream_<area>_<name>, on the dashboard's Prometheus endpoint
+                        +---> one progress line  with the time left
+
+Owns: the catalogue of metrics (`METRICS`: name -> meaning), how a step's measurements become one row, every sink.
+Does not own: log formatting (orchestrator.run_log), the picture at the end (orchestrator.curves).
+Invariants: a row has every name of the catalogue, null where the step has no such number; a name outside of it cannot
+be emitted; rows are in step order, one each. Tests and plots read metrics.jsonl, never stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+
+from orchestrator.run_folder import RunFolder
+from orchestrator.run_log import ProgressLine
+from rollout.types import Group
+from trainer.types import LossStats, OptimStats
+
+if TYPE_CHECKING:
+    from weight_sync.publisher import PublishReport
+
+logger = logging.getLogger(__name__)
+Value = float | int | None
+
+METRICS: dict[str, str] = {
+    "step": "optimizer steps done",
+    "policy_version": "version that the step produced",
+    "reward/mean": "mean reward of the batch's rollouts",
+    "reward/std": "standard deviation of the same",
+    "reward/failures": "rollouts whose reward raised or timed out; they are left out",
+    "eval/reward": "mean reward on held-out prompts, under policy_version",
+    "eval/failures": "held-out rollouts whose reward raised or timed out",
+    "eval/total_s": "seconds of the evaluation",
+    "sync/total_s": "seconds of the whole publish",
+    "sync/publish_s": "the same number, by the name of the verb",
+    "sync/pause_s": "longest time that a replica decoded nothing",
+    "sync/begin_s": "pause engines, mark them dirty, collect their answers",
+    "sync/prepare_s": "merge, cast and pack, on the slowest rank; overlaps with write_s",
+    "sync/write_s": "one-sided writes, on the slowest rank",
+    "sync/verify_s": "hashes compared at the receivers",
+    "sync/commit_s": "repack, recompute, adopt the version, resume",
+    "sync/bytes": "bytes written over the link, all ranks",
+    "sync/peak_bytes": "most temporary device memory on one rank",
+    "sync/watermark_bytes": "the declared bound on it",
+    "sync/changed_params": "engine parameters whose bytes differ from the last publish's; null at the first one",
+    "sync/replicas_committed": "replicas that adopted the version",
+    "parity/k3": "mismatch KL(rollout || trainer) of tokens at staleness 0: numerics alone",
+    "parity/k3_stale": "the same of staler tokens: numerics and drift",
+    "parity/num_tokens": "tokens behind parity/k3",
+    "parity/log_ratio_max": "largest |trainer - rollout log-probability| at staleness 0",
+    "policy/entropy": "mean entropy of the policy, in nats a token",
+    "loss/total": "loss that was differentiated",
+    "loss/policy": "its policy term",
+    "loss/kl": "mean k3 to the reference policy (0 when algorithm.kl_coef=0)",
+    "loss/clip_fraction": "tokens whose ratio was clipped",
+    "loss/ratio_mean": "mean exp(trainer - rollout log-probability)",
+    "loss/tis_truncated_fraction": "tokens whose importance weight was cut to algorithm.tis_max",
+    "optim/grad_norm": "global gradient norm before clipping",
+    "optim/lr": "learning rate of the step",
+    "optim/skipped": "1 when loss or norm was not finite: nothing updated, nothing published",
+    "staleness/mean": "mean over groups, in steps, at consumption",
+    "staleness/max": "largest of the same",
+    "staleness/dropped_groups": "groups that were too old at consumption and sampled again",
+    "rollout/wait_s": "seconds the trainer waited for this batch",
+    "rollout/tokens_per_s": "response tokens of the batch over seconds of the step",
+    "rollout/response_tokens_mean": "mean response length",
+    "rollout/truncated_fraction": "responses that ended by length",
+    "rollout/groups_failed": "groups sampled again since the last step because their worker failed",
+    "rollout/groups_uninformative": "groups replaced since the last step because their rewards were all equal",
+    "rollout/replicas_serving": "replicas in service",
+    "trainer/forward_backward_s": "seconds of forward and backward, slowest rank",
+    "trainer/optimizer_s": "seconds of the optimizer step",
+    "trainer/tokens_per_s_per_rank": "prompt and response tokens over those seconds and ranks",
+    "trainer/num_microbatches": "microbatches of one rank",
+    "step/total_s": "seconds of the step, waits included",
+}
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What happened in one step, as the rooms reported it. Unset parts become nulls in the row."""
+
+    step: int
+    policy_version: int
+    groups: Sequence[Group] = ()
+    staleness_steps: Sequence[int] = ()
+    loss: Sequence[LossStats] = ()
+    optim: OptimStats | None = None
+    sync: PublishReport | None = None
+    eval_groups: Sequence[Group] = ()
+    num_ranks: int = 1
+    extra: dict[str, Value] = field(default_factory=dict[str, Value])
+    """Single numbers by their catalogue name: seconds, counts."""
+
+
+def row_of(record: StepRecord) -> dict[str, Value]:
+    """One row: every name of METRICS. The row does not depend on how samples were split over ranks and microbatches."""
+    row: dict[str, Value] = dict.fromkeys(METRICS)
+    for part in (
+        {"step": record.step, "policy_version": record.policy_version},
+        _rollout_metrics(record),
+        loss_metrics(record.loss) if record.loss else {},
+        _sync_metrics(record.sync) if record.sync else {},
+        _eval_metrics(record.eval_groups) if record.eval_groups else {},
+        record.extra,
+    ):
+        unknown = part.keys() - METRICS.keys()
+        if unknown:
+            raise AssertionError(f"metrics outside of the catalogue: {sorted(unknown)}")
+        row.update(part)
+    if record.optim is not None:
+        row["optim/grad_norm"], row["optim/lr"] = record.optim.grad_norm, record.optim.lr
+        row["optim/skipped"] = int(not record.optim.is_finite)
+    return row
+
+
+def loss_metrics(stats: Sequence[LossStats]) -> dict[str, Value]:
+    """Add the ranks' sums, then divide once: the mean over tokens of the batch, whatever the layout."""
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for rank in stats:
+        for name, value in rank.sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+        for name, value in rank.maxima.items():
+            maxima[name] = max(maxima.get(name, -math.inf), value)
+
+    def mean(name: str, count: str = "policy/num_tokens") -> Value:
+        return sums[name] / sums[count] if sums.get(count) else None
+
+    clipped = sums["policy/num_clipped_low"] + sums["policy/num_clipped_high"]
+    return {
+        "parity/k3": mean("parity/k3_sum", "parity/num_tokens"),
+        "parity/k3_stale": mean("parity/k3_stale_sum", "parity/num_stale_tokens"),
+        "parity/num_tokens": sums["parity/num_tokens"],
+        "parity/log_ratio_max": maxima["parity/max_abs_log_ratio"] if sums["parity/num_tokens"] else None,
+        "policy/entropy": mean("policy/entropy_sum"),
+        "loss/total": sums["loss/total_sum"],  # already divided by the batch's denominators
+        "loss/policy": sums["loss/policy_sum"],
+        "loss/kl": mean("kl/ref_k3_sum"),
+        "loss/clip_fraction": clipped / sums["policy/num_tokens"] if sums["policy/num_tokens"] else None,
+        "loss/ratio_mean": mean("policy/ratio_sum"),
+        "loss/tis_truncated_fraction": mean("tis/num_truncated"),
+    }
+
+
+class Telemetry:
+    """Sinks of one run. Use as a context manager; `step` writes and shows one row.
+
+    Args:
+        folder: the run folder.
+        num_steps: steps of the whole run, for the time left.
+        first_step: rows after this step are removed from metrics.jsonl: they belong to work that a resumed run redoes.
+        progress: the line on the terminal.
+    """
+
+    def __init__(
+        self, folder: RunFolder, *, num_steps: int, first_step: int, tensorboard: bool, progress: ProgressLine
+    ) -> None:
+        self._folder = folder
+        self._num_steps = num_steps
+        self._progress = progress
+        truncate_rows(folder.metrics, after_step=first_step)
+        truncate_rows(folder.samples, after_step=first_step)
+        self._file: TextIO = folder.metrics.open("a")
+        self._samples: TextIO = folder.samples.open("a")
+        self._events = _EventWriter(folder.tensorboard) if tensorboard else None
+        self._gauges = _RayGauges()
+        self._recent_s: list[float] = []
+        self.last_eval_reward: Value = None
+
+    def __enter__(self) -> Telemetry:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._samples.close()
+        if self._events:
+            self._events.close()
+        self._progress.close()
+
+    def step(self, record: StepRecord) -> dict[str, Value]:
+        """Emit one row everywhere and return it."""
+        row = row_of(record)
+        self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
+        self._file.flush()
+        if self._events:
+            self._events.write(record.step, row)
+        self._gauges.set(row)
+        if record.eval_groups:
+            self.last_eval_reward = row["eval/reward"]
+            self._write_samples(record)
+        seconds = row["step/total_s"]
+        if record.optim is not None and seconds is not None:
+            self._recent_s = [*self._recent_s[-19:], float(seconds)]
+        self._progress.show(record.step, self._num_steps, self._describe(row), self._left_s(record.step))
+        return row
+
+    def _left_s(self, step: int) -> float | None:
+        """Steps to go times the mean of the last twenty."""
+        return (self._num_steps - step) * float(np.mean(self._recent_s)) if self._recent_s else None
+
+    def _describe(self, row: Mapping[str, Value]) -> str:
+        shown = (
+            ("reward", row["reward/mean"], ".3f"),
+            ("eval", self.last_eval_reward, ".3f"),
+            ("k3", row["parity/k3"] if row["parity/k3"] is not None else row["parity/k3_stale"], ".1e"),
+            ("entropy", row["policy/entropy"], ".2f"),
+            ("stale", row["staleness/max"], ".0f"),
+            ("wait", row["rollout/wait_s"], ".2f"),
+            ("sync", row["sync/total_s"], ".2f"),
+            ("step", row["step/total_s"], ".2f"),
+        )
+        text = [f"{name} {format(value, spec)}{'s' if name in ('wait', 'sync', 'step') else ''}"
+                for name, value, spec in shown if value is not None]  # fmt: skip
+        return "  ".join(text)
+
+    def _write_samples(self, record: StepRecord, num_shown: int = 8) -> None:
+        for group in record.eval_groups[:num_shown]:
+            row = {
+                "step": record.step,
+                "policy_version": record.policy_version,
+                "prompt": group.prompt.text,
+                "response": group.rollouts[0].text,
+                "reward": group.rewards[0],
+                "finish_reason": group.rollouts[0].finish_reason,
+            }
+            self._samples.write(json.dumps(row) + "\n")
+        self._samples.flush()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics.jsonl. A last line that a crash cut short is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def truncate_rows(path: Path, *, after_step: int) -> None:
+    """Drop rows of steps beyond `after_step`, atomically: a step is in the file once, however often a run resumed."""
+    rows = read_rows(path)
+    kept = [row for row in rows if row["step"] <= after_step]
+    if not path.is_file():
+        return
+    temporary = path.with_suffix(".partial")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    temporary.replace(path)
+
+
+def _known(rewards: Sequence[Sequence[float | None]]) -> list[float]:
+    return [reward for group in rewards for reward in group if reward is not None]
+
+
+def _rollout_metrics(record: StepRecord) -> dict[str, Value]:
+    if not record.groups:
+        return {}
+    rollouts = [rollout for group in record.groups for rollout in group.rollouts]
+    rewards = _known([group.rewards for group in record.groups])
+    num_response_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    num_prompt_tokens = sum(len(group.prompt.token_ids) * len(group.rollouts) for group in record.groups)
+    extra = record.extra
+    train_s = float(extra.get("trainer/forward_backward_s") or 0) + float(extra.get("trainer/optimizer_s") or 0)
+    step_s = extra.get("step/total_s")
+    return {
+        "reward/mean": float(np.mean(rewards)) if rewards else None,
+        "reward/std": float(np.std(rewards)) if rewards else None,
+        "reward/failures": len(rollouts) - len(rewards),
+        "staleness/mean": float(np.mean(record.staleness_steps)),
+        "staleness/max": max(record.staleness_steps),
+        "rollout/tokens_per_s": num_response_tokens / step_s if step_s else None,
+        "rollout/response_tokens_mean": num_response_tokens / len(rollouts),
+        "rollout/truncated_fraction": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
+        "trainer/tokens_per_s_per_rank": (num_prompt_tokens + num_response_tokens) / train_s / record.num_ranks
+        if train_s
+        else None,
+    }
+
+
+def _sync_metrics(report: PublishReport) -> dict[str, Value]:
+    parts = ("pause_s", "begin_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s")
+    seconds: dict[str, Value] = {f"sync/{name}": getattr(report, name) for name in parts}
+    return {
+        **seconds,
+        "sync/publish_s": report.total_s,
+        "sync/bytes": report.num_bytes,
+        "sync/peak_bytes": report.peak_bytes,
+        "sync/watermark_bytes": report.watermark_bytes,
+        "sync/replicas_committed": report.num_committed,
+    }
+
+
+def _eval_metrics(groups: Sequence[Group]) -> dict[str, Value]:
+    rewards = _known([group.rewards for group in groups])
+    num_rollouts = sum(len(group.rollouts) for group in groups)
+    return {
+        "eval/reward": float(np.mean(rewards)) if rewards else None,
+        "eval/failures": num_rollouts - len(rewards),
+    }
+
+
+def _finite(value: Value) -> Value:
+    """JSON has no NaN and no infinity; a row of a refused step says null."""
+    return value if value is None or math.isfinite(value) else None
+
+
+class _EventWriter:
+    """TensorBoard events through TensorBoard's own writer, which needs no torch."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(folder))
+
+    def write(self, step: int, row: Mapping[str, Value]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+        values = [Summary.Value(tag=n, simple_value=v) for n, v in row.items() if v is not None and math.isfinite(v)]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _RayGauges:
+    """The newest row as Ray gauges. Does nothing when this process is not part of a Ray cluster."""
+
+    def __init__(self) -> None:
+        self._gauges: dict[str, Any] = {}
+
+    def set(self, row: Mapping[str, Value]) -> None:
+        try:
+            import ray
+            from ray.util.metrics import Gauge
+        except ImportError:
+            return
+        if not ray.is_initialized():
+            return
+        for name, value in row.items():
+            if value is None or not math.isfinite(value):
+                continue
+            if name not in self._gauges:
+                self._gauges[name] = Gauge("slipstream_" + name.replace("/", "_"), description=METRICS[name])
+            self._gauges[name].set(float(value))

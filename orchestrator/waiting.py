@@ -1,0 +1,73 @@
+"""The one way this package waits: with a deadline, and saying every 30 seconds what for.
+
+Owns: `wait_for`. Does not own: what is awaited, nor what a caller does about a timeout.
+Invariant: nothing in the controller waits in silence, and nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from orchestrator.errors import WaitTimeout
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SAY_EVERY_S = 30.0
+
+
+async def wait_for(
+    awaitable: Awaitable[T],
+    what: str | Callable[[], str],
+    *,
+    timeout_s: float,
+    progress: Callable[[], int] | None = None,
+    say_every_s: float = SAY_EVERY_S,
+) -> T:
+    """Await with a deadline and a line in the log every `say_every_s`.
+
+    Args:
+        awaitable: cancelled when the deadline passes or the caller is cancelled.
+        what: completes the sentence "waiting for ..."; a function when it changes (who is late).
+        timeout_s: the deadline, counted from the start or from the last progress.
+        progress: a counter; whenever it has grown the deadline starts again.
+
+    Raises:
+        WaitTimeout: naming what was waited for and how long.
+    """
+    task = asyncio.ensure_future(awaitable)
+    started = since = time.monotonic()
+    seen = progress() if progress else 0
+    try:
+        while True:
+            left_s = since + timeout_s - time.monotonic()
+            await asyncio.wait({task}, timeout=max(0.0, min(say_every_s, left_s)))
+            if task.done():
+                return task.result()
+            if progress and progress() != seen:
+                since, seen = time.monotonic(), progress()
+            waited_s = time.monotonic() - started
+            sentence = what if isinstance(what, str) else what()
+            if time.monotonic() - since >= timeout_s:
+                raise WaitTimeout(f"gave up after {waited_s:.0f} s of waiting for {sentence}")
+            if waited_s >= say_every_s:
+                logger.info("waiting for %s, %.0f s so far (gives up after %.0f s)", sentence, waited_s, timeout_s)
+    finally:
+        if not task.done():
+            task.cancel()
+
+
+async def together(*awaitables: Awaitable[T]) -> list[T]:
+    """Run all at once; results in order. The first failure cancels the others and is raised as it is."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

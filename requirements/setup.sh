@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Makes .venv from the locked pins, for the machine it runs on. Quick when nothing changed.
+#
+#   requirements/setup.sh            CPU packages, or GPU packages when nvidia-smi finds a GPU
+#   SLIPSTREAM_TARGET=cpu|gpu        decides instead of the machine
+set -euo pipefail
+cd "$(dirname "$0")/.."
+say() { printf '\033[1m[setup]\033[0m %s\n' "$*"; }
+fail() { printf '[setup] error: %s\n' "$*" >&2; exit 1; }
+
+target=${SLIPSTREAM_TARGET:-}
+if [ -z "$target" ]; then target=cpu; nvidia-smi -L 2>/dev/null | grep -q GPU && target=gpu; fi
+[ "$target" = cpu ] || [ "$target" = gpu ] || fail "SLIPSTREAM_TARGET must be cpu or gpu, got '$target'"
+lock=requirements/$target.lock
+stamp=$(cat "$lock" pyproject.toml requirements/setup.sh | sha256sum | cut -c1-16)-$target
+
+libibverbs_missing() { ! python3 -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null && [ ! -e .venv/lib/native/libibverbs.so.1 ]; }
+
+# Mooncake's engine links libibverbs even when it only speaks TCP. With root it is installed; without, it is unpacked into .venv/lib/native,
+# from where the transport loads it.
+install_libibverbs() {
+  libibverbs_missing || return 0
+  command -v apt-get >/dev/null || fail "Mooncake needs libibverbs.so.1: install your system's libibverbs (rdma-core) package, then run this again"
+  if [ "$(id -u)" = 0 ]; then
+    say "installing libibverbs1"
+    apt-get install -y -qq --no-install-recommends libibverbs1 >/dev/null 2>&1 ||
+      { apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 >/dev/null; }
+  else
+    say "unpacking libibverbs1 into .venv/lib/native (no root)"
+    work=$(mktemp -d); mkdir -p .venv/lib/native
+    (cd "$work" && apt-get download -qq libibverbs1 libnl-3-200 libnl-route-3-200) ||
+      fail "could not download libibverbs1; ask an administrator to run: apt-get install libibverbs1"
+    for deb in "$work"/*.deb; do dpkg -x "$deb" "$work/root"; done
+    find "$work/root" -name '*.so*' -exec cp -P {} .venv/lib/native/ \;
+    rm -rf "$work"
+  fi
+}
+
+if [ "$(cat .venv/.slipstream-stamp 2>/dev/null)" = "$stamp" ]; then install_libibverbs; exit 0; fi
+
+python=
+candidates="python3.11 python3.12 python3"; [ "$target" = gpu ] && candidates="python3.12 python3.11 python3"
+for candidate in $candidates; do
+  if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
+    python=$candidate; break
+  fi
+done
+[ -n "$python" ] || fail "needs Python 3.11 or 3.12 on PATH"
+say "$target environment with $($python --version) from $lock ($(wc -l <"$lock") packages, about a minute)"
+
+if [ -x .venv/bin/python ] && [ "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = "$($python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" ]; then :; else
+  rm -rf .venv; "$python" -m venv .venv
+fi
+rm -f .venv/.slipstream-stamp
+.venv/bin/python -m pip install -q --disable-pip-version-check uv==0.13.8 2>&1 | grep -v WARNING || true
+[ -x .venv/bin/uv ] || fail "could not install uv from the package index; is it reachable?"
+
+# pip's own find-links (a local folder of wheels) come first; without a torch wheel there, PyTorch's CPU index is the source.
+links=()
+for place in $(.venv/bin/python -m pip config get global.find-links 2>/dev/null || true); do links+=(--find-links "$place"); done
+install() { .venv/bin/uv pip install -q --python .venv/bin/python --compile-bytecode --no-deps "${links[@]}" "$@" -r "$lock"; }
+log=$(mktemp)
+if ! install 2>"$log"; then
+  [ "$target" = cpu ] || { cat "$log" >&2; fail "the packages of $lock could not be installed"; }
+  say "no torch CPU wheel near by: taking it from PyTorch's index"
+  install --extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match 2>"$log" ||
+    { cat "$log" >&2; fail "the packages of $lock could not be installed"; }
+fi
+.venv/bin/uv pip install -q --python .venv/bin/python --no-deps --no-build-isolation -e . 2>"$log" || { cat "$log" >&2; fail "could not install Slipstream itself"; }
+rm -f "$log"
+install_libibverbs
+echo "$stamp" >.venv/.slipstream-stamp
+say "ready: .venv ($(du -sh .venv | cut -f1))"

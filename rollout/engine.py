@@ -1,0 +1,350 @@
+"""One vLLM engine: how it is started, sampled from, paused, and which policy version sampled each token.
+
+Owns: engine arguments and environment on either device, requests, version stamps, calls to the engine's ranks. Uses
+only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Does not own the protocol of a publish (`worker.py`) nor
+the weights (`weight_receiver.py`, inside the engine's processes). With it, the only importer of vLLM; vLLM is imported
+by start(), so that importing this module is cheap.
+Invariant: a token's stamp is the version whose weights sampled it. Why no stamp can be wrong:
+
+    EngineCore process                       this process, one event loop
+      step -> output queue --one socket-->   socket task -> outputs_queue -> [stamp with self.version] -> vLLM's handler
+      pause done -> the same queue ------>   socket task -> resolves `await pause()`
+
+    1. Weights change only between pause() and resume(), and no step runs between the two.
+    2. Queue, socket and socket task keep order: when pause() returns, all earlier outputs are in outputs_queue.
+    3. An output is stamped as it leaves outputs_queue, with no await in between: once it is empty, all are stamped.
+    4. set_version() waits for that, and only then changes the version that new stamps get.
+
+Processes: this one, and the EngineCore with the model in it (tp_size=1) or with tp_size workers below it. vLLM's
+outlive a parent that is killed; ours end with it, however it ends (`lifeline`, started by the worker extension).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rollout.errors
+import weight_sync.errors
+from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
+from rollout.errors import EngineDied, EngineError
+from rollout.lifeline import OWNER_VARIABLE
+from rollout.types import Rollout
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+CPU_KV_CACHE_BYTES = 256 << 20
+SHUTDOWN_TIMEOUT_S = 1.0
+"""Grace of the engine's processes after SIGTERM. They hold nothing that must be saved."""
+DRAIN_TIMEOUT_S = 30.0
+"""Longest that outputs which have arrived may wait for vLLM's own handler."""
+ABORTED = "abort"
+"""finish_reason of a request that a pause or a shutdown ended."""
+
+
+def engine_environment(device: Device) -> dict[str, str]:
+    """Environment of a rollout worker's process, best set before torch is imported there. Values that are set win.
+
+    CPU: with VLLM_ENABLE_V1_MULTIPROCESSING=0 the model lives inside the EngineCore process instead of a third one,
+    which saves one import of everything (6 s of a core). TORCHDYNAMO_DISABLE=1 saves the C++ compilation of one
+    function of the sampler, 16 s at the first token. One thread: workers and trainer ranks share the cores.
+    """
+    common = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if device is Device.cuda:
+        # Sampled log-probabilities are those of PyTorch's own softmax, and flashinfer need not be installed.
+        return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    return common | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def engine_arguments(folder: Path, config: RolloutConfig, *, dtype: DType, device: Device, seed: int) -> dict[str, Any]:
+    """Arguments of vLLM's AsyncEngineArgs. The same names hold for both supported releases."""
+    is_cpu = device is not Device.cuda
+    return {
+        "model": str(folder),
+        "load_format": "dummy",  # version 0 comes by publish, as every other version
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # no sampling default of a checkpoint may slip in
+        "dtype": str(dtype),
+        "seed": seed,
+        "tensor_parallel_size": config.tp_size,
+        "enable_expert_parallel": config.enable_expert_parallel,
+        # Said explicitly: inside a Ray placement group vLLM would otherwise choose Ray.
+        "distributed_executor_backend": "mp" if config.tp_size > 1 else "uni",
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": config.kv_cache_bytes or (CPU_KV_CACHE_BYTES if is_cpu else None),
+        "enforce_eager": is_cpu or config.enforce_eager,
+        "enable_prefix_caching": True,  # siblings share their prompt
+        "logprobs_mode": "processed_logprobs",  # of what was sampled from: temperature and top_p applied
+        # The Triton kernels read experts in checkpoint order; others reorder or swizzle them after loading.
+        "moe_backend": "auto" if is_cpu else "triton",
+        "worker_extension_cls": "rollout.weight_receiver.WeightReceiver",
+        "disable_log_stats": True,
+    }
+
+
+def stop_token_ids(folder: Path) -> list[int]:
+    """End-of-sequence tokens of a model folder, which vLLM without a tokenizer does not know.
+
+    generation_config.json, else config.json.
+    """
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        value = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        if value is not None:
+            return [value] if isinstance(value, int) else list(value)
+    return []
+
+
+class Engine:
+    """See the module's docstring. All methods belong to one event loop.
+
+    Args:
+        folder: config.json (and generation_config.json) of the model; weights are not read.
+        config: Sizes and parallelism.
+        dtype: Format of weights and activations.
+        device: cpu or cuda (`auto` must be decided by now).
+        seed: Of the engine's own random numbers; give every worker another one.
+    """
+
+    def __init__(self, folder: Path, config: RolloutConfig, *, dtype: DType, device: Device, seed: int) -> None:
+        self._folder = folder
+        self._config = config
+        self._device = device
+        self._arguments = engine_arguments(folder, config, dtype=dtype, device=device, seed=seed)
+        self._llm: AsyncLLM | None = None
+        self._request_numbers = itertools.count()
+        self._stamps: dict[str, list[int]] = {}
+        self._stop_token_ids = stop_token_ids(folder)
+        self.version = -1
+        """Policy version that stamps new tokens; -1 while the weights are dummies."""
+        self.num_generated_tokens = 0
+        """Since the start, unfinished responses included."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that are not finished."""
+        return len(self._stamps)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's process runs and its outputs are handled."""
+        return self._llm is not None and not self._llm.errored
+
+    async def start(self) -> None:
+        """Start the engine's processes and wait until it could serve (with dummy weights).
+
+        Raises:
+            EngineError: vLLM refused an argument or failed to come up.
+        """
+        for name, value in engine_environment(self._device).items():
+            os.environ.setdefault(name, value)
+        os.environ[OWNER_VARIABLE] = str(os.getpid())
+        # In a thread: the event loop stays responsive, and vLLM's output handler starts after _stamp_outputs().
+        self._llm = await asyncio.to_thread(self._build)
+        self._stamp_outputs(self._llm)
+
+    def _build(self) -> AsyncLLM:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        unknown = set(self._arguments) - {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+        if unknown:
+            raise EngineError(
+                f"this vLLM does not know the engine arguments {', '.join(sorted(unknown))}; "
+                "supported releases are 0.25.1 and 0.32.0"
+            )
+        try:
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+        except Exception as e:  # the edge to vLLM: pydantic, ValueError, RuntimeError, EngineDeadError
+            raise EngineError(f"the engine did not start: {type(e).__name__}: {e}") from e
+
+    def _stamp_outputs(self, llm: AsyncLLM) -> None:
+        """Note the current version for each token at the moment its output leaves the queue (step 3 of the proof)."""
+        client: Any = llm.engine_core
+        get_output = client.get_output_async
+
+        async def get_stamped_output() -> Any:
+            outputs = await get_output()
+            for output in outputs.outputs:
+                request_id, _, _ = output.request_id.rpartition("-")  # vLLM appends 8 random characters
+                if request_id in self._stamps:
+                    self._stamps[request_id].extend([self.version] * len(output.new_token_ids))
+                    self.num_generated_tokens += len(output.new_token_ids)
+            return outputs
+
+        client.get_output_async = get_stamped_output
+
+    async def generate_group(
+        self, prompt_token_ids: Sequence[int], n: int, sampling: SamplingConfig, *, seed: int | None = None
+    ) -> list[Rollout]:
+        """Sample `n` responses to one prompt. Their `text` is empty: the engine has no tokenizer.
+
+        Args:
+            prompt_token_ids: The prompt.
+            n: Siblings; each is a request of its own and shares the prompt's KV blocks with the others.
+            sampling: Temperature, bounds and end of a response.
+            seed: Of the first sibling; the others follow. None: the engine's own stream (much faster on GPUs).
+
+        Returns:
+            Rollouts in order; finish_reason "stop", "length", or ABORTED where a pause ended a request.
+
+        Raises:
+            EngineDied: The process is gone.
+            EngineError: vLLM refused the request or answered inconsistently.
+        """
+        seeds = [None if seed is None else seed + index for index in range(n)]
+        tasks = [asyncio.create_task(self._generate(prompt_token_ids, sampling, own)) for own in seeds]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # one failed, or the caller gave up: end the others inside the engine too
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _generate(self, prompt_token_ids: Sequence[int], sampling: SamplingConfig, seed: int | None) -> Rollout:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=self._stop_token_ids if sampling.stop_at_eos else [],
+            ignore_eos=not sampling.stop_at_eos,
+            seed=seed,
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        # The salt keeps prefix blocks of one version from requests that start under another, whether or not they were
+        # dropped.
+        prompt: Any = {"prompt_token_ids": list(prompt_token_ids), "cache_salt": f"policy version {self.version}"}
+        request_id = f"rollout-{next(self._request_numbers)}"
+        stamps = self._stamps[request_id] = []
+        try:
+            final = None
+            async for output in self._running().generate(prompt, params, request_id):
+                final = output
+        except EngineDeadError as e:
+            raise EngineDied("the engine's process died while it sampled; this rollout worker must be restarted") from e
+        except EngineError:
+            raise
+        except Exception as e:  # the edge to vLLM, whose refusals share no base between releases
+            what = f"a request of {len(prompt_token_ids)} prompt and at most {sampling.max_tokens} new tokens"
+            raise EngineError(f"the engine refused or failed {what}: {type(e).__name__}: {e}") from e
+        finally:
+            del self._stamps[request_id]
+        return self._to_rollout(request_id, final, stamps)
+
+    def _to_rollout(self, request_id: str, final: Any, stamps: list[int]) -> Rollout:
+        if final is None or not final.outputs:
+            raise EngineError(f"{request_id} ended without an output")
+        (completion,) = final.outputs
+        token_ids = list(completion.token_ids)
+        logprobs = [entry[token].logprob for token, entry in zip(token_ids, completion.logprobs or [], strict=True)]
+        if len(stamps) != len(token_ids):
+            raise EngineError(f"{request_id} has {len(token_ids)} tokens and {len(stamps)} version stamps")
+        if not all(map(math.isfinite, logprobs)):
+            raise EngineError(f"{request_id} has a log-probability that is not finite; are the weights finite?")
+        return Rollout(token_ids, logprobs, list(stamps), "", str(completion.finish_reason))
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Stop stepping. When this returns the device is idle and new requests queue up until resume().
+
+        Args:
+            mode: keep freezes requests in flight; wait lets them finish; abort ends them.
+            clear_cache: Drop all KV blocks. Requests that keep froze are prefilled again, under the weights they
+            resume with.
+        """
+        # AsyncLLM.pause_generation() is this call and then a sleep of 20 ms, in the hope that outputs are handled
+        # meanwhile; set_version() waits for exactly that.
+        core: Any = self._running().engine_core
+        await core.pause_scheduler_async(mode=str(mode), clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        """Go on with requests in flight and queued ones."""
+        await self._running().resume_generation()
+
+    async def set_version(self, version: int) -> None:
+        """Stamp tokens with `version` from now on. Only between pause() and resume().
+
+        Raises:
+            EngineError: Outputs from before the pause are still unhandled after DRAIN_TIMEOUT_S.
+        """
+        core: Any = self._running().engine_core
+        outputs = core.outputs_queue
+        try:
+            async with asyncio.timeout(DRAIN_TIMEOUT_S):
+                while not outputs.empty():
+                    await asyncio.sleep(0)
+        except TimeoutError as e:
+            raise EngineError(
+                f"{outputs.qsize()} outputs of version {self.version} were not handled within {DRAIN_TIMEOUT_S:g} s"
+            ) from e
+        self.version = version
+
+    async def call_ranks(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the worker extension on every rank of the engine.
+
+        Args:
+            method: Of WeightReceiver.
+            args: Plain values and bytes.
+
+        Returns:
+            Results by rank.
+
+        Raises:
+            SlipstreamError: The first rank's error, as its own class.
+            EngineError: The call itself failed.
+        """
+        try:
+            replies = await self._running().collective_rpc(method, args=args)
+        except Exception as e:  # the edge to vLLM
+            raise EngineError(f"{method} failed inside the engine: {type(e).__name__}: {e}") from e
+        for error, text, _ in replies:
+            if error:
+                raise _error_class(error)(text)
+        return [result for _, _, result in replies]
+
+    def shutdown(self) -> None:
+        """End the engine's processes. Idempotent."""
+        if self._llm is not None:
+            client: Any = self._llm.engine_core
+            client.__dict__.pop("get_output_async", None)
+            self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+            self._llm = None
+
+    def _running(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineError("the engine is not running")
+        if self._llm.errored:
+            raise EngineDied("the engine's process died; this rollout worker must be restarted")
+        return self._llm
+
+
+def _error_class(name: str) -> type[Exception]:
+    """The class of an error that crossed from an engine rank by name."""
+    for module in (rollout.errors, weight_sync.errors):
+        found = getattr(module, name, None)
+        if found is not None:
+            return found
+    return EngineError

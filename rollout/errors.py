@@ -1,0 +1,47 @@
+"""Errors of the rollout side.
+
+    SlipstreamError
+      RolloutError
+        DataError(ValueError)              a prompt file that cannot be read; names the file and the line
+        RewardError(ConfigError)           a reward that cannot be imported or set up
+        EngineError(RuntimeError)          the engine refused to start, or a request failed inside it
+          EngineDied(ConnectionError)      the engine's process is gone; the worker must be restarted
+          UnsupportedWeights(ValueError)   the engine keeps a weight in a form that cannot be written in place
+        ReplicaNotServing(ReplicaDirty)    asked to sample while the weights are not of one committed version
+
+DataError and RewardError are the user's to repair: their message says what to change. Each class is built from one
+message, so that it unpickles on the other side of a Ray call.
+"""
+
+from __future__ import annotations
+
+from conf.errors import ConfigError, SlipstreamError
+from weight_sync.errors import ReplicaDirty
+
+
+class RolloutError(SlipstreamError):
+    """Base of every error of the rollout side."""
+
+
+class DataError(RolloutError, ValueError):
+    """A prompt file is missing, malformed or does not fit the model. Names the file and the line."""
+
+
+class RewardError(RolloutError, ConfigError):
+    """The configured reward cannot run at all. (One sample's failure is counted instead, never raised.)"""
+
+
+class EngineError(RolloutError, RuntimeError):
+    """The engine refused to start, or failed a request."""
+
+
+class EngineDied(EngineError, ConnectionError):
+    """The engine's process is gone."""
+
+
+class UnsupportedWeights(EngineError, ValueError):
+    """The engine stores a parameter in a form that one-sided writes cannot fill. Names the parameter and the reason."""
+
+
+class ReplicaNotServing(RolloutError, ReplicaDirty):
+    """A request came while the replica's weights were not of one committed version. Names the state."""

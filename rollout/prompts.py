@@ -1,0 +1,227 @@
+"""Prompts: from a JSONL or Parquet file to tokenized `Prompt`s, in a seeded order that a resumed run continues.
+
+Owns: reading and checking the file (every row, before the run starts) and the order of epochs. Does not own tokenizers
+(an `Encoder` is passed in) nor what is done with a prompt. No torch.
+Invariant: the order is a function of (seed, epoch) and the number of rows alone, so that a cursor is two integers.
+Callers: the controller (training and held-out prompts).
+
+A row is an object with a `prompt` column (text, or a list of chat messages) and any further columns, which rewards see:
+
+    {"prompt": "k 3 a =", "answer": "a"}
+    {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+import conf
+from rollout.errors import DataError
+from rollout.types import Prompt
+
+PACKAGED = "pkg://"
+"""Prefix of prompt files that ship in conf/data."""
+
+
+class Encoder(Protocol):
+    """What turns text into token ids; `orchestrator.prepare.TextEncoder` in a run, ten lines in tests."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of plain text."""
+        ...
+
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Chat messages as the model sees them, ending where its answer begins."""
+        ...
+
+
+def resolve_path(path: str) -> Path:
+    """`pkg://NAME` is conf/data/NAME; anything else starts at the working directory."""
+    if path.startswith(PACKAGED):
+        return Path(conf.__file__).parent / "data" / path.removeprefix(PACKAGED)
+    return Path(path)
+
+
+def read_prompts(
+    path: str, encoder: Encoder, *, prompt_key: str = "prompt", max_prompt_tokens: int, add_special_tokens: bool = True
+) -> list[Prompt]:
+    """Read, check and tokenize every row of a prompt file, in file order.
+
+    Args:
+        path: A .jsonl or .parquet file, or `pkg://NAME`.
+        encoder: Tokenizer and chat template.
+        prompt_key: Column that holds the prompt.
+        max_prompt_tokens: Longer prompts are refused.
+        add_special_tokens: For plain text; chat templates bring their own.
+
+    Raises:
+        DataError: The file is missing, empty or malformed, or a row cannot be a prompt. Names the file and the line
+            (JSONL, from 1) or row (Parquet, from 0).
+    """
+    file = resolve_path(path)
+    if not file.is_file():
+        raise DataError(
+            f"prompt file {file} does not exist; set data.path (or data.eval_path) to a .jsonl or .parquet file"
+        )
+    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+    if file.suffix not in readers:
+        raise DataError(f"prompt file {file} must end in .jsonl or .parquet, got {file.suffix or 'no ending'!r}")
+    prompts: list[Prompt] = []
+    for where, row in readers[file.suffix](file):
+        text, token_ids = _encode(row, where, encoder, prompt_key, add_special_tokens)
+        if len(token_ids) > max_prompt_tokens:
+            raise DataError(
+                f"{where}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens allows {max_prompt_tokens}; "
+                "shorten it, or raise data.max_prompt_tokens (and rollout.max_model_len with it)"
+            )
+        fields = {key: value for key, value in row.items() if key != prompt_key}
+        prompts.append(Prompt(len(prompts), tuple(token_ids), text, fields))
+    if not prompts:
+        raise DataError(f"prompt file {file} has no rows")
+    return prompts
+
+
+class PromptStream:
+    """An endless sequence of prompts: epoch after epoch, each in its own order.
+
+    Example: three prompts may come as 2 0 1 | 0 2 1 | ...; after four of them the cursor is epoch 1, position 1.
+
+    Args:
+        prompts: From `read_prompts`.
+        seed: With the epoch it decides the order.
+        shuffle: False keeps the file's order in every epoch.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True) -> None:
+        if not prompts:
+            raise DataError("a prompt stream needs at least one prompt")
+        self.prompts = list(prompts)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._digest = _digest(self.prompts)
+        self._epoch = 0
+        self._position = 0
+        self._order = self._order_of(0)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next prompt, from 0."""
+        return self._epoch
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return self
+
+    def __next__(self) -> Prompt:
+        prompt = self.prompts[self._order[self._position]]
+        self._position += 1
+        if self._position == len(self._order):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._order_of(self._epoch)
+        return prompt
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor: plain values, to be stored with a checkpoint."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "digest": self._digest,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            DataError: The prompts, the seed or the shuffling differ: the cursor would point at other prompts.
+        """
+        for key, mine, option in (
+            ("digest", self._digest, "data.path"),
+            ("seed", self._seed, "run.seed"),
+            ("shuffle", self._shuffle, "data.shuffle"),
+        ):
+            if state[key] != mine:
+                raise DataError(
+                    f"the checkpoint's prompt cursor belongs to another order of prompts: {key} is {mine!r} and was "
+                    f"{state[key]!r}; resume with the {option} that the run began with"
+                )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._order = self._order_of(self._epoch)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        if not self._shuffle:
+            return list(range(len(self.prompts)))
+        return np.random.default_rng((self._seed, epoch)).permutation(len(self.prompts)).tolist()
+
+
+def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows with their place, "file:line". Blank lines are skipped and counted."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file}:{number}"
+            try:
+                row = json.loads(line)
+            except ValueError as e:  # UnicodeDecodeError is one too
+                raise DataError(f"{where}: not a JSON object: {e}") from e
+            if not isinstance(row, dict):
+                raise DataError(f"{where}: each line must be a JSON object, got {type(row).__name__}")
+            yield where, row
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows with their place, "file: row n"."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(file)
+        number = 0
+        for batch in table.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                yield f"{file}: row {number}", row
+                number += 1
+    except (pa.ArrowInvalid, OSError) as e:
+        raise DataError(f"{file} is not a readable Parquet file: {e}") from e
+
+
+def _encode(
+    row: dict[str, Any], where: str, encoder: Encoder, key: str, add_special_tokens: bool
+) -> tuple[str, list[int]]:
+    if key not in row:
+        columns = ", ".join(sorted(map(str, row))) or "none"
+        raise DataError(f"{where}: no column {key!r} (data.prompt_key); the columns are {columns}")
+    value = row[key]
+    if isinstance(value, str):
+        text, token_ids = value, encoder.encode(value, add_special_tokens=add_special_tokens)
+    elif (
+        isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m and "content" in m for m in value)
+    ):
+        try:
+            text = encoder.render_chat(value)
+        except Exception as e:  # the edge to a tokenizer's own template code
+            raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {e}") from e
+        token_ids = encoder.encode(text, add_special_tokens=False)
+    else:
+        raise DataError(
+            f"{where}: column {key!r} must be text or a non-empty list of messages with role and content, "
+            f"got {type(value).__name__}"
+        )
+    if not token_ids:
+        raise DataError(f"{where}: the prompt has no tokens")
+    return text, token_ids
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes())
+        digest.update(b"|")
+    return digest.hexdigest()

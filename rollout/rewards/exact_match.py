@@ -1,0 +1,14 @@
+"""Reward 1 for a response that is the answer, 0 for any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def exact_match(response: str, fields: dict[str, Any], *, answer_key: str) -> float:
+    """1.0 if the response and the answer are equal once white space around them is gone; case counts.
+
+    Raises:
+        KeyError: The row has no answer column.
+    """
+    return float(response.strip() == str(fields[answer_key]).strip())

@@ -1,0 +1,19 @@
+"""Rewards to start from: `reward.kind=rollout.rewards.examples:share_of_answer`, or copy one into a module of your own.
+
+A reward is any importable function (prompt text, response text, the row's other columns) -> float. It runs in a process
+of its own: an exception or a hang costs one sample, not the job.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def share_of_answer(prompt: str, response: str, fields: dict[str, Any]) -> float:
+    """Share of the response's characters that equal the one-character answer.
+
+    Partial credit, so that a random policy learns from nothing. Example: answer "e", response "ee3e" -> 0.75. An empty
+    response scores 0.
+    """
+    characters = response.replace(" ", "")
+    return characters.count(str(fields["answer"])) / len(characters) if characters else 0.0

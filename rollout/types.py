@@ -1,0 +1,48 @@
+"""What goes into and comes out of a rollout worker. Plain data: importable without torch and without vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the prompt file, tokenized. Example: Prompt(7, (3, 12, 5), "k 3 a =", {"answer": "a"})."""
+
+    prompt_id: int
+    """Row number in the file, from 0."""
+    token_ids: tuple[int, ...]
+    text: str
+    """The prompt as the model sees it, for logs and for rewards."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """The row's other columns, for rewards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled response. All lists have one entry per response token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """The engine's log-probability of each token at sampling time (rollout_logprobs)."""
+    policy_versions: list[int]
+    """Policy version that sampled each token; non-decreasing."""
+    text: str
+    finish_reason: str
+    """"stop" (end of sequence) or "length"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Siblings: the rollouts of one prompt, with their rewards."""
+
+    prompt: Prompt
+    rollouts: list[Rollout]
+    rewards: list[float | None]
+    """One per rollout; None where the reward raised or timed out (its sample is left out)."""
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest policy version in any token of the group."""
+        return min(version for rollout in self.rollouts for version in rollout.policy_versions)

@@ -1,0 +1,217 @@
+"""One rollout worker: an engine that samples groups, and its side of a publish. No Ray.
+
+Owns: when the engine may sample (only while every rank holds one committed version), the order of steps around a
+publish, seeds, and text. Does not own the engine's mechanics (`engine.py`), the proof of the bytes
+(`weight_sync.receiver`, in the engine's processes) nor the control socket (`weight_sync.endpoint`, which calls the
+handler methods below one at a time).
+Invariant: generate_group() starts requests in phase CLEAN only; tokens are stamped with the version that sampled them.
+Callers: the Ray actor around it (generate_group, health), the endpoint (describe ... abort).
+
+    begin(v)     no new groups; pause the engine; every rank DIRTY -> addresses to write to
+    verify       every rank proves its bytes
+    commit(v)    every rank CLEAN(v); outputs of before the pause are stamped; the version moves; the engine resumes
+    abort        stays paused and DIRTY until a later begin..commit succeeds; requests in flight stay frozen
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
+from rollout.engine import ABORTED, Engine
+from rollout.errors import EngineError, ReplicaNotServing
+from rollout.types import Prompt, Rollout
+from weight_sync.endpoint import ReplicaEndpoint
+from weight_sync.layout import Binding, TensorMeta
+from weight_sync.protocol import EngineRank, Expected, VersionState, pack, unpack
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHealth:
+    """A rollout worker at one moment. Example: WorkerHealth("clean", 12, 13, True, 48, 120_345, 2)."""
+
+    phase: str
+    """Place in the protocol: dirty, verified or clean."""
+    version: int
+    """Policy version that is served (clean) or being written; -1 before the first publish."""
+    epoch: int
+    is_alive: bool
+    """Whether the engine's process runs."""
+    num_requests_in_flight: int
+    num_generated_tokens: int
+    """Since the start, unfinished responses included."""
+    num_aborted_groups: int
+    """Groups that a publish with pause_mode=abort ended and that were sampled again here."""
+
+
+class RolloutWorker:
+    """See the module's docstring. All methods belong to one event loop.
+
+    Args:
+        folder: Model folder: config.json, generation_config.json and a tokenizer; no weights.
+        config: The engine's sizes, parallelism and sampling.
+        weight_sync: Link, pause mode, deadlines.
+        dtype: Format of weights and activations.
+        device: cpu or cuda.
+        seed: Of this worker's sampling; another one for every worker.
+        tensors: Every checkpoint tensor of the model (ModelSpec.checkpoint_tensors()).
+        key: The run's key, shared with the publisher.
+        host: Address under which trainer ranks reach this worker.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        config: RolloutConfig,
+        weight_sync: WeightSyncConfig,
+        dtype: DType,
+        device: Device | str,
+        seed: int,
+        tensors: Sequence[TensorMeta],
+        key: bytes,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._sampling = config.sampling
+        self._sync = weight_sync
+        self._tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in tensors]
+        self._host = host
+        self._engine = Engine(folder, config, dtype=dtype, device=Device(device), seed=seed)
+        self._endpoint = ReplicaEndpoint(self, key, host=host)
+        self._tokenizer_file = folder / "tokenizer.json"
+        self._tokenizer: Tokenizer | None = None
+        self._ranks: list[EngineRank] = []
+        self._state = VersionState()
+        self._serving = asyncio.Event()
+        self._num_aborted_groups = 0
+
+    # -- for the controller ------------------------------------------------------------------------------------------
+
+    async def start(self) -> str:
+        """Start the engine, record its layout, open the control endpoint.
+
+        Returns:
+            The endpoint's address, for Publisher.connect().
+
+        Raises:
+            EngineError: The engine did not come up, or stores a parameter in a form that cannot be published.
+            WeightSyncError: The layout cannot be recorded, or the link cannot be had.
+        """
+        if self._tokenizer_file.is_file():
+            self._tokenizer = Tokenizer.from_file(str(self._tokenizer_file))
+        await self._engine.start()
+        try:
+            replies = await self._engine.call_ranks(
+                "slipstream_describe", self._tensors, str(self._sync.transport), self._host, self._sync.timeout_s
+            )
+            self._ranks = [unpack(EngineRank, reply) for reply in replies]
+            return await self._endpoint.start()
+        except BaseException:
+            self._engine.shutdown()
+            raise
+
+    def endpoint(self) -> str:
+        """Address of the control endpoint."""
+        return self._endpoint.address
+
+    async def generate_group(
+        self, prompt: Prompt, n: int, *, sampling: SamplingConfig | None = None, seed: int | None = None
+    ) -> list[Rollout]:
+        """Sample `n` responses to one prompt. A publish on the way freezes and resumes them (or, by pause mode, starts
+        them anew).
+
+        Args:
+            prompt: The prompt.
+            n: Siblings.
+            sampling: Instead of rollout.sampling; for evaluation.
+            seed: Makes the responses repeatable. None: the engine's own stream of random numbers.
+
+        Raises:
+            ReplicaNotServing: The weights are not of one committed version right now. Nothing was sampled.
+            EngineError: The engine refused or failed the request.
+        """
+        if not self._state.is_serving:
+            raise ReplicaNotServing(
+                f"this rollout worker is {self._state.phase} (version {self._state.version}, epoch {self._state.epoch})"
+                ": it samples only from a committed version"
+            )
+        sampling = sampling or self._sampling
+        while True:
+            rollouts = await self._engine.generate_group(prompt.token_ids, n, sampling, seed=seed)
+            if not any(rollout.finish_reason == ABORTED for rollout in rollouts):
+                return [replace(rollout, text=self._decode(rollout)) for rollout in rollouts]
+            if self._sync.pause_mode is not PauseMode.abort:
+                raise EngineError(
+                    f"the engine aborted requests of prompt {prompt.prompt_id} although nobody asked it to"
+                )
+            # pause_mode=abort ended the group; its siblings should be of one version, so all of them start anew.
+            self._num_aborted_groups += 1
+            await self._serving.wait()
+
+    def health(self) -> WorkerHealth:
+        """What the controller's supervisor wants to know; never blocks."""
+        return WorkerHealth(
+            phase=str(self._state.phase),
+            version=self._state.version,
+            epoch=self._state.epoch,
+            is_alive=self._engine.is_alive,
+            num_requests_in_flight=self._engine.num_in_flight,
+            num_generated_tokens=self._engine.num_generated_tokens,
+            num_aborted_groups=self._num_aborted_groups,
+        )
+
+    async def stop(self) -> None:
+        """Close the endpoint and end the engine. Idempotent."""
+        self._serving.clear()
+        self._state = self._state.invalidate()
+        await self._endpoint.close()
+        await asyncio.to_thread(self._engine.shutdown)
+
+    # -- for the endpoint: weight_sync.endpoint.ReplicaHandler
+    # ----------------------------------------------------------
+
+    async def describe(self) -> Sequence[EngineRank]:
+        """What every engine rank must receive, and where."""
+        return self._ranks
+
+    async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
+        """Stop serving, then the engine, then let the bytes change: in this order nobody samples from a mixture."""
+        self._state = self._state.begin(version, epoch, digest)
+        self._serving.clear()
+        await self._engine.pause(self._sync.pause_mode, clear_cache=not self._sync.keep_kv)
+        replies = await self._engine.call_ranks("slipstream_begin", version, epoch, digest)
+        return [unpack(Binding, reply) for reply in replies]
+
+    async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
+        """Every rank proves its bytes."""
+        state = self._state.verified(version, epoch, digest)
+        await self._engine.call_ranks("slipstream_verify", version, epoch, digest, pack(list(expected)))
+        self._state = state
+
+    async def commit(self, version: int, epoch: int) -> None:
+        """Serve `version`. The stamp moves before the engine: no token of new weights may carry the old version."""
+        state = self._state.committed(version, epoch)
+        self._state = self._state.failed(epoch)  # until all of it is done
+        await self._engine.call_ranks("slipstream_commit", version, epoch)
+        await self._engine.set_version(version)
+        await self._engine.resume()
+        self._state = state
+        self._serving.set()
+
+    async def abort(self, epoch: int, reason: str) -> None:
+        """Stay paused and DIRTY."""
+        self._state = self._state.failed(epoch)
+        await self._engine.call_ranks("slipstream_abort", epoch, reason)
+
+    def _decode(self, rollout: Rollout) -> str:
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True)

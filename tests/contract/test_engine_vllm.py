@@ -1,0 +1,354 @@
+"""A real rollout worker (vLLM, Mooncake over TCP, ZMQ) fed by a real publisher, against two oracles: transformers'
+forward pass, and vLLM's own loader.
+
+One worker serves all tests of this file, in order; each publishes what it needs. Checkpoints differ in every tensor,
+and weights are drawn at a standard deviation of 0.1, so that log-probabilities of two versions are far apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+
+from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
+from rollout.errors import EngineError, ReplicaNotServing
+from rollout.types import Prompt, Rollout
+from rollout.worker import RolloutWorker
+from weight_sync.errors import IntegrityError
+from weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
+from weight_sync.publisher import Publisher, PublishReport
+from weight_sync.transport.mooncake import MooncakeTransport
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+
+EOS = 2
+LONG = 800
+"""Tokens of a response that is still under way while a publish runs: more than a second of sampling, against 50 ms."""
+PROMPT_TOKENS = 150
+"""More than one block of the CPU engine's KV cache (128 tokens), so that a prefix can be reused at all."""
+MAX_LOGPROB_ERROR = 2e-5
+"""float32 on both sides, through two layers and a softmax over 64 words: 1.4e-6 was the largest seen."""
+
+
+class Checkpoints:
+    """A tiny Qwen3-MoE with one set of random weights per version; transformers is the oracle."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import Qwen3MoeConfig
+
+        self.folder = folder
+        self.config = Qwen3MoeConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
+            vocab_size=64, max_position_embeddings=1024, rope_theta=10000.0, eos_token_id=EOS, bos_token_id=1,
+            tie_word_embeddings=False, initializer_range=0.1, dtype="float32",
+        )  # fmt: skip
+        self.config.architectures = ["Qwen3MoeForCausalLM"]
+        self._tensors: dict[int, dict[str, torch.Tensor]] = {}
+
+    def model(self, version: int) -> torch.nn.Module:
+        """The policy of a version, in float32."""
+        from transformers import Qwen3MoeForCausalLM
+
+        torch.manual_seed(100 + version)
+        return Qwen3MoeForCausalLM(self.config).eval()
+
+    def saved(self, version: int) -> Path:
+        """Its checkpoint folder, as transformers writes it."""
+        folder = self.folder / f"v{version}"
+        if not folder.exists():
+            self.model(version).save_pretrained(folder)
+        return folder
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]:
+        """Its checkpoint tensors, by Hugging Face name."""
+        from safetensors.torch import load_file
+
+        if version not in self._tensors:
+            self._tensors[version] = load_file(self.saved(version) / "model.safetensors")
+        return self._tensors[version]
+
+    def logprobs(self, version: int, prompt: Prompt, rollout: Rollout) -> torch.Tensor:
+        """Log-probability of each response token under a version, given everything before it."""
+        ids = torch.tensor([[*prompt.token_ids, *rollout.token_ids]])
+        with torch.no_grad():
+            logits = self.model(version)(ids).logits[0].float()
+        num_prompt = len(prompt.token_ids)
+        scores = torch.log_softmax(logits[num_prompt - 1 : -1], dim=-1)
+        return scores.gather(1, ids[0, num_prompt:, None])[:, 0]
+
+
+class CheckpointSource:
+    """WeightSource of one trainer rank that holds a whole checkpoint."""
+
+    temporary_bytes = 0
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def layout(self) -> SourceLayout:
+        """Every tensor, whole."""
+        return SourceLayout(
+            0,
+            tuple(TensorMeta(name, tuple(t.shape), "float32") for name, t in sorted(self.tensors.items())),
+            tuple(
+                SourceShard(name, Region((0,) * t.dim(), tuple(t.shape))) for name, t in sorted(self.tensors.items())
+            ),
+        )
+
+    def begin(self, version: int) -> int:
+        """Nothing to gather."""
+        return 0
+
+    def read(self, tensor: str, region: Region, out: torch.Tensor) -> None:
+        """Copy a rectangle."""
+        out.copy_(self.tensors[tensor][tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))])
+
+    def end(self) -> None:
+        """Nothing to drop."""
+
+
+class FlippingTransport(MooncakeTransport):
+    """Flips one bit of the next write, after it was hashed and before it leaves."""
+
+    is_armed = False
+
+    def write(self, session, src_ptrs, dst_ptrs, sizes, *, timeout_s):
+        if self.is_armed:
+            self.is_armed = False
+            byte = ctypes.c_ubyte.from_address(src_ptrs[0])
+            byte.value ^= 1
+        super().write(session, src_ptrs, dst_ptrs, sizes, timeout_s=timeout_s)
+
+
+@dataclass
+class Setup:
+    """One worker, one publisher (a trainer of one rank)."""
+
+    checkpoints: Checkpoints
+    worker: RolloutWorker
+    publisher: Publisher
+    source: CheckpointSource
+    transport: FlippingTransport
+    refusal: Exception | None = None
+    """What generate_group raised before the first publish."""
+    version: int = -1
+
+    async def publish(self, version: int) -> PublishReport:
+        """Publish the weights of `version`."""
+        self.version = version
+        self.source.tensors = self.checkpoints.tensors(version)
+        return await asyncio.to_thread(self.publisher.publish, version)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup]:
+    folder = tmp_path_factory.mktemp("engine")
+    checkpoints = Checkpoints(folder)
+    model_folder = folder / "model"
+    model_folder.mkdir()
+    (model_folder / "config.json").write_text(json.dumps(checkpoints.config.to_dict()))
+    source = CheckpointSource(checkpoints.tensors(0))
+    key = b"k" * 32
+    sync = WeightSyncConfig(watermark_bytes=1 << 20, timeout_s=30.0)
+    worker = RolloutWorker(
+        model_folder,
+        config=RolloutConfig(
+            max_model_len=1024, max_num_seqs=32, kv_cache_bytes=64 << 20, sampling=SamplingConfig(max_tokens=16)
+        ),
+        weight_sync=sync,
+        dtype=DType.float32,
+        device=Device.cpu,
+        seed=7,
+        tensors=source.layout().tensors,
+        key=key,
+    )
+    address = await worker.start()
+    transport = FlippingTransport(sync.transport, timeout_s=sync.timeout_s)
+    publisher = Publisher(source, transport, rank=0, world_size=1, group=None, config=sync, key=key)
+    made = Setup(checkpoints, worker, publisher, source, transport)
+    try:
+        await asyncio.to_thread(publisher.connect, [address])
+        try:
+            await worker.generate_group(prompt(0), 1)
+        except ReplicaNotServing as e:
+            made.refusal = e
+        report = await made.publish(0)
+        assert report.replicas[0].error is None
+        yield made
+    finally:
+        publisher.close()
+        await worker.stop()
+        transport.close()
+
+
+def prompt(seed: int) -> Prompt:
+    """A random prompt that fills more than one KV block."""
+    generator = torch.Generator().manual_seed(seed)
+    return Prompt(seed, tuple(torch.randint(3, 64, (PROMPT_TOKENS,), generator=generator).tolist()), "")
+
+
+def assert_sampled_by(setup: Setup, asked: Prompt, rollout: Rollout) -> None:
+    """Every token's log-probability is the one of the version on its stamp, and of no other version that was served."""
+    versions = torch.tensor(rollout.policy_versions)
+    got = torch.tensor(rollout.logprobs)
+    for version in versions.unique().tolist():
+        mine = versions == version
+        expected = setup.checkpoints.logprobs(version, asked, rollout)
+        torch.testing.assert_close(got[mine], expected[mine], atol=MAX_LOGPROB_ERROR, rtol=0)
+        others = (got - expected)[~mine].abs()
+        assert others.numel() == 0 or others.max() > 100 * MAX_LOGPROB_ERROR
+
+
+def vllm_loads(folder: Path) -> dict[str, str]:
+    """sha256 of every parameter of a second engine, in this process, that loads the checkpoint by itself."""
+    from vllm import LLM
+
+    engine = LLM(
+        model=str(folder), load_format="safetensors", skip_tokenizer_init=True, enforce_eager=True, dtype="float32",
+        max_model_len=256, kv_cache_memory_bytes=16 << 20, disable_log_stats=True,
+        worker_extension_cls="rollout.weight_receiver.WeightReceiver",
+    )  # fmt: skip
+    ((error, text, hashes),) = engine.collective_rpc("slipstream_read_params")
+    assert not error, text
+    return hashes
+
+
+async def test_a_worker_refuses_to_sample_before_the_first_version(setup: Setup):
+    assert isinstance(setup.refusal, ReplicaNotServing)
+    assert "dirty (version -1, epoch 0)" in str(setup.refusal)
+
+
+async def test_logprobs_and_stamps_are_those_of_the_published_weights(setup: Setup):
+    await setup.publish(0)
+    for temperature in (1.0, 0.7):
+        rollouts = await setup.worker.generate_group(
+            prompt(1), 4, sampling=SamplingConfig(max_tokens=32, temperature=temperature, stop_at_eos=False), seed=5
+        )
+        assert [len(rollout.token_ids) for rollout in rollouts] == [32] * 4
+        assert {rollout.finish_reason for rollout in rollouts} == {"length"}
+        assert len({tuple(rollout.token_ids) for rollout in rollouts}) == 4, "siblings must differ"
+        if temperature == 1.0:
+            for rollout in rollouts:
+                assert set(rollout.policy_versions) == {0}
+                assert_sampled_by(setup, prompt(1), rollout)
+
+
+async def test_a_seed_repeats_its_group(setup: Setup):
+    await setup.publish(0)
+    first, again = [await setup.worker.generate_group(prompt(2), 3, seed=11) for _ in range(2)]
+    assert [r.token_ids for r in first] == [r.token_ids for r in again]
+
+
+async def test_a_response_ends_with_the_end_of_sequence_token(setup: Setup):
+    await setup.publish(0)
+    rollouts = await setup.worker.generate_group(prompt(3), 16, sampling=SamplingConfig(max_tokens=400), seed=1)
+    stopped = [rollout for rollout in rollouts if rollout.finish_reason == "stop"]
+    assert stopped, "with 64 words and 400 tokens nearly every response meets the end"
+    for rollout in stopped:
+        assert rollout.token_ids[-1] == EOS
+        assert EOS not in rollout.token_ids[:-1]
+        assert len(rollout.logprobs) == len(rollout.policy_versions) == len(rollout.token_ids)
+
+
+async def test_after_a_publish_every_parameter_is_what_vllms_own_loader_makes(setup: Setup):
+    await setup.worker._engine.call_ranks("slipstream_zero_params")
+    report = await setup.publish(1)
+    assert report.replicas[0].committed
+    (ours,) = await setup.worker._engine.call_ranks("slipstream_read_params")
+    assert ours == await asyncio.to_thread(vllm_loads, setup.checkpoints.saved(1))
+    assert any(name.endswith("w13_weight") for name in ours)
+
+
+async def test_requests_in_flight_cross_a_publish_and_every_token_tells_its_version(setup: Setup):
+    """Requests frozen by the publish go on under the new weights, prefilled anew: each token is its version's."""
+    await setup.publish(0)
+    before = setup.worker.health().num_generated_tokens
+    sampling = SamplingConfig(max_tokens=LONG, stop_at_eos=False)
+    group = asyncio.create_task(setup.worker.generate_group(prompt(4), 2, sampling=sampling))
+    while setup.worker.health().num_generated_tokens < before + 50:
+        await asyncio.sleep(0.005)
+    assert setup.worker.health().num_requests_in_flight == 2
+    assert (await setup.publish(1)).replicas[0].committed
+    for rollout in await group:
+        assert len(rollout.token_ids) == LONG
+        assert sorted(set(rollout.policy_versions)) == [0, 1]
+        assert rollout.policy_versions == sorted(rollout.policy_versions)
+        assert_sampled_by(setup, prompt(4), rollout)
+
+
+async def test_a_prefix_of_older_weights_is_never_reused(setup: Setup):
+    for version in (0, 1, 0):
+        await setup.publish(version)
+        for _ in range(2):  # the second time the prefix of this version is reused
+            (rollout,) = await setup.worker.generate_group(prompt(5), 1)
+            assert set(rollout.policy_versions) == {version}
+            assert_sampled_by(setup, prompt(5), rollout)
+
+
+async def test_kept_kv_entries_do_not_reach_requests_of_a_newer_version(setup: Setup, monkeypatch: pytest.MonkeyPatch):
+    """With keep_kv the cache is not cleared, and requests in flight use it on; later requests must not."""
+    monkeypatch.setattr(setup.worker, "_sync", dataclasses.replace(setup.worker._sync, keep_kv=True))
+    await setup.publish(0)
+    sampling = SamplingConfig(max_tokens=LONG, stop_at_eos=False)
+    before = setup.worker.health().num_generated_tokens
+    group = asyncio.create_task(setup.worker.generate_group(prompt(6), 1, sampling=sampling))
+    while setup.worker.health().num_generated_tokens < before + 50:
+        await asyncio.sleep(0.005)
+    await setup.publish(1)
+    (later,) = await setup.worker.generate_group(prompt(6), 1)
+    assert_sampled_by(setup, prompt(6), later)
+    (crossing,) = await group
+    assert sorted(set(crossing.policy_versions)) == [0, 1]
+
+
+@pytest.mark.parametrize("mode", [PauseMode.wait, PauseMode.abort])
+async def test_other_pause_modes_give_groups_of_one_version(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, mode: PauseMode
+):
+    monkeypatch.setattr(setup.worker, "_sync", dataclasses.replace(setup.worker._sync, pause_mode=mode))
+    await setup.publish(0)
+    sampling = SamplingConfig(max_tokens=LONG, stop_at_eos=False)
+    before = setup.worker.health()
+    group = asyncio.create_task(setup.worker.generate_group(prompt(7), 2, sampling=sampling))
+    while setup.worker.health().num_generated_tokens < before.num_generated_tokens + 50:
+        await asyncio.sleep(0.005)
+    await setup.publish(1)
+    expected = 0 if mode is PauseMode.wait else 1
+    for rollout in await group:
+        assert len(rollout.token_ids) == LONG
+        assert set(rollout.policy_versions) == {expected}
+        assert_sampled_by(setup, prompt(7), rollout)
+    assert setup.worker.health().num_aborted_groups - before.num_aborted_groups == expected
+
+
+async def test_a_flipped_bit_is_named_keeps_the_worker_out_and_is_healed_by_the_next_publish(setup: Setup):
+    await setup.publish(0)
+    setup.transport.is_armed = True
+    report = await setup.publish(1)
+    assert not report.replicas[0].committed
+    assert IntegrityError.__name__ in str(report.replicas[0].error)
+    assert "model." in str(report.replicas[0].error)
+    assert setup.worker.health().phase == "dirty"
+    with pytest.raises(ReplicaNotServing, match=r"dirty \(version 1"):
+        await setup.worker.generate_group(prompt(8), 1)
+    assert (await setup.publish(1)).replicas[0].committed
+    (rollout,) = await setup.worker.generate_group(prompt(8), 1)
+    assert_sampled_by(setup, prompt(8), rollout)
+
+
+async def test_a_request_that_the_engine_refuses_is_one_clear_error(setup: Setup):
+    await setup.publish(0)
+    with pytest.raises(EngineError, match="a request of 2000 prompt"):
+        await setup.worker.generate_group(Prompt(0, (5,) * 2000, ""), 2)
+    assert setup.worker.health().is_alive
+    assert setup.worker.health().num_requests_in_flight == 0

@@ -1,0 +1,186 @@
+"""Fakes of the controller's rooms: a trainer that counts, workers that answer at once, rewards that read the text.
+
+They share one `World`: the version that the trainer has, the version that each worker has committed, and a diary of
+what was called in which order. Nothing here sleeps; a test that wants an order holds an `asyncio.Event`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout.types import Prompt, Rollout
+from trainer.types import Denominators, LossStats, OptimStats, Sample
+
+SUMS = (
+    "loss/total_sum",
+    "loss/policy_sum",
+    "policy/num_tokens",
+    "policy/entropy_sum",
+    "policy/ratio_sum",
+    "policy/num_clipped_low",
+    "policy/num_clipped_high",
+    "tis/weight_sum",
+    "tis/num_truncated",
+    "kl/ref_k3_sum",
+    "parity/k3_sum",
+    "parity/num_tokens",
+    "parity/k3_stale_sum",
+    "parity/num_stale_tokens",
+)
+
+
+@dataclass
+class Outcome:
+    """One replica's part of a publish report."""
+
+    committed: bool
+    error: str | None = None
+    pause_s: float = 0.0
+
+
+@dataclass
+class Report:
+    """A publish report."""
+
+    version: int
+    replicas: list[Outcome]
+    pause_s: float = 0.01
+    begin_s: float = 0.01
+    prepare_s: float = 0.01
+    write_s: float = 0.01
+    verify_s: float = 0.01
+    commit_s: float = 0.01
+    total_s: float = 0.06
+    num_bytes: int = 1000
+    peak_bytes: int = 100
+    watermark_bytes: int = 1 << 20
+    num_changed_params: int | None = 5
+
+    @property
+    def num_committed(self) -> int:
+        return sum(replica.committed for replica in self.replicas)
+
+
+@dataclass
+class World:
+    """What the fakes agree on."""
+
+    version: int = 0
+    committed: list[int] = field(default_factory=list)
+    diary: list[tuple[Any, ...]] = field(default_factory=list)
+
+
+class FakeTrainer:
+    """Raises the version by one a step, unless the step is listed as not finite."""
+
+    def __init__(self, world: World, num_workers: int, *, num_ranks: int = 2) -> None:
+        self.world = world
+        self.num_ranks = num_ranks
+        self.num_steps = 0
+        self.not_finite: set[int] = set()
+        self.failing_replicas: dict[int, set[int]] = {}
+        """version -> replicas that do not commit it."""
+        self.trained: list[tuple[int, list[Sample]]] = []
+        world.committed = [-1] * num_workers
+
+    async def forward_backward(
+        self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
+    ) -> list[LossStats]:
+        assert len(microbatches_by_rank) == self.num_ranks
+        assert len({len(microbatches) for microbatches in microbatches_by_rank}) == 1
+        samples = [s for rank in microbatches_by_rank for microbatch in rank for s in microbatch]
+        assert denominators.num_sequences == len(samples)
+        self.trained.append((denominators.policy_version, samples))
+        self.world.diary.append(("train", denominators.policy_version))
+        await asyncio.sleep(0)
+        tokens = float(denominators.num_valid_tokens)
+        sums = dict.fromkeys(SUMS, 0.0) | {"policy/num_tokens": tokens, "policy/entropy_sum": 2.0 * tokens}
+        maxima = {"parity/max_abs_log_ratio": 0.0, "parity/max_abs_log_ratio_stale": 0.0}
+        return [LossStats(sums, maxima), LossStats(dict.fromkeys(SUMS, 0.0), dict(maxima))]
+
+    async def optimizer_step(self) -> OptimStats:
+        is_finite = self.num_steps not in self.not_finite
+        self.num_steps += 1
+        self.world.version += int(is_finite)
+        return OptimStats(self.world.version, 1.0 if is_finite else math.nan, 1e-3, is_finite)
+
+    async def publish(self, timeout_s: float) -> Report:
+        version = self.world.version
+        self.world.diary.append(("publish", version))
+        await asyncio.sleep(0)
+        failing = self.failing_replicas.get(version, set())
+        outcomes = []
+        for index in range(len(self.world.committed)):
+            if index not in failing:
+                self.world.committed[index] = version
+            outcomes.append(
+                Outcome(index not in failing, "IntegrityError: lm_head.weight" if index in failing else None)
+            )
+        return Report(version, outcomes)
+
+    async def save_state(self, folder: Path) -> None:
+        (folder / "rank0.json").write_text(str(self.world.version))
+
+    async def load_state(self, folder: Path) -> None:
+        self.world.version = int((folder / "rank0.json").read_text())
+
+
+class FakeWorker:
+    """Answers with the version it has committed; every second sibling is right."""
+
+    def __init__(self, world: World, index: int) -> None:
+        self.world = world
+        self.index = index
+        self.name = f"rollout-{index}"
+        self.fails_after: int | None = None
+        """Number of groups after which it dies."""
+        self.gate: asyncio.Event | None = None
+        self.num_groups = 0
+
+    async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
+        if self.fails_after is not None and self.num_groups >= self.fails_after:
+            raise ConnectionError(f"{self.name} died")
+        self.num_groups += 1
+        version = self.world.committed[self.index]
+        self.world.diary.append(("sample", prompt.prompt_id, version))
+        if self.gate is not None:
+            await self.gate.wait()
+        await asyncio.sleep(0)
+        return [
+            Rollout([5, 2], [-1.0, -0.5], [version, version], "right" if i % 2 else "wrong", "stop") for i in range(n)
+        ]
+
+
+class FakeRewards:
+    """1 for "right"; `fails` makes every reward fail."""
+
+    fails = False
+
+    async def score_group(
+        self, prompt: Prompt, rollouts: Sequence[Rollout]
+    ) -> tuple[list[float | None], dict[str, int]]:
+        if self.fails:
+            return [None] * len(rollouts), {"raised": len(rollouts)}
+        return [float(rollout.text == "right") for rollout in rollouts], {}
+
+
+class FakePrompts:
+    """Prompt i is the i-th drawn; the cursor is a number."""
+
+    def __init__(self) -> None:
+        self.cursor = 0
+
+    def __next__(self) -> Prompt:
+        self.cursor += 1
+        return Prompt(self.cursor - 1, (1, 7), f"prompt {self.cursor - 1}", {})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cursor": self.cursor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.cursor = state["cursor"]

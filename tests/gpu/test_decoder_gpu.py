@@ -1,0 +1,114 @@
+"""Promise of the decoder on CUDA:
+
+the fast kernels compute what the plain ones do, forward and backward, on one GPU and over NCCL.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "trainer"))
+
+from parallel_worker import Scenario, reference, run_ranks
+from tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
+
+from conf.schema import LoraConfig, TrainMode
+from trainer.model.attention import PackedSequences, padded_attention, varlen_attention
+from trainer.moe.grouped import GroupedBackend, grouped_linear
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+# bfloat16 keeps 8 bits: 2^-8 a rounding, a few dozen roundings in a row.
+BF16_TOLERANCE = 0.05
+ALL_EXPERTS = {**MIXED, "num_experts_per_tok": MIXED["num_experts"]}
+"""Every token sees every expert, so that rounding cannot flip a choice of the router."""
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_varlen_attention_is_padded_attention(kv_heads):
+    generator = torch.Generator("cuda").manual_seed(0)
+    _, _, cu_seqlens = packed((70, 1, 130, 33))
+    sequences = PackedSequences.from_cu_seqlens(cu_seqlens, 234, torch.device("cuda"))
+    shapes = [(234, heads, 64) for heads in (8, kv_heads, kv_heads)]
+    inputs = [
+        torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes
+    ]
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    weights = torch.randn(234, 8, 64, generator=generator, device="cuda")
+    fast, plain = varlen_attention(*inputs, sequences), padded_attention(*wide, sequences)
+    assert relative_error(fast, plain) < 1e-2
+    fast_grads = torch.autograd.grad((fast * weights).sum(), inputs)
+    for mine, wanted in zip(fast_grads, torch.autograd.grad((plain * weights).sum(), wide), strict=True):
+        assert relative_error(mine, wanted) < 2e-2
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 200, 17), (0, 0, 0, 5), (0, 0, 0, 0)], ids=str)
+def test_grouped_mm_is_the_native_loop(counts):
+    generator = torch.Generator("cuda").manual_seed(1)
+    x = torch.randn(sum(counts), 64, generator=generator, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(4, 96, 64, generator=generator, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    counts_E = torch.tensor(counts, device="cuda")
+    results = []
+    for backend in GroupedBackend:
+        out = grouped_linear(x, weight, counts_E, backend)
+        results.append((out, *torch.autograd.grad(out.sum(), (x, weight))))
+    for mine, wanted in zip(*results, strict=True):
+        assert relative_error(mine, wanted) < 1e-2
+    for expert, count in enumerate(counts):
+        assert bool(results[0][2][expert].any()) is (count > 0)
+
+
+@pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
+def test_bfloat16_decoder_is_near_the_float32_decoder_of_the_cpu(mode):
+    config = trainer_config(mode, lora=LoraConfig(rank=8, alpha=16.0))
+    batch = packed()
+    on_gpu = (batch[0].cuda(), batch[1].cuda(), batch[2])
+    gpu, cpu = make_decoder(ALL_EXPERTS, config, dtype=torch.bfloat16, device="cuda"), make_decoder(ALL_EXPERTS, config)
+    assert gpu.backends["attention"] == "varlen"
+    assert set(gpu.backends.values()) == {"varlen", "grouped_mm"}
+    fast, plain = logits_of(gpu, on_gpu), logits_of(cpu, batch)
+    assert relative_error(fast.cpu(), plain) < BF16_TOLERANCE
+    probe_loss(fast, on_gpu[0]).backward()
+    probe_loss(plain, batch[0]).backward()
+    grads = [torch.cat([p.grad.flatten().cpu() for p in one.parameters() if p.grad is not None]) for one in (gpu, cpu)]
+    assert relative_error(*grads) < 2 * BF16_TOLERANCE
+
+    again = make_decoder(ALL_EXPERTS, config, dtype=torch.bfloat16, device="cuda")
+    logits = logits_of(again, on_gpu)
+    probe_loss(logits, on_gpu[0]).backward()
+    assert torch.equal(logits, fast)  # forward repeats to the bit
+    empty = logits_of(again, tuple(x.to("cuda") for x in packed(())))
+    empty.sum().backward()
+
+
+NCCL = [
+    Scenario("lora_ep1", 1, ((0, 1), (2, 3))),
+    Scenario("lora_ep2", 2, ((0, 1), (2, 3))),
+    Scenario("one_rank_without_tokens_ep1", 1, ((), (0, 1, 2, 3))),
+    Scenario("one_rank_without_tokens_ep2", 2, ((), (0, 1, 2, 3))),
+    Scenario("full_ep2", 2, ((0, 1), (2, 3)), mode=TrainMode.full),
+    Scenario("lora_ep1_bfloat16", 1, ((0, 1), (2, 3)), dtype=torch.bfloat16, hf_config=ALL_EXPERTS),
+    Scenario("lora_ep2_bfloat16", 2, ((0, 1), (2, 3)), dtype=torch.bfloat16, hf_config=ALL_EXPERTS),
+    Scenario("no_tokens_at_all_bfloat16", 2, ((), ()), lengths=(), dtype=torch.bfloat16, hf_config=ALL_EXPERTS),
+]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_two_ranks_over_nccl_match_one_on_the_cpu(tmp_path):
+    ranks = run_ranks(2, tmp_path, NCCL, [], device_type="cuda")
+    for scenario in NCCL:
+        if not scenario.lengths:
+            assert all(not g.any() for results in ranks for g in results[scenario.name]["grads"].values())
+            continue
+        expected = reference(scenario)
+        tolerance = 1e-4 if scenario.dtype is torch.float32 else 2 * BF16_TOLERANCE
+        logits = torch.cat([results[scenario.name]["logits"] for results in ranks])
+        assert relative_error(logits, expected["logits"]) < tolerance, scenario.name
+        for results in ranks:
+            grads = results[scenario.name]["grads"]
+            both = [torch.cat([one[name].flatten() for name in sorted(grads)]) for one in (grads, expected["grads"])]
+            assert relative_error(*both) < tolerance, scenario.name

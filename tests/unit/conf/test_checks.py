@@ -1,0 +1,90 @@
+"""Options that contradict each other are refused, with both named and a cure."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from conf.errors import ConfigError
+from conf.load import load_run_config
+
+CASES = [
+    (
+        ["trainer.num_ranks=2", "trainer.ep_size=2", "algorithm.groups_per_step=3", "algorithm.group_size=5"],
+        "batch not divisible.*15 samples.*multiple of 2",
+    ),
+    (
+        ["trainer.num_ranks=3", "trainer.ep_size=3", "algorithm.groups_per_step=3"],
+        "trainer.ep_size=3 does not divide the model's 8 experts.*can be 1",
+    ),
+    (["model=tiny_qwen3"], "trainer.ep_size=2 needs a mixture of experts.*qwen3.*trainer.ep_size=1"),
+    (["trainer.num_ranks=3"], "trainer.ep_size must divide trainer.num_ranks.*2.*3"),
+    (["rollout.tp_size=3"], "rollout.tp_size=3 does not divide the model's 4 attention heads.*1, 2, 4"),
+    (
+        ["data.max_prompt_tokens=64"],
+        "data.max_prompt_tokens=64 plus rollout.sampling.max_tokens=.*rollout.max_model_len=64",
+    ),
+    (["rollout.max_model_len=1024"], "rollout.max_model_len=1024 is more than the model's max_position_embeddings=512"),
+    (["weight_sync.transport=nvlink"], "weight_sync.transport=nvlink contradicts cluster.device=cpu"),
+    (["rollout.enable_expert_parallel=true"], "rollout.enable_expert_parallel=true contradicts cluster.device=cpu"),
+    (["trainer=full", "trainer.lora.rank=8"], "trainer.lora.rank has no effect with trainer.mode=full"),
+    (["model.hf_config.head_dim=48"], "head_dim=48 has no attention kernel in the CPU engine.*cluster.device=cuda"),
+    (
+        ["trainer.lora.attention=false", "trainer.lora.experts=false"],
+        "leaves nothing to adapt.*trainer.lora.experts=true",
+    ),
+    (["data.path=null"], "data.path is required.*data=letters"),
+    (["model.tokenizer=null"], "model.tokenizer is required.*characters"),
+    (["reward=exact_match", "reward.pattern=x"], "reward.pattern has no effect with reward.kind=exact_match"),
+    (
+        ["cluster.dashboard=false", "cluster.dashboard_port=9000"],
+        "cluster.dashboard_port has no effect with cluster.dashboard=false",
+    ),
+    (
+        ["cluster=attached", "cluster.dashboard_port=9000"],
+        "cluster.dashboard_port has no effect with cluster.ray_address=auto",
+    ),
+    (["rollout.gpu_memory_utilization=0.5"], "rollout.gpu_memory_utilization has no effect with cluster.device=cpu"),
+    (
+        ["data.eval_path=null", "run.eval_samples_per_prompt=4"],
+        "run.eval_samples_per_prompt has no effect with data.eval_path=null",
+    ),
+    (["model.init=checkpoint"], "model.path is required when model.init=checkpoint"),
+    (
+        ["model=checkpoint", "model.path=/x", "model.init_std=0.1"],
+        "model.init_std has no effect with model.init=checkpoint",
+    ),
+    (["algorithm.ratio_baseline=rollout"], "algorithm.tis_max=0"),
+    (["trainer.train_router=true"], "trainer.train_router=true needs trainer.mode=full"),
+    (
+        ["weight_sync.keep_kv=true", "weight_sync.pause_mode=wait"],
+        "weight_sync.keep_kv=true needs weight_sync.pause_mode=keep",
+    ),
+    (["algorithm.group_size=1"], "algorithm.group_size must be >= 2, got 1"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), CASES, ids=[case[0][-1] for case in CASES])
+def test_contradictions_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(["experiment=quickstart", *words])
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["trainer=full"],
+        ["trainer=full", "algorithm.kl_coef=0.1"],  # the ranks keep their first shards as the reference
+        ["weight_sync=disabled"],
+        ["trainer.max_microbatch_tokens=1"],  # a longer sample gets a microbatch of its own
+        ["data.eval_path=null"],
+        ["algorithm.max_staleness_steps=0"],
+        ["trainer.num_ranks=4", "trainer.ep_size=2"],
+        ["rollout.tp_size=2"],
+        ["model=tiny_qwen3", "trainer.ep_size=1", "trainer.lora.attention=false"],
+    ],
+)
+def test_sensible_combinations_are_allowed(words: list[str]) -> None:
+    load_run_config(["experiment=quickstart", *words])

@@ -1,0 +1,187 @@
+"""What `load_run_config` accepts, and what it says about everything else."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
+from conf.errors import ConfigError
+from conf.load import load_resolved_yaml, load_run_config, resolved_yaml
+from conf.options import group_choices
+from conf.schema import Device, RunConfig, TrainMode, TransportKind
+
+QUICKSTART = "experiment=quickstart"
+
+
+def refusal_of(*overrides: str, config_dir: Path | None = None) -> str:
+    """The message with which the overrides, on top of the quick start, are refused."""
+    with pytest.raises(ConfigError) as caught:
+        load_run_config([QUICKSTART, *overrides], config_dir)
+    message = str(caught.value)
+    assert "Traceback" not in message
+    assert "hydra.cc" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", [choice.name for choice in group_choices("experiment")])
+def test_every_experiment_composes_and_survives_the_round_trip(name: str) -> None:
+    config = load_run_config([f"experiment={name}"])
+    assert config.run.name == name
+    assert load_resolved_yaml(resolved_yaml(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("group", "choice"),
+    [
+        (group, choice.name)
+        for group in ("model", "trainer", "rollout", "weight_sync", "algorithm", "data", "reward", "cluster")
+        for choice in group_choices(group)
+    ],
+)
+def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
+    base = ["model=tiny_qwen3_moe", "data=letters", "rollout=small"]
+    needed = {"checkpoint": ["model.path=/a/folder"], "files": ["data.path=a.jsonl", "data.max_prompt_tokens=16"]}
+    needed |= {"standard": ["model=qwen3_30b_a3b_4layers"]}  # whose longest sequence is more than the tiny models take
+    config = load_run_config([*base, *needed.get(choice, []), f"{group}={choice}"])
+    assert isinstance(config, RunConfig)
+
+
+def test_overrides_reach_the_typed_config() -> None:
+    config = load_run_config(
+        [
+            QUICKSTART,
+            "run.seed=7",
+            "trainer=full",
+            "trainer.optim.betas=[0.8,0.9]",
+            "weight_sync.transport=tcp",
+            "model.hf_config.rope_theta=5000.0",
+            "run.resume=null",
+        ]
+    )
+    assert config.run.seed == 7
+    assert config.trainer.mode is TrainMode.full
+    assert config.trainer.optim.betas == (0.8, 0.9)
+    assert config.weight_sync.transport is TransportKind.tcp
+    assert config.model.hf_config["rope_theta"] == 5000.0
+    assert config.cluster.device is Device.cpu
+    with pytest.raises(FrozenInstanceError):
+        config.run.seed = 8  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_choosing_another_model_leaves_nothing_of_the_first_one() -> None:
+    hf_config = load_run_config([QUICKSTART, "model=tiny_qwen3", "trainer.ep_size=1"]).model.hf_config
+    assert hf_config["model_type"] == "qwen3"
+    assert "num_experts" not in hf_config
+
+
+@pytest.mark.parametrize("word", ["+run.seed=3", "++run.seed=3", "run.seed=3"])
+def test_known_options_may_be_set_with_or_without_plus(word: str) -> None:
+    assert load_run_config([QUICKSTART, word]).run.seed == 3
+
+
+def test_keys_of_the_hf_config_may_be_added_and_removed() -> None:
+    words = ["model.hf_config.extra=1", "+model.hf_config.more=2", "~model.hf_config.rope_theta"]
+    hf_config = load_run_config([QUICKSTART, *words]).model.hf_config
+    assert hf_config["extra"] == 1
+    assert hf_config["more"] == 2
+    assert "rope_theta" not in hf_config
+
+
+def test_later_words_win_and_interpolation_works() -> None:
+    words = ["run.seed=1", "run.seed=2", "algorithm.group_size=${algorithm.groups_per_step}"]
+    config = load_run_config([QUICKSTART, *words])
+    assert config.run.seed == 2
+    assert config.algorithm.group_size == config.algorithm.groups_per_step
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("trainer.num_rank=2", ["unknown option trainer.num_rank", "Did you mean trainer.num_ranks?"]),
+        ("num_ranks=2", ["unknown option num_ranks", "trainer.num_ranks"]),
+        ("trainer.lr=1e-3", ["unknown option trainer.lr", "trainer.optim.lr"]),
+        ("+zzz=1", ["unknown option zzz", "--help options"]),
+        ("~zzz", ["unknown option zzz"]),
+        ("hydra.run.dir=x", ["unknown option hydra.run.dir"]),
+        ("trainer.num_ranks=two", ["trainer.num_ranks must be an integer", "'two'"]),
+        ("run.num_steps=1.5", ["run.num_steps must be an integer", "'1.5'"]),
+        ("run.seed=", ["run.seed must be an integer", "nothing after the '='"]),
+        ("trainer.optim.lr=fast", ["trainer.optim.lr must be a number", "'fast'"]),
+        ("run.tensorboard=maybe", ["run.tensorboard must be true or false", "'maybe'"]),
+        ("trainer.lora.rank=null", ["trainer.lora.rank must be an integer", "'null'"]),
+        ("model.hf_config=3", ["model.hf_config must be a mapping"]),
+        ("weight_sync.transport=nvlnk", ["must be one of auto, tcp, nvlink, rdma", "'nvlnk'", "Did you mean nvlink?"]),
+        ("trainer.optim.betas=[0.9]", ["trainer.optim.betas must be two numbers", "[0.9]"]),
+        ("experiment=quikstart", ["experiment has no such choice", "Did you mean quickstart", "qwen3_moe_2gpu"]),
+        ("weight_sync=off", ["weight_sync has no such choice", "disabled, drained, standard"]),
+        ("trainer={num_ranks: 2}", ["trainer is a section", "trainer.num_ranks=1"]),
+        ("trainer.lora=8", ["trainer.lora is a section", "trainer.lora.rank=16"]),
+        ("run.seed", ["'run.seed' is not NAME=VALUE; write run.seed=VALUE"]),
+        ("seed", ["'seed' is not NAME=VALUE", "run.seed"]),
+        ("--num-steps=3", ["unknown flag --num-steps=3", "without dashes", "run.num_steps"]),
+        ("run.name=a{b", ["cannot read 'run.name=a{b'", "quote it twice"]),
+        ("run.seed=1,2", ["one value per option"]),
+        ("~run.seed", ["cannot be removed", "run.seed=0"]),
+        ("run.seed=${no.such}", ["run.seed", "no.such"]),
+        ("run.name=a/b", ["run.name must be a file name"]),
+    ],
+)
+def test_mistakes_in_one_word_are_named(word: str, parts: list[str]) -> None:
+    message = refusal_of(word)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_no_options_at_all_says_where_to_begin() -> None:
+    with pytest.raises(ConfigError, match=r"model\.path is required.*model=tiny_qwen3_moe"):
+        load_run_config([])
+
+
+def write_preset(folder: Path, text: str) -> Path:
+    """A user's own experiment called `mine`."""
+    (folder / "experiment").mkdir()
+    (folder / "experiment" / "mine.yaml").write_text("# @package _global_\n# Mine.\n" + text, encoding="utf-8")
+    return folder
+
+
+def test_own_config_folder_adds_experiments(tmp_path: Path) -> None:
+    write_preset(tmp_path, "defaults: [quickstart, _self_]\nrun: {name: mine, seed: 5}\n")
+    config = load_run_config(["experiment=mine"], tmp_path)
+    assert (config.run.name, config.run.seed, config.trainer.num_ranks) == ("mine", 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("trainer: {num_rank: 2}\n", ["experiment/mine.yaml", "unknown option trainer.num_rank", "trainer.num_ranks"]),
+        ("trainer: {num_ranks: two}\n", ["experiment/mine.yaml", "trainer.num_ranks must be an integer", "two"]),
+        ("trainer: {num_ranks: 2\n", ["not valid YAML", "mine.yaml", "line"]),
+        ("defaults: [override /model: nothing]\n", ["nothing"]),
+    ],
+)
+def test_mistakes_in_a_yaml_file_name_the_file_and_the_option(tmp_path: Path, text: str, parts: list[str]) -> None:
+    write_preset(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(["experiment=mine"], tmp_path)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_missing_config_folder_is_named(tmp_path: Path) -> None:
+    assert "no such folder" in refusal_of(config_dir=tmp_path / "absent")
+
+
+def test_loading_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    load_run_config([QUICKSTART])
+    assert Path.cwd() == tmp_path
+    assert os.listdir(tmp_path) == []
+
+
+def test_resolved_yaml_of_another_schema_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option trainer\.num_rank"):
+        load_resolved_yaml("trainer: {num_rank: 2}")

@@ -1,0 +1,74 @@
+"""Locks: group advantages by hand-computed numbers, what is left out, and what the shuffled control keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conf.schema import AdvantageScale, AlgorithmConfig
+from orchestrator.advantages import build_samples, denominators_of, group_advantages, is_informative
+from rollout.types import Group, Prompt, Rollout
+
+REWARDS = st.lists(st.one_of(st.none(), st.integers(-3, 3).map(float)), min_size=2, max_size=12)
+
+
+def test_advantages_by_hand() -> None:
+    # mean 0.25, population std sqrt(3)/4 = 0.4330127
+    advantages = group_advantages([1.0, 0.0, 0.0, 0.0], AdvantageScale.std)
+    assert advantages == pytest.approx([0.75 / 0.4330127, *[-0.25 / 0.4330127] * 3], rel=1e-5)
+    assert group_advantages([1.0, 0.0, 0.0, 0.0], AdvantageScale.none) == pytest.approx([0.75, -0.25, -0.25, -0.25])
+
+
+def test_failed_reward_counts_in_nothing() -> None:
+    # the siblings that are left: mean 0.5, std 0.5
+    good, failed, bad = group_advantages([1.0, None, 0.0], AdvantageScale.std)
+    assert (good, bad) == (pytest.approx(1.0, rel=1e-5), pytest.approx(-1.0, rel=1e-5))
+    assert failed is None
+
+
+@given(REWARDS, st.sampled_from(AdvantageScale))
+def test_advantages_sum_to_zero(rewards: list[float | None], scale: AdvantageScale) -> None:
+    advantages = group_advantages(rewards, scale)
+    assert [a is None for a in advantages] == [r is None for r in rewards]
+    assert sum(a for a in advantages if a is not None) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("rewards", [[0.3, 0.3, 0.3], [None, 1.0], [None, None], [0.1 + 0.2, 0.1 + 0.2]])
+def test_equal_rewards_give_exact_zeros(rewards: list[float | None]) -> None:
+    assert not is_informative(rewards)
+    assert all(a in (None, 0.0) for a in group_advantages(rewards, AdvantageScale.std))
+
+
+def make_group(rewards: list[float | None], num_tokens: list[int]) -> Group:
+    rollouts = [Rollout([9] * n, [-0.5 - i] * n, [3] * (n - 1) + [4], "t", "stop") for i, n in enumerate(num_tokens)]
+    return Group(Prompt(0, (1, 2, 3), "abc"), rollouts, rewards)
+
+
+def test_samples_mask_the_prompt_and_leave_out_failures() -> None:
+    samples = build_samples([make_group([1.0, None, 0.0], [2, 2, 3])], AlgorithmConfig(), np.random.default_rng(0))
+    assert [sample.num_tokens for sample in samples] == [5, 6]
+    first = samples[0]
+    assert first.token_ids.tolist() == [1, 2, 3, 9, 9]
+    assert first.loss_mask.tolist() == [False, False, False, True, True]
+    assert first.rollout_logprobs.tolist() == [0, 0, 0, -0.5, -0.5]
+    assert first.advantages == pytest.approx([0, 0, 0, 1, 1], rel=1e-5)
+    assert first.oldest_version == 3
+    assert (first.token_ids.dtype, first.loss_mask.dtype, first.advantages.dtype) == (np.int32, bool, np.float32)
+    denominators = denominators_of(samples, policy_version=5)
+    assert (denominators.num_valid_tokens, denominators.num_sequences, denominators.policy_version) == (5, 2, 5)
+
+
+def test_shuffled_control_keeps_the_values_of_each_group_and_follows_the_seed() -> None:
+    groups = [make_group([1.0, 0.0, 0.5, 0.0], [1, 1, 1, 1]), make_group([2.0, 0.0, 0.0, 0.0], [1, 1, 1, 1])]
+    plain = build_samples(groups, AlgorithmConfig(), np.random.default_rng(0))
+    config = AlgorithmConfig(shuffle_advantages=True)
+    shuffled = [[s.advantages[-1] for s in build_samples(groups, config, np.random.default_rng(7))] for _ in range(2)]
+    assert shuffled[0] == shuffled[1]
+    for part in (slice(0, 4), slice(4, 8)):
+        assert sorted(shuffled[0][part]) == pytest.approx(sorted(s.advantages[-1] for s in plain[part]))
+    orders = {
+        tuple(s.advantages[-1] for s in build_samples(groups, config, np.random.default_rng(i))) for i in range(20)
+    }
+    assert len(orders) > 5

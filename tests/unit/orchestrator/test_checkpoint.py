@@ -1,0 +1,100 @@
+"""Locks: a checkpoint is complete or absent, comes back exactly, and is refused when damaged or of another run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conf.schema import RunConfig, RunSection
+from orchestrator.buffer import BufferState
+from orchestrator.checkpoint import CheckpointStore, RunState, fingerprint
+from orchestrator.errors import CheckpointError
+from rollout.types import Group, Prompt, Rollout
+
+
+def make_state(step: int = 7) -> RunState:
+    prompt = Prompt(3, (1, 2), "k =", {"answer": "k", "level": 2})
+    rollouts = [Rollout([5, 2], [-0.1, -1.0 / 3.0], [6, 7], "a", "stop"), Rollout([5], [-0.3], [6], "", "length")]
+    return RunState(
+        step=step,
+        policy_version=step - 1,
+        prompts={"epoch": 1, "position": 9},
+        shuffle_rng=dict(np.random.default_rng(5).bit_generator.state),
+        buffer=BufferState(step, {30: Group(prompt, rollouts, [0.1 + 0.2, None])}, {31: prompt}),
+    )
+
+
+def make_store(folder: Path, config: RunConfig | None = None, keep: int = 2) -> CheckpointStore:
+    return CheckpointStore(folder / "checkpoints", keep=keep, options=fingerprint(config or RunConfig()))
+
+
+def write(store: CheckpointStore, step: int = 7) -> Path:
+    partial = store.begin(step)
+    (partial / "trainer" / "rank0.bin").write_bytes(bytes(range(256)) * 40)
+    return store.finish(partial, make_state(step))
+
+
+def test_state_comes_back_exactly(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    state = store.read(write(store))
+    assert state == make_state()
+    rng = np.random.default_rng(0)
+    rng.bit_generator.state = state.shuffle_rng
+    assert rng.random() == np.random.default_rng(5).random()
+
+
+def test_newest_complete_one_is_resumed_and_older_ones_are_removed(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep=2)
+    for step in (5, 10, 15):
+        write(store, step)
+    store.begin(20)  # a crash while writing
+    assert store.newest() == tmp_path / "checkpoints" / "step-000015"
+    assert [p.name for p in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-000010", "step-000015"]
+    assert store.step_of(store.newest()) == 15
+
+
+def test_crash_before_the_rename_leaves_the_previous_one(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    write(store, 5)
+    partial = store.begin(10)
+    (partial / "trainer" / "rank0.bin").write_bytes(b"half")
+    assert store.newest() == tmp_path / "checkpoints" / "step-000005"
+    write(store, 10)  # the resumed run reaches the step again
+    assert store.step_of(store.newest()) == 10
+
+
+@pytest.mark.parametrize("name", ["trainer/rank0.bin", "state.json", "groups.jsonl"])
+def test_one_flipped_bit_is_refused_and_named(tmp_path: Path, name: str) -> None:
+    store = make_store(tmp_path)
+    file = write(store) / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(CheckpointError, match=f"damaged: {name}"):
+        store.read(store.newest())
+
+
+def test_missing_file_is_refused_and_named(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    (write(store) / "trainer" / "rank0.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks trainer/rank0\.bin"):
+        store.read(store.newest())
+
+
+def test_other_options_are_refused_and_named_but_length_may_change(tmp_path: Path) -> None:
+    path = write(make_store(tmp_path))
+    longer = RunConfig(run=RunSection(num_steps=9999, eval_every_steps=1))
+    assert make_store(tmp_path, longer).read(path).step == 7
+    config = RunConfig()
+    other = replace(config, trainer=replace(config.trainer, lora=replace(config.trainer.lora, rank=8)))
+    with pytest.raises(CheckpointError, match=r"trainer\.lora\.rank: 16 there, 8 now"):
+        make_store(tmp_path, other).read(path)
+
+
+def test_nothing_to_resume_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
+    assert make_store(tmp_path).to_resume(None) is None
+    with pytest.raises(CheckpointError, match=r"runs/x holds no complete checkpoint"):
+        make_store(tmp_path).to_resume("runs/x")

@@ -1,0 +1,233 @@
+"""The command line: help that is complete and quick, flags that start nothing, exit codes, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from conf.errors import ConfigError
+from conf.load import load_resolved_yaml, load_run_config
+from conf.options import GROUPS, flat_options, group_choices, section_docs
+from orchestrator.cli import main
+from orchestrator.errors import CheckpointError, NoReplicasLeft
+
+REPOSITORY = Path(__file__).parents[3]
+READY = ["train", "experiment=quickstart", "cluster.dashboard=false"]
+
+
+@pytest.fixture(autouse=True)
+def somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test runs in an empty folder, and leaves the process's environment as it was."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return tmp_path
+
+
+def fake_controller(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    """Stand in for the controller, which the command line imports when it starts a run."""
+    module = ModuleType("orchestrator.controller")
+    module.run = run  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "orchestrator.controller", module)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_top_help_lists_the_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "slipstream train experiment=quickstart" in out
+    assert "slipstream doctor" in out
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("slipstream")
+
+
+def test_train_help_names_every_group_choice_and_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    words = capsys.readouterr().out.split()
+    for group in GROUPS:
+        assert group in words
+        assert all(choice.name in words for choice in group_choices(group))
+    assert all(section in words for section in section_docs())
+
+
+@pytest.mark.parametrize("topic", ["trainer", "trainer.lora", "trainer.ep_size", "experiment", "options"])
+def test_help_on_a_topic(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", topic]) == 0
+    out = capsys.readouterr().out
+    for option in flat_options():
+        if topic == "options" or option.name == topic or option.name.startswith(f"{topic}."):
+            assert f"{option.name}=" in out
+    assert ("quickstart_gpu" in out) == (topic == "experiment")
+
+
+def test_help_beside_overrides_is_general_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", "experiment=quickstart"]) == 0
+    assert capsys.readouterr().out.startswith("usage: slipstream train")
+
+
+def test_help_on_an_unknown_topic_suggests_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", "trainr"]) == 2
+    assert capsys.readouterr().err.startswith("error: no help on 'trainr'. Did you mean trainer")
+
+
+def test_cfg_job_prints_yaml_that_loads_to_the_same_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["experiment=quickstart", "run.seed=3"]
+    assert main(["train", *words, "--cfg", "job"]) == 0
+    assert load_resolved_yaml(capsys.readouterr().out) == load_run_config(words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_reports_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_controller(monkeypatch, lambda *_: pytest.fail("a dry run must not train"))
+    assert main([*READY, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "8 experts" in out
+    assert "Nothing was started" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_sets_the_environment_and_hands_over_config_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, list[str], str | None]] = []
+    fake_controller(monkeypatch, lambda config, words: calls.append((config, words, os.environ.get("HF_HUB_OFFLINE"))))
+    assert main([*READY, "run.seed=5"]) == 0
+    ((config, words, offline),) = calls
+    assert config.run.seed == 5
+    assert words == [*READY[1:], "run.seed=5"]
+    assert offline == "1"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "has_traceback"),
+    [
+        (ConfigError("an option is wrong"), 2, False),
+        (CheckpointError("it belongs to another run"), 2, False),
+        (NoReplicasLeft("every worker is gone"), 1, True),
+        (ZeroDivisionError("a bug"), 1, True),
+    ],
+)
+def test_exit_code_and_traceback_tell_whose_mistake_it_was(
+    error: Exception,
+    code: int,
+    has_traceback: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    def run(config: Any, words: list[str]) -> None:
+        (tmp_path / "runs" / "quickstart-1").mkdir(parents=True)
+        (tmp_path / "runs" / "latest").symlink_to("quickstart-1")
+        raise error
+
+    fake_controller(monkeypatch, run)
+    assert main(READY) == code
+    err = capsys.readouterr().err
+    assert ("Traceback" in err) == has_traceback
+    assert str(error) in err.splitlines()[-2 if has_traceback else -1]
+    assert (str(tmp_path / "runs" / "quickstart-1" / "run.log") in err) == has_traceback
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyncio"])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_wind_the_run_down(
+    signum: signal.Signals,
+    code: int,
+    is_async: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wound_down: list[bool] = []
+
+    async def train() -> None:
+        try:
+            signal.raise_signal(signum)
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # teardown may await: the loop still runs
+            wound_down.append(True)
+
+    def run(config: Any, words: list[str]) -> None:
+        if is_async:
+            asyncio.run(train())
+            return
+        try:
+            signal.raise_signal(signum)
+        finally:
+            wound_down.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    fake_controller(monkeypatch, run)
+    assert main(READY) == code
+    assert wound_down
+    assert "Traceback" not in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that sees this source tree."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "ray", "vllm", "transformers", "mooncake"}:
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Block())
+"""
+
+
+def test_help_config_and_controller_need_no_heavy_library() -> None:
+    code = BLOCK + (
+        "import orchestrator.cli, orchestrator.controller\n"
+        "assert orchestrator.cli.main(['train', '--help']) == 0\n"
+        "assert orchestrator.cli.main(['train', 'experiment=quickstart', '--cfg', 'job']) == 0\n"
+        "assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)\n"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_missing_base_package_is_one_message() -> None:
+    # None in sys.modules makes the import raise ModuleNotFoundError.
+    code = "import sys; sys.modules['hydra'] = None; from orchestrator.cli import main; "
+    done = run_python(code + "sys.exit(main(['train', 'experiment=quickstart']))")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: this environment lacks hydra; run `make setup`, then see: slipstream doctor\n"
+
+
+def test_help_loads_neither_hydra_nor_numpy() -> None:
+    """What makes `--help` answer at once: a list of modules, not a stopwatch."""
+    code = (
+        "import sys; from orchestrator.cli import main; main(['--help']); main(['train', '--help'])\n"
+        "assert not {'hydra', 'omegaconf', 'numpy', 'torch', 'ray', 'rich'} & set(sys.modules), sorted(sys.modules)\n"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m orchestrator.cli train --help options | head -1"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""

@@ -1,0 +1,207 @@
+"""Every mistake that a user can make on the command line or in a file: one clear message on stderr, exit code 2, no
+traceback, and nothing started: no run folder, no Ray, no engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from orchestrator import machine
+from orchestrator.cli import main
+
+Refuse = Callable[..., str]
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Refuse]:
+    """`slipstream train experiment=quickstart WORDS` must be refused; returns the message."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    controller = ModuleType("orchestrator.controller")
+    controller.run = lambda *_: pytest.fail("the run was started")  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "orchestrator.controller", controller)
+
+    def check(*words: str) -> str:
+        had_ray = "ray" in sys.modules  # another test of this process may have imported it
+        files = set(tmp_path.rglob("*"))
+        dashboard = [] if any(word.startswith("cluster.") for word in words) else ["cluster.dashboard=false"]
+        code = main(["train", "experiment=quickstart", *dashboard, *words])
+        out, err = capsys.readouterr()
+        assert code == 2
+        assert out == ""
+        assert err.startswith("error: ")
+        assert "Traceback" not in err
+        assert err.count("\n") == 1, "one message"
+        assert set(tmp_path.rglob("*")) == files, "nothing was written"
+        assert ("ray" in sys.modules) == had_ray
+        return err
+
+    yield check
+
+
+def test_unknown_option_names_the_nearest_one(refuse: Refuse) -> None:
+    assert "unknown option trainer.num_rank. Did you mean trainer.num_ranks?" in refuse("trainer.num_rank=2")
+
+
+def test_unknown_choice_lists_the_choices(refuse: Refuse) -> None:
+    message = refuse("model=tiny_qwen")
+    assert "Did you mean tiny_qwen3" in message
+    assert "qwen3_30b_a3b_4layers" in message
+
+
+def test_wrong_type_names_option_value_and_type(refuse: Refuse) -> None:
+    assert "trainer.num_ranks must be an integer, got 'two'" in refuse("trainer.num_ranks=two")
+
+
+def test_contradictory_options_are_both_named(refuse: Refuse) -> None:
+    message = refuse("weight_sync.transport=nvlink")
+    assert "weight_sync.transport=nvlink contradicts cluster.device=cpu" in message
+
+
+def test_batch_not_divisible(refuse: Refuse) -> None:
+    message = refuse("algorithm.groups_per_step=3", "algorithm.group_size=3")
+    assert "batch not divisible" in message
+    assert "3 * 3 = 9 samples" in message
+    assert "trainer.num_ranks=2" in message
+
+
+def test_missing_model_folder(refuse: Refuse, tmp_path: Path) -> None:
+    message = refuse("model=checkpoint", f"model.path={tmp_path}/absent", "trainer.ep_size=1")
+    assert f"model.path={tmp_path}/absent: no such folder" in message
+
+
+def test_model_folder_without_config(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "tokenizer.json").write_text("{}")
+    message = refuse("model=checkpoint", "model.path=empty", "model.tokenizer=characters")
+    assert "model.path=empty has no config.json" in message
+
+
+def test_unsupported_architecture_lists_the_known_ones(refuse: Refuse) -> None:
+    message = refuse("model.hf_config.model_type=gpt2")
+    assert "qwen3, qwen3_moe" in message
+    assert "'gpt2'" in message
+
+
+def test_missing_data_file(refuse: Refuse) -> None:
+    message = refuse("data.path=absent.jsonl")
+    assert "absent.jsonl" in message
+    assert "data.path" in message
+
+
+def test_malformed_jsonl_line_has_its_number(refuse: Refuse, tmp_path: Path) -> None:
+    good = json.dumps({"prompt": "1a=", "answer": "a"})
+    (tmp_path / "prompts.jsonl").write_text(f"{good}\n{good}\n{good[:-2]}\n")
+    assert "prompts.jsonl:3" in refuse("data.path=prompts.jsonl")
+
+
+def test_row_without_the_column_that_the_reward_needs(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1a=", "answer": "a"}\n{"prompt": "1b=", "solution": "b"}\n')
+    message = refuse("data.path=prompts.jsonl")
+    assert "row 2 has no column 'answer'" in message
+    assert "solution" in message
+
+
+def test_prompt_longer_than_allowed(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1" * 40, "answer": "a"}) + "\n")
+    message = refuse("data.path=prompts.jsonl")
+    assert "prompts.jsonl:1" in message
+    assert "data.max_prompt_tokens" in message
+
+
+@pytest.mark.parametrize("path", ["no_such_package.rewards:score", "json:no_such_function"])
+def test_reward_that_cannot_be_imported(refuse: Refuse, path: str) -> None:
+    message = refuse(f"reward.kind={path}")
+    assert f"reward.kind={path}" in message
+
+
+def test_regex_that_does_not_compile(refuse: Refuse) -> None:
+    assert "reward.pattern" in refuse("reward=regex", "reward.pattern='([a-z'")
+
+
+def test_more_gpus_than_exist(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "count_gpus", lambda environ=None: 2)
+    message = refuse("cluster.device=cuda", "cluster.dashboard=false", "rollout.num_workers=3")
+    assert "more GPUs than exist" in message
+    assert "need 5, and this machine has 2" in message
+    for option in ("trainer.num_ranks=2", "rollout.num_workers=3", "rollout.tp_size=1"):
+        assert option in message
+
+
+def test_no_gpu_at_all(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "count_gpus", lambda environ=None: 0)
+    message = refuse("cluster.device=cuda", "cluster.dashboard=false")
+    assert "no usable CUDA GPU" in message
+    assert "cluster.device=cpu" in message
+
+
+def test_dashboard_port_taken_names_a_free_one(refuse: Refuse) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        message = refuse(f"cluster.dashboard_port={port}")
+    assert f"cluster.dashboard_port={port} is taken" in message
+    assert "which is free" in message
+
+
+def test_run_to_resume_does_not_exist(refuse: Refuse) -> None:
+    assert "run.resume=runs/latest: no such folder" in refuse("run.resume=runs/latest")
+
+
+def test_run_to_resume_has_no_checkpoint(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    assert "run.resume=old holds no complete checkpoint" in refuse("run.resume=old")
+
+
+def test_run_folder_below_a_file(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "which is a file" in refuse("run.dir=file/runs")
+
+
+def test_rdma_without_a_device(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "list_rdma_nics", list)
+    assert "no RDMA device" in refuse("weight_sync.transport=rdma")
+
+
+def test_several_problems_are_all_reported_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "data.path=absent.jsonl",
+        "reward.kind=no_such_package:score",
+        "run.resume=absent",
+        "cluster.dashboard=false",
+    ]
+    assert main(["train", "experiment=quickstart", *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "error: 3 problems:"
+    assert [line.split(".")[0].strip() for line in lines[1:]] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "unknown command 'trian'. Did you mean train?"),
+        (["experiment=quickstart"], "Options follow a command: slipstream train experiment=quickstart"),
+        (["train", "--dryrun"], "unknown flag --dryrun"),
+        (["train", "--cfg", "all"], "--cfg"),
+        (["train"], "model.path is required"),
+        (["doctor", "--yaml"], "--yaml"),
+    ],
+)
+def test_mistakes_before_any_option(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1

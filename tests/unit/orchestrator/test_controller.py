@@ -1,0 +1,252 @@
+"""Locks: what is trained on which version, in which order things happen, and what each failure costs.
+
+The loop is the product's own; trainer, workers and rewards are fakes of a few lines (tests/fakes/loop.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from loop import FakePrompts, FakeRewards, FakeTrainer, FakeWorker, World
+from rich.console import Console
+
+from conf.schema import AlgorithmConfig, RunConfig, RunSection, WeightSyncConfig
+from orchestrator.checkpoint import CheckpointStore, fingerprint
+from orchestrator.controller import Controller
+from orchestrator.errors import NoReplicasLeft, TrainingStopped
+from orchestrator.rooms import Rooms
+from orchestrator.run_folder import RunFolder
+from orchestrator.run_log import ProgressLine
+from orchestrator.supervisor import Supervisor
+from orchestrator.telemetry import Telemetry, read_rows
+from rollout.types import Prompt
+
+
+class Loop:
+    """A controller on fakes, in a run folder of its own."""
+
+    def __init__(self, folder: Path, config: RunConfig, *, num_workers: int = 2, resume_step: int = 0) -> None:
+        self.folder = RunFolder(folder)
+        self.config = config
+        self.world = World()
+        self.trainer = FakeTrainer(self.world, num_workers)
+        self.workers = [FakeWorker(self.world, i) for i in range(num_workers)]
+        self.prompts = FakePrompts()
+        self.rewards = FakeRewards()
+        self.checkpoints = CheckpointStore(self.folder.checkpoints, keep=2, options=fingerprint(config))
+        self.resume_step = resume_step
+
+    async def run(self) -> Controller:
+        telemetry = Telemetry(
+            self.folder,
+            num_steps=self.config.run.num_steps,
+            first_step=self.resume_step,
+            tensorboard=False,
+            progress=ProgressLine(Console(file=StringIO())),
+        )
+        with telemetry:
+            rooms = Rooms(
+                trainer=self.trainer,
+                supervisor=Supervisor(self.workers, request_timeout_s=5),
+                prompts=self.prompts,
+                eval_prompts=[Prompt(1000, (1,), "held out"), Prompt(1001, (1,), "held out")],
+                rewards=self.rewards,
+                telemetry=telemetry,
+                checkpoints=self.checkpoints,
+            )
+            controller = Controller(self.config, rooms)
+            async with asyncio.timeout(20):
+                await controller.start(self.checkpoints.newest() if self.resume_step else None)
+                await controller.train()
+        return controller
+
+    @property
+    def rows(self) -> list[dict]:
+        return read_rows(self.folder.metrics)
+
+
+def make_config(*, staleness: int = 0, num_steps: int = 4, groups_per_step: int = 3, **algorithm: object) -> RunConfig:
+    return RunConfig(
+        run=RunSection(num_steps=num_steps, eval_every_steps=0, checkpoint_every_steps=2),
+        algorithm=AlgorithmConfig(
+            group_size=2, groups_per_step=groups_per_step, max_staleness_steps=staleness, **algorithm
+        ),
+    )
+
+
+async def test_strictly_on_policy_trains_on_its_own_version_only(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(staleness=0))
+    await loop.run()
+    for version, samples in loop.trainer.trained:
+        assert {sample.oldest_version for sample in samples} == {version}
+    # the diary's order: version v is published, sampled from, trained on; then v + 1 is published
+    kinds = [entry for entry in loop.world.diary if entry[0] != "sample" or entry[1] < 1000]
+    for step in range(4):
+        part = kinds[step * 5 : step * 5 + 5]
+        assert part[0] == ("publish", step)
+        assert {(e[0], e[2]) for e in part[1:4]} == {("sample", step)}
+        assert part[4] == ("train", step)
+    assert [row["staleness/max"] for row in loop.rows] == [None, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+async def test_staleness_stays_within_the_bound_and_overlap_happens(tmp_path: Path, staleness: int) -> None:
+    loop = Loop(tmp_path, make_config(staleness=staleness, num_steps=8))
+    await loop.run()
+    observed = [version - sample.oldest_version for version, samples in loop.trainer.trained for sample in samples]
+    assert max(observed) == staleness
+    assert sum(row["staleness/dropped_groups"] or 0 for row in loop.rows) == 0
+
+
+async def test_every_step_has_one_row_and_all_prompts_are_used_once(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=4))
+    await loop.run()
+    assert [row["step"] for row in loop.rows] == [0, 1, 2, 3, 4]
+    assert [row["policy_version"] for row in loop.rows] == [0, 1, 2, 3, 4]
+    assert [row["eval/reward"] for row in loop.rows] == [0.0, None, None, None, 0.0]
+    assert [row["reward/mean"] for row in loop.rows][1:] == [0.5] * 4
+    assert all(row["sync/replicas_committed"] == 2 for row in loop.rows)
+    sampled = sorted(entry[1] for entry in loop.world.diary if entry[0] == "sample" and entry[1] < 1000)
+    assert sampled == list(range(12))
+    samples = [json.loads(line) for line in loop.folder.samples.read_text().splitlines()]
+    assert {row["step"] for row in samples} == {0, 4}
+
+
+async def test_step_that_is_not_finite_publishes_nothing_and_is_counted(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=4))
+    loop.trainer.not_finite = {1}
+    controller = await loop.run()
+    assert [entry[1] for entry in loop.world.diary if entry[0] == "publish"] == [0, 1, 2, 3]
+    assert (controller.step, controller.policy_version) == (4, 3)
+    assert [row["optim/skipped"] for row in loop.rows] == [None, 0, 1, 0, 0]
+    assert loop.rows[2]["sync/total_s"] is None and loop.rows[2]["optim/grad_norm"] is None
+    assert [version for version, _ in loop.trainer.trained] == [0, 1, 1, 2]
+
+
+async def test_three_refused_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=9))
+    loop.trainer.not_finite = {2, 3, 4}
+    with pytest.raises(TrainingStopped, match="3 steps in a row"):
+        await loop.run()
+    assert loop.rows[-1]["step"] == 5
+
+
+async def test_replica_that_fails_a_publish_serves_no_more(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=4))
+    loop.trainer.failing_replicas = {2: {1}}
+    await loop.run()
+    published_2 = loop.world.diary.index(("publish", 2))
+    assert {entry[2] for entry in loop.world.diary[published_2:] if entry[0] == "sample"} == {2, 3, 4}
+    assert [row["rollout/replicas_serving"] for row in loop.rows[1:]] == [2, 1, 1, 1]
+    assert [row["sync/replicas_committed"] for row in loop.rows] == [2, 2, 1, 2, 2]
+
+
+async def test_version_0_that_nobody_adopts_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config())
+    loop.trainer.failing_replicas = {0: {0, 1}}
+    with pytest.raises(NoReplicasLeft, match=r"lm_head\.weight"):
+        await loop.run()
+
+
+async def test_dead_worker_costs_its_groups_a_second_try(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=4))
+    loop.workers[1].fails_after = 3
+    await loop.run()
+    assert [row["step"] for row in loop.rows] == [0, 1, 2, 3, 4]
+    assert sum(row["rollout/groups_failed"] for row in loop.rows[1:]) >= 1
+    assert all(len(samples) == 6 for _, samples in loop.trainer.trained)
+
+
+async def test_all_workers_dead_saves_the_run_and_says_why(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=9))
+    for worker in loop.workers:
+        worker.fails_after = 6
+    with pytest.raises(NoReplicasLeft, match="rollout-0 died"):
+        await loop.run()
+    state = loop.checkpoints.read(loop.checkpoints.newest())
+    assert state.step == state.buffer.num_batches == state.policy_version == loop.rows[-1]["step"]
+
+
+async def test_hanging_worker_is_given_up_when_it_goes_out_of_service(tmp_path: Path) -> None:
+    """A replica that fails a publish leaves a group hanging; the group is sampled on the other one."""
+    loop = Loop(tmp_path, make_config(staleness=1, num_steps=4, groups_per_step=2))
+    loop.workers[1].gate = asyncio.Event()  # never opens
+    loop.trainer.failing_replicas = {0: {1}}
+    await loop.run()
+    assert [row["step"] for row in loop.rows] == [0, 1, 2, 3, 4]
+
+
+async def test_control_without_publishing_samples_from_version_0_for_ever(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, replace(make_config(num_steps=5), weight_sync=WeightSyncConfig(enabled=False)))
+    await loop.run()
+    assert [entry for entry in loop.world.diary if entry[0] == "publish"] == [("publish", 0)]
+    assert {entry[2] for entry in loop.world.diary if entry[0] == "sample"} == {0}
+    assert [row["staleness/max"] for row in loop.rows[1:]] == [0, 1, 2, 3, 4]
+
+
+async def test_dynamic_sampling_replaces_groups_that_tell_nothing(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=2, drop_zero_variance_groups=True))
+    score = loop.rewards.score_group
+
+    async def every_third_is_flat(prompt, rollouts):  # type: ignore[no-untyped-def]
+        rewards, failures = await score(prompt, rollouts)
+        return ([1.0] * len(rollouts) if prompt.prompt_id % 3 == 0 else rewards), failures
+
+    loop.rewards.score_group = every_third_is_flat  # type: ignore[method-assign]
+    await loop.run()
+    assert all(len({s.advantages[-1] for s in samples}) > 1 for _, samples in loop.trainer.trained)
+    assert sum(row["rollout/groups_uninformative"] for row in loop.rows[1:]) >= 2
+    assert [row["reward/mean"] for row in loop.rows[1:]] == [0.5, 0.5]
+
+
+async def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
+    """One row a step and no prompt skipped, although step 3's row was written before the crash."""
+    whole = Loop(tmp_path / "whole", make_config(staleness=1, num_steps=6))
+    (tmp_path / "whole").mkdir()
+    await whole.run()
+
+    (tmp_path / "parts").mkdir()
+    first = Loop(tmp_path / "parts", make_config(staleness=1, num_steps=6))
+    first.trainer.not_finite = set()
+    real_publish = first.trainer.publish
+
+    async def dies_at_version_3(timeout_s: float):  # type: ignore[no-untyped-def]
+        if first.world.version == 4:
+            raise ConnectionError("power cut")
+        return await real_publish(timeout_s)
+
+    first.trainer.publish = dies_at_version_3  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        await first.run()
+    assert [row["step"] for row in first.rows] == [0, 1, 2, 3]
+
+    second = Loop(tmp_path / "parts", make_config(staleness=1, num_steps=6), resume_step=2)
+    await second.run()
+    assert [row["step"] for row in second.rows] == list(range(7))
+    assert [row["policy_version"] for row in second.rows] == list(range(7))
+    assert second.trainer.trained[0][0] == 2
+    assert whole.prompts.cursor >= 18 and second.prompts.cursor >= 18
+    used = {e[1] for loop in (first, second) for e in loop.world.diary if e[0] == "sample" and e[1] < 1000}
+    assert set(range(18)) <= used, "no prompt is skipped by a resume"
+
+
+def test_controller_needs_neither_torch_nor_vllm() -> None:
+    program = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'vllm', 'transformers', 'mooncake'):\n"
+        "            raise ImportError(name + ' must not be imported here')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "import orchestrator.controller, orchestrator.placement\n"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

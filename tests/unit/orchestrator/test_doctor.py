@@ -1,0 +1,102 @@
+"""Doctor's judgements: what is wrong is said with its cure, and only what a run needs makes it fail."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from orchestrator import doctor, machine
+from orchestrator.cli import main
+from orchestrator.doctor import Finding, Status, Supported, judge_package
+
+TORCH = Supported("torch", ("2.13", "2.11"), ("torch",))
+MOONCAKE = Supported("mooncake", ("0.3.13",), ("mooncake-a", "mooncake-b"))
+OPTIONAL = Supported("triton", ("3.7",), ("triton",), is_required=False)
+
+
+@pytest.mark.parametrize(
+    ("package", "installed", "status", "words"),
+    [
+        (TORCH, {"torch": "2.13.0+cpu"}, Status.ok, "2.13.0+cpu"),
+        (TORCH, {"torch": "2.11.1"}, Status.ok, "2.11.1"),
+        (TORCH, {"torch": "2.130.0"}, Status.warn, "tested with 2.13 or 2.11"),
+        (TORCH, {}, Status.fail, "make setup"),
+        (OPTIONAL, {}, Status.note, "absent"),
+        (MOONCAKE, {"mooncake-a": "0.3.13.post1"}, Status.ok, "0.3.13"),
+        (MOONCAKE, {"mooncake-a": "0.3.13", "mooncake-b": "0.3.13"}, Status.fail, "keep one"),
+    ],
+)
+def test_packages_are_judged(package: Supported, installed: dict[str, str], status: Status, words: str) -> None:
+    finding = judge_package(package, installed)
+    assert finding.status is status
+    assert words in f"{finding.value} {finding.advice}"
+
+
+def test_small_shared_memory_is_a_warning_with_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "free_bytes", lambda folder: 64 << 20)
+    (finding,) = [one for one in doctor.processors_and_memory() if "shm" in one.name]
+    assert finding.status is Status.warn
+    assert "--shm-size" in finding.advice
+
+
+def test_hidden_gpus_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [machine.Gpu(i, "NVIDIA H200", 150 << 30, "580") for i in range(2)]
+    monkeypatch.setattr(machine, "list_gpus", lambda: gpus)
+    monkeypatch.setattr(machine, "count_gpus", lambda environ=None: 1)
+    monkeypatch.setattr(machine, "read_topology", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    finding = list(doctor.gpus_and_links())[-1]
+    assert finding.status is Status.warn
+    assert "CUDA_VISIBLE_DEVICES='0' hides the others" in finding.advice
+
+
+def test_taken_port_names_a_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "is_port_free", lambda port, host="127.0.0.1": port == 8270)
+    finding = next(iter(doctor.ports_and_ray()))
+    assert finding.status is Status.warn
+    assert "cluster.dashboard_port=8270" in finding.advice
+
+
+def test_allocator_that_mooncake_cannot_register_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert Status.fail in [finding.status for finding in doctor.environment_variables()]
+
+
+def test_variables_of_the_shell_are_shown_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    monkeypatch.setattr(machine, "count_gpus", lambda environ=None: 0)
+    (finding,) = [one for one in doctor.environment_variables() if one.name == "OMP_NUM_THREADS"]
+    assert finding.value == "16"
+    assert finding.advice.startswith("kept; Slipstream's is 1")
+
+
+@pytest.mark.parametrize(("status", "code"), [(Status.warn, 0), (Status.fail, 1)])
+def test_exit_code_and_json(
+    status: Status, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finding = Finding("limits", "open files", "10", status, "raise it")
+    monkeypatch.setattr(doctor, "gather", lambda: iter([finding]))
+    assert main(["doctor", "--json"]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert report["usable"] == (code == 0)
+    assert report["findings"][0]["status"] == status.value
+    assert main(["doctor"]) == code
+    assert "raise it" in capsys.readouterr().out
+
+
+def test_every_area_reports_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_child", lambda code: None)  # the imports in child processes are slow
+    findings = list(doctor.gather())
+    assert {"python", "machine", "gpu", "network", "limits", "ray", "mooncake", "environment"} == {
+        finding.area for finding in findings
+    }
+    assert all(finding.advice for finding in findings if finding.status in (Status.warn, Status.fail))
+
+
+def test_a_child_that_dies_is_a_finding_not_an_end() -> None:
+    assert doctor._child("import os; os.abort()") is not None
+    assert doctor._child("raise RuntimeError('no driver')") == "RuntimeError: no driver"
+    assert doctor._child("pass") is None
+    assert "orchestrator.doctor" in sys.modules

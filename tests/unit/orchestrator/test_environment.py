@@ -1,0 +1,57 @@
+"""The variables of a run: each with a reason, the user's own respected unless a run is wrong with them."""
+
+from __future__ import annotations
+
+import pytest
+
+from conf.schema import Device
+from orchestrator import environment
+from orchestrator.environment import Variable, apply, resolve_device, run_environment, variables
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_variable_is_set_once_and_has_a_reason(device: environment.RunDevice) -> None:
+    chosen = variables(device)
+    assert len({variable.name for variable in chosen}) == len(chosen)
+    assert all(len(variable.reason) > 20 for variable in chosen)
+
+
+def test_cpu_processes_take_turns_on_one_thread_each() -> None:
+    found = run_environment("cpu")
+    assert found["OMP_NUM_THREADS"] == "1"
+    assert found["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "NCCL_NVLS_ENABLE" not in found
+
+
+def test_gpu_processes_use_no_multicast() -> None:
+    found = run_environment("cuda")
+    assert found["NCCL_NVLS_ENABLE"] == "0"
+    assert found["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    assert found["NVSHMEM_DISABLE_NVLS"] == "1"
+    assert "OMP_NUM_THREADS" not in found
+
+
+def test_ray_keeps_its_authentication_on_a_cluster_that_is_not_ours() -> None:
+    own = {"RAY_AUTH_MODE", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "GLOO_SOCKET_IFNAME"}
+    assert own <= run_environment("cpu").keys()
+    assert not own & run_environment("cpu", is_own_cluster=False).keys()
+
+
+def test_the_users_value_wins_and_that_is_said() -> None:
+    environ = {"KEPT": "theirs", "SAME": "ours"}
+    chosen = (
+        Variable("KEPT", "ours", "a matter of taste"),
+        Variable("SAME", "ours", "no difference"),
+        Variable("ABSENT", "ours", "not set yet"),
+    )
+    (note,) = apply(chosen, environ)
+    assert environ == {"KEPT": "theirs", "SAME": "ours", "ABSENT": "ours"}
+    assert note == "KEPT=theirs from the environment is kept; Slipstream's is ours: a matter of taste"
+
+
+@pytest.mark.parametrize(("num_gpus", "device"), [(0, "cpu"), (1, "cuda")])
+def test_auto_takes_gpus_when_there_are_any(num_gpus: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "count_gpus", lambda environ=None: num_gpus)
+    assert resolve_device(Device.auto) == device
+    assert resolve_device(Device.cpu) == "cpu"
+    assert resolve_device(Device.cuda) == "cuda"

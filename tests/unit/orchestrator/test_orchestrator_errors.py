@@ -1,0 +1,26 @@
+"""Errors cross process boundaries as pickles and mean the same on the other side."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+
+from conf import errors as conf_errors
+from conf.errors import SlipstreamError
+from orchestrator import errors
+
+CLASSES = [
+    value
+    for module in (conf_errors, errors)
+    for value in vars(module).values()
+    if inspect.isclass(value) and issubclass(value, SlipstreamError)
+]
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_errors_survive_pickling(cls: type[SlipstreamError]) -> None:
+    copy = pickle.loads(pickle.dumps(cls("what, got, expected, cure")))
+    assert type(copy) is cls
+    assert str(copy) == "what, got, expected, cure"

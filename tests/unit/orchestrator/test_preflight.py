@@ -1,0 +1,147 @@
+"""A checkpoint on disk is judged by its headers, and a run by this machine, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conf.errors import ConfigError
+from conf.load import load_run_config
+from conf.schema import Device
+from orchestrator import machine
+from orchestrator.environment import resolve_device
+from orchestrator.errors import PreflightError
+from orchestrator.model_files import INDEX_NAME, check_checkpoint_files, read_header
+from orchestrator.preflight import run_preflight
+from orchestrator.prepare import save_character_tokenizer
+from trainer.model.spec import ModelSpec
+from weight_sync.layout import TensorMeta
+
+A = TensorMeta("a.weight", (2, 3), "float32")
+B = TensorMeta("b.weight", (4,), "float32")
+
+
+def write_safetensors(path: Path, tensors: list[TensorMeta]) -> None:
+    """A file in the format's own words: 8 bytes of length, the JSON header, zeros."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        size = 4
+        for dim in tensor.shape:
+            size *= dim
+        header[tensor.name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+
+
+def test_header_is_read(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model.safetensors", [A, B])
+    assert read_header(tmp_path / "model.safetensors") == {"a.weight": (2, 3), "b.weight": (4,)}
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert check_checkpoint_files(tmp_path, [A, B]) == size
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:-1], "is cut short"),
+        (lambda data: data[:20], "not a whole safetensors file"),
+        (lambda data: b"", "not a whole safetensors file"),
+        (lambda data: data[:8] + b"x" + data[9:], "no readable safetensors header"),
+        (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+    ],
+)
+def test_damaged_files_are_named(damage: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, [A])
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_checkpoint_files(tmp_path, [A])
+    assert str(path) in str(caught.value)
+
+
+def test_folder_without_weights_and_incomplete_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no \.safetensors file"):
+        check_checkpoint_files(tmp_path, [A])
+    write_safetensors(tmp_path / "model-1.safetensors", [A])
+    with pytest.raises(ConfigError, match=r"lacks b\.weight"):
+        check_checkpoint_files(tmp_path, [A, B])
+    with pytest.raises(ConfigError, match=r"a\.weight has shape \(2, 3\), and config\.json makes it \(3, 2\)"):
+        check_checkpoint_files(tmp_path, [TensorMeta("a.weight", (3, 2), "float32")])
+    (tmp_path / INDEX_NAME).write_text(
+        json.dumps({"weight_map": {"a.weight": "model-1.safetensors", "b.weight": "model-2.safetensors"}})
+    )
+    with pytest.raises(ConfigError, match=r"lacks 1 of 2 shards \(model-2\.safetensors\)"):
+        check_checkpoint_files(tmp_path, [A, B])
+    write_safetensors(tmp_path / "model-2.safetensors", [B])
+    check_checkpoint_files(tmp_path, [A, B])
+    (tmp_path / INDEX_NAME).write_text("{}")
+    with pytest.raises(ConfigError, match="is not a safetensors index"):
+        check_checkpoint_files(tmp_path, [A, B])
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A whole tiny checkpoint: config, weights, tokenizer."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    hf_config = load_run_config(["experiment=quickstart"]).model.hf_config
+    (folder / "config.json").write_text(json.dumps(hf_config))
+    write_safetensors(folder / "model.safetensors", ModelSpec.from_hf_config(hf_config).checkpoint_tensors("float32"))
+    save_character_tokenizer(folder, vocab_size=hf_config["vocab_size"])
+    return folder
+
+
+def words_for(checkpoint: Path, *more: str) -> list[str]:
+    """The quick start on a checkpoint from disk."""
+    words = ["experiment=quickstart", "model=checkpoint", f"model.path={checkpoint}", "cluster.dashboard=false"]
+    return [*words, f"run.dir={checkpoint.parent}/runs", *more]
+
+
+def test_whole_checkpoint_passes_and_is_described(checkpoint: Path) -> None:
+    report = run_preflight(load_run_config(words_for(checkpoint)))
+    facts = {fact.subject: fact.finding for fact in report.facts}
+    assert "8 experts (top-2)" in facts["model"]
+    assert facts["prompts"].startswith("704 in pkg://letters_train.jsonl")
+    assert not (checkpoint.parent / "runs").exists()
+
+
+def test_rules_about_the_architecture_hold_for_a_checkpoint_too(checkpoint: Path) -> None:
+    words = words_for(checkpoint, "trainer.num_ranks=16", "trainer.ep_size=16")
+    with pytest.raises(PreflightError, match=r"trainer\.ep_size=16 does not divide the model's 8 experts.*1, 2, 4, 8"):
+        run_preflight(load_run_config(words))
+
+
+def test_one_cause_is_reported_once(tmp_path: Path) -> None:
+    with pytest.raises(PreflightError) as caught:
+        run_preflight(load_run_config(words_for(tmp_path / "absent")))
+    assert "problems" not in str(caught.value)
+    assert "no such folder" in str(caught.value)
+
+
+def test_device_is_decided_before_rules_about_devices(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "count_gpus", lambda environ=None: 0)
+    monkeypatch.setattr("orchestrator.environment.count_gpus", lambda environ=None: 0)
+    assert resolve_device(Device.auto) == "cpu"
+    words = words_for(checkpoint, "cluster.device=auto")
+    assert run_preflight(load_run_config(words)).config.cluster.device is Device.cpu
+    with pytest.raises(PreflightError, match=r"weight_sync\.transport=nvlink contradicts cluster\.device=cpu"):
+        run_preflight(load_run_config([*words, "weight_sync.transport=nvlink"]))
+
+
+def test_full_disk_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "free_bytes", lambda folder: 1 << 20)
+    with pytest.raises(PreflightError, match=r"has 1 MiB of free space"):
+        run_preflight(load_run_config(words_for(checkpoint)))
+
+
+def test_chat_prompts_need_no_transformers_here(checkpoint: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "1a="}], "answer": "a"}]
+    data = checkpoint.parent / "chat.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = run_preflight(load_run_config(words_for(checkpoint, f"data.path={data}", "data.eval_path=null")))
+    assert f"1 in {data}" in {fact.finding for fact in report.facts}

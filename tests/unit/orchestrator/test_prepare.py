@@ -1,0 +1,84 @@
+"""Locks: the character tokenizer's table, that every reader agrees on it, and what the model folder holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conf.errors import ConfigError
+from conf.schema import DType, Init, ModelConfig
+from orchestrator.prepare import ALPHABET, SPECIAL_TOKENS, TextEncoder, prepare_model, save_character_tokenizer
+
+TINY = {"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 64}
+
+
+def tiny(**changes: object) -> ModelConfig:
+    parts: dict = {"init": Init.random, "hf_config": dict(TINY), "tokenizer": "characters", "dtype": DType.float32}
+    return ModelConfig(**(parts | changes))
+
+
+def test_character_table_is_fixed(tmp_path: Path) -> None:
+    save_character_tokenizer(tmp_path, vocab_size=64)
+    encoder = TextEncoder(tmp_path)
+    assert encoder.encode("a z09\n=") == [1, 5, 4, 30, 31, 40, 41, 42]
+    assert encoder.encode("a", add_special_tokens=False) == [5]
+    assert encoder.encode("Z", add_special_tokens=False) == [SPECIAL_TOKENS.index("<unk>")]
+
+
+def test_every_character_of_a_full_vocabulary_survives_a_round_trip(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    assert len(set(ALPHABET)) == len(ALPHABET) == 97  # printable ASCII is 95, newline, tab
+    save_character_tokenizer(tmp_path, vocab_size=101)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ids = tokenizer.encode(ALPHABET, add_special_tokens=False).ids
+    assert ids == list(range(4, 101))
+    assert tokenizer.decode(ids, skip_special_tokens=True) == ALPHABET
+
+
+def test_transformers_reads_the_same_tokenizer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    save_character_tokenizer(tmp_path, vocab_size=64)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "k 3 a ="
+    assert theirs(text)["input_ids"] == TextEncoder(tmp_path).encode(text)
+    assert theirs.decode([*TextEncoder(tmp_path).encode(text), 2], skip_special_tokens=True) == text
+    assert (theirs.pad_token_id, theirs.bos_token_id, theirs.eos_token_id) == (0, 1, 2)
+
+
+def test_model_folder_is_what_engine_and_trainer_both_read(tmp_path: Path) -> None:
+    model = prepare_model(tiny(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config == model.hf_config
+    assert (config["dtype"], config["eos_token_id"], config["architectures"]) == ("float32", 2, ["Qwen3MoeForCausalLM"])
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_checkpoint_folder_lends_its_config_and_tokenizer(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save_character_tokenizer(source, vocab_size=64)
+    (source / "config.json").write_text(json.dumps(TINY | {"eos_token_id": 2}))
+    config = ModelConfig(path=str(source), init=Init.random, hf_config={"hidden_size": 32})
+    model = prepare_model(config, tmp_path / "model")
+    assert model.hf_config["hidden_size"] == 32
+    assert TextEncoder(tmp_path / "model").encode("a") == [1, 5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hf_config": {"model_type": "llama", "vocab_size": 64}}, "model_type must be one of qwen3, qwen3_moe"),
+        ({"hf_config": {"model_type": "qwen3"}}, "vocab_size must be a whole number"),
+        ({"hf_config": TINY | {"vocab_size": 3}}, "vocab_size >= 5, got 3"),
+        ({"tokenizer": None}, "model.tokenizer is required"),
+        ({"tokenizer": "/nowhere"}, "holds no tokenizer"),
+        ({"path": "/nowhere"}, "has no config.json"),
+    ],
+)
+def test_mistakes_name_the_option(tmp_path: Path, changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare_model(tiny(**changes), tmp_path)

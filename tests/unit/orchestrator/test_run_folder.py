@@ -1,0 +1,59 @@
+"""Locks: where a run's files are, that `latest` follows, and what the folder says about the run before it starts."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conf.errors import ConfigError
+from conf.schema import RunConfig, RunSection
+from orchestrator.run_folder import open_run_folder, write_description
+
+NOON = datetime(2026, 1, 31, 12, 0, 0)
+
+
+def test_folder_is_named_by_run_and_time_and_latest_follows(tmp_path: Path) -> None:
+    section = RunSection(name="demo", dir=str(tmp_path / "runs"))
+    first = open_run_folder(section, NOON)
+    second = open_run_folder(section, NOON)
+    assert first.root.name == "demo-20260131-120000"
+    assert second.root.name == "demo-20260131-120000-2"
+    assert (tmp_path / "runs" / "latest").resolve() == second.root
+
+
+def test_resume_opens_the_folder_and_refuses_a_missing_one(tmp_path: Path) -> None:
+    section = RunSection(name="demo", dir=str(tmp_path))
+    first = open_run_folder(section, NOON)
+    open_run_folder(section, NOON)
+    assert open_run_folder(RunSection(dir=str(tmp_path), resume=str(first.root)), NOON) == first
+    assert (tmp_path / "latest").resolve() == first.root
+    assert open_run_folder(RunSection(dir=str(tmp_path), resume=str(tmp_path / "latest")), NOON) == first
+    with pytest.raises(ConfigError, match=r"run\.resume"):
+        open_run_folder(RunSection(resume=str(tmp_path / "absent")), NOON)
+
+
+def test_real_file_called_latest_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("mine")
+    open_run_folder(RunSection(dir=str(tmp_path)), NOON)
+    assert (tmp_path / "latest").read_text() == "mine"
+
+
+def test_run_dir_that_cannot_be_written_names_the_option(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir="):
+        open_run_folder(RunSection(dir=str(tmp_path / "file")), NOON)
+
+
+def test_description_is_complete_and_plain(tmp_path: Path) -> None:
+    folder = open_run_folder(RunSection(dir=str(tmp_path)), NOON)
+    write_description(folder, RunConfig(), ["run.seed=3"])
+    config = yaml.safe_load(folder.config.read_text())
+    assert config["algorithm"]["ratio_baseline"] == "trainer"
+    assert config["trainer"]["optim"]["betas"] == [0.9, 0.999]
+    environment = json.loads(folder.environment.read_text())
+    assert environment["overrides"] == ["run.seed=3"]
+    assert environment["packages"]["numpy"]

@@ -1,0 +1,112 @@
+"""Engine arguments, stop tokens, errors by name, and the end of a process with its owner. No vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conf.schema import Device, DType, RolloutConfig
+from rollout.engine import Engine, engine_arguments, engine_environment, stop_token_ids
+from rollout.engine import _error_class as error_class
+from rollout.errors import EngineError, UnsupportedWeights
+from weight_sync.errors import IntegrityError
+
+
+def test_weights_never_come_from_files_and_logprobs_are_of_the_sampled_distribution():
+    for device in (Device.cpu, Device.cuda):
+        arguments = engine_arguments(Path("m"), RolloutConfig(), dtype=DType.bfloat16, device=device, seed=1)
+        assert arguments["load_format"] == "dummy"
+        assert arguments["logprobs_mode"] == "processed_logprobs"
+        assert arguments["generation_config"] == "vllm"
+
+
+def test_gpus_use_the_kernels_that_read_experts_in_checkpoint_order():
+    config = RolloutConfig(tp_size=2, enable_expert_parallel=True, kv_cache_bytes=123)
+    arguments = engine_arguments(Path("m"), config, dtype=DType.bfloat16, device=Device.cuda, seed=1)
+    assert arguments["moe_backend"] == "triton"
+    assert arguments["enforce_eager"] is False
+    assert arguments["distributed_executor_backend"] == "mp"
+    assert arguments["enable_expert_parallel"] is True
+    assert arguments["kv_cache_memory_bytes"] == 123
+
+
+def test_a_cpu_engine_is_eager_in_two_processes_with_a_fixed_cache():
+    arguments = engine_arguments(Path("m"), RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=1)
+    assert arguments["enforce_eager"] is True
+    assert arguments["distributed_executor_backend"] == "uni"
+    assert arguments["kv_cache_memory_bytes"] == 256 << 20
+    assert engine_environment(Device.cpu)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in engine_environment(Device.cuda)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [7, 8]}, {"eos_token_id": 2}, [7, 8]),
+        ({"temperature": 1.0}, {"eos_token_id": 2}, [2]),
+        (None, {"eos_token_id": 0}, [0]),  # id 0 is a token like any other
+        (None, {}, []),
+    ],
+)
+def test_stop_tokens_come_from_the_model_folder(tmp_path, generation, config, expected):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert stop_token_ids(tmp_path) == expected
+
+
+def test_errors_of_engine_ranks_keep_their_class():
+    assert error_class("IntegrityError") is IntegrityError
+    assert error_class("UnsupportedWeights") is UnsupportedWeights
+    assert error_class("SomethingOfVllm") is EngineError
+
+
+async def test_an_engine_that_does_not_run_says_so(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    engine = Engine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
+    assert not engine.is_alive
+    with pytest.raises(EngineError, match="not running"):
+        await engine.resume()
+    engine.shutdown()
+
+
+def test_importing_the_worker_needs_neither_torch_nor_vllm():
+    modules = "rollout.engine, rollout.prompts, rollout.rewards.runner"
+    code = f"import sys, {modules}; assert not {{'torch', 'vllm'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+GRANDCHILD = """
+import os, sys, time
+from rollout.lifeline import end_with
+end_with(int(sys.argv[1]), also_kill=[os.getppid()])
+print("up", flush=True)
+time.sleep(600)
+"""
+CHILD = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1]])
+time.sleep(600)
+"""
+OWNER = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid()), sys.argv[2]])
+time.sleep(600)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_process_ends_with_its_owner_and_takes_the_one_in_between_along():
+    reader, writer = os.pipe()
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, CHILD, GRANDCHILD], stdout=writer)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as output:
+        assert output.readline() == b"up\n"
+        owner.kill()
+        owner.wait()
+        assert output.read() == b""  # end of file: every process that held the pipe is gone

@@ -1,0 +1,27 @@
+"""Errors cross process boundaries whole."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+
+import rollout.errors
+from conf.errors import ConfigError
+from weight_sync.errors import ReplicaDirty
+
+CLASSES = [cls for _, cls in inspect.getmembers(rollout.errors, inspect.isclass) if cls.__module__ == "rollout.errors"]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_error_survives_pickling_and_is_a_stdlib_error_too(cls):
+    error = pickle.loads(pickle.dumps(cls("rank 1: what, got, expected")))
+    assert type(error) is cls
+    assert str(error) == "rank 1: what, got, expected"
+    assert issubclass(cls, rollout.errors.RolloutError)
+
+
+def test_the_router_and_the_command_line_recognize_ours():
+    assert issubclass(rollout.errors.ReplicaNotServing, ReplicaDirty)
+    assert issubclass(rollout.errors.RewardError, ConfigError)

@@ -1,0 +1,148 @@
+"""Prompts: every row is checked before a run starts; the order is seeded and a cursor continues it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rollout.errors import DataError
+from rollout.prompts import PromptStream, read_prompts, resolve_path
+from rollout.types import Prompt
+
+
+def write(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def prompts_of(count: int) -> list[Prompt]:
+    return [Prompt(i, (i + 10,), str(i)) for i in range(count)]
+
+
+def test_jsonl_rows_become_prompts_with_their_other_columns(tmp_path, encoder):
+    path = write(tmp_path / "a.jsonl", '{"prompt": "ab", "answer": "b", "level": 3}', "", '{"prompt": "c"}')
+    first, second = read_prompts(path, encoder, max_prompt_tokens=8)
+    assert first == Prompt(0, (1, ord("a"), ord("b")), "ab", {"answer": "b", "level": 3})
+    assert second == Prompt(1, (1, ord("c")), "c", {})
+
+
+def test_chat_prompts_go_through_the_template_without_special_tokens(tmp_path, encoder):
+    path = write(tmp_path / "a.jsonl", json.dumps({"prompt": [{"role": "user", "content": "hi"}]}))
+    (prompt,) = read_prompts(path, encoder, max_prompt_tokens=8)
+    assert prompt.text == "user:hi|"
+    assert prompt.token_ids == tuple(map(ord, "user:hi|"))
+
+
+def test_special_tokens_and_the_column_are_options(tmp_path, encoder):
+    path = write(tmp_path / "a.jsonl", '{"question": "x", "prompt": "kept as a field"}')
+    (prompt,) = read_prompts(path, encoder, prompt_key="question", max_prompt_tokens=8, add_special_tokens=False)
+    assert prompt.token_ids == (ord("x"),)
+    assert prompt.fields == {"prompt": "kept as a field"}
+
+
+def test_parquet_reads_as_jsonl_does(tmp_path, encoder):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    rows = [{"prompt": f"p{i}", "answer": str(i)} for i in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    jsonl = write(tmp_path / "a.jsonl", *map(json.dumps, rows))
+    assert read_prompts(str(tmp_path / "a.parquet"), encoder, max_prompt_tokens=8) == read_prompts(
+        jsonl, encoder, max_prompt_tokens=8
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"', r"a\.jsonl:2: not a JSON object"),
+        ('["prompt"]', r"a\.jsonl:2: each line must be a JSON object, got list"),
+        ('{"text": "a"}', r"a\.jsonl:2: no column 'prompt' \(data\.prompt_key\); the columns are text"),
+        ('{"prompt": 3}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list of messages.*got int"),
+        ('{"prompt": []}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list"),
+        ('{"prompt": [{"role": "user"}]}', r"a\.jsonl:2: column 'prompt' must be text"),
+        ('{"prompt": [{"role": "user", "content": 1}]}', r"a\.jsonl:2: the tokenizer's chat template refuses"),
+        ('{"prompt": "123456789"}', r"a\.jsonl:2: the prompt has 10 tokens, data\.max_prompt_tokens allows 8"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_number(tmp_path, encoder, line, message):
+    path = write(tmp_path / "a.jsonl", '{"prompt": "ok"}', line)
+    with pytest.raises(DataError, match=message):
+        read_prompts(path, encoder, max_prompt_tokens=8)
+
+
+def test_bytes_that_are_not_text_are_refused_with_their_line(tmp_path, encoder):
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "ok"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2"):
+        read_prompts(str(tmp_path / "a.jsonl"), encoder, max_prompt_tokens=8)
+
+
+def test_an_empty_prompt_is_refused(tmp_path, encoder):
+    path = write(tmp_path / "a.jsonl", '{"prompt": ""}')
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the prompt has no tokens"):
+        read_prompts(path, encoder, max_prompt_tokens=8, add_special_tokens=False)
+
+
+def test_missing_empty_and_unknown_files_are_refused(tmp_path, encoder):
+    with pytest.raises(DataError, match=r"does not exist; set data\.path"):
+        read_prompts(str(tmp_path / "no.jsonl"), encoder, max_prompt_tokens=8)
+    with pytest.raises(DataError, match="has no rows"):
+        read_prompts(write(tmp_path / "empty.jsonl", ""), encoder, max_prompt_tokens=8)
+    with pytest.raises(DataError, match=r"must end in \.jsonl or \.parquet"):
+        read_prompts(write(tmp_path / "a.csv", "prompt"), encoder, max_prompt_tokens=8)
+    (tmp_path / "a.parquet").write_bytes(b"not parquet")
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        read_prompts(str(tmp_path / "a.parquet"), encoder, max_prompt_tokens=8)
+
+
+def test_packaged_files_are_found_in_conf_data():
+    assert resolve_path("pkg://x.jsonl").parts[-3:] == ("conf", "data", "x.jsonl")
+    assert resolve_path("dir/x.jsonl") == Path("dir/x.jsonl")
+
+
+def test_every_epoch_holds_every_prompt_once_in_another_order():
+    stream = PromptStream(prompts_of(20), seed=3)
+    epochs = [[next(stream).prompt_id for _ in range(20)] for _ in range(3)]
+    assert all(Counter(epoch) == Counter(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_the_order_depends_on_the_seed_alone():
+    def ids(seed: int) -> list[int]:
+        stream = PromptStream(prompts_of(20), seed=seed)
+        return [next(stream).prompt_id for _ in range(45)]
+
+    assert ids(3) == ids(3)
+    assert ids(3) != ids(4)
+
+
+def test_without_shuffling_the_order_is_the_files():
+    stream = PromptStream(prompts_of(3), seed=3, shuffle=False)
+    assert [next(stream).prompt_id for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 7, 8, 19])
+def test_a_cursor_continues_the_sequence(taken):
+    stream = PromptStream(prompts_of(8), seed=3)
+    for _ in range(taken):
+        next(stream)
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed = PromptStream(prompts_of(8), seed=3)
+    resumed.load_state_dict(state)
+    assert [next(resumed).prompt_id for _ in range(20)] == [next(stream).prompt_id for _ in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("other", "option"),
+    [
+        (PromptStream(prompts_of(9), seed=3), r"data\.path"),
+        (PromptStream(prompts_of(8), seed=4), r"run\.seed"),
+        (PromptStream(prompts_of(8), seed=3, shuffle=False), r"data\.shuffle"),
+    ],
+)
+def test_a_cursor_of_another_order_is_refused(other, option):
+    with pytest.raises(DataError, match=option):
+        other.load_state_dict(PromptStream(prompts_of(8), seed=3).state_dict())

@@ -1,0 +1,152 @@
+"""Rewards: whatever a user's function does costs one sample; one that cannot run is refused before a run starts."""
+
+from __future__ import annotations
+
+import logging
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from conf.schema import RewardConfig
+from rollout.errors import RewardError
+from rollout.rewards.function import load_reward
+from rollout.rewards.runner import RewardRunner, check_reward
+from rollout.types import Prompt, Rollout
+
+REWARDS = """
+    import os, sys, time
+
+    def length(prompt, response, fields):
+        return len(response)
+
+    def behave(prompt, response, fields):
+        if response == "raise":
+            raise KeyError("no such thing")
+        if response == "hang":
+            while True:
+                pass
+        if response == "exit":
+            os._exit(3)
+        if response == "sys.exit":
+            sys.exit(4)
+        if response == "string":
+            return "1.0"
+        if response == "nan":
+            return float("nan")
+        if response == "print":
+            print("x" * (1 << 22))
+            print("y" * (1 << 22), file=sys.stderr)
+        return 0.5
+
+    def two_arguments(prompt, response):
+        return 1.0
+
+    async def asynchronous(prompt, response, fields):
+        return 1.0
+
+    not_callable = 3
+"""
+
+
+@pytest.fixture
+def rewards_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A user's module on the path of reward processes."""
+    (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
+    (tmp_path / "broken_rewards.py").write_text("import no_such_package_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "user_rewards"
+
+
+def rollouts(*texts: str) -> list[Rollout]:
+    return [Rollout([5], [0.0], [0], text, "stop") for text in texts]
+
+
+PROMPT = Prompt(0, (1,), "p", {"answer": "a"})
+
+
+@pytest.mark.parametrize(("response", "expected"), [("a", 1.0), (" a\n", 1.0), ("A", 0.0), ("ab", 0.0), ("", 0.0)])
+def test_exact_match_ignores_outer_white_space_and_keeps_case(response, expected):
+    assert load_reward(RewardConfig())("p", response, {"answer": " a"}) == expected
+
+
+def test_exact_match_compares_numbers_as_text():
+    assert load_reward(RewardConfig(answer_key="n"))("p", "42", {"n": 42}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"), [("so the answer: 42.", 1.0), ("answer: 41, answer: 42", 0.0), ("42", 0.0)]
+)
+def test_regex_compares_the_first_group_of_the_first_match(response, expected):
+    reward = load_reward(RewardConfig(kind="regex", pattern=r"answer: (\d+)"))
+    assert reward("p", response, {"answer": 42}) == expected
+
+
+async def test_each_failure_costs_one_sample_and_is_counted(rewards_module, caplog):
+    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave", timeout_s=1.0))
+    await runner.start()
+    try:
+        texts = ["ok", "raise", "hang", "exit", "sys.exit", "string", "nan", "print", "raise", "ok"]
+        with caplog.at_level(logging.WARNING, "rollout.rewards.runner"):
+            rewards, failures = await runner.score_group(PROMPT, rollouts(*texts))
+        assert rewards == [0.5, None, None, None, None, None, None, 0.5, None, 0.5]
+        assert failures == {"raised": 3, "timeout": 1, "died": 1, "not_a_number": 2}
+        assert sum("KeyError" in record.message for record in caplog.records) == 1  # twice raised, once in the log
+        assert any("exit status 3" in record.message for record in caplog.records)
+        assert await runner.score_group(PROMPT, rollouts("ok")) == ([0.5], {})
+    finally:
+        await runner.close()
+
+
+async def test_a_missing_answer_column_costs_samples_not_the_run():
+    runner = RewardRunner(RewardConfig(answer_key="solution"))
+    await runner.start()
+    try:
+        assert await runner.score_group(PROMPT, rollouts("a")) == ([None], {"raised": 1})
+    finally:
+        await runner.close()
+
+
+async def test_several_processes_keep_the_order_of_rollouts(rewards_module):
+    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:length", num_processes=2))
+    await runner.start()
+    try:
+        texts = ["x" * (i % 7) for i in range(40)]
+        rewards, failures = await runner.score_group(PROMPT, rollouts(*texts))
+        assert rewards == [float(len(text)) for text in texts]
+        assert failures == {}
+    finally:
+        await runner.close()
+
+
+async def test_what_rewards_print_goes_to_the_log_file(rewards_module, tmp_path):
+    log = tmp_path / "rewards.log"
+    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave"), log_path=log)
+    await runner.start()
+    try:
+        await runner.score_group(PROMPT, rollouts("print"))
+    finally:
+        await runner.close()
+    assert log.stat().st_size > 1 << 22
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"kind": "no_such_module:f"}, "importing 'no_such_module' failed: ModuleNotFoundError"),
+        ({"kind": "broken_rewards:f"}, "no_such_package_at_all"),
+        ({"kind": "user_rewards:nothing"}, "has no function 'nothing'"),
+        ({"kind": "user_rewards:not_callable"}, "has no function 'not_callable'"),
+        ({"kind": "user_rewards:two_arguments"}, r"must take \(prompt, response, fields\)"),
+        ({"kind": "user_rewards:asynchronous"}, "is async"),
+        ({"kind": "regex", "pattern": "("}, r"reward\.pattern='\(' is not a regular expression"),
+        ({"kind": "regex", "pattern": "a"}, "has no group"),
+    ],
+)
+def test_a_reward_that_cannot_run_is_refused_before_the_run(rewards_module, config, message):
+    with pytest.raises(RewardError, match=message):
+        check_reward(RewardConfig(**config))
+
+
+def test_a_good_reward_passes_the_check(rewards_module):
+    check_reward(RewardConfig(kind=f"{rewards_module}:length"))

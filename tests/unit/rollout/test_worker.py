@@ -1,0 +1,231 @@
+"""The rollout worker's side of a publish, over an engine that only notes what it is asked, in which order.
+
+What a real engine makes of it is shown by tests/contract/test_engine_vllm.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollout.worker
+from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
+from rollout.engine import ABORTED
+from rollout.errors import EngineError, ReplicaNotServing
+from rollout.types import Prompt, Rollout
+from rollout.worker import RolloutWorker
+from weight_sync.errors import IntegrityError, ProtocolError, StaleEpoch
+from weight_sync.layout import Binding, DestLayout, Param, TensorMeta
+from weight_sync.protocol import EngineRank, pack
+
+PROMPT = Prompt(0, (1, 5), "a")
+BINDING = Binding("session", {"w": 4096})
+
+
+class NotingEngine:
+    """Two ranks. Fails `failing` on its second rank; answers when `gate` is open, as `finish_reasons` say."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.calls: list[str] = []
+        self.version = -1
+        self.failing = ""
+        self.finish_reasons: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.is_alive = True
+        self.num_in_flight = 0
+        self.num_generated_tokens = 0
+
+    async def start(self) -> None:
+        self.calls.append("start")
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        self.calls.append(f"pause {mode} clear={clear_cache}")
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+
+    async def set_version(self, version: int) -> None:
+        self.calls.append(f"version {version}")
+        self.version = version
+
+    async def call_ranks(self, method: str, *_: Any) -> list[Any]:
+        self.calls.append(method)
+        if method == self.failing:
+            raise IntegrityError("rank 1: w does not hold what was sent")
+        layout = DestLayout(0, (Param("w", (2,), "float32"),), ())
+        replies = {"slipstream_describe": pack(EngineRank(layout, BINDING, "tcp")), "slipstream_begin": pack(BINDING)}
+        return [replies.get(method)] * 2
+
+    async def generate_group(
+        self, token_ids: Any, n: int, sampling: SamplingConfig, *, seed: int | None
+    ) -> list[Rollout]:
+        self.calls.append(f"generate {n} max={sampling.max_tokens}")
+        await self.gate.wait()
+        reason = self.finish_reasons.pop(0) if self.finish_reasons else "stop"
+        return [Rollout([7], [-1.0], [self.version], "", reason) for _ in range(n)]
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+        self.is_alive = False
+
+
+def make(monkeypatch: pytest.MonkeyPatch, folder: Path, **sync: Any) -> tuple[RolloutWorker, NotingEngine]:
+    monkeypatch.setattr(rollout.worker, "Engine", NotingEngine)
+    worker = RolloutWorker(
+        folder,
+        config=RolloutConfig(sampling=SamplingConfig(max_tokens=8)),
+        weight_sync=WeightSyncConfig(**sync),
+        dtype=DType.float32,
+        device=Device.cpu,
+        seed=0,
+        tensors=[TensorMeta("w", (2,), "float32")],
+        key=b"k" * 16,
+    )
+    engine = worker._engine
+    assert isinstance(engine, NotingEngine)
+    return worker, engine
+
+
+async def publish(worker: RolloutWorker, version: int, epoch: int) -> None:
+    assert list(await worker.begin(version, epoch, "digest")) == [BINDING, BINDING]
+    await worker.verify(version, epoch, "digest", [{"w": (8, 1)}] * 2)
+    await worker.commit(version, epoch)
+
+
+async def test_start_describes_every_rank_and_stop_ends_the_engine(monkeypatch, tmp_path):
+    worker, engine = make(monkeypatch, tmp_path)
+    address = await worker.start()
+    try:
+        assert address == worker.endpoint()
+        assert address.startswith("tcp://127.0.0.1:")
+        assert [rank.binding for rank in await worker.describe()] == [BINDING, BINDING]
+    finally:
+        await worker.stop()
+    assert engine.calls == ["start", "slipstream_describe", "shutdown"]
+    assert not worker.health().is_alive
+
+
+async def test_an_engine_that_cannot_be_described_is_ended(monkeypatch, tmp_path):
+    worker, engine = make(monkeypatch, tmp_path)
+    engine.failing = "slipstream_describe"
+    with pytest.raises(IntegrityError):
+        await worker.start()
+    assert engine.calls[-1] == "shutdown"
+
+
+async def test_a_publish_pauses_before_bytes_change_and_moves_the_version_before_it_resumes(monkeypatch, tmp_path):
+    worker, engine = make(monkeypatch, tmp_path)
+    await publish(worker, 3, 1)
+    assert engine.calls == [
+        "pause keep clear=True",
+        "slipstream_begin",
+        "slipstream_verify",
+        "slipstream_commit",
+        "version 3",
+        "resume",
+    ]
+    assert (worker.health().phase, worker.health().version, worker.health().epoch) == ("clean", 3, 1)
+    (rollout,) = await worker.generate_group(PROMPT, 1)
+    assert rollout.policy_versions == [3]
+
+
+@pytest.mark.parametrize(
+    ("sync", "call"),
+    [
+        ({"keep_kv": True}, "pause keep clear=False"),
+        ({"pause_mode": PauseMode.wait}, "pause wait clear=True"),
+        ({"pause_mode": PauseMode.abort}, "pause abort clear=True"),
+    ],
+)
+async def test_pause_follows_the_configuration(monkeypatch, tmp_path, sync, call):
+    worker, engine = make(monkeypatch, tmp_path, **sync)
+    await worker.begin(0, 1, "digest")
+    assert engine.calls[0] == call
+
+
+async def test_no_phase_but_clean_samples(monkeypatch, tmp_path):
+    worker, engine = make(monkeypatch, tmp_path)
+
+    async def refuses() -> bool:
+        with pytest.raises(ReplicaNotServing, match="samples only from a committed version"):
+            await worker.generate_group(PROMPT, 1)
+        return True
+
+    assert await refuses()
+    await worker.begin(0, 1, "digest")
+    assert await refuses()
+    await worker.verify(0, 1, "digest", [{}, {}])
+    assert await refuses()
+    await worker.commit(0, 1)
+    await worker.generate_group(PROMPT, 1)
+    await worker.begin(1, 2, "digest")
+    assert await refuses()
+    await worker.stop()
+    assert await refuses()
+    assert sum(call.startswith("generate") for call in engine.calls) == 1
+
+
+@pytest.mark.parametrize("failing", ["slipstream_begin", "slipstream_verify", "slipstream_commit"])
+async def test_a_failed_step_leaves_the_engine_paused_and_dirty_until_a_later_publish(monkeypatch, tmp_path, failing):
+    worker, engine = make(monkeypatch, tmp_path)
+    await publish(worker, 0, 1)
+    engine.failing, engine.calls = failing, []
+    with pytest.raises(IntegrityError):
+        await publish(worker, 1, 2)
+    await worker.abort(2, "failed")
+    assert "resume" not in engine.calls
+    assert engine.version == 0
+    assert worker.health().phase == "dirty"
+    engine.failing = ""
+    await publish(worker, 1, 3)
+    assert worker.health().phase == "clean"
+    assert engine.version == 1
+
+
+async def test_steps_out_of_order_are_refused(monkeypatch, tmp_path):
+    worker, _ = make(monkeypatch, tmp_path)
+    await publish(worker, 0, 2)
+    with pytest.raises(StaleEpoch):
+        await worker.begin(1, 2, "digest")
+    await worker.begin(1, 3, "digest")
+    with pytest.raises(ProtocolError):
+        await worker.commit(1, 3)
+    assert worker.health().phase == "dirty"
+
+
+async def test_a_group_that_a_publish_aborted_is_sampled_again_under_the_new_version(monkeypatch, tmp_path):
+    worker, engine = make(monkeypatch, tmp_path, pause_mode=PauseMode.abort)
+    await publish(worker, 0, 1)
+    engine.finish_reasons = [ABORTED]
+    engine.gate.clear()
+    group = asyncio.create_task(worker.generate_group(PROMPT, 2))
+    while not engine.calls[-1].startswith("generate"):
+        await asyncio.sleep(0)
+    await worker.begin(1, 2, "digest")
+    engine.gate.set()
+    while worker.health().num_aborted_groups == 0:
+        await asyncio.sleep(0)
+    assert not group.done()
+    await worker.verify(1, 2, "digest", [{}, {}])
+    await worker.commit(1, 2)
+    assert [rollout.policy_versions for rollout in await group] == [[1], [1]]
+
+
+async def test_an_abort_that_nobody_asked_for_is_an_error(monkeypatch, tmp_path):
+    worker, engine = make(monkeypatch, tmp_path)
+    await publish(worker, 0, 1)
+    engine.finish_reasons = [ABORTED]
+    with pytest.raises(EngineError, match="nobody asked it to"):
+        await worker.generate_group(PROMPT, 1)
+
+
+async def test_sampling_of_one_group_can_differ(monkeypatch, tmp_path):
+    worker, engine = make(monkeypatch, tmp_path)
+    await publish(worker, 0, 1)
+    await worker.generate_group(PROMPT, 1, sampling=SamplingConfig(max_tokens=3))
+    await worker.generate_group(PROMPT, 2)
+    assert engine.calls[-2:] == ["generate 1 max=3", "generate 2 max=8"]

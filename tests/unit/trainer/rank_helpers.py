@@ -1,0 +1,182 @@
+"""A tiny policy, deterministic samples, and a way to run TrainerRank in several processes; shared by the tests
+of this folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor, Shard
+
+from conf.schema import (
+    AlgorithmConfig,
+    DType,
+    Init,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainerConfig,
+    TrainMode,
+    WeightSyncConfig,
+)
+from trainer.rank import TrainerRank
+from trainer.types import Denominators, Sample
+
+VOCAB = 40
+SYNC_KEY = b"0123456789abcdef-test-key"
+MOE_CONFIG = {
+    "model_type": "qwen3_moe",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+
+
+def make_rank(
+    rank: int = 0,
+    world_size: int = 1,
+    rendezvous: str = "",
+    *,
+    ep_size: int = 1,
+    mode: TrainMode = TrainMode.lora,
+    dtype: DType = DType.float32,
+    algorithm: AlgorithmConfig | None = None,
+    optim: OptimConfig | None = None,
+) -> TrainerRank:
+    """A loaded rank of the tiny policy."""
+    made = TrainerRank(
+        model=ModelConfig(init=Init.random, hf_config=dict(MOE_CONFIG), init_std=0.2, dtype=dtype),
+        trainer=TrainerConfig(
+            num_ranks=world_size,
+            ep_size=ep_size,
+            mode=mode,
+            lora=LoraConfig(rank=4, alpha=8.0),
+            optim=optim or OptimConfig(lr=1e-2),
+            logprob_chunk_tokens=5,
+        ),
+        algorithm=algorithm or AlgorithmConfig(),
+        sampling_temperature=0.9,
+        weight_sync=WeightSyncConfig(),
+        seed=3,
+        num_steps=10,
+        rank=rank,
+        world_size=world_size,
+        rendezvous=rendezvous,
+        device="cpu",
+        hf_config=dict(MOE_CONFIG),
+        sync_key=SYNC_KEY,
+    )
+    made.load()
+    return made
+
+
+def make_samples(count: int = 5, version: int = 0) -> list[Sample]:
+    """Sequences of 4, 6, 8, ... tokens, of which all but the first three count."""
+    samples = []
+    for index in range(count):
+        draw = np.random.default_rng(index)
+        num_tokens = 4 + 2 * index
+        mask = np.arange(num_tokens) >= 3
+        samples.append(
+            Sample(
+                token_ids=draw.integers(0, VOCAB, num_tokens).astype(np.int32),
+                loss_mask=mask,
+                rollout_logprobs=np.where(mask, draw.normal(-3.5, 0.3, num_tokens), 0).astype(np.float32),
+                advantages=np.where(mask, draw.normal(), 0).astype(np.float32),
+                oldest_version=version,
+            )
+        )
+    return samples
+
+
+def count(samples: list[Sample], version: int = 0) -> Denominators:
+    """Denominators of a batch."""
+    return Denominators(sum(sample.num_valid_tokens for sample in samples), len(samples), version)
+
+
+def shard_dim(param: torch.Tensor) -> int:
+    """Dim along which ranks' parts of a parameter follow each other."""
+    if isinstance(param, DTensor):
+        (placement,) = param.placements
+        assert isinstance(placement, Shard)
+        return placement.dim
+    return 0
+
+
+def fill_adapters(rank: TrainerRank, world_size: int) -> None:
+    """Give every B values that depend on its name and place alone, so that A has gradients too, in any layout
+    of two ranks.
+    """
+    for (name, param), shard in zip(rank._trainable, rank._shards, strict=True):
+        dim = shard_dim(param)
+        shape = list(param.shape)
+        if not isinstance(param, DTensor):
+            shape[0] *= world_size  # plain tensors with several ranks are experts, divided over the ep group
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+        full = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        if "lora" in name:
+            part = torch.chunk(full, world_size, dim)[rank._rank] if world_size > 1 else full
+            shard.values.copy_(part)
+
+
+def local_gradients(rank: TrainerRank) -> dict[str, tuple[int, torch.Tensor]]:
+    """Name -> (dim along which ranks concatenate, this rank's gradient)."""
+    gradients = {}
+    for name, param in rank._trainable:
+        grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+        assert grad is not None, name
+        gradients[name] = (shard_dim(param), grad.clone())
+    return gradients
+
+
+def join_ranks(parts: list[dict[str, tuple[int, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    """Whole gradients from those of all ranks."""
+    return {name: torch.cat([part[name][1] for part in parts], dim) for name, (dim, _) in parts[0].items()}
+
+
+def spawn(work: Callable[..., Any], world_size: int, folder: Path, cases: list[tuple[Any, ...]]) -> list[list[Any]]:
+    """Per case, what work(rank, world_size, rendezvous, folder of the case, *case) returned on each rank.
+
+    One set of processes runs all cases, because starting a process takes longer than any of them.
+    """
+    sockets = [socket.socket() for _ in cases]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    rendezvous = [f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    for one in sockets:
+        one.close()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    folders = [folder / str(index) for index in range(len(cases))]
+    for one in folders:
+        one.mkdir()
+    mp.spawn(_run_cases, (work, world_size, rendezvous, folders, cases), nprocs=world_size)
+    return [[torch.load(one / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)] for one in folders]
+
+
+def _run_cases(
+    rank: int,
+    work: Callable[..., Any],
+    world_size: int,
+    rendezvous: list[str],
+    folders: list[Path],
+    cases: list[tuple[Any, ...]],
+) -> None:
+    for meeting, folder, case in zip(rendezvous, folders, cases, strict=True):
+        torch.save(work(rank, world_size, meeting, folder, *case), folder / f"rank{rank}.pt")

@@ -1,0 +1,101 @@
+"""Promise of trainer/loading.py: every parameter is filled from the right place, or the missing tensor is named."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import MIXED, SpreadReader, make_decoder
+
+from conf.schema import Init, ModelConfig
+from trainer.adapter_io import save_merged
+from trainer.errors import CheckpointError
+from trainer.loading import CheckpointReader, RandomReader, load_weights, open_reader
+from trainer.model.spec import ModelSpec
+
+SPEC = ModelSpec.from_hf_config(MIXED)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_merged(make_decoder(MIXED, nonzero_b=False), folder, MIXED)
+    return folder
+
+
+def with_tensors(checkpoint, folder, change):
+    tensors = load_file(checkpoint / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return CheckpointReader(folder, SPEC)
+
+
+def test_a_checkpoint_fills_every_parameter(checkpoint):
+    expected, decoder = make_decoder(MIXED, nonzero_b=False), make_decoder(MIXED)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.fill_(torch.nan)
+    report = load_weights(decoder, open_reader(ModelConfig(path=str(checkpoint)), SPEC, seed=0, device="cpu"), seed=3)
+    assert report.num_tensors == len(SPEC.checkpoint_tensors("float32"))
+    assert report.num_bytes == sum(4 * p.numel() for n, p in decoder.named_parameters() if "lora_" not in n)
+    for (name, mine), wanted in zip(decoder.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, wanted), name
+
+
+def test_a_missing_or_misshapen_tensor_is_named_and_an_extra_one_reported(checkpoint, tmp_path):
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    decoder = make_decoder(MIXED)
+    with pytest.raises(CheckpointError, match=f"no tensor {name}"):
+        load_weights(decoder, with_tensors(checkpoint, tmp_path, lambda tensors: tensors.pop(name)), seed=0)
+    turned = lambda tensors: tensors.update({name: tensors[name].t().contiguous()})  # noqa: E731
+    with pytest.raises(CheckpointError, match=rf"{name} has shape \(64, 32\), the model needs \(32, 64\)"):
+        load_weights(decoder, with_tensors(checkpoint, tmp_path, turned), seed=0)
+    extra = lambda tensors: tensors.update({"model.extra": torch.ones(1)})  # noqa: E731
+    assert load_weights(decoder, with_tensors(checkpoint, tmp_path, extra), seed=0).ignored == ("model.extra",)
+
+
+def test_a_folder_without_weights_or_with_a_broken_file_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="has neither"):
+        CheckpointReader(tmp_path, SPEC)
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        CheckpointReader(tmp_path, SPEC)
+
+
+def test_random_weights_have_the_declared_spread_and_norms_of_one():
+    decoder = make_decoder(MIXED)
+    config = ModelConfig(init=Init.random, hf_config=MIXED, init_std=0.3)
+    load_weights(decoder, open_reader(config, SPEC, seed=1, device="cpu"), seed=1)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("norm.weight"):
+            assert bool((parameter == 1).all()), name
+        elif "lora_" not in name and parameter.numel() > 4000:
+            assert float(parameter.detach().std()) == pytest.approx(0.3, rel=0.1), name
+    assert decoder.model.layers[0].mlp.experts.gate_up_proj.unique(dim=0).shape[0] == 8
+
+
+def test_fresh_adapters_are_kaiming_uniform_and_differ_by_expert_and_seed():
+    decoder = make_decoder(MIXED, nonzero_b=False)
+    for name, parameter in decoder.named_parameters():
+        if "lora_B" in name:
+            assert not parameter.any(), name
+        elif "lora_A" in name:
+            bound = 1 / math.sqrt(parameter.shape[-1])  # sqrt(6 / ((1 + 5) * fan_in))
+            assert float(parameter.detach().abs().max()) <= bound, name
+            assert float(parameter.detach().std()) == pytest.approx(bound / math.sqrt(3), rel=0.15), name
+            if ".experts." in name:
+                assert parameter.unique(dim=0).shape[0] == 8, name
+    before = {name: p.clone() for name, p in decoder.named_parameters() if "lora_A" in name}
+    load_weights(decoder, SpreadReader(SPEC), seed=4)
+    assert all(not torch.equal(p, before[n]) for n, p in decoder.named_parameters() if "lora_A" in n)
+
+
+def test_another_seed_draws_other_weights():
+    one, other = (RandomReader(SPEC, seed=seed, std=0.1, device="cpu") for seed in (0, 1))
+    held = make_decoder(MIXED)
+    load_weights(held, one, seed=0)
+    first = held.model.embed_tokens.weight.clone()
+    load_weights(held, other, seed=0)
+    assert not torch.equal(first, held.model.embed_tokens.weight)

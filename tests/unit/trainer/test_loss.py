@@ -1,0 +1,206 @@
+"""Promises of trainer/loss.py, against numbers derived by hand in the comments."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conf.schema import AlgorithmConfig, Normalization, RatioBaseline
+from trainer.loss import LOG_RATIO_BOUND, CountedTokens, LossAccumulator, policy_loss
+from trainer.types import Denominators
+
+TRAINER = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, tis_max=2.0)
+ROLLOUT = AlgorithmConfig(ratio_baseline=RatioBaseline.rollout, tis_max=0.0, clip_low=0.2, clip_high=0.28)
+LN = math.log
+
+
+def run(algorithm, logprobs, rollout, advantages, *, lengths=None, staleness=None, ref=None, entropy=None, counts=None):
+    """policy_loss on lists; float64 so that literal numbers compare to 1e-12. Returns (result, gradient)."""
+    n = len(logprobs)
+    logprobs = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
+    tokens = CountedTokens(
+        rollout_logprobs_N=torch.tensor(rollout, dtype=torch.float64),
+        advantages_N=torch.tensor(advantages, dtype=torch.float64),
+        sequence_lengths_N=torch.tensor(lengths or [n] * n),
+        staleness_N=torch.tensor(staleness or [0] * n),
+        ref_logprobs_N=None if ref is None else torch.tensor(ref, dtype=torch.float64),
+    )
+    counts = counts or Denominators(num_valid_tokens=max(n, 1), num_sequences=1, policy_version=5)
+    entropy = torch.zeros(n) if entropy is None else torch.tensor(entropy)
+    result = policy_loss(logprobs, entropy, tokens, algorithm, counts)
+    result.loss.backward()
+    return result, logprobs.grad.tolist()
+
+
+def test_trainer_baseline_weighs_by_the_truncated_ratio():
+    """exp(d) = 1.5, 3, 0.5 with tis_max 2: weights 1.5, 2, 0.5. Loss = -(1.5*1 + 2*1 + 0.5*-2) / 3 = -2.5/3; d
+    loss / d logp = -w A / 3.
+    """
+    rollout = [-1.0, -2.0, -1.0]
+    logprobs = [-1.0 + LN(1.5), -2.0 + LN(3), -1.0 + LN(0.5)]
+    result, grad = run(TRAINER, logprobs, rollout, [1.0, 1.0, -2.0])
+    assert result.loss.item() == pytest.approx(-2.5 / 3, rel=1e-6)
+    assert grad == pytest.approx([-0.5, -2 / 3, 1 / 3], rel=1e-6)
+    assert result.sums["tis/weight_sum"].item() == pytest.approx(4.0)
+    assert result.sums["tis/num_truncated"].item() == 1
+    assert result.sums["policy/ratio_sum"].item() == pytest.approx(5.0)
+
+
+def test_tis_off_leaves_the_plain_policy_gradient():
+    algorithm = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, tis_max=0.0)
+    result, grad = run(algorithm, [-1.0, -3.0], [-2.0, -1.0], [1.0, -1.0])
+    assert grad == pytest.approx([-0.5, 0.5], rel=1e-6)
+    assert result.sums["tis/num_truncated"].item() == 0
+
+
+def test_rollout_baseline_clips_higher_and_lower_on_the_right_side():
+    """Ratios and advantages, bounds 0.8 and 1.28; term = min(r A, clip(r) A):
+    1.5, +1 -> 1.28 clipped high, no gradient      1.5, -1 -> -1.5 kept, gradient
+    0.5, -1 -> -0.8 clipped low, no gradient       0.5, +1 ->  0.5 kept, gradient
+    1.2, +1 ->  1.2 inside
+    Loss = -(1.28 - 1.5 - 0.8 + 0.5 + 1.2) / 5 = -0.68 / 5. d(-r A)/d logp = -r A / 5 where kept: 0.3, -0.1, -0.24."""
+    ratios = [1.5, 1.5, 0.5, 0.5, 1.2]
+    result, grad = run(ROLLOUT, [LN(r) - 1 for r in ratios], [-1.0] * 5, [1.0, -1.0, -1.0, 1.0, 1.0])
+    assert result.loss.item() == pytest.approx(-0.136, rel=1e-6)
+    assert grad == pytest.approx([0.0, 0.3, 0.0, -0.1, -0.24], rel=1e-6)
+    assert result.sums["policy/num_clipped_high"].item() == 1
+    assert result.sums["policy/num_clipped_low"].item() == 1
+
+
+def test_reference_kl_is_k3_of_reference_over_policy():
+    """x = log ref - log pi = ln 2: k3 = 2 - ln 2 - 1 = 0.306853; its derivative by log pi is 1 - exp(x) = -1.
+    kl_coef 0.1, one token.
+    """
+    algorithm = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, tis_max=0.0, kl_coef=0.1)
+    result, grad = run(algorithm, [-2.0], [-2.0], [0.0], ref=[-2.0 + LN(2)])
+    assert result.loss.item() == pytest.approx(0.1 * (1 - LN(2)), rel=1e-6)
+    assert grad == pytest.approx([-0.1], rel=1e-6)
+    assert result.sums["kl/ref_k3_sum"].item() == pytest.approx(1 - LN(2))
+    with pytest.raises(ValueError, match="kl_coef"):
+        run(algorithm, [-2.0], [-2.0], [0.0])
+
+
+def test_token_and_sequence_normalization():
+    """Sequences of 1 and 3 tokens, A = 1 and 2, on-policy. Token: -(1 + 6)/4. Sequence: -(1/1 + 6/3)/2 = -1.5."""
+    counts = Denominators(num_valid_tokens=4, num_sequences=2, policy_version=0)
+    arguments = ([-1.0] * 4, [-1.0] * 4, [1.0, 2.0, 2.0, 2.0])
+    by_token, _ = run(TRAINER, *arguments, lengths=[1, 3, 3, 3], counts=counts)
+    algorithm = AlgorithmConfig(normalization=Normalization.sequence)
+    by_sequence, grad = run(algorithm, *arguments, lengths=[1, 3, 3, 3], counts=counts)
+    assert by_token.loss.item() == pytest.approx(-1.75, rel=1e-6)
+    assert by_sequence.loss.item() == pytest.approx(-1.5, rel=1e-6)
+    assert grad == pytest.approx([-0.5, -1 / 3, -1 / 3, -1 / 3], rel=1e-6)
+
+
+def test_parity_is_reported_apart_for_fresh_and_stale_tokens():
+    """d = ln 2 fresh: k3 = 1 - ln 2. d = -ln 2 stale: 0.5 + ln 2 - 1."""
+    result, _ = run(
+        TRAINER, [-1 + LN(2), -1.0, -1 - LN(2)], [-1.0] * 3, [0.0] * 3, staleness=[0, 0, 2], entropy=[1.0, 2.0, 4.0]
+    )
+    sums, maxima = result.sums, result.maxima
+    assert sums["parity/k3_sum"].item() == pytest.approx(1 - LN(2))
+    assert sums["parity/k3_stale_sum"].item() == pytest.approx(LN(2) - 0.5)
+    assert (sums["parity/num_tokens"].item(), sums["parity/num_stale_tokens"].item()) == (2, 1)
+    assert maxima["parity/max_abs_log_ratio"].item() == pytest.approx(LN(2))
+    assert maxima["parity/max_abs_log_ratio_stale"].item() == pytest.approx(LN(2))
+    assert sums["policy/entropy_sum"].item() == 7.0
+    assert sums["policy/staleness_sum"].item() == 2
+
+
+def test_k3_of_tiny_log_ratios_keeps_its_digits():
+    """k3(d) = d^2/2 + d^3/6 + ...; at d = 1e-5 that is 5.0000167e-11, far below float32's rounding of exp(d) - 1."""
+    result, _ = run(TRAINER, [-1.0 + 1e-5], [-1.0], [0.0])
+    assert result.sums["parity/k3_sum"].item() == pytest.approx(5.0000167e-11, rel=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", [TRAINER, ROLLOUT])
+def test_wild_log_ratios_give_finite_losses_and_gradients(algorithm):
+    result, grad = run(algorithm, [-0.1, -500.0, -0.1], [-500.0, -0.1, -500.0], [1.0, -1.0, 0.0])
+    assert math.isfinite(result.loss.item()) and all(map(math.isfinite, grad))
+    assert result.maxima["parity/max_abs_log_ratio"].item() == LOG_RATIO_BOUND
+
+
+@pytest.mark.parametrize(
+    "algorithm", [TRAINER, ROLLOUT, AlgorithmConfig(kl_coef=0.3, normalization=Normalization.sequence)]
+)
+def test_gradient_is_that_of_a_plain_float64_formula(algorithm):
+    """The formulas of the module docstring once more, in the most literal form, differentiated by autograd."""
+    generator = torch.Generator().manual_seed(0)
+    n, draw = 40, lambda: torch.randn(40, generator=generator, dtype=torch.float64)
+    logp = (-1 + 0.4 * draw()).requires_grad_()
+    rollout, ref, advantages = -1 + 0.4 * draw(), -1 + 0.4 * draw(), draw()
+    lengths = torch.tensor([8] * 8 + [32] * 32)
+    counts = Denominators(num_valid_tokens=40, num_sequences=2, policy_version=0)
+    if algorithm.ratio_baseline is RatioBaseline.rollout:
+        ratio = torch.exp(logp - rollout)
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+    else:
+        surrogate = torch.exp(logp.detach() - rollout).clamp(max=2.0) * advantages * torch.exp(logp - logp.detach())
+    kl = torch.exp(ref - logp) - (ref - logp) - 1
+    per_token = -surrogate + algorithm.kl_coef * kl
+    if algorithm.normalization is Normalization.sequence:
+        want = sum(per_token[lengths == size].mean() for size in (8, 32)) / 2
+    else:
+        want = per_token.sum() / n
+    (want_grad,) = torch.autograd.grad(want, logp)
+    tokens = CountedTokens(rollout, advantages, lengths, torch.zeros(n, dtype=torch.int64), ref)
+    result = policy_loss(logp, torch.zeros(n), tokens, algorithm, counts)
+    (got_grad,) = torch.autograd.grad(result.loss, logp)
+    torch.testing.assert_close(result.loss, want, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(got_grad, want_grad, rtol=1e-6, atol=1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_sums_do_not_depend_on_the_split_into_microbatches_or_ranks(data):
+    """Losses, gradients and stats of any partition of the sequences add up to those of the whole."""
+    algorithm = data.draw(st.sampled_from([TRAINER, ROLLOUT, AlgorithmConfig(normalization=Normalization.sequence)]))
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    owners = [data.draw(st.integers(0, 2)) for _ in sizes]
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    logprobs, rollout, advantages = (torch.randn(sum(sizes), generator=generator).tolist() for _ in range(3))
+    lengths = [size for size in sizes for _ in range(size)]
+    owner_of_token = [owner for size, owner in zip(sizes, owners, strict=True) for _ in range(size)]
+    staleness = [index % 2 for index in range(sum(sizes))]
+    counts = Denominators(num_valid_tokens=sum(sizes), num_sequences=len(sizes), policy_version=9)
+
+    def part(rows):
+        pick = lambda values: [values[row] for row in rows]  # noqa: E731
+        return run(
+            algorithm,
+            pick(logprobs),
+            pick(rollout),
+            pick(advantages),
+            lengths=pick(lengths),
+            staleness=pick(staleness),
+            counts=counts,
+        )
+
+    whole = LossAccumulator()
+    result, whole_grad = part(range(sum(sizes)))
+    whole.add(result)
+    parts, parts_grad = LossAccumulator(), [0.0] * sum(sizes)
+    for owner in range(3):  # an owner without sequences is an empty microbatch
+        rows = [row for row, other in enumerate(owner_of_token) if other == owner]
+        result, grad = part(rows)
+        parts.add(result)
+        for row, value in zip(rows, grad, strict=True):
+            parts_grad[row] = value
+    assert parts_grad == pytest.approx(whole_grad, rel=1e-9, abs=1e-12)
+    assert parts.result().sums == pytest.approx(whole.result().sums, rel=1e-5, abs=1e-7)
+    assert parts.result().maxima == pytest.approx(whole.result().maxima)
+
+
+def test_no_counted_token_gives_a_zero_loss_with_a_graph():
+    result, grad = run(TRAINER, [], [], [])
+    assert result.loss.item() == 0.0 and grad == []
+    assert all(value.item() == 0 for value in [*result.sums.values(), *result.maxima.values()])
+
+
+def test_nothing_accumulated_is_no_stats():
+    stats = LossAccumulator().result()
+    assert stats.sums == {} and stats.maxima == {}

@@ -1,0 +1,128 @@
+"""Promise of trainer/model: logits and every gradient are transformers', whatever the packing and the recomputation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import (
+    COMMON,
+    DENSE,
+    LENGTHS,
+    MIXED,
+    MOE,
+    hf_logits,
+    hf_model,
+    logits_of,
+    make_decoder,
+    packed,
+    probe_loss,
+    relative_error,
+    trainer_config,
+)
+
+from conf.schema import TrainMode
+
+CONFIGS = {
+    "dense": DENSE,
+    "dense_tied": {**DENSE, "tie_word_embeddings": True},
+    "dense_bias": {**DENSE, "attention_bias": True},
+    "dense_one_kv_head_and_theta_5e5": {**DENSE, "num_key_value_heads": 1, "rope_theta": 5e5},
+    "dense_rope_parameters": {
+        **DENSE,
+        "rope_theta": 1.0,
+        "rope_parameters": {"rope_theta": 3e4, "rope_type": "default"},
+    },
+    "moe": MOE,
+    "moe_not_renormalized": {**MOE, "norm_topk_prob": False},
+    "moe_tied_top_3_of_5": {**MOE, "tie_word_embeddings": True, "num_experts": 5, "num_experts_per_tok": 3},
+    "moe_with_a_dense_layer": MIXED,
+}
+FULL = trainer_config(TrainMode.full, train_router=True)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_every_gradient_match_transformers(name):
+    hf_config = CONFIGS[name]
+    batch = packed()
+    ours, oracle = make_decoder(hf_config, FULL), hf_model(hf_config)
+    our_logits, oracle_logits = logits_of(ours, batch), hf_logits(oracle, batch)
+    assert relative_error(our_logits, oracle_logits) < 1e-5
+
+    probe_loss(our_logits, batch[0]).backward()
+    probe_loss(oracle_logits, batch[0]).backward()
+    expected = {name: parameter.grad for name, parameter in oracle.named_parameters()}
+    actual = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    assert actual.keys() == expected.keys()
+    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+    assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("hf_config", [DENSE, MOE], ids=["dense", "moe"])
+def test_packed_equals_unpacked(hf_config):
+    decoder = make_decoder(hf_config)
+    token_ids, positions, cu_seqlens = batch = packed()
+    together = logits_of(decoder, batch)
+    alone = [
+        logits_of(decoder, (token_ids[a:b], positions[a:b], torch.tensor([0, b - a])))
+        for a, b in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
+    ]
+    assert relative_error(together, torch.cat(alone)) < 1e-6
+
+
+@pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
+def test_recomputation_changes_no_bit(mode):
+    batch = packed()
+    results = []
+    for checkpointing in (True, False):
+        decoder = make_decoder(MIXED, trainer_config(mode, activation_checkpointing=checkpointing))
+        logits = logits_of(decoder, batch)
+        probe_loss(logits, batch[0]).backward()
+        results.append((logits, {n: p.grad for n, p in decoder.named_parameters() if p.requires_grad}))
+    (logits_on, grads_on), (logits_off, grads_off) = results
+    assert torch.equal(logits_on, logits_off)
+    assert grads_on.keys() == grads_off.keys()
+    assert all(torch.equal(grads_on[name], grads_off[name]) for name in grads_on)
+
+
+@pytest.mark.parametrize("hf_config", [DENSE, MIXED], ids=["dense", "moe"])
+def test_a_microbatch_without_tokens_gives_gradients_of_zeros(hf_config):
+    for mode in (TrainMode.lora, TrainMode.full):
+        decoder = make_decoder(hf_config, trainer_config(mode))
+        batch = packed(())
+        logits = logits_of(decoder, batch)
+        assert logits.shape == (0, COMMON["vocab_size"])
+        logits.sum().backward()
+        for name, parameter in decoder.named_parameters():
+            if parameter.requires_grad:
+                assert parameter.grad is not None, name
+                assert not parameter.grad.any(), name
+
+
+def test_a_wrong_rope_base_or_eps_is_seen_by_the_oracle():
+    batch = packed()
+    expected = hf_logits(hf_model(DENSE), batch)
+    for wrong in ({"rope_theta": 9000.0}, {"rms_norm_eps": 1e-3}):
+        assert relative_error(logits_of(make_decoder({**DENSE, **wrong}, FULL), batch), expected) > 1e-4
+
+
+def test_sequences_do_not_see_each_other_nor_the_future():
+    decoder = make_decoder(
+        DENSE
+    )  # with experts, a change elsewhere may change a matrix product's row count, and so its last bit
+    token_ids, positions, cu_seqlens = packed()
+    before = logits_of(decoder, (token_ids, positions, cu_seqlens))
+    changed = token_ids.clone()
+    changed[9] = (changed[9] + 1) % COMMON["vocab_size"]  # token 1 of the third sequence, tokens 8..19
+    after = logits_of(decoder, (changed, positions, cu_seqlens))
+    assert torch.equal(before[:9], after[:9])
+    assert torch.equal(before[20:], after[20:])
+    assert not torch.equal(before[9:20], after[9:20])
+
+
+def test_cu_seqlens_that_do_not_fit_are_refused():
+    decoder = make_decoder(DENSE)
+    token_ids, positions, _ = packed()
+    for wrong in ([0, 7], [0, 30, 24], [1, 24], []):
+        with pytest.raises(ValueError, match="cu_seqlens must rise from 0"):
+            decoder(token_ids, positions, torch.tensor(wrong, dtype=torch.int64))
+    assert sum(LENGTHS) == 24

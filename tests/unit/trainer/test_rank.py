@@ -1,0 +1,248 @@
+"""Promises of trainer/rank.py: gradients do not depend on the layout or the split, resume is exact, bad steps
+change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rank_helpers import count, fill_adapters, join_ranks, local_gradients, make_rank, make_samples, spawn
+
+from conf.schema import AlgorithmConfig, Normalization, OptimConfig, TrainMode
+from trainer.errors import CheckpointError, LayoutError, TrainerError
+from trainer.rank import TrainerRank
+
+LAYOUTS = {
+    "uneven": [[[0], [3, 1]], [[2], [4]]],
+    "one rank has only empty microbatches": [[[0, 1], [2], [3, 4]], [[], [], []]],
+}
+KL = AlgorithmConfig(kl_coef=0.1, normalization=Normalization.sequence)
+
+
+def train_once(rank: TrainerRank, assignment: list[list[int]]):
+    """Gradients and stats of one batch, and the step's outcome."""
+    samples = make_samples()
+    stats = rank.forward_backward([[samples[i] for i in members] for members in assignment], count(samples))
+    return stats, local_gradients(rank)
+
+
+def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int, mode: TrainMode) -> dict:
+    """One process: every layout in turn, then a refused step and a resumed one."""
+    algorithm = KL if mode is TrainMode.full else AlgorithmConfig()
+    trainer = make_rank(rank, world_size, rendezvous, ep_size=ep_size, mode=mode, algorithm=algorithm)
+    fill_adapters(trainer, world_size)
+    result: dict = {}
+    for name, assignments in LAYOUTS.items():
+        stats, gradients = train_once(trainer, assignments[rank])
+        result[name] = (stats.sums, stats.maxima, gradients)
+        for _, param in trainer._trainable:
+            param.grad = None
+    before = [shard.values.clone() for shard in trainer._shards]
+    train_once(trainer, LAYOUTS["uneven"][rank])
+    if rank == 1:
+        next(p for _, p in trainer._trainable if p.grad is not None).grad.mul_(float("nan"))
+    refused = trainer.optimizer_step()
+    is_unchanged = all(torch.equal(a, s.values) for a, s in zip(before, trainer._shards, strict=True))
+    result["refused"] = (refused.is_finite, refused.policy_version, is_unchanged)
+
+    train_once(trainer, LAYOUTS["uneven"][rank])
+    result["norm"] = trainer.optimizer_step().grad_norm
+    trainer.save_state(folder / "state")
+    states = []
+    for _ in range(2):
+        trainer.load_state(folder / "state")
+        samples = make_samples(version=1)
+        trainer.forward_backward([[samples[i] for i in m] for m in LAYOUTS["uneven"][rank]], count(samples, 1))
+        trainer.optimizer_step()
+        states.append([shard.values.clone() for shard in trainer._shards])
+    result["resumed alike"] = all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+    try:  # rank 1 brings one microbatch less
+        samples = make_samples(version=2)
+        trainer.forward_backward([[samples[0]]] * (2 - rank), count(samples, 2))
+    except TrainerError as error:
+        result["disagreement"] = str(error)
+    trainer.shutdown()
+    return result
+
+
+CASES = [(2, TrainMode.lora), (1, TrainMode.full)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Case -> what each of two ranks returned."""
+    return dict(zip(CASES, spawn(work, 2, tmp_path_factory.mktemp("ranks"), CASES), strict=True))
+
+
+@pytest.mark.parametrize(("ep_size", "mode"), CASES, ids=["lora-ep2", "full-fsdp2"])
+def test_two_ranks_train_like_one(two_ranks, ep_size, mode):
+    parts = two_ranks[ep_size, mode]
+    single = make_rank(mode=mode, algorithm=KL if mode is TrainMode.full else None)
+    fill_adapters(single, 1)
+    stats, gradients = train_once(single, [[0, 1, 2, 3, 4]])
+    want = {name: grad for name, (_, grad) in gradients.items()}
+    for name in LAYOUTS:
+        got = join_ranks([part[name][2] for part in parts])
+        assert got.keys() == want.keys()
+        for parameter, grad in want.items():
+            error = (got[parameter] - grad).norm() / grad.norm().clamp(min=1e-12)
+            assert error < 1e-5, (name, parameter, error)
+        sums = {key: sum(part[name][0].get(key, 0.0) for part in parts) for key in stats.sums}
+        assert sums == pytest.approx(stats.sums, rel=1e-5, abs=1e-5)
+        for key in ("parity/max_abs_log_ratio", "parity/max_abs_log_ratio_stale"):
+            assert max(part[name][1][key] for part in parts) == pytest.approx(stats.maxima[key], rel=1e-4)
+    norm = torch.stack([grad.double().norm() for grad in want.values()]).norm().item()
+    for part in parts:
+        assert part["refused"] == (False, 0, True)
+        assert part["norm"] == pytest.approx(norm, rel=1e-5)
+        assert part["resumed alike"]
+        assert "hold other microbatches" in part["disagreement"]
+
+
+def test_loss_and_gradients_do_not_depend_on_the_microbatch_split():
+    rank = make_rank()
+    fill_adapters(rank, 1)
+    whole_stats, whole = train_once(rank, [[0, 1, 2, 3, 4]])
+    for _, param in rank._trainable:
+        param.grad = None
+    split_stats, split = train_once(rank, [[4], [], [1, 0], [3, 2]])
+    assert split_stats.sums == pytest.approx(whole_stats.sums, rel=1e-5, abs=1e-5)
+    for name, (_, grad) in whole.items():
+        assert (split[name][1] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+@pytest.mark.parametrize("mode", list(TrainMode))
+def test_the_reference_is_the_policy_before_training(mode):
+    """At the start policy and reference are equal: k3 is 0. After steps the penalty is positive, and it never
+    moves a weight by itself.
+    """
+    rank = make_rank(mode=mode, algorithm=AlgorithmConfig(kl_coef=0.1))
+    stats, _ = train_once(rank, [[0, 1], [2, 3, 4]])
+    assert stats.sums["kl/ref_k3_sum"] == pytest.approx(0.0, abs=1e-5)
+    rank.optimizer_step()
+    before = [shard.values.clone() for shard in rank._shards]
+    samples = make_samples(version=1)
+    stats = rank.forward_backward([samples], count(samples, 1))
+    assert stats.sums["kl/ref_k3_sum"] > 1e-3
+    assert all(torch.equal(a, shard.values) for a, shard in zip(before, rank._shards, strict=True))
+
+
+def test_staleness_is_counted_from_the_version_that_is_trained():
+    rank = make_rank()
+    train_once(rank, [[0]])
+    assert rank.optimizer_step().policy_version == rank.policy_version == 1
+    samples = [*make_samples(1, version=1), *make_samples(2, version=0)[1:]]
+    sums = rank.forward_backward([samples], count(samples, 1)).sums
+    assert (sums["parity/num_tokens"], sums["parity/num_stale_tokens"]) == (1, 3)
+    with pytest.raises(TrainerError, match="policy version 5 came to version 1"):
+        rank.forward_backward([], replace(count(samples), policy_version=5))
+
+
+def test_an_infinite_loss_refuses_the_step_and_the_next_one_is_clean():
+    rank, samples = make_rank(), make_samples()
+    bad = replace(samples[0], advantages=np.full_like(samples[0].advantages, np.inf))
+    before = [shard.values.clone() for shard in rank._shards]
+    rank.forward_backward([[bad]], count(samples))
+    stats = rank.optimizer_step()
+    assert (stats.is_finite, stats.policy_version) == (False, 0)
+    assert all(torch.equal(a, shard.values) for a, shard in zip(before, rank._shards, strict=True))
+    rank.forward_backward([samples], count(samples))
+    assert rank.optimizer_step().is_finite
+
+
+def test_resume_continues_bitwise_in_a_new_rank(tmp_path):
+    def step(rank: TrainerRank) -> None:
+        samples = make_samples(version=rank.policy_version)
+        rank.forward_backward([samples[:3], samples[3:]], count(samples, rank.policy_version))
+        rank.optimizer_step()
+
+    optim = OptimConfig(lr=1e-2, warmup_steps=2, final_lr_fraction=0.1)
+    straight = make_rank(optim=optim)
+    step(straight)
+    step(straight)
+    straight.save_state(tmp_path)
+    step(straight)
+    resumed = make_rank(optim=optim)
+    resumed.load_state(tmp_path)
+    assert resumed.policy_version == 2
+    step(resumed)
+    for a, b in zip(straight._shards, resumed._shards, strict=True):
+        assert torch.equal(a.values, b.values), a.name
+
+
+def test_a_state_of_another_layout_is_refused_before_anything_changes(tmp_path):
+    rank = make_rank()
+    with pytest.raises(CheckpointError, match=r"rank-0\.json is missing"):
+        rank.load_state(tmp_path)
+    rank.save_state(tmp_path)
+    before = [shard.values.clone() for shard in rank._shards]
+    meta = json.loads((tmp_path / "rank-0.json").read_text())
+    meta["layout"]["trainer.num_ranks"] = 4
+    (tmp_path / "rank-0.json").write_text(json.dumps(meta))
+    with pytest.raises(CheckpointError, match=r"trainer\.num_ranks=4, this run has 1"):
+        rank.load_state(tmp_path)
+    assert all(torch.equal(a, shard.values) for a, shard in zip(before, rank._shards, strict=True))
+    (tmp_path / "rank-0.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        rank.load_state(tmp_path)
+    rank.save_state(tmp_path)
+    (tmp_path / "rank-0.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        rank.load_state(tmp_path)
+
+
+def test_values_of_tokens_that_do_not_count_are_never_read():
+    """NaN in every uncounted entry of the float arrays leaves loss, stats and gradients as they were, to the bit."""
+    results = []
+    for garbage in (0.0, float("nan")):
+        rank = make_rank()
+        fill_adapters(rank, 1)
+        samples = [
+            replace(
+                sample,
+                rollout_logprobs=np.where(sample.loss_mask, sample.rollout_logprobs, garbage).astype(np.float32),
+                advantages=np.where(sample.loss_mask, sample.advantages, garbage).astype(np.float32),
+            )
+            for sample in make_samples()
+        ]
+        stats = rank.forward_backward([samples], count(samples))
+        results.append((stats.sums, {name: grad for name, (_, grad) in local_gradients(rank).items()}))
+    (clean_sums, clean), (dirty_sums, dirty) = results
+    assert clean_sums == dirty_sums
+    assert all(torch.equal(grad, dirty[name]) for name, grad in clean.items())
+
+
+def test_calls_out_of_order_are_refused():
+    rank = make_rank()
+    with pytest.raises(TrainerError, match="before connect"):
+        rank.publish()
+    rank._decoder = None
+    with pytest.raises(TrainerError, match=r"call load\(\) first"):
+        rank.optimizer_step()
+
+
+def test_a_world_of_another_size_is_refused():
+    import rank_helpers
+
+    with pytest.raises(LayoutError, match=r"world of 2, but trainer\.num_ranks=1"):
+        TrainerRank(
+            model=rank_helpers.ModelConfig(init=rank_helpers.Init.random, hf_config=rank_helpers.MOE_CONFIG),
+            trainer=rank_helpers.TrainerConfig(),
+            algorithm=AlgorithmConfig(),
+            sampling_temperature=1.0,
+            weight_sync=rank_helpers.WeightSyncConfig(),
+            seed=0,
+            num_steps=1,
+            rank=0,
+            world_size=2,
+            rendezvous="",
+            device="cpu",
+            hf_config=rank_helpers.MOE_CONFIG,
+            sync_key=b"",
+        )

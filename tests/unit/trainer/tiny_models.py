@@ -1,0 +1,178 @@
+"""Tiny models for the trainer's tests: our decoder and the transformers model with the same weights."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from conf.schema import LoraConfig, TrainerConfig, TrainMode
+from trainer.loading import load_weights, named_generator
+from trainer.model.decoder import Decoder, build_decoder
+from trainer.model.spec import ModelSpec
+from trainer.parallel import ParallelLayout, local_part
+from weight_sync.layout import Region
+
+COMMON = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+DENSE = {**COMMON, "model_type": "qwen3"}
+MOE = {
+    **COMMON,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+MIXED = {**MOE, "num_hidden_layers": 3, "mlp_only_layers": [1]}
+"""A Qwen3-MoE whose middle layer is dense."""
+
+LENGTHS = (7, 1, 12, 4)
+"""Sequences of one packed microbatch."""
+
+
+def trainer_config(mode: TrainMode = TrainMode.lora, **changes: Any) -> TrainerConfig:
+    """Rank-4 adapters everywhere, checkpointing on."""
+    return TrainerConfig(mode=mode, lora=changes.pop("lora", LoraConfig(rank=4, alpha=8.0)), **changes)
+
+
+class SpreadReader:
+    """Seeded values with enough spread to route unevenly and to show every norm weight.
+
+    Seeded by name, so layouts agree.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._shapes = {meta.name: meta.shape for meta in spec.checkpoint_tensors("float32")}
+
+    def names(self) -> set[str]:
+        """All of the model's tensors."""
+        return set(self._shapes)
+
+    def read(self, tensor: str, region: Region) -> Tensor:
+        """A slice of the whole."""
+        whole = torch.randn(self._shapes[tensor], generator=named_generator(7, tensor, torch.device("cpu"))) * 0.15
+        if tensor.endswith("norm.weight"):
+            whole += 1.0
+        return whole[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))]
+
+
+def make_decoder(
+    hf_config: dict[str, Any],
+    trainer: TrainerConfig | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    layout: ParallelLayout | None = None,
+    device: torch.device | str = "cpu",
+    nonzero_b: bool = True,
+) -> Decoder:
+    """A decoder with SpreadReader's weights; adapters with B drawn too, from (name, expert) alone."""
+    spec = ModelSpec.from_hf_config(hf_config)
+    decoder = build_decoder(spec, dtype=dtype, device=device, trainer=trainer or trainer_config(), layout=layout)
+    load_weights(decoder, SpreadReader(spec), seed=3)
+    if nonzero_b:
+        draw_b(decoder)
+    return decoder
+
+
+@torch.no_grad()
+def draw_b(decoder: Decoder) -> None:
+    """Adapters that do something."""
+    for name, module in decoder.named_modules():
+        first = getattr(module, "first_expert", None)
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if not leaf.endswith("lora_B"):
+                continue
+            rows, start = local_part(parameter)
+            if first is None:
+                whole = torch.randn(parameter.shape, generator=named_generator(5, name + leaf, torch.device("cpu")))
+                rows.copy_(whole[start : start + rows.shape[0]] * 0.2)
+                continue
+            for index, b in enumerate(rows):
+                key = f"{name}.{first + start + index}.{leaf}"
+                b.copy_(torch.randn(b.shape, generator=named_generator(5, key, torch.device("cpu"))) * 0.2)
+
+
+def packed(lengths: tuple[int, ...] = LENGTHS, *, seed: int = 0, vocab_size: int = 96) -> tuple[Tensor, Tensor, Tensor]:
+    """token_ids_T, positions_T, cu_seqlens."""
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(0, vocab_size, (sum(lengths),), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths] or [torch.arange(0)])
+    return token_ids, positions, torch.tensor([0, *lengths]).cumsum(0)
+
+
+def logits_of(decoder: Decoder, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """[T, V]."""
+    return decoder.apply_head(lambda hidden, weight: F.linear(hidden, weight), decoder(*batch))
+
+
+def probe_loss(logits_TV: Tensor, token_ids_T: Tensor) -> Tensor:
+    """A scalar whose gradient touches every logit, unevenly."""
+    logprobs_TV = logits_TV.float().log_softmax(-1)
+    weights_T = 1.0 + 0.1 * (token_ids_T % 7)
+    return -(logprobs_TV.gather(1, token_ids_T[:, None])[:, 0] * weights_T).sum()
+
+
+def hf_model(hf_config: dict[str, Any], *, attention: str = "eager") -> nn.Module:
+    """The transformers model with SpreadReader's weights, float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {key: value for key, value in hf_config.items() if key != "model_type"}
+    config = AutoConfig.for_model(hf_config["model_type"], **fields)
+    config._attn_implementation = attention
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    spec = ModelSpec.from_hf_config(hf_config)
+    reader = SpreadReader(spec)
+    whole = {
+        m.name: reader.read(m.name, Region((0,) * len(m.shape), m.shape)) for m in spec.checkpoint_tensors("float32")
+    }
+    missing = model.load_state_dict(stack_experts(whole), strict=False)
+    assert not missing.unexpected_keys
+    assert set(missing.missing_keys) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model.eval()
+
+
+def stack_experts(whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Per-expert checkpoint tensors -> the stacked names that transformers 5 and our decoder use."""
+    stacked: dict[str, Any] = {}
+    for name, tensor in whole.items():
+        head, found, tail = name.partition(".mlp.experts.")
+        if not found:
+            stacked[name] = tensor
+            continue
+        expert, leaf, _ = tail.split(".")
+        kind = "down_proj" if leaf == "down_proj" else "gate_up_proj"
+        slots = stacked.setdefault(f"{head}.mlp.experts.{kind}", {})
+        slots.setdefault(int(expert), []).append(tensor)
+    return {
+        name: value if isinstance(value, Tensor) else torch.stack([torch.cat(value[e]) for e in sorted(value)])
+        for name, value in stacked.items()
+    }
+
+
+def hf_logits(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """One sequence at a time, without padding: [T, V]."""
+    token_ids, _, cu_seqlens = batch
+    parts = [model(token_ids[None, a:b]).logits[0] for a, b in itertools.pairwise(cu_seqlens)]
+    return torch.cat(parts)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| / |expected|, Frobenius."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))

@@ -1,0 +1,136 @@
+"""The fingerprint: its definition in plain Python, that it adds up, and what it must never miss."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
+
+MASK = (1 << 64) - 1
+
+
+def splitmix64(value: int) -> int:
+    value = (value + 1) * 0x9E3779B97F4A7C15 & MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & MASK
+    return value ^ (value >> 31)
+
+
+def reference(data: bytes, offset_bytes: int = 0) -> int:
+    """The definition, byte by byte."""
+    total = 0
+    for position, byte in enumerate(data, start=offset_bytes):
+        word, shift = position // 4, 8 * (position % 4)
+        within = splitmix64(0x51A95D3A + word % 1024) | 1
+        across = splitmix64(0xB10C5EED + word // 1024) | 1
+        total += (byte << shift) * within * across
+    return total & MASK
+
+
+def tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@given(st.binary(max_size=40), st.integers(0, 20_000))
+@settings(deadline=None)
+def test_matches_its_definition(data: bytes, offset_bytes: int) -> None:
+    assert hash_bytes(tensor_of(data), offset_bytes=offset_bytes) == reference(data, offset_bytes)
+
+
+@pytest.mark.parametrize("offset_bytes", [0, 1, 2, 3, 4094, 4095, 4096, 4099])
+def test_matches_its_definition_across_blocks_and_chunks(offset_bytes: int) -> None:
+    data = random_bytes(3 * 4096 + 7)
+    wanted = reference(bytes(data.tolist()), offset_bytes)
+    assert hash_bytes(data, offset_bytes=offset_bytes) == wanted
+    assert hash_bytes(data, offset_bytes=offset_bytes, scratch_bytes=MIN_SCRATCH_BYTES) == wanted
+
+
+@given(st.lists(st.integers(0, 9_001), max_size=6))
+@settings(deadline=None, max_examples=40)
+def test_any_partition_adds_up(cuts: list[int]) -> None:
+    data = random_bytes(9_001)
+    edges = [0, *sorted(cuts), 9_001]
+    parts = [hash_bytes(data[a:b], offset_bytes=a) for a, b in itertools.pairwise(edges)]
+    assert sum(parts) & MASK == hash_bytes(data)
+
+
+@given(st.integers(0, 9_001 * 8 - 1))
+@settings(deadline=None, max_examples=60)
+def test_any_flipped_bit_changes_it(bit: int) -> None:
+    data = random_bytes(9_001)
+    before = hash_bytes(data)
+    data[bit // 8] ^= 1 << (bit % 8)
+    assert hash_bytes(data) != before
+
+
+@given(st.integers(0, 2_249), st.binary(min_size=4, max_size=4))
+@settings(deadline=None, max_examples=60)
+def test_any_other_word_changes_it(word: int, value: bytes) -> None:
+    data = random_bytes(9_000)
+    before = bytes(data[4 * word : 4 * word + 4].tolist())
+    total = hash_bytes(data)
+    data[4 * word : 4 * word + 4] = tensor_of(value)
+    assert (hash_bytes(data) == total) == (before == value)
+
+
+def swapped_rows(t: torch.Tensor) -> torch.Tensor:
+    return t[[1, 0, *range(2, len(t))]]
+
+
+def swapped_halves(t: torch.Tensor) -> torch.Tensor:
+    return torch.cat([t[len(t) // 2 :], t[: len(t) // 2]])
+
+
+def shifted(t: torch.Tensor) -> torch.Tensor:
+    return t.reshape(-1).roll(1).view_as(t)
+
+
+def zeroed_range(t: torch.Tensor) -> torch.Tensor:
+    t = t.clone()
+    t[3] = 0
+    return t
+
+
+def repeated_block(t: torch.Tensor) -> torch.Tensor:
+    t = t.clone()
+    t[8:16] = t[:8]
+    return t
+
+
+def swapped_rectangle(t: torch.Tensor) -> torch.Tensor:
+    """Words (a, b) and (c, d) of two blocks change places crosswise: cancels under keys that add up across blocks."""
+    words = t.reshape(-1).view(torch.int32).clone()
+    delta = 12345
+    words[5] += delta
+    words[9] -= delta
+    words[1024 + 5] -= delta
+    words[1024 + 9] += delta
+    return words.view(torch.bfloat16).view_as(t)
+
+
+@pytest.mark.parametrize(
+    "damage", [swapped_rows, swapped_halves, shifted, zeroed_range, repeated_block, swapped_rectangle]
+)
+@pytest.mark.parametrize("seed", range(8))
+def test_structured_damage_is_caught(damage, seed: int) -> None:  # type: ignore[no-untyped-def]
+    data = torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    assert hash_bytes(damage(data)) != hash_bytes(data)
+
+
+def test_hash_sees_bytes_not_values() -> None:
+    assert hash_bytes(torch.tensor([0.0])) != hash_bytes(torch.tensor([-0.0]))
+    assert hash_bytes(torch.zeros(3)) == 0
+
+
+def test_strided_data_is_refused() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        hash_bytes(torch.zeros(4, 4).t()[1:])

@@ -1,0 +1,240 @@
+"""The pipeline over the memory link: the watermark, what overlaps, and what one bad replica costs the others."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from fakes.publish import DictSource, PlainEngine, engine_bytes, engine_layout, repacked
+
+from weight_sync.errors import PlanError, TransferTimeout, WatermarkError
+from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
+from weight_sync.layout import Binding
+from weight_sync.pipeline import Destination, Pipeline
+from weight_sync.plan import build_plan
+from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
+
+NUM_RANKS = 2
+SMALL_WATERMARK = MIN_SCRATCH_BYTES + 256
+"""Two slots of 128 bytes: the tiny model (290 bytes a rank and replica) needs several loads."""
+
+
+class World:
+    """One trainer rank that holds everything, some replicas of two engine ranks, one fabric."""
+
+    def __init__(self, num_replicas: int = 1, watermark_bytes: int = SMALL_WATERMARK, temporary_bytes: int = 0) -> None:
+        self.fabric = MemoryFabric()
+        self.transport = MemoryTransport(self.fabric)
+        self.source = DictSource(0, num_ranks=1, temporary_bytes=temporary_bytes)
+        self.sessions = [[MemoryTransport(self.fabric) for _ in range(NUM_RANKS)] for _ in range(num_replicas)]
+        self.engines = [PlainEngine(transports) for transports in self.sessions]
+        self.pipeline = Pipeline(
+            self.source, self.transport, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=True
+        )
+        layouts = [engine_layout(rank) for rank in range(NUM_RANKS)]
+        self.plan = build_plan(
+            [self.source.layout()], [layouts] * num_replicas, max_task_bytes=self.pipeline.max_task_bytes
+        )
+        self.pipeline.load(self.plan.tasks_of(0))
+        self.budgets_s = dict.fromkeys(range(num_replicas), 5.0)
+
+    def bindings(self) -> dict[Destination, Binding]:
+        return {
+            (replica, rank): receiver.describe().binding
+            for replica, engine in enumerate(self.engines)
+            for rank, receiver in enumerate(engine.receivers)
+        }
+
+    def arrived(self, replica: int, version: int) -> bool:
+        """Whether a replica holds a version's wire bytes."""
+        for rank, params in enumerate(self.engines[replica].params):
+            wanted = engine_bytes(version, rank)
+            wanted["w2"] = repacked(wanted["w2"])
+            del wanted["absorbed"]
+            if not all(torch.equal(params[name], data) for name, data in wanted.items()):
+                return False
+        return True
+
+
+def test_every_byte_arrives_and_is_counted_and_hashed() -> None:
+    world = World()
+    result = world.pipeline.run(3, world.bindings(), world.budgets_s)
+    assert result.errors == {}
+    assert world.arrived(0, 3)
+    for rank in range(NUM_RANKS):
+        params = world.engines[0].params[rank]
+        sums = result.sums[0, rank]
+        assert {name: count for name, (count, _) in sums.items()} == world.plan.expected_bytes(0, rank)
+        for name, (count, total) in sums.items():
+            assert total == hash_bytes(params[name].reshape(-1).view(torch.uint8)[:count])
+    assert result.num_bytes == world.plan.summary().num_bytes
+    assert world.source.num_ends == 1
+
+
+@pytest.mark.parametrize("watermark_bytes", [SMALL_WATERMARK, MIN_SCRATCH_BYTES + 1024, 1 << 16, 1 << 20])
+@pytest.mark.parametrize("temporary_bytes", [0, 100])
+def test_temporary_memory_stays_under_the_watermark(watermark_bytes: int, temporary_bytes: int) -> None:
+    world = World(2, watermark_bytes + temporary_bytes, temporary_bytes)
+    result = world.pipeline.run(1, world.bindings(), world.budgets_s)
+    assert result.errors == {}
+    assert 0 < result.peak_bytes <= watermark_bytes + temporary_bytes
+    assert world.arrived(0, 1)
+    assert world.arrived(1, 1)
+
+
+def test_replicas_share_one_packing() -> None:
+    one, three = World(1), World(3)
+    one.pipeline.run(1, one.bindings(), one.budgets_s)
+    three.pipeline.run(1, three.bindings(), three.budgets_s)
+    assert three.source.num_reads == one.source.num_reads
+
+
+def test_a_watermark_without_room_for_staging_is_refused() -> None:
+    with pytest.raises(WatermarkError, match="leaves no room for staging"):
+        World(1, MIN_SCRATCH_BYTES + 100)
+
+
+def test_a_task_larger_than_a_slot_is_refused() -> None:
+    world = World()
+    plan = build_plan(
+        [world.source.layout()],
+        [[engine_layout(rank) for rank in range(NUM_RANKS)]],
+        max_task_bytes=10 * world.pipeline.max_task_bytes,
+    )
+    pipeline = Pipeline(
+        world.source, world.transport, device="cpu", watermark_bytes=MIN_SCRATCH_BYTES + 128, verify_hashes=True
+    )
+    with pytest.raises(PlanError, match="does not fit a staging slot"):
+        pipeline.load(plan.tasks_of(0))
+
+
+def test_a_source_that_holds_more_than_it_declared_fails_the_publish() -> None:
+    world = World()
+    world.source.begin = lambda version: 77  # type: ignore[method-assign]
+    result = world.pipeline.run(1, world.bindings(), world.budgets_s)
+    assert "holds 77 temporary bytes" in result.errors[0]
+    assert world.source.num_ends == 1
+
+
+def test_a_source_that_raises_fails_all_replicas_and_is_ended() -> None:
+    world = World(2)
+    read = world.source.read
+
+    def broken(tensor: str, *rest: object) -> None:
+        if "down" in tensor:
+            raise RuntimeError("merge broke")
+        read(tensor, *rest)  # type: ignore[arg-type]
+
+    world.source.read = broken  # type: ignore[method-assign]
+    result = world.pipeline.run(1, world.bindings(), world.budgets_s)
+    assert result.errors == {0: "RuntimeError: merge broke", 1: "RuntimeError: merge broke"}
+    assert world.source.num_ends == 1
+    world.source.read = read  # type: ignore[method-assign]
+    assert world.pipeline.run(2, world.bindings(), world.budgets_s).errors == {}
+    assert world.arrived(1, 2)
+
+
+@pytest.mark.parametrize("fault", [Fault(refuse=True), Fault(stall=True)])
+def test_one_replicas_failure_spares_the_others(fault: Fault) -> None:
+    world = World(3)
+    world.budgets_s = dict.fromkeys(range(3), 0.05)
+    world.fabric.inject(world.sessions[1][0].session, fault)
+    result = world.pipeline.run(1, world.bindings(), world.budgets_s)
+    assert set(result.errors) == {1}
+    assert world.arrived(0, 1)
+    assert world.arrived(2, 1)
+    assert not world.arrived(1, 1)
+    assert world.fabric.land_late_writes() == 0
+
+
+def test_a_failed_replica_is_served_again_after_its_session_was_reset() -> None:
+    world = World(2)
+    world.fabric.inject(world.sessions[1][1].session, Fault(refuse=True))
+    assert set(world.pipeline.run(1, world.bindings(), world.budgets_s).errors) == {1}
+    assert world.pipeline.run(2, world.bindings(), world.budgets_s).errors == {}
+    assert world.arrived(1, 2)
+
+
+def test_a_skipped_replica_gets_nothing() -> None:
+    world = World(2)
+    bindings = {dest: binding for dest, binding in world.bindings().items() if dest[0] == 1}
+    result = world.pipeline.run(1, bindings, world.budgets_s)
+    assert {replica for replica, _ in result.sums} == {1}
+    assert not world.arrived(0, 1)
+    assert world.arrived(1, 1)
+
+
+class UnclosableTransport(MemoryTransport):
+    """A link whose failed writes cannot be closed for a while."""
+
+    is_stuck = True
+
+    def reset(self, session: str) -> None:
+        if self.is_stuck:
+            raise TransferTimeout(f"{session} is still draining")
+        super().reset(session)
+
+
+def test_a_slot_whose_write_cannot_be_closed_is_not_packed_again() -> None:
+    world = World(2)
+    world.transport = UnclosableTransport(world.fabric)
+    world.pipeline = Pipeline(
+        world.source, world.transport, device="cpu", watermark_bytes=SMALL_WATERMARK, verify_hashes=True
+    )
+    world.pipeline.load(world.plan.tasks_of(0))
+    world.budgets_s = {0: 5.0, 1: 0.05}
+    world.fabric.inject(world.sessions[1][0].session, Fault(stall=True))
+    result = world.pipeline.run(1, world.bindings(), world.budgets_s)
+    assert set(result.errors) == {1}
+    assert world.arrived(0, 1)
+
+    # What the stalled write had not sent is still in its slot: it would land as version 1, never as something else.
+    staging = world.pipeline._staging
+    (slot,) = world.pipeline._quarantined
+    before = staging[slot * len(staging) // 2 :][: len(staging) // 2].clone()
+    blocked = world.pipeline.run(2, world.bindings(), world.budgets_s)
+    assert "still draining" in blocked.errors[0]
+    assert torch.equal(staging[slot * len(staging) // 2 :][: len(staging) // 2], before)
+
+    world.transport.is_stuck = False
+    assert world.pipeline.run(3, world.bindings(), world.budgets_s).errors == {}
+    assert world.fabric.land_late_writes() == 0
+    assert world.arrived(1, 3)
+
+
+class GatedTransport(MemoryTransport):
+    """Holds its first write until told to go on."""
+
+    def __init__(self, fabric: MemoryFabric) -> None:
+        super().__init__(fabric)
+        self.is_writing = threading.Event()
+        self.go_on = threading.Event()
+
+    def write(self, *args: object, **kwargs: object) -> None:
+        self.is_writing.set()
+        assert self.go_on.wait(timeout=20)
+        super().write(*args, **kwargs)  # type: ignore[arg-type]
+
+
+def test_packing_goes_on_while_a_load_is_written() -> None:
+    world = World()
+    gated = GatedTransport(world.fabric)
+    world.pipeline = Pipeline(world.source, gated, device="cpu", watermark_bytes=SMALL_WATERMARK, verify_hashes=True)
+    world.pipeline.load(world.plan.tasks_of(0))
+    assert len(world.pipeline._loads) > 2
+    first_load_reads = sum(len(packet.tasks[0].pieces) for packet in world.pipeline._loads[0])
+    read, during_write = world.source.read, threading.Event()
+
+    def watched(tensor: str, *rest: object) -> None:
+        if world.source.num_reads == first_load_reads:  # load 1 is packed while the gate holds load 0 in its write
+            assert gated.is_writing.wait(timeout=20)
+            during_write.set()
+            gated.go_on.set()
+        read(tensor, *rest)  # type: ignore[arg-type]
+
+    world.source.read = watched  # type: ignore[method-assign]
+    result = world.pipeline.run(1, world.bindings(), world.budgets_s)
+    assert during_write.is_set()
+    assert result.errors == {}
+    assert world.arrived(0, 1)

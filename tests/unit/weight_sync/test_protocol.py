@@ -1,0 +1,206 @@
+"""The version state machine under arbitrary messages, and what the wire accepts."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgpack
+import pytest
+from fakes.publish import KEY, engine_layout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from weight_sync import protocol
+from weight_sync.errors import AuthenticationError, ProtocolError, StaleEpoch
+from weight_sync.layout import Binding
+from weight_sync.protocol import (
+    Begin,
+    Begun,
+    Commit,
+    Committed,
+    Described,
+    EngineRank,
+    Failed,
+    Phase,
+    Signer,
+    VersionState,
+)
+
+small = st.integers(0, 3)
+
+
+class AnyMessageOrder(RuleBasedStateMachine):
+    """Whatever the order of messages, a replica serves only what was begun, verified and committed in one epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = VersionState()
+        self.begun: tuple[int, int, str] | None = None
+        self.is_verified = False
+        self.is_committed = False
+
+    @rule(version=st.integers(-1, 3), epoch=small, digest=st.sampled_from("ab"))
+    def begin(self, version: int, epoch: int, digest: str) -> None:
+        last_epoch = self.state.epoch
+        with contextlib.suppress(ProtocolError):
+            self.state = self.state.begin(version, epoch, digest)
+            assert epoch > last_epoch
+            assert version >= 0
+            self.begun, self.is_verified, self.is_committed = (version, epoch, digest), False, False
+
+    @rule(version=small, epoch=small, digest=st.sampled_from("ab"))
+    def verify(self, version: int, epoch: int, digest: str) -> None:
+        with contextlib.suppress(ProtocolError):
+            self.state = self.state.verified(version, epoch, digest)
+            assert self.begun == (version, epoch, digest)
+            assert not self.is_committed
+            self.is_verified = True
+
+    @rule(version=small, epoch=small)
+    def commit(self, version: int, epoch: int) -> None:
+        with contextlib.suppress(ProtocolError):
+            self.state = self.state.committed(version, epoch)
+            assert self.is_verified
+            assert self.begun is not None
+            assert self.begun[:2] == (version, epoch)
+            self.is_committed = True
+
+    @rule(epoch=small)
+    def fail(self, epoch: int) -> None:
+        self.state = self.state.failed(epoch)
+        if epoch == self.state.epoch and not self.is_committed:
+            self.is_verified = False
+
+    @rule()
+    def invalidate(self) -> None:
+        self.state = self.state.invalidate()
+        self.is_verified = self.is_committed = False
+
+    @invariant()
+    def serves_only_what_was_committed(self) -> None:
+        assert self.state.is_serving == self.is_committed
+        assert (self.state.phase is Phase.clean) == self.is_committed
+
+
+AnyMessageOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
+TestAnyMessageOrder = AnyMessageOrder.TestCase
+
+
+def test_the_legal_path_serves() -> None:
+    state = VersionState().begin(7, 1, "d").verified(7, 1, "d").committed(7, 1)
+    assert state == VersionState(Phase.clean, 7, 1, "d")
+    assert state.is_serving
+
+
+def test_an_epoch_is_used_once() -> None:
+    state = VersionState().begin(7, 5, "d")
+    for epoch in (4, 5):
+        with pytest.raises(StaleEpoch, match="epoch 5 has begun"):
+            state.begin(8, epoch, "d")
+
+
+def test_a_replica_may_go_back_to_an_older_version() -> None:
+    state = VersionState().begin(7, 1, "d").verified(7, 1, "d").committed(7, 1)
+    assert state.begin(3, 2, "d").version == 3
+
+
+def test_an_abort_of_a_committed_epoch_changes_nothing() -> None:
+    state = VersionState().begin(7, 1, "d").verified(7, 1, "d").committed(7, 1)
+    assert state.failed(1) == state
+
+
+def messages(signer: Signer) -> list[protocol.Message]:
+    head = {"run_id": signer.run_id, "incarnation": "abc", "request_id": 9, "epoch": 4, "version": 3, "digest": "9f"}
+    rank = EngineRank(engine_layout(1), Binding("127.0.0.1:15000", {"qk": 1 << 46}), "tcp")
+    return [
+        protocol.Describe(**head),
+        Described(**head, ranks=(rank,), own_epoch=3, own_version=2),
+        Begin(**head),
+        Begun(**head, bindings=(rank.binding, rank.binding)),
+        Commit(**head, expected=({"qk": (40, (1 << 64) - 1), "norm": (10, None)}, {})),
+        Committed(**head, verify_s=0.5, commit_s=1, pause_s=2.25),
+        protocol.Abort(**head, reason="because"),
+        protocol.Aborted(**head),
+        Failed(**head, error="IntegrityError", text="qk"),
+    ]
+
+
+def test_every_message_survives_the_wire() -> None:
+    signer = Signer(KEY)
+    kinds = set()
+    for message in messages(signer):
+        opener = signer.open_request if type(message) in protocol.REQUESTS else signer.open_reply
+        assert opener(signer.seal(message)) == message
+        kinds.add(type(message))
+    assert kinds == {*protocol.REQUESTS, *protocol.REPLIES}
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=50, deadline=None)
+def test_garbage_is_not_authentic(data: bytes) -> None:
+    with pytest.raises(AuthenticationError):
+        Signer(KEY).open_request(data)
+
+
+@given(st.data())
+@settings(max_examples=50, deadline=None)
+def test_any_changed_byte_is_not_authentic(data: st.DataObject) -> None:
+    signer = Signer(KEY)
+    sealed = bytearray(signer.seal(messages(signer)[4]))
+    sealed[data.draw(st.integers(0, len(sealed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(AuthenticationError):
+        signer.open_request(bytes(sealed))
+
+
+def test_another_runs_key_is_not_authentic() -> None:
+    signer = Signer(KEY)
+    with pytest.raises(AuthenticationError):
+        Signer(b"another run's key").open_request(signer.seal(messages(signer)[0]))
+
+
+def test_a_request_cannot_be_played_back_as_a_reply() -> None:
+    signer = Signer(KEY)
+    with pytest.raises(AuthenticationError):
+        signer.open_reply(signer.seal(messages(signer)[0]))
+
+
+def sealed_as(signer: Signer, body: object) -> bytes:
+    packed = msgpack.packb(body)
+    return signer._mac(True, packed) + packed
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        None,
+        [],
+        ["Begin"],
+        ["Begin", []],
+        ["Begin", ["run", "inc", "not a number", 1, 1, "d"]],
+        ["Begin", ["run", "inc", True, 1, 1, "d"]],
+        ["Committed", []],
+        ["os.system", ["true"]],
+        [["Begin"], {}],
+        "Begin",
+        7,
+    ],
+)
+def test_signed_nonsense_is_refused(body: object) -> None:
+    signer = Signer(KEY)
+    with pytest.raises(ProtocolError):
+        signer.open_request(sealed_as(signer, body))
+
+
+def test_a_short_key_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="16 bytes"):
+        Signer(b"short")
+
+
+def test_the_key_is_not_shown() -> None:
+    assert KEY.decode() not in repr(Signer(KEY))
+
+
+def test_plain_data_packs_for_other_channels() -> None:
+    rank = EngineRank(engine_layout(0), Binding("s", {"qk": 5}), "tcp")
+    assert protocol.unpack(EngineRank, protocol.pack(rank)) == rank

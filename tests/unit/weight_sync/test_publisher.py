@@ -1,0 +1,301 @@
+"""Whole publishes in one process: a Publisher and real ZMQ endpoints, bytes over the memory link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
+
+from conf.schema import WeightSyncConfig
+from weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
+from weight_sync.protocol import Abort, Begin, Describe, Described, Signer
+from weight_sync.publisher import Publisher, PublishReport
+from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
+
+
+class World:
+    """One trainer rank and some replicas."""
+
+    def __init__(self, num_replicas: int, timeout_s: float = 10.0, verify_hashes: bool = True) -> None:
+        self.fabric = MemoryFabric()
+        self.engines = [PlainEngine([MemoryTransport(self.fabric) for _ in range(2)]) for _ in range(num_replicas)]
+        self.endpoints = [EndpointThread(engine) for engine in self.engines]
+        self.source = DictSource(0, num_ranks=1)
+        self.publisher = Publisher(
+            self.source,
+            MemoryTransport(self.fabric),
+            rank=0,
+            world_size=1,
+            group=None,
+            config=WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=timeout_s, verify_hashes=verify_hashes),
+            key=KEY,
+        )
+
+    def connect(self) -> None:
+        self.publisher.connect([endpoint.address for endpoint in self.endpoints])
+
+    def session(self, replica: int, rank: int = 0) -> str:
+        return self.engines[replica].receivers[rank].describe().binding.session
+
+    def close(self) -> None:
+        self.publisher.close()
+        for endpoint in self.endpoints:
+            endpoint.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World(2)
+    made.connect()
+    yield made
+    made.close()
+
+
+def committed(report: PublishReport) -> list[bool]:
+    return [replica.committed for replica in report.replicas]
+
+
+def test_every_replica_serves_every_published_version(world: World) -> None:
+    for version in (0, 1, 2):
+        report = world.publisher.publish(version)
+        assert committed(report) == [True, True]
+        for engine, endpoint in zip(world.engines, world.endpoints, strict=True):
+            assert engine.wrong_params(version) == []
+            assert endpoint.endpoint.state.is_serving
+            assert endpoint.endpoint.state.version == version
+    assert report.num_bytes == 2 * 2 * sum((40, 10, 70, 80, 80))
+    assert 0 < report.peak_bytes <= report.watermark_bytes
+    assert report.pause_s > 0
+    assert report.num_changed_params == 2 * 2 * 5
+
+
+def test_a_publish_of_the_same_weights_says_that_nothing_changed(world: World) -> None:
+    assert world.publisher.publish(0).num_changed_params is None
+    assert world.publisher.publish(0).num_changed_params == 0
+
+
+def test_engines_zeroed_before_a_publish_are_equal_after(world: World) -> None:
+    world.publisher.publish(0)
+    for engine in world.engines:
+        for params in engine.params:
+            for tensor in params.values():
+                tensor.zero_()
+    assert committed(world.publisher.publish(1)) == [True, True]
+    assert [engine.wrong_params(1) for engine in world.engines] == [[], []]
+
+
+@pytest.mark.parametrize("fault", [Fault(corrupt=True), Fault(drop=True)])
+def test_damage_in_flight_is_named_and_costs_one_replica(world: World, fault: Fault) -> None:
+    world.publisher.publish(0)
+    world.fabric.inject(world.session(1), fault)
+    report = world.publisher.publish(1)
+    assert committed(report) == [True, False]
+    error = report.replicas[1].error
+    assert error is not None
+    assert error.startswith("IntegrityError: ")
+    assert any(param in error for param in ("qk", "norm", "embed"))
+    assert not world.endpoints[1].endpoint.state.is_serving
+    assert world.engines[0].wrong_params(1) == []
+
+    healed = world.publisher.publish(2)
+    assert committed(healed) == [True, True]
+    assert healed.epoch > report.epoch
+    assert world.engines[1].wrong_params(2) == []
+
+
+def test_a_refused_write_costs_one_replica_which_is_told(world: World) -> None:
+    world.fabric.inject(world.session(0), Fault(refuse=True))
+    report = world.publisher.publish(0)
+    assert committed(report) == [False, True]
+    assert "TransferFailed" in (report.replicas[0].error or "")
+    assert world.engines[0].aborted.is_set()
+    assert world.endpoints[0].endpoint.state.epoch == report.epoch
+
+
+@pytest.mark.parametrize("verb", ["begin", "verify", "commit"])
+def test_a_replica_that_raises_is_named_with_its_error(world: World, verb: str) -> None:
+    world.engines[0].fail_on[verb] = RuntimeError(f"no {verb} today")
+    report = world.publisher.publish(0)
+    assert committed(report) == [False, True]
+    assert report.replicas[0].error == f"ReplicaError: {world.endpoints[0].address}: RuntimeError: no {verb} today"
+    assert world.engines[0].calls[-2:] == [verb, "abort"]
+    assert not world.endpoints[0].endpoint.state.is_serving
+    assert committed(world.publisher.publish(1)) == [True, True]
+
+
+def test_a_source_that_fails_is_every_replicas_error_and_passes(world: World) -> None:
+    world.source.begin_error = RuntimeError("gather broke")
+    report = world.publisher.publish(0)
+    assert committed(report) == [False, False]
+    assert report.replicas[0].error == "trainer rank 0: RuntimeError: gather broke"
+    world.source.begin_error = None
+    assert committed(world.publisher.publish(0)) == [True, True]
+
+
+def test_a_replica_that_left_is_out_without_waiting_for_its_deadline(world: World) -> None:
+    world.publisher.publish(0)
+    world.endpoints[0].run(world.endpoints[0].endpoint.close())
+    for version in (1, 2):
+        report = world.publisher.publish(version)
+        assert committed(report) == [False, True]
+        assert "is gone" in (report.replicas[0].error or "")
+
+
+def test_when_no_replica_is_left_the_source_is_not_asked(world: World) -> None:
+    for endpoint in world.endpoints:
+        endpoint.run(endpoint.endpoint.close())
+    report = world.publisher.publish(0)
+    assert committed(report) == [False, False]
+    assert world.source.num_ends == 0
+
+
+def test_a_silent_replica_costs_its_own_deadline() -> None:
+    world = World(2, timeout_s=0.3)
+    world.connect()
+    entered, release = make_begin_hang(world.engines[0])
+    report = world.publisher.publish(0)
+    assert entered.is_set()
+    assert committed(report) == [False, True]
+    assert "did not answer Begin" in (report.replicas[0].error or "")
+    release()
+    world.close()
+
+
+def make_begin_hang(engine: PlainEngine):  # type: ignore[no-untyped-def]
+    """begin() of this engine waits until released."""
+    import asyncio
+    import threading
+
+    entered = threading.Event()
+    loop_gate: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    async def hang(version: int, epoch: int, digest: str) -> list[object]:
+        gate = asyncio.Event()
+        loop_gate.append((asyncio.get_running_loop(), gate))
+        entered.set()
+        await gate.wait()
+        return []
+
+    engine.begin = hang  # type: ignore[method-assign,assignment]
+    return entered, lambda: loop_gate[0][0].call_soon_threadsafe(loop_gate[0][1].set)
+
+
+def test_without_hashes_bytes_still_cross_and_are_counted() -> None:
+    world = World(1, verify_hashes=False)
+    world.connect()
+    report = world.publisher.publish(5)
+    assert committed(report) == [True]
+    assert world.engines[0].wrong_params(5) == []
+    assert report.num_changed_params is None
+    world.close()
+
+
+def test_publish_needs_connect() -> None:
+    world = World(1)
+    with pytest.raises(ProtocolError, match="before connect"):
+        world.publisher.publish(0)
+    world.close()
+
+
+def test_connect_names_a_replica_that_is_not_there() -> None:
+    world = World(1)
+    with pytest.raises(ReplicaError, match=r"tcp://127\.0\.0\.1:9.*gone"):
+        world.publisher.connect([world.endpoints[0].address, "tcp://127.0.0.1:9"])
+    with pytest.raises(ProtocolError, match="no address"):
+        world.publisher.connect(["nonsense"])
+    world.close()
+
+
+def test_connect_refuses_links_that_differ() -> None:
+    world = World(1)
+    described = world.engines[0].receivers[0].describe
+    world.engines[0].receivers[0].describe = lambda: type(described())(engine_layout(0), described().binding, "tcp")  # type: ignore[method-assign]
+    with pytest.raises(LinkMismatch, match=r"receives over tcp.*send over memory"):
+        world.connect()
+    world.close()
+
+
+def test_connect_refuses_what_cannot_be_planned() -> None:
+    world = World(1)
+    layout = world.source.layout()
+    world.source.layout = lambda: type(layout)(0, layout.tensors, layout.shards[1:])  # type: ignore[method-assign]
+    with pytest.raises(PlanError):
+        world.connect()
+    world.close()
+
+
+def test_a_second_publisher_continues_after_the_first(world: World) -> None:
+    first = world.publisher.publish(0)
+    second = Publisher(
+        DictSource(0, num_ranks=1),
+        MemoryTransport(world.fabric),
+        rank=0,
+        world_size=1,
+        group=None,
+        config=WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=10.0),
+        key=KEY,
+    )
+    second.connect([endpoint.address for endpoint in world.endpoints])
+    report = second.publish(0)
+    assert committed(report) == [True, True]
+    assert report.epoch > first.epoch
+    second.close()
+
+
+class RawClient:
+    """A socket that says what it is told to say."""
+
+    def __init__(self, address: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+
+    def ask(self, *frames: bytes) -> bytes:
+        self.socket.send_multipart(frames)
+        assert self.socket.poll(10_000), "no answer"
+        return self.socket.recv()
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self.context.term()
+
+
+def test_an_endpoint_ignores_what_is_not_signed_fresh_and_its_own(world: World) -> None:
+    signer, endpoint = Signer(KEY), world.endpoints[0]
+    client = RawClient(endpoint.address)
+    start = 1 << 62
+
+    def head(request_id: int, incarnation: str = "") -> dict:
+        return {"run_id": signer.run_id, "request_id": request_id, "incarnation": incarnation}
+
+    good = signer.seal(Describe(**head(start)))
+    forged = Signer(b"k" * 32).seal(Describe(**head(start)))
+    rejected = endpoint.endpoint.num_rejected
+    for frames in ([b"garbage"], [b""], [forged], [good[:-1]], [good, b"more"], [bytes(100_000)]):
+        client.socket.send_multipart(frames)
+    reply = signer.open_reply(client.ask(good))
+    assert isinstance(reply, Described)
+    assert endpoint.endpoint.num_rejected == rejected + 6
+
+    client.socket.send_multipart([good])  # recorded and sent again
+    stranger = signer.seal(Begin(**head(start + 1, "another incarnation"), version=1, epoch=99, digest="d"))
+    answer = signer.open_reply(client.ask(stranger))
+    assert (getattr(answer, "error", None), endpoint.endpoint.num_rejected) == ("StaleEpoch", rejected + 7)
+    assert endpoint.endpoint.state.epoch == 0
+
+    abort = signer.seal(Abort(**head(start + 2, reply.incarnation), epoch=5, reason="none of ours"))
+    signer.open_reply(client.ask(abort))
+    assert not endpoint.endpoint.state.is_serving
+    client.close()
+
+
+def test_a_taken_port_is_one_clear_error(world: World) -> None:
+    from weight_sync.endpoint import ReplicaEndpoint
+
+    port = int(world.endpoints[0].address.rsplit(":", 1)[1])
+    second = ReplicaEndpoint(world.engines[0], KEY, port=port)
+    with pytest.raises(WeightSyncError, match=f"cannot bind tcp://127.0.0.1:{port}"):
+        world.endpoints[0].run(second.start())

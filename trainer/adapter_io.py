@@ -1,0 +1,282 @@
+"""Adapters and merged models on disk, in the formats of PEFT and transformers.
+
+Owns file layouts and the gathering that fills them. An adapter, for E experts, rank r (P = base_model.model.<module>):
+
+    P.lora_A.weight                          (r, in)        P.lora_B.weight                          (out, r)
+    P of gate_up: ...mlp.experts.base_layer  (E*r, H)                                                (2I, r*E)
+    P of down:    ...mlp.experts             (E*r, I)                                                (H, r*E)
+
+In expert A the expert is the slowest index; in expert B it is the *fastest* (column j * E + e belongs to rank row j
+of expert e). The other reading of B has the same shape, loads without a complaint, and pairs every expert with
+others' columns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.errors import CheckpointError
+from trainer.loading import INDEX_FILE, SINGLE_FILE
+from trainer.lora import Linear
+from trainer.moe.experts import Experts
+from trainer.parallel import local_part, whole
+from trainer.shards import gather_lora_a, local_shards
+from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
+
+if TYPE_CHECKING:
+    from trainer.model.decoder import Decoder
+
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+ReadTensor = Callable[[str, tuple[int, ...]], Tensor]
+"""(name, expected shape) -> the stored tensor."""
+MAX_FILE_BYTES = 4 << 30
+"""Largest safetensors file of a merged model."""
+
+# PEFT wraps gate_up_proj first and down_proj around it, so the inner wrapper is the outer one's base_layer.
+_EXPERT_MODULES = {"gate_up": ".base_layer", "down": ""}
+
+# In a model type that has experts, PEFT reads these target_modules as the experts of transformers 4 and rewrites
+# them. Named as parameters, the dense feed-forwards of such a model keep their meaning; the tensors' names are the
+# same.
+_NAMES_PEFT_REWRITES = ("gate_proj", "up_proj", "down_proj")
+
+
+def save_adapter(decoder: Decoder, folder: Path | str) -> None:
+    """Collective: write adapter_config.json and adapter_model.safetensors (float32).
+
+    Rank 0 writes; every rank returns once the files are on disk.
+
+    Raises:
+        CheckpointError: the decoder has no adapters.
+    """
+    folder, layout = Path(folder), decoder.layout
+    tensors: dict[str, Tensor] = {}
+    modules: set[str] = set()
+    parameters: set[str] = set()
+    lora = None
+    for name, module in decoder.named_modules():
+        if isinstance(module, Linear) and module.lora is not None:
+            lora = module.lora
+            leaf = name.rsplit(".", 1)[-1]
+            if decoder.spec.moe is not None and leaf in _NAMES_PEFT_REWRITES:
+                parameters.add(f"mlp.{leaf}.weight")
+            else:
+                modules.add(leaf)
+            for factor, parameter in (("A", module.lora_A), ("B", module.lora_B)):
+                values = whole(parameter)
+                if layout.rank == 0:
+                    tensors[f"{PREFIX}{name}.lora_{factor}.weight"] = values.cpu()
+        elif isinstance(module, Experts) and module.lora is not None:
+            lora = module.lora
+            parameters |= {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+            for leaf, suffix in _EXPERT_MODULES.items():
+                a_ERK = all_experts(decoder, getattr(module, f"{leaf}_lora_A"))
+                b_ENR = all_experts(decoder, getattr(module, f"{leaf}_lora_B"))
+                if layout.rank == 0:
+                    tensors[f"{PREFIX}{name}{suffix}.lora_A.weight"] = pack_expert_a(a_ERK).cpu()
+                    tensors[f"{PREFIX}{name}{suffix}.lora_B.weight"] = pack_expert_b(b_ENR).cpu()
+    if lora is None:
+        raise CheckpointError(
+            "this policy has no adapters to save: it trains every weight; save the merged model instead"
+        )
+    if layout.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": None,
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "target_modules": sorted(modules),
+            "target_parameters": sorted(parameters) or None,
+        }
+        save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    _wait_for_rank_0(decoder)
+
+
+@torch.no_grad()
+def load_adapter(decoder: Decoder, folder: Path | str) -> None:
+    """Read an adapter that `save_adapter` wrote into this rank's shards. No communication.
+
+    Raises:
+        CheckpointError: rank, scale, a tensor or a shape differs from the decoder's.
+    """
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text())
+        file = safe_open(folder / ADAPTER_FILE, framework="pt", device="cpu")
+    except OSError as error:
+        raise CheckpointError(f"{folder} holds no readable adapter: {error}") from error
+    unread = set(file.keys())
+
+    def read(key: str, shape: tuple[int, ...]) -> Tensor:
+        if key not in unread:
+            raise CheckpointError(f"{folder / ADAPTER_FILE} has no tensor {key}")
+        unread.discard(key)
+        tensor = file.get_tensor(key)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{folder / ADAPTER_FILE}: {key} has shape {tuple(tensor.shape)}, expected {shape}")
+        return tensor
+
+    for name, module in decoder.named_modules():
+        lora = module.lora if isinstance(module, Linear | Experts) else None
+        if lora is None:
+            continue
+        if (config["r"], config["lora_alpha"]) != (lora.rank, lora.alpha):
+            raise CheckpointError(
+                f"{folder / ADAPTER_CONFIG} has r={config['r']}, lora_alpha={config['lora_alpha']}; "
+                f"trainer.lora has rank={lora.rank}, alpha={lora.alpha}"
+            )
+        if isinstance(module, Linear):
+            for factor, parameter in (("A", module.lora_A), ("B", module.lora_B)):
+                stored = read(f"{PREFIX}{name}.lora_{factor}.weight", tuple(parameter.shape))
+                rows, start = local_part(parameter)
+                rows.copy_(stored[start : start + rows.shape[0]])
+        elif isinstance(module, Experts):
+            _load_experts(decoder, module, f"{PREFIX}{name}", read)
+    if unread:
+        raise CheckpointError(
+            f"{folder / ADAPTER_FILE} has tensors without a place in this policy: {sorted(unread)[:4]}"
+        )
+
+
+def _load_experts(decoder: Decoder, bank: Experts, prefix: str, read: ReadTensor) -> None:
+    num_experts = bank.num_local_experts * decoder.layout.ep_size
+    for leaf, suffix in _EXPERT_MODULES.items():
+        a, start = local_part(getattr(bank, f"{leaf}_lora_A"))
+        b, _ = local_part(getattr(bank, f"{leaf}_lora_B"))
+        rank, in_features = getattr(bank, f"{leaf}_lora_A").shape[1:]
+        out_features = getattr(bank, f"{leaf}_lora_B").shape[1]
+        stored_a = read(f"{prefix}{suffix}.lora_A.weight", (num_experts * rank, in_features))
+        stored_b = read(f"{prefix}{suffix}.lora_B.weight", (out_features, rank * num_experts))
+        experts = slice(bank.first_expert + start, bank.first_expert + start + a.shape[0])
+        a.copy_(stored_a.view(num_experts, rank, in_features)[experts])
+        b.copy_(stored_b.view(out_features, rank, num_experts).permute(2, 0, 1)[experts])
+
+
+def pack_expert_a(a_ERK: Tensor) -> Tensor:
+    """(E, r, in) -> (E * r, in): the expert is the slowest index."""
+    return a_ERK.flatten(0, 1).contiguous()
+
+
+def pack_expert_b(b_ENR: Tensor) -> Tensor:
+    """(E, out, r) -> (out, r * E): the expert is the fastest index."""
+    return b_ENR.permute(1, 2, 0).flatten(1).contiguous()
+
+
+@torch.no_grad()
+def save_merged(decoder: Decoder, folder: Path | str, hf_config: dict[str, Any]) -> None:
+    """Collective: write a Hugging Face checkpoint of W + scale * B @ A in the compute dtype; rank 0 writes.
+
+    One tensor at a time crosses from its holders to rank 0, which keeps at most one file of MAX_FILE_BYTES in host
+    memory.
+
+    Args:
+        decoder: in LoRA mode the adapters are merged (float32, rounded once); in full training weights are cast.
+        folder: made if missing.
+        hf_config: the config.json to write; dtype and architectures are filled in.
+    """
+    folder = Path(folder)
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    tensors = decoder.spec.checkpoint_tensors(dtype)
+    files = list(_files(tensors))
+    is_writer = decoder.layout.rank == 0
+    if is_writer:
+        folder.mkdir(parents=True, exist_ok=True)
+    merged_tensors = _merged_tensors(decoder, tensors)
+    for number, metas in enumerate(files, start=1):
+        content = {meta.name: next(merged_tensors) for meta in metas}
+        if is_writer:
+            file = SINGLE_FILE if len(files) == 1 else _numbered(number, len(files))
+            save_file(
+                {name: t for name, t in content.items() if t is not None}, folder / file, metadata={"format": "pt"}
+            )
+    if is_writer:
+        if len(files) > 1:
+            weight_map = {m.name: _numbered(n, len(files)) for n, metas in enumerate(files, start=1) for m in metas}
+            index = {"metadata": {"total_size": sum(map(_num_bytes, tensors))}, "weight_map": weight_map}
+            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        config = {"architectures": [decoder.spec.hf_architecture], **hf_config, "dtype": dtype, "torch_dtype": dtype}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _wait_for_rank_0(decoder)
+
+
+def _merged_tensors(decoder: Decoder, tensors: Iterable[TensorMeta]) -> Iterator[Tensor | None]:
+    """Every tensor in turn: whole and on the CPU on rank 0, None elsewhere.
+
+    All ranks walk the same tensors in the same order.
+    """
+    layout = decoder.layout
+    held = {one.tensor: one for one in local_shards(decoder)}
+    regions: list[dict[str, Region]] = [{name: one.region for name, one in held.items()}]
+    if layout.world_size > 1:
+        gathered: list[Any] = [None] * layout.world_size
+        dist.all_gather_object(gathered, regions[0])
+        regions = gathered
+    gathered_a = gather_lora_a(decoder)
+    for meta in tensors:
+        merged = torch.empty(meta.shape, dtype=decoder.dtype) if layout.rank == 0 else None
+        for holder, regions_of_holder in enumerate(regions):
+            region = regions_of_holder.get(meta.name)
+            if region is None or layout.rank not in (0, holder):
+                continue
+            part = torch.empty(region.shape, dtype=decoder.dtype, device=layout.device)
+            if layout.rank == holder:
+                held[meta.name].read(region, part, gathered_a)
+            if holder != 0:
+                dist.recv(part, holder) if layout.rank == 0 else dist.send(part, 0)
+            if merged is not None:
+                merged[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))] = part.cpu()
+        yield merged
+
+
+def all_experts(decoder: Decoder, parameter: Tensor) -> Tensor:
+    """Collective: (E_local, ...) -> (E, ...), first over the expert mesh, then over the ep group."""
+    mine = whole(parameter).contiguous()
+    group = decoder.layout.ep_group
+    if group is None:
+        return mine
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(parts, mine, group=group)
+    return torch.cat(parts)
+
+
+def _wait_for_rank_0(decoder: Decoder) -> None:
+    if decoder.layout.world_size > 1:
+        dist.barrier()
+
+
+def _num_bytes(meta: TensorMeta) -> int:
+    return Region((0,) * len(meta.shape), meta.shape).num_elements * DTYPE_BYTES[meta.dtype]
+
+
+def _files(tensors: Iterable[TensorMeta]) -> Iterator[list[TensorMeta]]:
+    """Cut the list into files of at most MAX_FILE_BYTES."""
+    current: list[TensorMeta] = []
+    size = 0
+    for meta in tensors:
+        if current and size + _num_bytes(meta) > MAX_FILE_BYTES:
+            yield current
+            current, size = [], 0
+        current.append(meta)
+        size += _num_bytes(meta)
+    yield current
+
+
+def _numbered(number: int, count: int) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors"

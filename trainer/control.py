@@ -1,0 +1,75 @@
+"""The trainer's process group: joining it, leaving it, and agreement between ranks about host-side facts.
+
+Owns torch.distributed's start and end in a trainer process. Does not own meshes (parallel.py) nor any tensor
+traffic of training.
+
+Invariant: host-side agreement runs over a gloo group of its own, so that it never waits behind device work and
+never touches the device. Callers: TrainerRank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trainer.errors import TrainerError
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""Longest wait for the other ranks inside one collective."""
+
+
+class ControlGroup:
+    """All trainer ranks. With one rank there is no process group, and every method is local."""
+
+    def __init__(self, rank: int, world_size: int, rendezvous: str, device: torch.device) -> None:
+        """Join. Collective: NCCL for a GPU's tensors or gloo for a CPU's, and gloo for control.
+
+        Args:
+            rendezvous: "tcp://host:port" of rank 0; unused with one rank.
+        """
+        self._rank = rank
+        self._world_size = world_size
+        self.group: dist.ProcessGroup | None = None
+        if world_size == 1:
+            return
+        is_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if is_gpu else "gloo",
+            init_method=rendezvous,
+            rank=rank,
+            world_size=world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=device if is_gpu else None,
+        )
+        group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup)
+        self.group = group
+
+    def agree(self, what: str, value: object) -> None:
+        """Raise TrainerError on every rank unless all of them hold the same value, compared by its repr."""
+        if self.group is None:
+            return
+        mine = torch.frombuffer(bytearray(hashlib.sha256(repr(value).encode()).digest()), dtype=torch.uint8)
+        digests = [torch.empty_like(mine) for _ in range(self._world_size)]
+        dist.all_gather(digests, mine, group=self.group)
+        others = [rank for rank, digest in enumerate(digests) if not torch.equal(digest, mine)]
+        # Every rank sees every digest, so that all raise and none is left waiting in the next collective.
+        if others:
+            raise TrainerError(f"rank {self._rank}: ranks {others} hold other {what} than this rank's {value!r}")
+
+    def sum(self, value: int) -> int:
+        """Sum over ranks."""
+        if self.group is None:
+            return value
+        total = torch.tensor(value, dtype=torch.int64)
+        dist.all_reduce(total, group=self.group)
+        return int(total)
+
+    def leave(self) -> None:
+        """Leave the process group. Idempotent."""
+        if self.group is not None:
+            self.group = None
+            dist.destroy_process_group()

@@ -1,0 +1,177 @@
+"""First weights: from safetensors, rank slices only, or drawn from a seed, the same for any layout.
+
+Owns reading and drawing; `trainer.shards` knows which rectangles a rank needs. Invariant: a value depends on its
+tensor's name, its place and the seed, never on the number of ranks. Adapters start at B = 0 and A ~ U(-1/sqrt(in),
+1/sqrt(in)), which is kaiming-uniform with a = sqrt(5), seeded by (seed, adapter, expert).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from conf.schema import Init, ModelConfig
+from trainer.errors import CheckpointError
+from trainer.lora import Linear
+from trainer.model.spec import ModelSpec
+from trainer.moe.experts import Experts
+from trainer.parallel import local_part
+from trainer.shards import local_shards
+from weight_sync.layout import Region
+
+if TYPE_CHECKING:
+    from trainer.model.decoder import Decoder
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+
+
+class TensorReader(Protocol):
+    """Where checkpoint tensors come from."""
+
+    def read(self, tensor: str, region: Region) -> Tensor:
+        """The values of one rectangle, of shape region.shape, any float dtype and device."""
+        ...
+
+    def names(self) -> set[str] | None:
+        """Every tensor on offer; None when any name can be made."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What loading did on this rank."""
+
+    num_tensors: int
+    num_bytes: int
+    """Bytes of base parameters filled on this rank."""
+    ignored: tuple[str, ...]
+    """Tensors on offer that the model has no place for."""
+
+
+class CheckpointReader:
+    """Slices of the safetensors files in a Hugging Face checkpoint folder. Reads from disk only what is asked for."""
+
+    def __init__(self, folder: Path | str, spec: ModelSpec) -> None:
+        self._folder = Path(folder)
+        self._shapes = {meta.name: meta.shape for meta in spec.checkpoint_tensors("float32")}
+        self._files: dict[str, Any] = {}
+        index = self._folder / INDEX_FILE
+        if index.is_file():
+            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif (self._folder / SINGLE_FILE).is_file():
+            self._file_of = dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+        else:
+            raise CheckpointError(f"model.path: {self._folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+    def names(self) -> set[str]:
+        """Every tensor in the folder."""
+        return set(self._file_of)
+
+    def read(self, tensor: str, region: Region) -> Tensor:
+        """One rectangle, on the CPU, in the file's dtype."""
+        if tensor not in self._file_of:
+            raise CheckpointError(f"{self._folder} has no tensor {tensor}, which the model in its config.json needs")
+        stored = self._open(self._file_of[tensor]).get_slice(tensor)
+        shape, expected = tuple(stored.get_shape()), self._shapes[tensor]
+        if shape != expected:
+            raise CheckpointError(f"{self._folder}: {tensor} has shape {shape}, the model needs {expected}")
+        return stored[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))]
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(self._folder / file, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self._folder / file} cannot be read as safetensors: {error}") from error
+        return self._files[file]
+
+
+class RandomReader:
+    """Normal weights of standard deviation `std`, norms 1, biases 0. Every tensor has its own seed, from (seed, name).
+
+    A whole tensor is drawn to give a slice of it, on the device that will hold it; devices of another kind draw other
+    values.
+    """
+
+    def __init__(self, spec: ModelSpec, *, seed: int, std: float, device: torch.device | str) -> None:
+        self._shapes = {meta.name: meta.shape for meta in spec.checkpoint_tensors("float32")}
+        self._seed, self._std, self._device = seed, std, torch.device(device)
+
+    def names(self) -> None:
+        """Any name can be made."""
+        return
+
+    def read(self, tensor: str, region: Region) -> Tensor:
+        """One rectangle, float32."""
+        if tensor.endswith("norm.weight"):
+            return torch.ones(region.shape, device=self._device)
+        if tensor.endswith(".bias"):
+            return torch.zeros(region.shape, device=self._device)
+        generator = named_generator(self._seed, tensor, self._device)
+        whole = torch.randn(self._shapes[tensor], generator=generator, device=self._device)
+        window = tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))
+        return whole[window].mul_(self._std)
+
+
+def open_reader(model: ModelConfig, spec: ModelSpec, *, seed: int, device: torch.device | str) -> TensorReader:
+    """The reader that `model.init` asks for."""
+    if model.init is Init.random:
+        return RandomReader(spec, seed=seed, std=model.init_std, device=device)
+    assert model.path is not None  # ModelConfig checks it
+    return CheckpointReader(model.path, spec)
+
+
+@torch.no_grad()
+def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadReport:
+    """Fill every local base parameter, then start the adapters. No communication.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape.
+    """
+    num_tensors = num_bytes = 0
+    for held in local_shards(decoder):
+        base = held.base
+        base.copy_(reader.read(held.tensor, held.region))
+        num_tensors, num_bytes = num_tensors + 1, num_bytes + base.numel() * base.element_size()
+    init_adapters(decoder, seed=seed)
+    offered = reader.names() or set()
+    needed = {meta.name for meta in decoder.spec.checkpoint_tensors("float32")}
+    return LoadReport(num_tensors, num_bytes, tuple(sorted(offered - needed)))
+
+
+@torch.no_grad()
+def init_adapters(decoder: Decoder, *, seed: int) -> None:
+    """Draw every A and zero every B, so that the adapted policy starts as the base policy."""
+    for name, module in decoder.named_modules():
+        if isinstance(module, Linear) and module.lora is not None:
+            rows, start = local_part(module.lora_A)
+            whole = _draw_a(tuple(module.lora_A.shape), seed, f"{name}.lora_A")
+            rows.copy_(whole[start : start + rows.shape[0]])
+            local_part(module.lora_B)[0].zero_()
+        elif isinstance(module, Experts) and module.lora is not None:
+            for leaf in ("gate_up", "down"):
+                stacked, start = local_part(getattr(module, f"{leaf}_lora_A"))
+                for index, a in enumerate(stacked):
+                    expert = module.first_expert + start + index
+                    a.copy_(_draw_a(tuple(a.shape), seed, f"{name}.{expert}.{leaf}_lora_A"))
+                local_part(getattr(module, f"{leaf}_lora_B"))[0].zero_()
+
+
+def named_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    """A generator whose stream belongs to (seed, name) alone."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _draw_a(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
+    """Drawn on the CPU (adapters are small), so that a run starts from the same policy on any kind of device."""
+    bound = 1.0 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=named_generator(seed, name, torch.device("cpu")))

@@ -1,0 +1,102 @@
+"""Log-probabilities and entropy of chosen tokens without the logits of a whole microbatch.
+
+Owns the head's mathematics, forward and backward. Does not own the head's weight: the decoder hands it over, gathered.
+
+Invariant: at most `chunk_tokens` x vocabulary float32 logits are alive, forward and backward. The backward
+pass recomputes them from the saved log-normalizers, so nothing of size vocabulary is kept between the two.
+Logits are rounded to the weight's format before they become float32, because the engine rounds there too and
+parity with it counts for more than the last bits.
+
+Shapes: T rows, H hidden, V vocabulary, C rows of one chunk. Callers: TrainerRank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def token_logprobs(
+    hidden_TH: Tensor, head_weight_VH: Tensor, targets_T: Tensor, *, temperature: float, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ head^T / temperature) at the targets, and the entropy of that distribution.
+
+    Args:
+        hidden_TH: rows that predict; float32 or bfloat16. T may be 0.
+        head_weight_VH: the head, in the same dtype.
+        targets_T: int64 token ids in [0, V).
+        temperature: > 0, the one that sampling used.
+        chunk_tokens: rows whose logits exist at once, >= 1.
+
+    Returns:
+        logprobs_T and entropy_T (nats), float32. Gradient flows from logprobs_T to hidden_TH, and to
+        head_weight_VH when that requires grad; none flows through entropy_T.
+    """
+    if hidden_TH.dtype != head_weight_VH.dtype:
+        raise ValueError(f"hidden states are {hidden_TH.dtype} but the head's weight is {head_weight_VH.dtype}")
+    if temperature <= 0 or chunk_tokens < 1:
+        raise ValueError(f"need temperature > 0 and chunk_tokens >= 1, got {temperature} and {chunk_tokens}")
+    return _TokenLogprobs.apply(hidden_TH, head_weight_VH, targets_T, temperature, chunk_tokens)  # type: ignore[return-value]
+
+
+def _scaled_logits(hidden_CH: Tensor, head_weight_VH: Tensor, temperature: float) -> Tensor:
+    """The chunk's logits in float32, divided by the temperature; the one place that makes them."""
+    logits_CV = (hidden_CH @ head_weight_VH.t()).float()
+    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Chunked log-softmax at the targets; see `token_logprobs`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TH: Tensor, head_weight_VH: Tensor, targets_T: Tensor, temperature: float, chunk_tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        """Per chunk: shift by the row maximum, read the target, then overwrite the logits by p and by -p log p."""
+        num_rows = hidden_TH.shape[0]
+        logprobs_T = torch.empty(num_rows, dtype=torch.float32, device=hidden_TH.device)
+        log_normalizers_T = torch.empty_like(logprobs_T)
+        entropy_T = torch.empty_like(logprobs_T)
+        for start in range(0, num_rows, chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            work_CV = _scaled_logits(hidden_TH[rows], head_weight_VH, temperature)
+            max_C = work_CV.amax(dim=-1)
+            work_CV.sub_(max_C.unsqueeze(-1))
+            target_logits_C = work_CV.gather(-1, targets_T[rows].unsqueeze(-1)).squeeze(-1)
+            sum_exp_C = work_CV.exp_().sum(dim=-1)
+            log_sum_exp_C = sum_exp_C.log()
+            logprobs_T[rows] = target_logits_C - log_sum_exp_C
+            log_normalizers_T[rows] = max_C + log_sum_exp_C
+            work_CV.div_(sum_exp_C.unsqueeze(-1))
+            entropy_T[rows] = torch.special.entr(work_CV, out=work_CV).sum(dim=-1)
+            del work_CV  # before the next chunk's logits exist
+        ctx.save_for_backward(hidden_TH, head_weight_VH, targets_T, log_normalizers_T)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.mark_non_differentiable(entropy_T)
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """d logprob(target) / d logits = (onehot(target) - p) / temperature, with p recomputed chunk by chunk."""
+        hidden_TH, head_weight_VH, targets_T, log_normalizers_T = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden_TH = torch.empty_like(hidden_TH) if needs_hidden else None
+        # float32 across chunks: a bfloat16 running sum would drop the small chunks.
+        grad_weight_VH = torch.zeros_like(head_weight_VH, dtype=torch.float32) if needs_weight else None
+        for start in range(0, hidden_TH.shape[0], ctx.chunk_tokens):
+            rows = slice(start, start + ctx.chunk_tokens)
+            scale_C = (grad_logprobs_T[rows].float() / ctx.temperature).unsqueeze(-1)
+            work_CV = _scaled_logits(hidden_TH[rows], head_weight_VH, ctx.temperature)
+            work_CV.sub_(log_normalizers_T[rows].unsqueeze(-1)).exp_().mul_(-scale_C)
+            work_CV.scatter_add_(-1, targets_T[rows].unsqueeze(-1), scale_C)
+            grad_logits_CV = work_CV.to(hidden_TH.dtype)
+            del work_CV
+            if grad_hidden_TH is not None:
+                grad_hidden_TH[rows] = grad_logits_CV @ head_weight_VH
+            if grad_weight_VH is not None:
+                grad_weight_VH += grad_logits_CV.t() @ hidden_TH[rows]
+            del grad_logits_CV
+        grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(head_weight_VH.dtype)
+        return grad_hidden_TH, grad_weight, None, None, None

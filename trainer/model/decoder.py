@@ -1,0 +1,279 @@
+"""Decoder: one decoder-only transformer for every supported architecture, over packed variable-length sequences.
+
+    token ids -> embed_tokens -> layers x [ norm, attention, +, norm, feed-forward, + ] -> norm -> hidden
+                                                                     dense | experts             |
+                                                                               the caller <- apply_head
+
+Owns the residual stream and the parameter names, which are the checkpoint's (experts are stacked, see
+trainer.moe.experts). Does not own log-probabilities: the head hands its weight to a function of the caller
+(`apply_head`), because logits of a whole microbatch must never exist.
+
+Shapes: T packed tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from conf.errors import ConfigError
+from conf.schema import LoraConfig, TrainerConfig, TrainMode
+from trainer.lora import Linear
+from trainer.model.attention import Attention, AttentionBackend, PackedSequences, choose_attention_backend
+from trainer.model.norm import RMSNorm
+from trainer.model.rope import RotaryEmbedding
+from trainer.model.spec import ModelSpec
+from trainer.moe.block import MoeBlock
+from trainer.moe.experts import Experts
+from trainer.moe.routing import Router
+from trainer.parallel import ParallelLayout, shard_decoder
+
+Out = TypeVar("Out")
+
+
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """What every layer's constructor needs to know."""
+
+    spec: ModelSpec
+    compute_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    attention_lora: LoraConfig | None
+    mlp_lora: LoraConfig | None
+    expert_lora: LoraConfig | None
+    attention_backend: AttentionBackend
+    checkpointing: bool
+    layout: ParallelLayout
+
+
+class VocabTable(nn.Module):
+    """A (V, H) weight that is whole only inside forward, and in the backward of what forward returns: FSDP2 gathers it.
+
+    Embedding and head are two uses of this one class, so that tied embeddings are one parameter of one FSDP2 unit.
+    """
+
+    def __init__(self, build: _Build) -> None:
+        super().__init__()
+        shape = (build.spec.vocab_size, build.spec.hidden_size)
+        self.compute_dtype = build.compute_dtype
+        self.weight = nn.Parameter(torch.empty(shape, dtype=build.weight_dtype))
+
+    def forward(self, use: Callable[[Tensor, Tensor], Out], x: Tensor) -> Out:
+        """use(x, weight_VH) with the weight in the compute dtype."""
+        return use(x, self.weight.to(self.compute_dtype))
+
+
+class DenseMlp(nn.Module):
+    """SwiGLU feed-forward (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, build: _Build) -> None:
+        super().__init__()
+        hidden, width = build.spec.hidden_size, build.spec.intermediate_size
+        self.gate_proj = Linear(hidden, width, weight_dtype=build.weight_dtype, lora=build.mlp_lora)
+        self.up_proj = Linear(hidden, width, weight_dtype=build.weight_dtype, lora=build.mlp_lora)
+        self.down_proj = Linear(width, hidden, weight_dtype=build.weight_dtype, lora=build.mlp_lora)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        return self.down_proj(F.silu(self.gate_proj(x_TH)) * self.up_proj(x_TH))
+
+
+class DecoderLayer(nn.Module):
+    """One residual block.
+
+    Recomputed in the backward pass when checkpointing is on (inside FSDP2's hooks, which gather once).
+    """
+
+    def __init__(self, build: _Build, layer: int) -> None:
+        super().__init__()
+        spec = build.spec
+        self.checkpointing = build.checkpointing
+        self.input_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps, weight_dtype=build.weight_dtype)
+        self.self_attn = Attention(
+            spec, weight_dtype=build.weight_dtype, lora=build.attention_lora, backend=build.attention_backend
+        )
+        self.post_attention_layernorm = RMSNorm(
+            spec.hidden_size, eps=spec.rms_norm_eps, weight_dtype=build.weight_dtype
+        )
+        self.mlp = _moe_block(build) if spec.is_moe_layer(layer) else DenseMlp(build)
+
+    def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences) -> Tensor:
+        """[T, H] -> [T, H]."""
+        if self.checkpointing and torch.is_grad_enabled():
+            # There is no dropout, so no random state to restore.
+            out = checkpoint(self._residuals, x_TH, rope, sequences, use_reentrant=False, preserve_rng_state=False)
+            assert isinstance(out, Tensor)
+            return out
+        return self._residuals(x_TH, rope, sequences)
+
+    def _residuals(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences) -> Tensor:
+        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), rope, sequences)
+        return x_TH + self.mlp(self.post_attention_layernorm(x_TH))
+
+
+class Trunk(nn.Module):
+    """Everything but the head; exists for the `model.` in the checkpoint's names."""
+
+    def __init__(self, build: _Build) -> None:
+        super().__init__()
+        spec = build.spec
+        self.embed_tokens = VocabTable(build)
+        self.layers = nn.ModuleList(DecoderLayer(build, layer) for layer in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps, weight_dtype=build.weight_dtype)
+
+
+class Decoder(nn.Module):
+    """Token ids -> hidden states after the final norm. Built by `build_decoder`."""
+
+    def __init__(self, build: _Build) -> None:
+        super().__init__()
+        self.spec = build.spec
+        self.dtype = build.compute_dtype
+        """Compute dtype (model.dtype): of activations, frozen weights and exports."""
+        self.layout = build.layout
+        self.attention_backend = build.attention_backend
+        self.model = Trunk(build)
+        self.lm_head = None if build.spec.tie_embeddings else VocabTable(build)
+        self._rotary = RotaryEmbedding(build.spec.head_dim, build.spec.rope_theta)
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Run the decoder over one microbatch.
+
+        Args:
+            token_ids_T: int64 [T], sequences one after the other. T = 0 is a dummy microbatch: every collective still
+                runs, and every trainable parameter gets a gradient of zeros.
+            positions_T: int64 [T], position of each token in its own sequence.
+            cu_seqlens: int [num_sequences + 1], start of each sequence and T at the end; [0] when T = 0. Best on the
+                CPU, because it decides shapes.
+
+        Returns:
+            hidden_TH in the compute dtype.
+        """
+        sequences = PackedSequences.from_cu_seqlens(cu_seqlens, token_ids_T.shape[0], token_ids_T.device)
+        rope = self._rotary(positions_T, self.dtype)
+        x_TH = self.model.embed_tokens(F.embedding, token_ids_T)
+        for layer in self.model.layers:
+            x_TH = layer(x_TH, rope, sequences)
+        return self.model.norm(x_TH)
+
+    def apply_head(self, use: Callable[[Tensor, Tensor], Out], hidden_TH: Tensor) -> Out:
+        """Call use(hidden_TH, weight_VH) where the whole head weight exists: in this call, and again in its backward.
+
+        `use` returns a tensor, or a tuple or dict of tensors, that depend on hidden_TH: FSDP2 hooks the backward on
+        them. A custom autograd.Function may save weight_VH with ctx.save_for_backward; nothing else may keep it. The
+        weight is in the compute dtype, requires grad in full training, and is the embedding's when tied. Call it
+        after `forward`.
+
+        Example:
+            logprobs_TV = decoder.apply_head(lambda hidden, weight: F.linear(hidden, weight).log_softmax(-1), hidden_TH)
+        """
+        table = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return table(use, hidden_TH)
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """Kernels chosen at construction, for the run's log.
+
+        Example: {"attention": "varlen", "experts": "grouped_mm", "expert_adapters": "grouped_mm"}
+        """
+        chosen = {"attention": str(self.attention_backend)}
+        for module in self.modules():
+            if isinstance(module, Experts):
+                chosen["experts"] = str(module.backend)
+                if module.lora is not None:
+                    chosen["expert_adapters"] = str(module.lora_backend)
+        return chosen
+
+
+def build_decoder(
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trainer: TrainerConfig,
+    layout: ParallelLayout | None = None,
+) -> Decoder:
+    """Construct on meta, apply FSDP2, allocate on `device`. Values are undefined until `trainer.loading.load_weights`.
+
+    Trainable parameters are float32; frozen ones (all but the adapters in LoRA mode) are in `dtype`.
+
+    Raises:
+        ConfigError: ep_size does not divide the experts, or LoRA finds nothing to adapt.
+    """
+    device = torch.device(device)
+    layout = layout if layout is not None else ParallelLayout.single(device)
+    lora = trainer.lora if trainer.mode is TrainMode.lora else None
+    _check(spec, lora, layout)
+    build = _Build(
+        spec=spec,
+        compute_dtype=dtype,
+        weight_dtype=torch.float32 if lora is None else dtype,
+        attention_lora=lora if lora is not None and lora.attention else None,
+        mlp_lora=lora if lora is not None and lora.mlp else None,
+        expert_lora=lora if lora is not None and lora.experts else None,
+        attention_backend=choose_attention_backend(device, dtype, spec.head_dim),
+        checkpointing=trainer.activation_checkpointing,
+        layout=layout,
+    )
+    with torch.device("meta"):
+        decoder = Decoder(build)
+    _choose_trainable(decoder, trainer)
+    shard_decoder(decoder, layout)
+    decoder.to_empty(device=device)
+    return decoder
+
+
+def _check(spec: ModelSpec, lora: LoraConfig | None, layout: ParallelLayout) -> None:
+    num_moe_layers = sum(spec.is_moe_layer(layer) for layer in range(spec.num_layers))
+    if num_moe_layers == 0 and layout.ep_size > 1:
+        raise ConfigError(f"trainer.ep_size must be 1 for a model without experts, got {layout.ep_size}")
+    if num_moe_layers and spec.moe is not None and spec.moe.num_experts % layout.ep_size:
+        raise ConfigError(
+            f"trainer.ep_size must divide the number of experts {spec.moe.num_experts}, got {layout.ep_size}"
+        )
+    if lora is not None:
+        has_target = (
+            lora.attention or (lora.experts and num_moe_layers) or (lora.mlp and num_moe_layers < spec.num_layers)
+        )
+        if not has_target:
+            raise ConfigError(
+                f"trainer.lora adapts nothing in this {spec.family} model, where {num_moe_layers} of {spec.num_layers} "
+                f"layers have experts: got attention={lora.attention}, mlp={lora.mlp}, experts={lora.experts}; "
+                "set one to true that the model has"
+            )
+
+
+def _moe_block(build: _Build) -> MoeBlock:
+    spec, moe, layout = build.spec, build.spec.moe, build.layout
+    assert moe is not None
+    num_local_experts = moe.num_experts // layout.ep_size
+    experts = Experts(
+        hidden_size=spec.hidden_size,
+        intermediate_size=moe.intermediate_size,
+        first_expert=layout.ep_rank * num_local_experts,
+        num_local_experts=num_local_experts,
+        compute_dtype=build.compute_dtype,
+        weight_dtype=build.weight_dtype,
+        lora=build.expert_lora,
+        device=layout.device,
+    )
+    router = Router(moe, spec.hidden_size, weight_dtype=build.weight_dtype)
+    return MoeBlock(router, experts, num_experts=moe.num_experts, ep_group=layout.ep_group)
+
+
+def _choose_trainable(decoder: Decoder, trainer: TrainerConfig) -> None:
+    """Set requires_grad once, before FSDP2 looks at it."""
+    routers = {
+        id(parameter) for module in decoder.modules() if isinstance(module, Router) for parameter in module.parameters()
+    }
+    for name, parameter in decoder.named_parameters():
+        if trainer.mode is TrainMode.lora:
+            parameter.requires_grad_("lora_" in name.rsplit(".", 1)[-1])
+        else:
+            parameter.requires_grad_(trainer.train_router or id(parameter) not in routers)

@@ -1,0 +1,35 @@
+"""The mixture-of-experts feed-forward: route, dispatch, experts, back, combine.
+
+Owns the order; each step is a module of its own.
+
+Invariant: a token's output depends on its experts' weights alone, not on which rank holds them or on who else is in
+the batch (up to the kernels' own choice by row count).
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.moe.combine import combine
+from trainer.moe.dispatch import dispatch, plan_dispatch, undispatch
+from trainer.moe.experts import Experts
+from trainer.moe.routing import Router
+
+
+class MoeBlock(nn.Module):
+    """Parameters: gate.weight (the router) and experts.* (this rank's experts)."""
+
+    def __init__(self, gate: Router, experts: Experts, *, num_experts: int, ep_group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.gate = gate
+        self.experts = experts
+        self.num_experts = num_experts
+        self.ep_group = ep_group
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        routing = self.gate(x_TH)
+        plan = plan_dispatch(routing.experts_TK, self.num_experts, self.ep_group)
+        rows_RH = self.experts(dispatch(x_TH, plan), plan.counts_e)
+        return combine(undispatch(rows_RH, plan), routing.weights_TK, plan.row_of_slot_TK)

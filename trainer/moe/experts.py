@@ -1,0 +1,75 @@
+"""The experts that one rank holds: stacked SwiGLU weights, and an adapter per expert.
+
+Owns the arithmetic on rows that are already sorted by expert. Parameters (E local experts, H hidden, I expert width, r
+rank):
+
+    gate_up_proj (E, 2I, H)    gate_up_lora_A (E, r, H)    gate_up_lora_B (E, 2I, r)
+    down_proj    (E, H, I)     down_lora_A    (E, r, I)    down_lora_B    (E, H, r)
+
+Gate rows come first, as in transformers 5 and in vLLM's w13. Gate and up of an expert share one A, as PEFT's adapters
+of fused expert parameters do. Does not know where rows come from.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from conf.schema import LoraConfig
+from trainer.lora import Adapted
+from trainer.moe.grouped import choose_grouped_backend, grouped_linear
+
+
+class Experts(Adapted):
+    """down(silu(gate(x)) * up(x)) for every local expert. Its forward is one FSDP2 unit where experts are sharded."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        first_expert: int,
+        num_local_experts: int,
+        compute_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        lora: LoraConfig | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.lora = lora
+        self.first_expert = first_expert
+        self.num_local_experts = num_local_experts
+        self.intermediate_size = intermediate_size
+
+        def stacked(rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_local_experts, rows, columns, dtype=dtype))
+
+        hidden, width = hidden_size, intermediate_size
+        self.gate_up_proj = stacked(2 * width, hidden, weight_dtype)
+        self.down_proj = stacked(hidden, width, weight_dtype)
+        self.backend = choose_grouped_backend(device, compute_dtype, (hidden, width, 2 * width))
+        if lora is not None:
+            self.gate_up_lora_A = stacked(lora.rank, hidden, torch.float32)
+            self.gate_up_lora_B = stacked(2 * width, lora.rank, torch.float32)
+            self.down_lora_A = stacked(lora.rank, width, torch.float32)
+            self.down_lora_B = stacked(hidden, lora.rank, torch.float32)
+            self.lora_backend = choose_grouped_backend(device, compute_dtype, (hidden, width, 2 * width, lora.rank))
+
+    def forward(self, rows_SH: Tensor, counts_E: Tensor) -> Tensor:
+        """[S, H] rows sorted by local expert, counts_E of each -> [S, H].
+
+        S = 0 still touches every parameter's gradient.
+        """
+        gate_up = self._project(rows_SH, counts_E, "gate_up")
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self._project(F.silu(gate) * up, counts_E, "down")
+
+    def _project(self, x: Tensor, counts_E: Tensor, name: str) -> Tensor:
+        weight = getattr(self, f"{name}_proj").to(x.dtype)
+        y = grouped_linear(x, weight, counts_E, self.backend)
+        if self.lora is None or not self.adapters_enabled:
+            return y
+        a, b = getattr(self, f"{name}_lora_A").to(x.dtype), getattr(self, f"{name}_lora_B").to(x.dtype)
+        low_rank = grouped_linear(grouped_linear(x, a, counts_E, self.lora_backend), b, counts_E, self.lora_backend)
+        return torch.add(y, low_rank, alpha=self.lora.scale)

@@ -1,0 +1,177 @@
+"""AdamW on this rank's shards: the schedule, the global gradient norm, clipping, and the refusal of non-finite steps.
+
+Owns the moments and the decision whether a step happens. Does not own the policy version (rank.py) nor where shards
+lie (parallel.py): it sees plain local tensors, each with the number of ranks that hold the same values.
+
+Invariants: every rank takes the same decision, because it is a function of one all-reduced pair of numbers;
+the norm counts each element of the model once, however dense parameters and experts are laid out; when the
+norm or a loss is not finite nothing changes, neither parameters nor moments nor the schedule.
+
+    gradients (summed over ranks) -> sum of squares / copies -> ONE all-reduce -> norm -> clip -> AdamW on local shards
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conf.schema import OptimConfig
+
+
+def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
+    """Rate of update `step` (from 0) of `num_steps`.
+
+    Linear warm-up: lr * (step + 1) / (warmup_steps + 1), so that neither the first update nor a later one is
+    wasted at rate 0. After it, lr * (f + (1 - f) * (1 + cos(pi * p)) / 2) with f = final_lr_fraction and p
+    from 0 to 1 at the last step (SGDR, Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5).
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    num_decay_steps = max(num_steps - 1 - config.warmup_steps, 1)
+    progress = min((step - config.warmup_steps) / num_decay_steps, 1.0)
+    final = config.final_lr_fraction
+    return config.lr * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+@dataclass(slots=True)
+class TrainableShard:
+    """This rank's part of one trainable parameter.
+
+    `values` aliases the parameter's storage (plain float32 tensor, may be empty); `num_copies` ranks hold
+    these same values.
+    """
+
+    name: str
+    values: Tensor
+    num_copies: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Outcome of one optimizer step; the same on every rank."""
+
+    grad_norm: float
+    """Global norm before clipping."""
+    lr: float
+    is_finite: bool
+
+
+class ShardedAdamW:
+    """torch.optim.AdamW over local shards, with the global decisions around it."""
+
+    def __init__(
+        self,
+        shards: Sequence[TrainableShard],
+        config: OptimConfig,
+        num_steps: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        """Args: `group` spans all trainer ranks and can reduce tensors of `device`; None means a single rank."""
+        for shard in shards:
+            if shard.values.dtype is not torch.float32:
+                raise ValueError(
+                    f"trainable parameter {shard.name} is {shard.values.dtype}; the optimizer keeps float32"
+                )
+        self._shards = list(shards)
+        self._config = config
+        self._num_steps = num_steps
+        self._group = group
+        self._device = device
+        self.num_updates = 0
+        held = [shard.values for shard in self._shards if shard.values.numel()]
+        beta1, beta2 = config.betas
+        self._adamw = (
+            torch.optim.AdamW(
+                held,
+                lr=config.lr,
+                betas=(beta1, beta2),
+                eps=config.eps,
+                weight_decay=config.weight_decay,
+                fused=True,
+            )
+            if held
+            else None
+        )
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor | None], local_loss: float) -> StepResult:
+        """Update every shard, or none of them anywhere. Collective.
+
+        Args:
+            gradients: one per shard, already summed over ranks; None counts as zeros (no token reached the
+                parameter), so that
+                moments decay alike however experts are spread.
+            local_loss: this rank's share of the batch's loss; only its finiteness is used.
+        """
+        full = [
+            torch.zeros_like(shard.values) if grad is None else grad.float()
+            for shard, grad in zip(self._shards, gradients, strict=True)
+        ]
+        grad_norm, is_finite = self._global_norm(full, local_loss)
+        lr = learning_rate(self._config, self.num_updates, self._num_steps)
+        if not is_finite:
+            return StepResult(grad_norm, lr, is_finite=False)
+
+        if 0 < self._config.max_grad_norm < grad_norm:
+            torch._foreach_mul_(full, self._config.max_grad_norm / grad_norm)
+        if self._adamw is not None:
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            for shard, grad in zip(self._shards, full, strict=True):
+                shard.values.grad = grad if shard.values.numel() else None
+            self._adamw.step()
+            self._adamw.zero_grad(set_to_none=True)
+        self.num_updates += 1
+        return StepResult(grad_norm, lr, is_finite=True)
+
+    def _global_norm(self, gradients: list[Tensor], local_loss: float) -> tuple[float, bool]:
+        """Norm over the whole model and whether it and every rank's loss are finite; one all-reduce of two
+        float64 numbers.
+        """
+        held = [(grad, shard.num_copies) for grad, shard in zip(gradients, self._shards, strict=True) if grad.numel()]
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if held:
+            norms = torch.stack(torch._foreach_norm([grad for grad, _ in held])).double()
+            copies = torch.tensor([num_copies for _, num_copies in held], dtype=torch.float64, device=self._device)
+            total[0] = (norms * norms / copies).sum()
+        total[1] = float(not math.isfinite(local_loss))
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+        sum_of_squares, num_bad_losses = total.tolist()
+        grad_norm = math.sqrt(sum_of_squares) if math.isfinite(sum_of_squares) else sum_of_squares
+        return grad_norm, math.isfinite(grad_norm) and num_bad_losses == 0
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Moments by "<parameter>.exp_avg" and "<parameter>.exp_avg_sq"; zeros before the first update."""
+        tensors: dict[str, Tensor] = {}
+        for shard in self._shards:
+            state = self._state_of(shard)
+            for key in ("exp_avg", "exp_avg_sq"):
+                tensors[f"{shard.name}.{key}"] = state.get(key, torch.zeros_like(shard.values))
+        return tensors
+
+    def load_state_tensors(self, tensors: dict[str, Tensor], num_updates: int) -> None:
+        """Set the moments and the place in the schedule; the inverse of `state_tensors`."""
+        for shard in self._shards:
+            if self._adamw is None or not shard.values.numel():
+                continue
+            # AdamW fills an empty state by itself at the first step, which would drop loaded moments: create it whole.
+            self._adamw.state[shard.values] = {
+                "step": torch.tensor(float(num_updates), dtype=torch.float32, device=shard.values.device),
+                **{
+                    key: tensors[f"{shard.name}.{key}"].to(shard.values.device, torch.float32).clone()
+                    for key in ("exp_avg", "exp_avg_sq")
+                },
+            }
+        self.num_updates = num_updates
+
+    def _state_of(self, shard: TrainableShard) -> dict[str, Tensor]:
+        if self._adamw is None or shard.values not in self._adamw.state:
+            return {}
+        return self._adamw.state[shard.values]

@@ -1,0 +1,228 @@
+"""Samples -> microbatches -> flat arrays: which rank trains which samples together, and how they are laid end to end.
+
+Owns the assignment (`pack`) and the concatenation (`collate`). Does not own the batch itself (orchestrator/buffer.py)
+nor any tensor: numpy alone, so that the controller can call it.
+
+    lengths   5 3 3 2 1    --pack(num_ranks=2, max_tokens=8)-->   rank 0: [[0, 3]]      rank 1: [[1, 2, 4]]
+                                                                          5+2                   3+3+1
+
+Invariants: every sample is in exactly one microbatch; no microbatch exceeds `max_tokens` unless one sample
+alone does; all ranks run the same number of microbatches, because FSDP2 and expert parallelism make every
+layer a collective; equal input, equal output.
+Callers: the controller (`pack`), TrainerRank (`collate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.types import Sample
+
+ATTENTION_EQUAL_TOKENS = 16384
+"""Length at which causal attention costs as much as everything else: 6.1 GFLOP a token in the matrices and 1.6
+GFLOP a token in attention at 4096 tokens make it 15.6 k for Qwen3-30B-A3B. Only the balance depends on it."""
+
+
+def sample_cost(num_tokens: int, attention_equal_tokens: int = ATTENTION_EQUAL_TOKENS) -> float:
+    """Relative time of one sample: its tokens, plus the attention term that grows with their square."""
+    return num_tokens + num_tokens * num_tokens / attention_equal_tokens
+
+
+def pack(
+    lengths: Sequence[int],
+    num_ranks: int,
+    max_tokens: int,
+    attention_equal_tokens: int = ATTENTION_EQUAL_TOKENS,
+) -> list[list[list[int]]]:
+    """Assign samples to microbatches and microbatches to ranks.
+
+    The number of microbatches is the fewest that first-fit-decreasing finds, rounded up to a multiple of
+    `num_ranks`; samples are then spread over that many by cost. Ranks wait for each other in every layer, so a
+    step takes the sum over microbatch indices of the slowest rank's cost: microbatches of like cost share an
+    index, which minimizes that sum.
+
+    Args:
+        lengths: tokens of each sample, each >= 1.
+        num_ranks: trainer ranks.
+        max_tokens: bound on the tokens of one microbatch; a longer sample gets a microbatch of its own.
+        attention_equal_tokens: see ATTENTION_EQUAL_TOKENS.
+
+    Returns:
+        Per rank, a list of microbatches; a microbatch is an ascending list of sample indices and may be empty.
+
+    Raises:
+        ValueError: a length, `num_ranks` or `max_tokens` below 1.
+    """
+    if num_ranks < 1 or max_tokens < 1:
+        raise ValueError(f"pack needs num_ranks >= 1 and max_tokens >= 1, got {num_ranks} and {max_tokens}")
+    for index, length in enumerate(lengths):
+        if length < 1:
+            raise ValueError(f"sample {index} has {length} tokens; a sample has at least one")
+    if not lengths:
+        return [[] for _ in range(num_ranks)]
+
+    costs = [sample_cost(length, attention_equal_tokens) for length in lengths]
+    fewest = _first_fit(lengths, max_tokens)
+    num_bins = -(-len(fewest) // num_ranks) * num_ranks
+    bins = _lightest_fit(lengths, costs, max_tokens, num_bins)
+    if bins is None:  # spreading by cost got stuck where first-fit did not
+        bins = fewest + [[] for _ in range(num_bins - len(fewest))]
+    return _deal(bins, costs, num_ranks)
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    """Sample indices by falling length, ties by index."""
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+
+
+def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Bins by first-fit-decreasing: each sample goes into the first bin with room, or opens one."""
+    bins: list[list[int]] = []
+    tokens: list[int] = []
+    for sample in _longest_first(lengths):
+        length = lengths[sample]
+        place = next((index for index, used in enumerate(tokens) if used + length <= max_tokens), None)
+        if place is None:
+            bins.append([sample])
+            tokens.append(length)
+        else:
+            bins[place].append(sample)
+            tokens[place] += length
+    return bins
+
+
+def _lightest_fit(
+    lengths: Sequence[int], costs: Sequence[float], max_tokens: int, num_bins: int
+) -> list[list[int]] | None:
+    """Exactly `num_bins` bins; each sample goes into the cheapest one with room. None when one fits nowhere."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    tokens = [0] * num_bins
+    loads = [0.0] * num_bins
+    for sample in _longest_first(lengths):
+        room = [i for i in range(num_bins) if tokens[i] == 0 or tokens[i] + lengths[sample] <= max_tokens]
+        if not room:
+            return None
+        place = min(room, key=lambda index: (loads[index], index))
+        bins[place].append(sample)
+        tokens[place] += lengths[sample]
+        loads[place] += costs[sample]
+    return bins
+
+
+def _deal(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> list[list[list[int]]]:
+    """Give each rank one bin of every run of `num_ranks` bins in falling cost; the least loaded rank takes the
+    heaviest.
+    """
+    bin_costs = [sum(costs[sample] for sample in members) for members in bins]
+    order = sorted(range(len(bins)), key=lambda index: (-bin_costs[index], index))
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    loads = [0.0] * num_ranks
+    for first in range(0, len(order), num_ranks):
+        lightest_first = sorted(range(num_ranks), key=lambda rank: (loads[rank], rank))
+        for rank, index in zip(lightest_first, order[first : first + num_ranks], strict=True):
+            ranks[rank].append(sorted(bins[index]))
+            loads[rank] += bin_costs[index]
+    return ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Samples laid end to end: T tokens of S sequences, of which N predictions count.
+
+    Example, two samples [7 8 9] and [4 5] whose last two and last one tokens count:
+    token_ids 7 8 9 4 5, positions 0 1 2 0 1, cu_seqlens 0 3 5, predictor_rows 0 1 3, targets 8 9 5, sequence_ids 0 0 1.
+    """
+
+    token_ids: np.ndarray
+    """[T] int64."""
+    positions: np.ndarray
+    """[T] int64; from 0 in every sequence."""
+    cu_seqlens: np.ndarray
+    """[S + 1] int32; sequence s is tokens cu_seqlens[s] to cu_seqlens[s + 1]."""
+    predictor_rows: np.ndarray
+    """[N] int64; the row whose hidden state predicts the n-th counted token: one before it."""
+    targets: np.ndarray
+    """[N] int64; that token."""
+    rollout_logprobs: np.ndarray
+    """[N] float32."""
+    advantages: np.ndarray
+    """[N] float32."""
+    sequence_lengths: np.ndarray
+    """[N] int64; counted tokens of the sequence that the n-th token belongs to."""
+    staleness: np.ndarray
+    """[N] int64; steps between the version that is trained and the oldest version in the token's sample."""
+    num_sequences: int
+    """Sequences with at least one counted token."""
+
+    num_samples: int
+    """Samples; 0 for an empty microbatch, which carries one dummy token so that every collective of a step
+    still runs.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """T, prompts and responses; the dummy token of an empty microbatch is not counted."""
+        return len(self.token_ids) if self.num_samples else 0
+
+
+def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
+    """Lay samples end to end and shift targets: entry t of a sample's arrays is about predicting token t from
+    row t - 1.
+
+    Args:
+        samples: members of one microbatch; none gives a single token 0 of which nothing counts.
+        policy_version: the version about to be trained.
+
+    Raises:
+        ValueError: arrays of unequal length, a first token that counts (nothing precedes it), or a sample from
+            the future.
+    """
+    for index, sample in enumerate(samples):
+        _check_sample(index, sample, policy_version)
+    if not samples:
+        floats, ints = np.zeros(0, np.float32), np.zeros(0, np.int64)
+        one = np.zeros(1, np.int64)
+        return Microbatch(one, one, np.array([0, 1], np.int32), ints, ints, floats, floats, ints, ints, 0, 0)
+
+    cu_seqlens = np.cumsum([0] + [sample.num_tokens for sample in samples])
+    counted = [np.flatnonzero(sample.loss_mask) for sample in samples]
+    num_counted = np.array([len(rows) for rows in counted], np.int64)
+
+    def gather(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+        return np.concatenate([array[rows] for array, rows in zip(arrays, counted, strict=True)]).astype(dtype)
+
+    return Microbatch(
+        token_ids=np.concatenate([sample.token_ids for sample in samples]).astype(np.int64),
+        positions=np.concatenate([np.arange(sample.num_tokens) for sample in samples]).astype(np.int64),
+        cu_seqlens=cu_seqlens.astype(np.int32),
+        predictor_rows=np.concatenate([start + rows - 1 for start, rows in zip(cu_seqlens, counted, strict=False)]),
+        targets=gather([sample.token_ids for sample in samples], np.int64),
+        rollout_logprobs=gather([sample.rollout_logprobs for sample in samples], np.float32),
+        advantages=gather([sample.advantages for sample in samples], np.float32),
+        sequence_lengths=np.repeat(num_counted, num_counted),
+        staleness=np.repeat(np.array([policy_version - sample.oldest_version for sample in samples]), num_counted),
+        num_sequences=int((num_counted > 0).sum()),
+        num_samples=len(samples),
+    )
+
+
+def _check_sample(index: int, sample: Sample, policy_version: int) -> None:
+    """Refuse a sample whose arrays do not describe one sequence."""
+    sizes = {
+        "token_ids": len(sample.token_ids),
+        "loss_mask": len(sample.loss_mask),
+        "rollout_logprobs": len(sample.rollout_logprobs),
+        "advantages": len(sample.advantages),
+    }
+    if len(set(sizes.values())) != 1 or sample.num_tokens == 0:
+        raise ValueError(f"sample {index} needs four arrays of one length >= 1, got {sizes}")
+    if sample.loss_mask[0]:
+        raise ValueError(f"sample {index} counts its first token in the loss, but nothing precedes it to predict it")
+    if sample.oldest_version > policy_version:
+        raise ValueError(
+            f"sample {index} was sampled by policy version {sample.oldest_version}, "
+            f"but the trainer is only at {policy_version}"
+        )

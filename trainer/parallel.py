@@ -1,0 +1,173 @@
+"""Meshes, FSDP2 and expert placement.
+
+    ranks   0 1 2 3   (num_ranks = 4, ep_size = 2)
+    ep      [0 1] [2 3]     an ep group holds every expert once, num_experts / ep_size on each member
+    expert  [0 2] [1 3]     FSDP2 shards an expert bank over the ranks with the same ep_rank
+    dense   [0 1 2 3]       FSDP2 shards everything else over all ranks
+
+Invariant: gradients are summed, never averaged: the loss is divided by counts of the whole batch before backward, and
+the all-to-all already brings every row's gradient to the expert's owner. Hence every rank's local gradient shards are
+disjoint pieces of the true gradient, and its norm is sqrt(all_reduce(sum of local squares)) over all ranks, dense and
+experts alike.
+
+Does not own the process group: whoever starts the rank initializes torch.distributed (when world_size > 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from trainer.errors import LayoutError
+from trainer.moe.experts import Experts
+
+if TYPE_CHECKING:
+    from trainer.model.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """Where this rank stands. Meshes and groups are None where they would have one member."""
+
+    world_size: int
+    ep_size: int
+    rank: int
+    device: torch.device
+    dense_mesh: DeviceMesh | None
+    """All ranks."""
+    expert_mesh: DeviceMesh | None
+    """The num_ranks / ep_size ranks that hold the same experts."""
+    ep_group: dist.ProcessGroup | None
+    """The ep_size ranks that together hold every expert."""
+
+    @property
+    def ep_rank(self) -> int:
+        """Position in the ep group."""
+        return self.rank % self.ep_size
+
+    @property
+    def expert_data_rank(self) -> int:
+        """Position among the ranks that hold the same experts."""
+        return self.rank // self.ep_size
+
+    @classmethod
+    def single(cls, device: torch.device | str) -> ParallelLayout:
+        """One rank, without torch.distributed."""
+        return cls(1, 1, 0, torch.device(device), None, None, None)
+
+    @classmethod
+    def create(cls, world_size: int, ep_size: int, rank: int, device: torch.device | str) -> ParallelLayout:
+        """Build the meshes. Collective when world_size > 1, once torch.distributed is initialized.
+
+        Raises:
+            LayoutError: torch.distributed is missing, or its world is another one.
+        """
+        device = torch.device(device)
+        if world_size == 1:
+            return cls.single(device)
+        if world_size % ep_size:
+            raise LayoutError(f"rank {rank}: ep_size={ep_size} does not divide world_size={world_size}")
+        if not dist.is_initialized() or dist.get_world_size() != world_size or dist.get_rank() != rank:
+            raise LayoutError(
+                f"rank {rank}: initialize torch.distributed as rank {rank} of {world_size} before the layout is made"
+            )
+        dense = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dense",))
+        grid = init_device_mesh(device.type, (world_size // ep_size, ep_size), mesh_dim_names=("expert_data", "ep"))
+        return cls(
+            world_size,
+            ep_size,
+            rank,
+            device,
+            dense_mesh=dense,
+            expert_mesh=grid["expert_data"] if world_size > ep_size else None,
+            ep_group=grid["ep"].get_group() if ep_size > 1 else None,
+        )
+
+
+def shard_decoder(decoder: Decoder, layout: ParallelLayout) -> None:
+    """Apply FSDP2 in place; nothing on a single rank. Parameters may be on meta.
+
+    Units: expert banks (over the expert mesh), layers, embedding, head, and the final norm as the root. Parameters are
+    gathered in the compute dtype; gradients are reduced in float32 by a plain sum. Frozen 16-bit weights and float32
+    adapters share a unit: FSDP2 asks for one dtype among trainable parameters only.
+
+    Every unit, the root included, frees its whole parameters after forward: one left whole after a forward without a
+    backward (the reference policy) would serve stale values after the next optimizer step.
+    """
+    if layout.dense_mesh is None:
+        return
+    banks = _expert_banks(decoder)
+    policy = MixedPrecisionPolicy(param_dtype=decoder.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    def shard(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=ignored)
+        assert isinstance(module, FSDPModule)
+        # Both: a factor alone would ask for a pre-multiplied sum, which gloo does not have.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+    if layout.expert_mesh is not None:
+        for bank in banks:
+            shard(bank, layout.expert_mesh, set())
+    local = {parameter for bank in banks for parameter in bank.parameters()}
+    tables = [decoder.model.embed_tokens] if decoder.lm_head is None else [decoder.model.embed_tokens, decoder.lm_head]
+    for module in (*tables, *decoder.model.layers, decoder):
+        shard(module, layout.dense_mesh, local)
+
+
+def dense_trainable(decoder: Decoder) -> list[tuple[str, nn.Parameter]]:
+    """Trainable parameters outside expert banks: DTensors sharded over all ranks (plain tensors on one rank).
+
+    Gradients are summed over ranks by FSDP2.
+    """
+    experts = _expert_parameter_ids(decoder)
+    return [(n, p) for n, p in decoder.named_parameters() if p.requires_grad and id(p) not in experts]
+
+
+def expert_trainable(decoder: Decoder) -> list[tuple[str, nn.Parameter]]:
+    """Trainable parameters of this rank's experts: plain tensors, or DTensors over the expert mesh.
+
+    Names repeat over ep ranks: `...experts.down_lora_A` is another set of experts on each. Gradients are complete as
+    they are.
+    """
+    experts = _expert_parameter_ids(decoder)
+    return [(n, p) for n, p in decoder.named_parameters() if p.requires_grad and id(p) in experts]
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, int]:
+    """This rank's rows (dim 0) of a parameter, live, and the first one's index in the whole. No communication."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), 0
+    # FSDP2 shards dim 0 as torch.chunk does: ceil(rows / ranks) rows a rank, the last ones short or empty.
+    mesh = tensor.device_mesh
+    rows_a_rank = -(-tensor.shape[0] // mesh.size())
+    start = min(rows_a_rank * mesh.get_local_rank(), tensor.shape[0])
+    with torch.no_grad():
+        local = tensor.to_local()
+    expected = min(rows_a_rank, tensor.shape[0] - start)
+    if local.shape[0] != expected:
+        raise LayoutError(
+            f"a shard has {local.shape[0]} rows where row sharding over {mesh.size()} ranks gives {expected}"
+        )
+    return local, start
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All rows of a parameter, without a graph. Collective where it is sharded, on the mesh that shards it."""
+    values = tensor.detach()
+    return values.full_tensor() if isinstance(values, DTensor) else values
+
+
+def _expert_banks(decoder: Decoder) -> list[Experts]:
+    return [module for module in decoder.modules() if isinstance(module, Experts)]
+
+
+def _expert_parameter_ids(decoder: Decoder) -> set[int]:
+    return {id(parameter) for bank in _expert_banks(decoder) for parameter in bank.parameters()}

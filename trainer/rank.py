@@ -1,0 +1,412 @@
+"""TrainerRank: one process of the trainer. Loads its part of the policy, trains it, publishes it, saves it.
+
+Owns the order of collectives inside one rank and the policy version, which rises by one with every update that
+took place. Does not own the loop (orchestrator/controller.py), Ray, or metrics: what it measures it returns.
+
+    load -> ( forward_backward* -> optimizer_step -> publish )*      save_* and load_state between steps; then shutdown
+                    |                    |
+         gradients add up        uses them up, also when it refuses the step
+
+Invariant: all ranks make the same calls in the same order, with equally many microbatches: every layer is a
+collective. Calls that take host-side arguments compare them over the control group first, so that a
+disagreement is an error and not a hang.
+
+Shapes: T packed tokens, N counted tokens, H hidden, V vocabulary. Callers: orchestrator/placement.py (a Ray
+actor around it).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from conf.schema import AlgorithmConfig, ModelConfig, TrainerConfig, TrainMode, WeightSyncConfig
+from trainer.adapter_io import save_adapter, save_merged
+from trainer.checkpoint_state import read_rank_state, write_rank_state
+from trainer.control import ControlGroup
+from trainer.errors import LayoutError, TrainerError
+from trainer.loading import load_weights, open_reader
+from trainer.logprobs import token_logprobs
+from trainer.loss import CountedTokens, LossAccumulator, PolicyLoss, policy_loss
+from trainer.model.decoder import Decoder, build_decoder
+from trainer.model.spec import ModelSpec
+from trainer.optim import ShardedAdamW, TrainableShard
+from trainer.packing import Microbatch, collate
+from trainer.parallel import ParallelLayout, dense_trainable, expert_trainable
+from trainer.reference import ReferencePolicy
+from trainer.types import Denominators, LossStats, OptimStats, Sample
+from trainer.weight_source import TrainerWeightSource
+
+if TYPE_CHECKING:
+    from weight_sync.publisher import Publisher, PublishReport
+    from weight_sync.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+
+class TrainerRank:
+    """One rank. Every public method but `policy_version` is collective over the trainer's ranks."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        algorithm: AlgorithmConfig,
+        sampling_temperature: float,
+        weight_sync: WeightSyncConfig,
+        seed: int,
+        num_steps: int,
+        rank: int,
+        world_size: int,
+        rendezvous: str,
+        device: str,
+        hf_config: dict[str, Any],
+        sync_key: bytes,
+    ) -> None:
+        """Join the process group.
+
+        Args:
+            sampling_temperature: softmax temperature of the rollouts; log-probabilities here use the same.
+            num_steps: optimizer steps of the run; the rate's schedule ends there.
+            rendezvous: "tcp://host:port" of rank 0. Unused with one rank.
+            device: "cpu" or "cuda"; a rank takes the visible GPU with its number, modulo their count.
+            hf_config: the policy's Hugging Face config.
+            sync_key: signs the control messages of a publish.
+        """
+        if world_size != trainer.num_ranks:
+            raise LayoutError(
+                f"rank {rank}: started in a world of {world_size}, but trainer.num_ranks={trainer.num_ranks}"
+            )
+        self._model, self._trainer, self._algorithm, self._weight_sync = model, trainer, algorithm, weight_sync
+        self._temperature, self._seed, self._num_steps = sampling_temperature, seed, num_steps
+        self._rank, self._world_size, self._hf_config, self._sync_key = rank, world_size, hf_config, sync_key
+        self._device = _take_device(device, rank)
+        self._control = ControlGroup(rank, world_size, rendezvous, self._device)
+        torch.manual_seed(seed)
+        self._policy_version = 0
+        self._local_loss = 0.0
+        self._decoder: Decoder | None = None
+        self._publisher: Publisher | None = None
+        self._transport: Transport | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """Updates that took place since the run began."""
+        return self._policy_version
+
+    # ------------------------------------------------------------------------------------------------------------ load
+
+    def load(self) -> dict[str, Any]:
+        """Build the decoder, fill its weights, set up the optimizer. Returns facts for the log."""
+        started = time.perf_counter()
+        spec = ModelSpec.from_hf_config(self._hf_config)
+        layout = ParallelLayout.create(self._world_size, self._trainer.ep_size, self._rank, self._device)
+        dtype = getattr(torch, self._model.dtype.value)
+        decoder = build_decoder(spec, dtype=dtype, device=self._device, trainer=self._trainer, layout=layout)
+        reader = open_reader(self._model, spec, seed=self._seed, device=self._device)
+        report = load_weights(decoder, reader, seed=self._seed)
+        self._decoder = decoder
+        self._trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
+        self._shards = [TrainableShard(name, _local(name, param).detach()) for name, param in self._trainable]
+        self._optimizer = ShardedAdamW(
+            self._shards,
+            self._trainer.optim,
+            self._num_steps,
+            group=dist.group.WORLD if self._world_size > 1 else None,
+            device=self._device,
+        )
+        is_full = self._trainer.mode is TrainMode.full
+        self._reference = (
+            ReferencePolicy(decoder, [shard.values for shard in self._shards] if is_full else None)
+            if self._algorithm.kl_coef > 0
+            else None
+        )
+        self._source = TrainerWeightSource(decoder, self._rank)
+        num_trainable = self._control.sum(sum(shard.values.numel() for shard in self._shards))
+        return {
+            "rank": self._rank,
+            "device": str(self._device),
+            "backends": decoder.backends,
+            "num_parameters": sum(
+                _num_elements(meta.shape) for meta in spec.checkpoint_tensors(self._model.dtype.value)
+            ),
+            "num_trainable_parameters": num_trainable,
+            "loaded_tensors": report.num_tensors,
+            "loaded_bytes": report.num_bytes,
+            "ignored_tensors": list(report.ignored),
+            "load_s": time.perf_counter() - started,
+        }
+
+    # ----------------------------------------------------------------------------------------------------------- train
+
+    def forward_backward(self, microbatches: list[list[Sample]], denominators: Denominators) -> LossStats:
+        """Add the gradients of these microbatches to those already there.
+
+        Args:
+            microbatches: this rank's, as `trainer.packing.pack` assigned them; empty ones take part with a dummy token.
+            denominators: counts of the whole batch, the same on every rank.
+
+        Returns:
+            This rank's sums and maxima (see trainer/loss.py); the batch's are their sums and maxima over ranks.
+        """
+        decoder = self._loaded()
+        started = time.perf_counter()
+        self._control.agree("microbatches and denominators", (len(microbatches), denominators))
+        if denominators.policy_version != self._policy_version:
+            raise TrainerError(
+                f"rank {self._rank}: a batch for policy version {denominators.policy_version} "
+                f"came to version {self._policy_version}"
+            )
+        accumulator = LossAccumulator()
+        counts = {"batch/num_tokens": 0, "batch/num_samples": 0, "batch/num_sequences": 0}
+        for samples in microbatches:
+            micro = collate(samples, denominators.policy_version)
+            part = self._train_microbatch(decoder, micro, denominators)
+            accumulator.add(part)
+            counts["batch/num_tokens"] += micro.num_tokens
+            counts["batch/num_samples"] += micro.num_samples
+            counts["batch/num_sequences"] += micro.num_sequences
+        stats = accumulator.result()
+        self._local_loss += stats.sums.get("loss/total_sum", 0.0)
+        sums = stats.sums | {name: float(count) for name, count in counts.items()}
+        maxima = stats.maxima | {"time/forward_backward_s": time.perf_counter() - started}
+        if self._device.type == "cuda":
+            maxima["memory/peak_device_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+        return LossStats(sums, maxima)
+
+    def _train_microbatch(self, decoder: Decoder, micro: Microbatch, denominators: Denominators) -> PolicyLoss:
+        """Forward, loss, backward. The reference runs first, while no activations are held."""
+        ref_logprobs_N = None
+        if self._reference is not None:
+            with self._reference.active():
+                ref_logprobs_N, _ = self._logprobs(decoder, micro)
+        logprobs_N, entropy_N = self._logprobs(decoder, micro)
+        tokens = CountedTokens(
+            rollout_logprobs_N=self._to_device(micro.rollout_logprobs),
+            advantages_N=self._to_device(micro.advantages),
+            sequence_lengths_N=self._to_device(micro.sequence_lengths),
+            staleness_N=self._to_device(micro.staleness),
+            ref_logprobs_N=ref_logprobs_N,
+        )
+        part = policy_loss(logprobs_N, entropy_N, tokens, self._algorithm, denominators)
+        part.loss.backward()
+        return part
+
+    def _logprobs(self, decoder: Decoder, micro: Microbatch) -> tuple[Tensor, Tensor]:
+        """(log-probability, entropy) of every counted token. The head runs on the rows that predict one, and
+        on no other.
+        """
+        hidden_TH = decoder(
+            self._to_device(micro.token_ids),
+            self._to_device(micro.positions),
+            torch.from_numpy(micro.cu_seqlens),  # stays on the host: it decides shapes
+        )
+        hidden_NH = hidden_TH.index_select(0, self._to_device(micro.predictor_rows))
+        targets_N = self._to_device(micro.targets)
+        return decoder.apply_head(
+            lambda rows_NH, weight_VH: token_logprobs(
+                rows_NH,
+                weight_VH,
+                targets_N,
+                temperature=self._temperature,
+                chunk_tokens=self._trainer.logprob_chunk_tokens,
+            ),
+            hidden_NH,
+        )
+
+    def optimizer_step(self) -> OptimStats:
+        """Apply the gradients and drop them. A norm or loss that is not finite, on any rank, changes nothing
+        on all of them.
+        """
+        self._loaded()
+        for (name, param), shard in zip(self._trainable, self._shards, strict=True):
+            if _local(name, param).data_ptr() != shard.values.data_ptr():
+                raise TrainerError(
+                    f"rank {self._rank}: the storage of {name} was replaced; the optimizer would update the old one"
+                )
+        gradients = [None if p.grad is None else _local(name, p.grad) for name, p in self._trainable]
+        result = self._optimizer.step(gradients, self._local_loss)
+        for _, param in self._trainable:
+            param.grad = None
+        self._local_loss = 0.0
+        if result.is_finite:
+            self._policy_version += 1
+        else:
+            logger.warning(
+                "rank %d refused the step to version %d: gradient norm %s, or a loss, is not finite",
+                self._rank, self._policy_version + 1, result.grad_norm,
+            )  # fmt: skip
+        return OptimStats(self._policy_version, result.grad_norm, result.lr, result.is_finite)
+
+    # --------------------------------------------------------------------------------------------------------- publish
+
+    def connect(self, endpoints: list[str], transport: Transport | None = None) -> dict[str, Any]:
+        """Meet the rollout workers at these ZMQ endpoints and build the transfer plan. Returns its summary.
+
+        Args:
+            transport: the link to write over; by default Mooncake's, as weight_sync.transport asks.
+        """
+        from weight_sync.publisher import Publisher
+
+        self._loaded()
+        self._control.agree("endpoints", endpoints)
+        if transport is None:
+            from weight_sync.transport.mooncake import MooncakeTransport
+
+            transport = MooncakeTransport(
+                self._weight_sync.transport, device=self._device.type, timeout_s=self._weight_sync.timeout_s
+            )
+        self._transport = transport
+        self._publisher = Publisher(
+            self._source,
+            transport,
+            rank=self._rank,
+            world_size=self._world_size,
+            group=self._control.group,
+            config=self._weight_sync,
+            key=self._sync_key,
+            device=self._device,
+        )
+        return asdict(self._publisher.connect(endpoints))
+
+    def publish(self) -> PublishReport:
+        """Write the current policy version into every connected engine."""
+        if self._publisher is None:
+            raise TrainerError(f"rank {self._rank}: publish() before connect()")
+        return self._publisher.publish(self._policy_version)
+
+    # ------------------------------------------------------------------------------------------------------------ save
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write the adapter in PEFT's format."""
+        save_adapter(self._loaded(), folder)
+
+    def save_merged(self, folder: str | Path) -> None:
+        """Write the merged model as a Hugging Face checkpoint."""
+        save_merged(self._loaded(), folder, self._hf_config)
+
+    def save_state(self, folder: str | Path) -> None:
+        """Write what an exact resume needs; every rank its own file. Returns when all have."""
+        self._loaded()
+        self._control.agree("folder", str(folder))
+        progress = {"policy_version": self._policy_version, "num_updates": self._optimizer.num_updates}
+        write_rank_state(Path(folder), self._rank, self._state_tensors(), self._state_layout(), progress)
+        self._control.agree("policy version", self._policy_version)
+
+    def load_state(self, folder: str | Path) -> None:
+        """Continue exactly where `save_state` stopped. Nothing changes when any rank finds that the state does not fit.
+
+        Raises:
+            CheckpointError: this rank's files are missing, or of another layout.
+            TrainerError: another rank's are, or the ranks' files are of different versions.
+        """
+        self._loaded()
+        needed = {name: list(tensor.shape) for name, tensor in self._state_tensors().items()}
+        error: Exception | None = None
+        tensors: dict[str, Tensor] = {}
+        progress: dict[str, int] = {}
+        try:
+            tensors, progress = read_rank_state(Path(folder), self._rank, self._state_layout(), needed)
+        except TrainerError as caught:
+            error = caught  # the other ranks wait in the next collective: raise after it
+        try:
+            self._control.agree(f"state in {folder}", "unreadable" if error else progress)
+        except TrainerError:
+            if error is None:
+                raise
+        if error is not None:
+            raise error
+        for shard in self._shards:
+            shard.values.copy_(tensors[f"{shard.name}.value"])
+        self._optimizer.load_state_tensors(tensors, progress["num_updates"])
+        torch.set_rng_state(tensors["rng.cpu"])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(tensors["rng.device"], self._device)
+        for _, param in self._trainable:
+            param.grad = None
+        self._local_loss = 0.0
+        self._policy_version = progress["policy_version"]
+
+    def _state_tensors(self) -> dict[str, Tensor]:
+        """Parameters, moments and random state of this rank, by name."""
+        tensors = {f"{shard.name}.value": shard.values for shard in self._shards}
+        tensors |= self._optimizer.state_tensors()
+        tensors["rng.cpu"] = torch.get_rng_state()
+        if self._device.type == "cuda":
+            tensors["rng.device"] = torch.cuda.get_rng_state(self._device)
+        return tensors
+
+    def _state_layout(self) -> dict[str, Any]:
+        """Options that decide which values a rank holds and what they mean."""
+        lora = self._trainer.lora
+        is_lora = self._trainer.mode is TrainMode.lora
+        return {
+            "trainer.num_ranks": self._world_size,
+            "trainer.ep_size": self._trainer.ep_size,
+            "trainer.mode": self._trainer.mode.value,
+            "trainer.lora.rank": lora.rank if is_lora else None,
+            "trainer.lora.alpha": lora.alpha if is_lora else None,
+            "model.dtype": self._model.dtype.value,
+            "device": self._device.type,
+            "model.hf_config": self._hf_config,
+        }
+
+    def shutdown(self) -> None:
+        """Leave the link and the process group. Idempotent; the rank is of no use afterwards."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        self._control.leave()
+
+    # --------------------------------------------------------------------------------------------------------- helpers
+
+    def _loaded(self) -> Decoder:
+        if self._decoder is None:
+            raise TrainerError(f"rank {self._rank}: call load() first")
+        return self._decoder
+
+    def _to_device(self, array: Any) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _take_device(device: str, rank: int) -> torch.device:
+    """This rank's device, with the process prepared for it."""
+    if device == "cuda":
+        taken = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(taken)
+        return taken
+    if "OMP_NUM_THREADS" not in os.environ:  # ranks share this machine's cores with engines: more threads only collide
+        torch.set_num_threads(1)
+    return torch.device("cpu")
+
+
+def _local(name: str, tensor: Tensor) -> Tensor:
+    """This rank's rows of a parameter or gradient; refuses a placement that would count elements twice."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not all(isinstance(placement, Shard) for placement in tensor.placements):
+        raise LayoutError(
+            f"{name} is placed as {tensor.placements}; trainable parameters are sharded, never replicated"
+        )
+    return tensor.to_local()
+
+
+def _num_elements(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,57 @@
+"""The reference policy of the KL penalty: the policy before training, without a second copy of the model.
+
+Owns how the trained weights step aside for a forward pass. LoRA: adapters are switched off. Full training:
+this rank keeps its initial shards and exchanges them with the trained ones.
+
+Invariant: after `active()` the trained shards hold the bits they held before. Callers: TrainerRank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from trainer.lora import disabled_adapters
+from trainer.model.decoder import Decoder
+
+
+class ReferencePolicy:
+    """Switches a decoder to the policy before training and back."""
+
+    def __init__(self, decoder: Decoder, trained_shards: Sequence[Tensor] | None) -> None:
+        """Args: `trained_shards`, local float32 tensors that alias the parameters (full training); None for
+        LoRA. Copies them.
+        """
+        self._decoder = decoder
+        self._trained = trained_shards
+        self._initial = None if trained_shards is None else [shard.detach().clone() for shard in trained_shards]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, the decoder is the reference, without gradients. Every rank enters and leaves together."""
+        with torch.no_grad():
+            if self._trained is None or self._initial is None:
+                with disabled_adapters(self._decoder):
+                    yield
+                return
+            self._exchange()
+            try:
+                yield
+            finally:
+                self._exchange()
+
+    def _exchange(self) -> None:
+        """Swap trained and initial values in place, and drop gathered copies of the old ones."""
+        assert self._trained is not None and self._initial is not None
+        for trained, initial in zip(self._trained, self._initial, strict=True):
+            kept = trained.clone()
+            trained.copy_(initial)
+            initial.copy_(kept)
+        # A unit that is still gathered would go on computing with the values of the policy that just left.
+        for module in self._decoder.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

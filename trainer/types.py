@@ -1,0 +1,65 @@
+"""What goes into and comes out of a trainer rank. Plain data with numpy arrays: importable without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A trainable token sequence: prompt then response. All arrays have length T = prompt + response."""
+
+    token_ids: np.ndarray
+    """[T] int32."""
+    loss_mask: np.ndarray
+    """[T] bool; True on response tokens. Entry t says whether the prediction *of* token t counts."""
+    rollout_logprobs: np.ndarray
+    """[T] float32; the engine's log-probability of token t; 0 where loss_mask is False."""
+    advantages: np.ndarray
+    """[T] float32; 0 where loss_mask is False."""
+    oldest_version: int
+    """Oldest policy version among the response tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the sequence."""
+        return len(self.token_ids)
+
+    @property
+    def num_valid_tokens(self) -> int:
+        """Tokens that count in the loss."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """What losses are divided by: facts of the whole batch, the same on every rank and for every microbatch."""
+
+    num_valid_tokens: int
+    num_sequences: int
+    policy_version: int
+    """Version that is about to be trained; sample staleness = policy_version - sample.oldest_version."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossStats:
+    """Sums over the tokens of one rank, to be added over ranks and divided once.
+
+    Keys are metric names, e.g. "parity/k3_sum".
+    """
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStats:
+    """One optimizer step."""
+
+    policy_version: int
+    grad_norm: float
+    lr: float
+    is_finite: bool
+    """False: the loss or the norm was not finite, nothing was updated and nothing may be published."""

@@ -1,0 +1,161 @@
+"""What a loader wrote, added up: every element of every parameter, once. Integers and numpy, no torch.
+
+Owns: turning the ordered writes of one loader run into disjoint loads and fills, and refusing what does not add up.
+Does not own: seeing the writes (recorder.py). Invariant: the loads and fills that it returns tile every parameter
+that is not derived.
+
+    fill 0 over a padded block, then copy into a part of it   ->   the load, and fills for what the copy left
+    copy, then fill over it                                   ->   RecordError: the loader wipes what it loaded
+
+Callers: recorder.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weight_sync.errors import RecordError
+from weight_sync.layout import Fill, Load, Param, PostLoad
+
+_Ranges = NDArray[np.int64]
+"""(n, 2): half-open element ranges, sorted, disjoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One write of a loader: a strided block of a parameter, from a checkpoint tensor or a constant."""
+
+    param: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    value: Load | float
+
+
+def account(params: Sequence[Param], written: Sequence[Written]) -> tuple[tuple[Load, ...], tuple[Fill, ...]]:
+    """Check that the writes, in the order in which they were made, give every element one value.
+
+    Raises:
+        RecordError: a parameter that is not derived is not written, or only in part; or something is written twice.
+            Names all the unwritten parameters.
+    """
+    by_param: dict[str, list[Written]] = {param.name: [] for param in params}
+    for write in written:
+        by_param[write.param].append(write)
+    unwritten = [p.name for p in params if not by_param[p.name] and p.post_load is not PostLoad.derived]
+    if unwritten:
+        raise RecordError(
+            f"the loader never wrote {len(unwritten)} parameter(s): {', '.join(unwritten)}; a checkpoint tensor is "
+            "missing, or the parameter is derived and must be declared so"
+        )
+    fills: list[Fill] = []
+    for param in params:
+        if by_param[param.name]:
+            fills.extend(_account_one(param, by_param[param.name]))
+    return tuple(write.value for write in written if isinstance(write.value, Load)), tuple(fills)
+
+
+def _account_one(param: Param, writes: list[Written]) -> list[Fill]:
+    """The fills that remain of one parameter, after checking that loads and fills tile it."""
+    taken: _Ranges = np.empty((0, 2), dtype=np.int64)
+    taken_by_load: _Ranges = taken
+    fills: list[tuple[int, int, float]] = []
+    later_loads: list[_Ranges] = []
+
+    def flush() -> None:
+        """Join the loads seen since the last fill; going backwards, they are the later ones."""
+        nonlocal taken, taken_by_load
+        if later_loads:
+            batch = _sorted(np.concatenate(later_loads))
+            _check_once(param, np.concatenate([taken_by_load, batch]), writes)
+            taken_by_load = _sorted(np.concatenate([taken_by_load, batch]))
+            wiped = _intersects(batch, _fill_ranges(fills))
+            if wiped is not None:
+                raise RecordError(f"{param.name}: the loader fills element {wiped} with a constant after loading it")
+            taken = _sorted(np.concatenate([taken, batch]))
+            later_loads.clear()
+
+    for write in reversed(writes):  # the last write to an element is the one that stays
+        if isinstance(write.value, Load):
+            later_loads.append(_ranges(write))
+            continue
+        flush()
+        rest = _subtract(_sorted(_ranges(write)), taken)
+        fills.extend((int(a), int(b), write.value) for a, b in rest)
+        taken = _sorted(np.concatenate([taken, rest]))
+    flush()
+    gaps = _subtract(np.array([[0, param.num_elements]], dtype=np.int64), taken)
+    if len(gaps):
+        raise RecordError(
+            f"{param.name} of shape {list(param.shape)}: the loader leaves {int((gaps[:, 1] - gaps[:, 0]).sum())} of "
+            f"{param.num_elements} elements as they were, the first at {int(gaps[0, 0])}"
+        )
+    return [Fill(param.name, start, stop - start, value) for start, stop, value in sorted(fills)]
+
+
+def _ranges(write: Written) -> _Ranges:
+    """The contiguous element ranges of a strided block, unsorted."""
+    dims = sorted(((step, size) for step, size in zip(write.stride, write.shape) if size > 1), reverse=True)
+    length = 1
+    while dims and dims[-1][0] == length:
+        length *= dims.pop()[1]
+    starts = np.array([write.offset], dtype=np.int64)
+    for step, size in dims:
+        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * step).reshape(-1)
+    return np.stack([starts, starts + length], axis=1)
+
+
+def _sorted(ranges: _Ranges) -> _Ranges:
+    """In order of their start."""
+    return ranges[np.argsort(ranges[:, 0], kind="stable")]
+
+
+def _check_once(param: Param, loaded: _Ranges, writes: list[Written]) -> None:
+    """Raise RecordError if two loads write the same element."""
+    ranges = _sorted(loaded)
+    twice = np.flatnonzero(ranges[1:, 0] < ranges[:-1, 1])
+    if len(twice):
+        at = int(ranges[twice[0] + 1, 0])
+        names = [w.value.tensor for w in writes if isinstance(w.value, Load) and _covers(_ranges(w), at)]
+        raise RecordError(
+            f"{param.name}: element {at} is loaded more than once, from {', '.join(dict.fromkeys(names))}"
+        )
+
+
+def _covers(ranges: _Ranges, at: int) -> bool:
+    """Whether an element lies in one of the ranges."""
+    return bool(((ranges[:, 0] <= at) & (at < ranges[:, 1])).any())
+
+
+def _fill_ranges(fills: Sequence[tuple[int, int, float]]) -> _Ranges:
+    """Start and stop of fills, sorted."""
+    return _sorted(np.array([[a, b] for a, b, _ in fills], dtype=np.int64).reshape(-1, 2))
+
+
+def _intersects(first: _Ranges, second: _Ranges) -> int | None:
+    """The first element that both have."""
+    if not len(first) or not len(second):
+        return None
+    rest = _subtract(first, second)
+    if (rest[:, 1] - rest[:, 0]).sum() == (first[:, 1] - first[:, 0]).sum():
+        return None
+    return next(int(max(a, c)) for a, b in first for c, d in second if max(a, c) < min(b, d))
+
+
+def _subtract(ranges: _Ranges, taken: _Ranges) -> _Ranges:
+    """What of `ranges` is not in `taken`; both sorted and disjoint."""
+    if not len(taken) or not len(ranges):
+        return ranges
+    # Every taken range cuts a hole: candidates are the stretches between neighbouring holes, clipped to each range.
+    first = np.searchsorted(taken[:, 1], ranges[:, 0], side="right")
+    last = np.searchsorted(taken[:, 0], ranges[:, 1], side="left")
+    found: list[_Ranges] = []
+    for (start, stop), low, high in zip(ranges, first, last):
+        holes = taken[low:high]
+        edges = np.concatenate([[start], holes.reshape(-1), [stop]]).reshape(-1, 2)
+        found.append(edges[edges[:, 0] < edges[:, 1]])
+    return np.concatenate(found)

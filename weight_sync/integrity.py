@@ -1,0 +1,125 @@
+"""A 64-bit fingerprint of bytes at a position, which adds up: a parameter's hash is the sum of its parts' hashes.
+
+Owns the definition and its torch implementation (cpu and cuda give the same number). Callers: `pipeline.py` hashes
+each packed task at its place in the destination parameter, `receiver.py` hashes the parameter itself, `publisher.py`
+adds.
+
+Definition, for bytes b_0, b_1, ... of a parameter (zero where a range does not reach), little-endian 32-bit words
+w_i = b_4i + 2^8 b_4i+1 + 2^16 b_4i+2 + 2^24 b_4i+3, all arithmetic mod 2^64:
+
+    H = sum_i w_i * K(i)         K(i) = A[i mod 1024] * B(i div 1024)         A, B odd numbers from splitmix64
+
+H is linear in every byte, so ranges may start and end anywhere, inside a word too, and any partition sums to the same
+H.
+
+What it catches. A change inside one word changes H by d * K(i) with 0 < |d| < 2^32 and K odd: never 0, so any flipped
+bit, and any burst inside one word, is caught with certainty. A change of several words is missed only if sum d_i K(i)
+= 0. Over random odd keys that has probability at most 2^(t - 63), t the number of trailing zero bits of the d_i that
+has fewest (at worst 2^-32, for words that differ in their top bit alone; 2^-63 for typical noise). The keys are
+fixed, so this is a bound against accidents (swapped rows, shifted or repeated data, a range not written), not against
+an adversary. Keys multiply rather than add up across
+blocks: with A + B, swapping a rectangle of words would cancel.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+
+HASH_MASK = (1 << 64) - 1
+DEFAULT_SCRATCH_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""Most scratch of one hash call, in bytes, by device type: fits a core's cache; makes a GPU kernel worth its launch."""
+
+_BLOCK_WORDS = 1024
+_BLOCK_BYTES = 4 * _BLOCK_WORDS
+MIN_SCRATCH_BYTES = 4 * _BLOCK_BYTES
+"""Scratch of one block: words as int64, and a copy of the bytes where they are not aligned."""
+_SEED_WITHIN = 0x51A95D3A
+_SEED_ACROSS = 0xB10C5EED
+
+
+def hash_bytes(data: torch.Tensor, *, offset_bytes: int = 0, scratch_bytes: int | None = None) -> int:
+    """Hash of a contiguous tensor's bytes, standing `offset_bytes` into its parameter. In [0, 2^64).
+
+    Args:
+        data: Contiguous, any dtype and shape, on any device.
+        offset_bytes: Position of data's first byte in the parameter.
+        scratch_bytes: Bound on temporary memory on data's device, at least MIN_SCRATCH_BYTES; default: by device type.
+    """
+    return int(hash_tensor(data, offset_bytes=offset_bytes, scratch_bytes=scratch_bytes).item()) & HASH_MASK
+
+
+def hash_tensor(data: torch.Tensor, *, offset_bytes: int = 0, scratch_bytes: int | None = None) -> torch.Tensor:
+    """The same as a scalar int64 tensor (two's complement) on data's device, without waiting for the device."""
+    if not data.is_contiguous():
+        raise ValueError(f"hash needs contiguous data, got shape {tuple(data.shape)} with strides {data.stride()}")
+    if scratch_bytes is None:
+        scratch_bytes = DEFAULT_SCRATCH_BYTES.get(data.device.type, MIN_SCRATCH_BYTES)
+    flat = data.detach().reshape(-1).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    chunk_bytes = max(1, scratch_bytes // MIN_SCRATCH_BYTES) * _BLOCK_BYTES
+    position, end = offset_bytes, offset_bytes + flat.numel()
+    while position < end:
+        stop = min(end, (position // _BLOCK_BYTES) * _BLOCK_BYTES + chunk_bytes)
+        total += _hash_chunk(flat[position - offset_bytes : stop - offset_bytes], position)
+        position = stop
+    return total
+
+
+def _hash_chunk(data: torch.Tensor, position: int) -> torch.Tensor:
+    """Hash of a few blocks' worth of bytes: unsigned words times keys, block by block."""
+    front = position % 4
+    back = -(front + data.numel()) % 4
+    if front or back or data.storage_offset() % 4:
+        aligned = torch.zeros(front + data.numel() + back, dtype=torch.uint8, device=data.device)
+        aligned[front : front + data.numel()] = data
+        data = aligned
+    words_W = data.view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF)
+    first = position // 4
+    head = min(-first % _BLOCK_WORDS, words_W.numel())
+    body = (words_W.numel() - head) // _BLOCK_WORDS * _BLOCK_WORDS
+    within_W = _within_keys(data.device)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    if body:
+        blocks_BW = words_W[head : head + body].view(-1, _BLOCK_WORDS)
+        sums_B = blocks_BW.mul_(within_W).sum(dim=1)
+        first_block = (first + head) // _BLOCK_WORDS
+        total += sums_B.mul_(_across_keys(first_block, blocks_BW.shape[0], data.device)).sum()
+    for start, stop in ((0, head), (head + body, words_W.numel())):
+        if start < stop:
+            place = (first + start) % _BLOCK_WORDS
+            part = words_W[start:stop].mul_(within_W[place : place + stop - start]).sum()
+            total += part * _across_keys((first + start) // _BLOCK_WORDS, 1, data.device)[0]
+    return total
+
+
+def _across_keys(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """B[first .. first + count - 1] on `device`; the table is kept: 8 bytes per 4 KiB of the largest parameter."""
+    return _across_table(max(64, 1 << (first + count - 1).bit_length()), device)[first : first + count]
+
+
+@functools.lru_cache(maxsize=64)
+def _across_table(size: int, device: torch.device) -> torch.Tensor:
+    return _odd_numbers(_SEED_ACROSS, size, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _within_keys(device: torch.device) -> torch.Tensor:
+    """A[0..1023] on one device (8 KiB, kept)."""
+    return _odd_numbers(_SEED_WITHIN, _BLOCK_WORDS, device)
+
+
+def _odd_numbers(seed: int, count: int, device: torch.device) -> torch.Tensor:
+    """splitmix64(seed), splitmix64(seed + 1), ... with the lowest bit set, as int64 bit patterns."""
+    values = np.arange(seed, seed + count, dtype=np.uint64)
+    return torch.from_numpy((_splitmix64(values) | np.uint64(1)).view(np.int64)).to(device)
+
+
+def _splitmix64(values: np.ndarray) -> np.ndarray:
+    """Finalizer of splitmix64 (Steele, Lea, Flood 2014) after one golden-ratio step; uint64 arithmetic wraps."""
+    values = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

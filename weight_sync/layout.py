@@ -1,0 +1,164 @@
+"""What a rank holds, in checkpoint coordinates. The vocabulary of every plan; pure data, no torch.
+
+A *checkpoint tensor* is named and shaped as in the Hugging Face checkpoint
+(`model.layers.0.mlp.experts.3.up_proj.weight`). Trainer ranks hold rectangles of checkpoint tensors (`SourceShard`). An
+engine rank holds parameters, and each parameter is filled from rectangles of checkpoint tensors (`Load`), as the
+engine's own loader did it once under `weight_sync.recorder`.
+
+    SourceLayout (one a trainer rank)            DestLayout (one an engine rank)
+      SourceShard tensor, region                   Param  name, shape, dtype, post_load
+                                                   Load   tensor, region, axes  ->  param, offset, stride
+                                                   Fill   param, offset, size, value (padding)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "uint8": 1, "int64": 8}
+"""Size of one element, in bytes, of every dtype that may cross."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Region:
+    """A rectangle of a tensor: `start` (inclusive) and `shape`, one entry per dim.
+
+    Example: rows 64..127 of a (512, 64) tensor are Region((64, 0), (64, 64)).
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape; 1 for a scalar."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """Exclusive end, one entry per dim."""
+        return tuple(a + n for a, n in zip(self.start, self.shape, strict=True))
+
+    def intersect(self, other: Region) -> Region | None:
+        """The common rectangle, or None when it is empty."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
+        if any(b <= a for a, b in zip(start, stop, strict=True)):
+            return None
+        return Region(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """A checkpoint tensor. Example: TensorMeta("model.embed_tokens.weight", (151936, 2048), "bfloat16")."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceShard:
+    """A rectangle of a checkpoint tensor that one trainer rank can write out."""
+
+    tensor: str
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLayout:
+    """Everything that one trainer rank can write out, and the checkpoint it belongs to.
+
+    `tensors` is the same list, in the same order, on every rank.
+    """
+
+    rank: int
+    tensors: tuple[TensorMeta, ...]
+    shards: tuple[SourceShard, ...]
+
+
+class PostLoad(StrEnum):
+    """What the engine did to a parameter after its loader wrote it, hence what a commit must do again."""
+
+    identity = "identity"
+    """The bytes the loader wrote are the bytes the kernels read."""
+    repack = "repack"
+    """The engine permutes the bytes in place; the receiver's `repack` hook does so at commit."""
+    derived = "derived"
+    """Computed from other parameters; the receiver's `recompute` hook does so at commit. No byte of it is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter of an engine rank, contiguous in memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    post_load: PostLoad = PostLoad.identity
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape."""
+        return Region((0,) * len(self.shape), self.shape).num_elements
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in memory, in bytes."""
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One copy that the engine's loader makes: a rectangle of a checkpoint tensor into a strided part of a parameter.
+
+    `axes` orders the tensor's dims as the destination walks them, outermost first: destination dim i is tensor dim
+    axes[i]. `offset` and `stride` (in elements of the parameter; stride has one entry per destination dim) say where
+    element (i0, i1, ...) of the permuted rectangle lands.
+    """
+
+    tensor: str
+    region: Region
+    axes: tuple[int, ...]
+    param: str
+    offset: int
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A contiguous run of a parameter that the loader sets to a constant (vocabulary padding); never sent.
+
+    An engine that started from random weights holds random values there until its receiver sets them to `value`.
+    """
+
+    param: str
+    offset: int
+    num_elements: int
+    value: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DestLayout:
+    """Everything that one engine rank must receive. `rank` counts inside its replica."""
+
+    rank: int
+    params: tuple[Param, ...]
+    loads: tuple[Load, ...]
+    fills: tuple[Fill, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Where one engine rank's parameters are right now: late-bound addresses for an address-free plan.
+
+    `session` is the transport's name for the process ("127.0.0.1:15017"); `addresses` maps a parameter to its device
+    pointer.
+    """
+
+    session: str
+    addresses: dict[str, int]

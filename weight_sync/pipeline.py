@@ -1,0 +1,434 @@
+"""One trainer rank's part of a publish: pack, hash, write, with temporary memory under the watermark.
+
+Owns the staging buffer, the cutting of a schedule into slot loads, the overlap of packing with writing, and what
+becomes of a replica whose link fails. Does not own: which bytes go where (`plan.py`), the values (`source.py`), links
+(`transport/`), or agreement with replicas (`publisher.py`, its only caller).
+
+    schedule:  [t0 t1 t2 | t3 t4 | t5 t6 t7 ...]          a load = consecutive tasks that fit one slot; static, cut once
+
+    caller's thread   pack+hash load 0 -> slot 0 | load 1 -> slot 1 | (slot 0 free?) load 2 -> slot 0 | ...
+    writer thread                                | write load 0     | write load 1    | ...
+    link threads                                   one batched write a session, all sessions of a load at once
+
+Watermark. Everything temporary counts, and all of it is known before a byte moves:
+
+    staging buffer (two slots) + hash scratch + source.temporary_bytes  <=  watermark_bytes
+
+A slot is handed to the writer after the device finished packing it (links do not order with torch streams) and comes
+back when every write from it is over. "Over" means that write() returned, or that it failed and transport.reset()
+returned; a slot whose failed write cannot be closed is quarantined: it is never packed again until a later reset
+succeeds. A replica whose write failed gets no further task; the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from weight_sync.errors import PlanError, TransportError, WatermarkError
+from weight_sync.integrity import DEFAULT_SCRATCH_BYTES, HASH_MASK, MIN_SCRATCH_BYTES, hash_tensor
+from weight_sync.layout import Binding
+from weight_sync.plan import Piece, Task
+from weight_sync.source import WeightSource
+from weight_sync.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+NUM_SLOTS = 2
+"""One is packed while the other is written; a third measured slower elsewhere and would shrink the loads."""
+SLOT_ALIGNMENT_BYTES = 64
+MAX_LINK_THREADS = 8
+WAIT_LOG_S = 30.0
+"""How often a wait says what it waits for."""
+
+Destination = tuple[int, int]
+"""(replica, destination rank)."""
+
+
+@dataclass(slots=True)
+class PipelineResult:
+    """What one rank did in one publish."""
+
+    sums: dict[Destination, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    """Per destination and parameter: bytes written, and the sum of their hashes (0 where hashes are off)."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Per replica that this rank could not serve in full: why."""
+    write_s: dict[int, float] = field(default_factory=dict)
+    """Per replica: seconds that writes to it took."""
+    num_bytes: int = 0
+    """Bytes that crossed, over all replicas."""
+    prepare_s: float = 0.0
+    """Seconds of packing and hashing, the wait for the device included."""
+    busy_write_s: float = 0.0
+    """Seconds during which something was being written."""
+    peak_bytes: int = 0
+    """Most temporary memory held at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Packet:
+    """Bytes that are packed once, and every task that sends them (they differ in the replica alone)."""
+
+    offset_bytes: int
+    tasks: tuple[Task, ...]
+
+
+@dataclass(slots=True)
+class _Filled:
+    """A packed slot on its way to the writer."""
+
+    slot: int
+    packets: Sequence[_Packet]
+    hashes: torch.Tensor | None
+    ready: torch.cuda.Event | None
+
+
+class Pipeline:
+    """One rank's staging memory and schedule.
+
+    Args:
+        source: Gives the values.
+        transport: Carries the bytes; staging is registered with it.
+        device: Where staging lives: the device of the trainer's weights.
+        watermark_bytes: Bound on all temporary memory on this rank.
+        verify_hashes: Hash every packed byte.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        transport: Transport,
+        *,
+        device: torch.device | str,
+        watermark_bytes: int,
+        verify_hashes: bool,
+    ) -> None:
+        self._source = source
+        self._transport = transport
+        self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._watermark_bytes = watermark_bytes
+        self._scratch_bytes = _scratch_bytes(self._device.type, watermark_bytes) if verify_hashes else 0
+        self._loads: list[list[_Packet]] = []
+        self._slot_bytes = 0
+        self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._quarantined: dict[int, list[str]] = {}
+        self._links: ThreadPoolExecutor | None = None
+
+    @property
+    def max_task_bytes(self) -> int:
+        """Largest task that a plan for this rank may contain: half of what the watermark leaves for staging."""
+        room = self._watermark_bytes - self._scratch_bytes - self._source.temporary_bytes
+        slot_bytes = room // NUM_SLOTS // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
+        if slot_bytes < SLOT_ALIGNMENT_BYTES:
+            raise WatermarkError(
+                f"weight_sync.watermark_bytes={self._watermark_bytes} leaves no room for staging: the"
+                f" source declares {self._source.temporary_bytes} temporary bytes, hashing needs {self._scratch_bytes};"
+                " raise the watermark"
+            )
+        return slot_bytes
+
+    def load(self, tasks: Sequence[Task]) -> None:
+        """Take this rank's schedule: cut it into slot loads, allocate and register staging. Once per plan.
+
+        Raises:
+            PlanError: A task is larger than a slot.
+        """
+        limit = self.max_task_bytes
+        for task in tasks:
+            if task.num_bytes > limit:
+                raise PlanError(
+                    f"a task of {task.num_bytes} bytes for {task.param} does not fit a staging slot of {limit} bytes"
+                )
+        total = sum(_aligned(group[0].num_bytes) for group in _same_bytes(tasks))
+        largest = max((_aligned(task.num_bytes) for task in tasks), default=0)
+        self._slot_bytes = min(limit, max(largest, _aligned(-(-total // 4))))
+        self._loads = _cut(tasks, self._slot_bytes)
+        self._staging = torch.empty(NUM_SLOTS * self._slot_bytes, dtype=torch.uint8, device=self._device)
+        if self._slot_bytes:
+            self._transport.register([self._staging])
+        self._close_links()
+        num_destinations = len({(task.replica, task.dest_rank) for task in tasks})
+        self._links = ThreadPoolExecutor(
+            max_workers=max(1, min(num_destinations, MAX_LINK_THREADS)),
+            thread_name_prefix="weight-sync-link",
+            initializer=self._enter_thread,
+        )
+
+    def run(
+        self, version: int, bindings: Mapping[Destination, Binding], budgets_s: Mapping[int, float]
+    ) -> PipelineResult:
+        """Send `version` to every destination in `bindings`. Collective only in source.begin().
+
+        Args:
+            bindings: Where the live replicas' ranks are. Tasks for replicas without an entry are skipped.
+            budgets_s: Per replica: the longest that writes to it may take in all.
+
+        Returns:
+            What was done. It does not raise for what can be blamed on a replica, nor for a source that raises: then
+            every replica gets that error.
+        """
+        run = _Run(self, bindings, budgets_s)
+        alive = {replica for replica, _ in bindings}
+        try:
+            held = self._source.begin(version)
+            try:
+                run.result.peak_bytes = self._account(held)
+                self._recover_slots()
+                run.replay(self._loads)
+            finally:
+                self._source.end()
+        except Exception as e:  # the boundary of this rank's part: peers wait in a collective for its result
+            logger.exception("version %d: this rank's part of the publish failed", version)
+            for replica in alive:
+                run.result.errors.setdefault(replica, f"{type(e).__name__}: {e}")
+        return run.result
+
+    def forget(self, session: str) -> None:
+        """A replica failed outside this pipeline (died, refused): close what the link still holds of it."""
+        self._transport.reset(session)
+
+    def close(self) -> None:
+        """Stop the link threads and drop staging. The transport stays the caller's."""
+        self._close_links()
+        self._loads = []
+        self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
+
+    def _account(self, held_bytes: int) -> int:
+        declared = self._source.temporary_bytes
+        if held_bytes > declared:
+            raise WatermarkError(
+                f"the weight source holds {held_bytes} temporary bytes, it declared at most {declared}"
+            )
+        peak = self._staging.numel() + self._scratch_bytes + declared
+        if peak > self._watermark_bytes:
+            raise WatermarkError(
+                f"a publish would hold {peak} temporary bytes, weight_sync.watermark_bytes={self._watermark_bytes}"
+            )
+        return peak
+
+    def _recover_slots(self) -> None:
+        """Try again to close failed writes that an earlier publish could not close."""
+        for slot, sessions in list(self._quarantined.items()):
+            for session in sessions:
+                self._transport.reset(session)
+            del self._quarantined[slot]
+
+    def _enter_thread(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def _close_links(self) -> None:
+        if self._links is not None:
+            self._links.shutdown(wait=True)
+            self._links = None
+
+
+class _Run:
+    """The state of one Pipeline.run: the slots in turn, the writer thread, who is out, what was sent."""
+
+    def __init__(
+        self, owner: Pipeline, bindings: Mapping[Destination, Binding], budgets_s: Mapping[int, float]
+    ) -> None:
+        self._owner = owner
+        self._bindings = bindings
+        self._budgets_s = budgets_s
+        self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[_Filled | None] = queue.SimpleQueue()
+        self._writer_error: BaseException | None = None
+        self.result = PipelineResult()
+
+    def replay(self, loads: Sequence[Sequence[_Packet]]) -> None:
+        """Pack every load in order while the writer thread sends the one before."""
+        if not loads:
+            return
+        for slot in range(NUM_SLOTS):
+            self._free.put(slot)
+        writer = threading.Thread(target=self._write_all, name="weight-sync-writer", daemon=True)
+        writer.start()
+        try:
+            for packets in loads:
+                wanted = [replace(p, tasks=tasks) for p in packets if (tasks := self._wanted(p.tasks))]
+                if not wanted:
+                    continue
+                slot = self._next_slot()
+                if slot is None:
+                    break
+                self._filled.put(self._pack(slot, wanted))
+        finally:
+            self._filled.put(None)
+            writer.join()
+        if self._writer_error is not None:
+            raise self._writer_error
+
+    def _wanted(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
+        return tuple(
+            t for t in tasks if (t.replica, t.dest_rank) in self._bindings and t.replica not in self.result.errors
+        )
+
+    def _next_slot(self) -> int | None:
+        """A slot that may be packed; None when the writer stopped or every slot is quarantined."""
+        waited_s = 0.0
+        while True:
+            try:
+                return self._free.get(timeout=WAIT_LOG_S)
+            except queue.Empty:
+                waited_s += WAIT_LOG_S
+                logger.warning(
+                    "packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, self.result.write_s
+                )
+
+    def _pack(self, slot: int, packets: Sequence[_Packet]) -> _Filled:
+        """Fill a slot from the source and start hashing it; the device may still be at work on return."""
+        began = time.monotonic()
+        owner = self._owner
+        hashes: list[torch.Tensor] = []
+        with torch.no_grad():
+            for packet in packets:
+                task = packet.tasks[0]
+                view = self._view(slot, packet)
+                typed = view.view(getattr(torch, task.dtype))
+                for piece in task.pieces:
+                    owner._source.read(piece.tensor, piece.region, _piece_view(typed, piece))
+                if owner._scratch_bytes:
+                    hashes.append(
+                        hash_tensor(view, offset_bytes=task.dest_offset_bytes, scratch_bytes=owner._scratch_bytes)
+                    )
+        ready = None
+        if owner._device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        self.result.prepare_s += time.monotonic() - began
+        return _Filled(slot, packets, torch.stack(hashes) if hashes else None, ready)
+
+    def _view(self, slot: int, packet: _Packet) -> torch.Tensor:
+        start = slot * self._owner._slot_bytes + packet.offset_bytes
+        return self._owner._staging[start : start + packet.tasks[0].num_bytes]
+
+    def _write_all(self) -> None:
+        """The writer thread: loads in order, each to all its sessions at once. Never leaves packing waiting."""
+        try:
+            self._owner._enter_thread()
+            while (filled := self._filled.get()) is not None:
+                self._write_load(filled)
+                if filled.slot not in self._owner._quarantined:
+                    self._free.put(filled.slot)
+                elif len(self._owner._quarantined) == NUM_SLOTS:
+                    raise TransportError("no staging slot is left: earlier failed writes cannot be closed yet")
+        except BaseException as e:  # handed to the caller's thread by replay()
+            self._writer_error = e
+            self._free.put(None)
+
+    def _write_load(self, filled: _Filled) -> None:
+        if filled.ready is not None:
+            began = time.monotonic()
+            filled.ready.synchronize()
+            self.result.prepare_s += time.monotonic() - began
+        hashes = [0] * len(filled.packets) if filled.hashes is None else filled.hashes.tolist()
+        by_destination: dict[Destination, list[tuple[Task, int, int]]] = {}
+        for packet, value in zip(filled.packets, hashes, strict=True):
+            address = self._view(filled.slot, packet).data_ptr()
+            for task in self._wanted(packet.tasks):
+                by_destination.setdefault((task.replica, task.dest_rank), []).append((task, address, value))
+        began = time.monotonic()
+        links = self._owner._links
+        assert links is not None
+        futures = {dest: links.submit(self._write_destination, dest, items) for dest, items in by_destination.items()}
+        outcomes = {dest: future.result() for dest, future in futures.items()}
+        self.result.busy_write_s += time.monotonic() - began
+        spent: dict[int, float] = {}
+        for dest, (seconds, error) in outcomes.items():
+            spent[dest[0]] = max(seconds, spent.get(dest[0], 0.0))
+            if error is None:
+                self._count(dest, by_destination[dest])
+            else:
+                self.result.errors.setdefault(dest[0], f"{type(error).__name__}: {error}")
+                self._close_failed(filled.slot, self._bindings[dest].session)
+        for replica, seconds in spent.items():
+            self.result.write_s[replica] = self.result.write_s.get(replica, 0.0) + seconds
+
+    def _write_destination(
+        self, dest: Destination, items: Sequence[tuple[Task, int, int]]
+    ) -> tuple[float, TransportError | None]:
+        """One session's part of a load, on a link thread. Returns its seconds and what went wrong."""
+        binding = self._bindings[dest]
+        remaining_s = self._budgets_s[dest[0]] - self.result.write_s.get(dest[0], 0.0)
+        began = time.monotonic()
+        try:
+            self._owner._transport.write(
+                binding.session,
+                [address for _, address, _ in items],
+                [binding.addresses[task.param] + task.dest_offset_bytes for task, _, _ in items],
+                [task.num_bytes for task, _, _ in items],
+                timeout_s=max(remaining_s, 0.0),
+            )
+        except TransportError as e:
+            logger.warning("replica %d, rank %d: %s", dest[0], dest[1], e)
+            return time.monotonic() - began, e
+        return time.monotonic() - began, None
+
+    def _count(self, dest: Destination, items: Sequence[tuple[Task, int, int]]) -> None:
+        sums = self.result.sums.setdefault(dest, {})
+        for task, _, value in items:
+            num_bytes, total = sums.get(task.param, (0, 0))
+            sums[task.param] = (num_bytes + task.num_bytes, (total + value) & HASH_MASK)
+            self.result.num_bytes += task.num_bytes
+
+    def _close_failed(self, slot: int, session: str) -> None:
+        """No write is running now. Make sure that none of the failed one ever reads this slot again."""
+        try:
+            self._owner._transport.reset(session)
+        except TransportError as e:
+            logger.error("slot %d stays quarantined: %s", slot, e)
+            self._owner._quarantined.setdefault(slot, []).append(session)
+
+
+def _scratch_bytes(device_type: str, watermark_bytes: int) -> int:
+    """Hash scratch: what suits the device, at most an eighth of the watermark, at least what one block needs."""
+    return max(MIN_SCRATCH_BYTES, min(DEFAULT_SCRATCH_BYTES.get(device_type, MIN_SCRATCH_BYTES), watermark_bytes // 8))
+
+
+def _piece_view(typed: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The part of a packed task that a piece fills, seen with the shape of the piece's region.
+
+    Packed dim i is tensor dim axes[i], so the view is the inverse permutation of the packed, row-major block.
+    """
+    packed_shape = [piece.region.shape[axis] for axis in piece.axes]
+    block = typed[piece.offset_elements : piece.offset_elements + piece.region.num_elements].view(packed_shape)
+    return block.permute([piece.axes.index(dim) for dim in range(len(piece.axes))])
+
+
+def _same_bytes(tasks: Sequence[Task]) -> list[list[Task]]:
+    """Runs of consecutive tasks that differ in the replica alone: packed and hashed once, written once per replica."""
+    groups: list[list[Task]] = []
+    for task in tasks:
+        if groups and replace(groups[-1][0], replica=task.replica) == task:
+            groups[-1].append(task)
+        else:
+            groups.append([task])
+    return groups
+
+
+def _cut(tasks: Sequence[Task], slot_bytes: int) -> list[list[_Packet]]:
+    """Slot loads in schedule order: each as many packets as fit, aligned."""
+    loads: list[list[_Packet]] = []
+    used = slot_bytes
+    for group in _same_bytes(tasks):
+        if used + group[0].num_bytes > slot_bytes:
+            loads.append([])
+            used = 0
+        loads[-1].append(_Packet(used, tuple(group)))
+        used += _aligned(group[0].num_bytes)
+    return loads
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES

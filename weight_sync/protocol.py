@@ -1,0 +1,325 @@
+"""The agreement between a publisher and a replica: which version is where, and the signed messages that change it.
+
+Owns the version state machine (pure), the wire messages, and their encoding and signature. Does not own sockets
+(`endpoint.py`), memory (`receiver.py`) or time. No pickle: a message is msgpack of plain values, checked against its
+dataclass on arrival.
+
+    DIRTY --verified--> VERIFIED --committed--> CLEAN(v)     begin(v', epoch') leads from any phase to DIRTY, and only
+      ^                    |                      |          with a larger epoch; invalidate() leads from any phase to
+      +----- failed -------+----- begin ----------+          DIRTY. A replica serves in CLEAN and in no other phase.
+
+A replica starts DIRTY at epoch 0 (its weights are dummies). Versions may repeat or go back (a trainer resumed from an
+older checkpoint); epochs only grow. Callers: `receiver.py`, `endpoint.py`, `publisher.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import hmac
+import types
+import typing
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import msgpack
+
+from weight_sync.errors import AuthenticationError, ProtocolError, StaleEpoch
+from weight_sync.layout import Binding, DestLayout
+
+T = TypeVar("T")
+Expected = dict[str, tuple[int, int | None]]
+"""What one engine rank must hold: parameter -> (bytes sent, sum of their hashes, or None where hashes are off)."""
+
+
+class Phase(StrEnum):
+    """Where a replica stands in a transaction."""
+
+    dirty = "dirty"
+    """Some bytes may be of one version and some of another. Must not serve."""
+    verified = "verified"
+    """Every byte of the version was counted and hashed. Must not serve yet: caches and derived parameters are older."""
+    clean = "clean"
+    """Serves `version`."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionState:
+    """A replica's (or one engine rank's) place in the protocol. Immutable; each transition returns the next state.
+
+    Example: VersionState(Phase.clean, version=3, epoch=4, digest="9f..") serves version 3, which epoch 4 brought.
+    """
+
+    phase: Phase = Phase.dirty
+    version: int = -1
+    """The version being written (dirty, verified) or served (clean); -1 before the first begin."""
+    epoch: int = 0
+    digest: str = ""
+    """Digest of the plan that the transaction follows."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether this replica may sample."""
+        return self.phase is Phase.clean
+
+    def begin(self, version: int, epoch: int, digest: str) -> VersionState:
+        """A publish starts: whatever was here stops being servable. The epoch must be larger than every earlier one."""
+        if version < 0:
+            raise ProtocolError(f"begin of version {version}: versions start at 0")
+        if epoch <= self.epoch:
+            raise StaleEpoch(f"begin(version {version}, epoch {epoch}) is stale: epoch {self.epoch} has begun")
+        return VersionState(Phase.dirty, version, epoch, digest)
+
+    def verified(self, version: int, epoch: int, digest: str) -> VersionState:
+        """All bytes of the transaction that is under way were proven."""
+        self._require("verify", Phase.dirty, version, epoch)
+        if digest != self.digest:
+            raise ProtocolError(
+                f"verify of epoch {epoch} names plan {digest[:12]}, its begin named plan {self.digest[:12]}"
+            )
+        return dataclasses.replace(self, phase=Phase.verified)
+
+    def committed(self, version: int, epoch: int) -> VersionState:
+        """The verified version goes into service."""
+        self._require("commit", Phase.verified, version, epoch)
+        return dataclasses.replace(self, phase=Phase.clean)
+
+    def failed(self, epoch: int) -> VersionState:
+        """The transaction `epoch` failed. Without effect on a transaction that is committed or is another one."""
+        if epoch != self.epoch or self.phase is Phase.clean:
+            return self
+        return dataclasses.replace(self, phase=Phase.dirty)
+
+    def invalidate(self) -> VersionState:
+        """The bytes in memory can no longer be vouched for (addresses moved, memory was released)."""
+        return dataclasses.replace(self, phase=Phase.dirty)
+
+    def _require(self, verb: str, phase: Phase, version: int, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise StaleEpoch(f"{verb}(version {version}, epoch {epoch}) is stale: epoch {self.epoch} has begun")
+        if version != self.version:
+            raise ProtocolError(f"{verb} names version {version}, epoch {epoch} began version {self.version}")
+        if self.phase is not phase:
+            raise ProtocolError(
+                f"{verb}(version {version}, epoch {epoch}) needs phase {phase}, the phase is {self.phase}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRank:
+    """What one engine rank tells a publisher: what it must receive, where that is now, and over which link."""
+
+    layout: DestLayout
+    binding: Binding
+    link: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What every message says. A reply repeats its request's fields."""
+
+    run_id: str
+    """Fingerprint of the run's key."""
+    incarnation: str = ""
+    """Random name that a replica's endpoint takes at its start; empty in Describe, which asks for it."""
+    request_id: int
+    """Grows with every request that one endpoint gets; one that does not is a replay."""
+    epoch: int = 0
+    version: int = -1
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Describe(Message):
+    """What must your ranks receive, and where?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described(Message):
+    """Answer to Describe. `own_epoch` and `own_version` are the replica's, so that a publisher goes on from there."""
+
+    ranks: tuple[EngineRank, ...]
+    own_epoch: int
+    own_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin(Message):
+    """Stop serving; bytes of `version` will be written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun(Message):
+    """Every rank is idle and DIRTY. `bindings`: where to write, one per rank (they move after a failed epoch)."""
+
+    bindings: tuple[Binding, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit(Message):
+    """All bytes were written. Prove them against `expected` (one per rank), then serve `version`."""
+
+    expected: tuple[Expected, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(Message):
+    """Every rank serves `version`. Seconds: of the proof, of the rest of the commit, and from Begin until now."""
+
+    verify_s: float
+    commit_s: float
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort(Message):
+    """The transaction is over and failed. Stay DIRTY."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aborted(Message):
+    """The replica knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Message):
+    """The request raised `error` (a class name) with `text`."""
+
+    error: str
+    text: str
+
+
+REQUESTS: tuple[type[Message], ...] = (Describe, Begin, Commit, Abort)
+REPLIES: tuple[type[Message], ...] = (Described, Begun, Committed, Aborted, Failed)
+_KINDS = {cls.__name__: cls for cls in (*REQUESTS, *REPLIES)}
+_MAC_BYTES = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True, slots=True)
+class Signer:
+    """Signs and checks messages with the run's key (HMAC-SHA256 over direction and body, compared in constant time).
+
+    The signed body holds the request id and the endpoint's incarnation, so that a recorded message is refused when it
+    is sent again, sent to another replica or to the same one after a restart. The direction is signed too: a request
+    cannot be played back to its sender as a reply.
+    """
+
+    key: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.key) < 16:
+            raise ProtocolError(f"the run's key must have at least 16 bytes, got {len(self.key)}")
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run that is safe to show: a fingerprint of its key."""
+        return hmac.new(self.key, b"slipstream run id", hashlib.sha256).hexdigest()[:16]
+
+    def seal(self, message: Message) -> bytes:
+        """Encode and sign."""
+        body = _packb([type(message).__name__, to_plain(message)])
+        return self._mac(type(message) in REQUESTS, body) + body
+
+    def open_request(self, data: bytes) -> Message:
+        """Check and decode what an endpoint received. Raises AuthenticationError or ProtocolError."""
+        return self._open(data, REQUESTS)
+
+    def open_reply(self, data: bytes) -> Message:
+        """Check and decode what a publisher received. Raises AuthenticationError or ProtocolError."""
+        return self._open(data, REPLIES)
+
+    def _open(self, data: bytes, kinds: tuple[type[Message], ...]) -> Message:
+        mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(kinds is REQUESTS, body)):
+            raise AuthenticationError(f"a control message of {len(data)} bytes is not signed with this run's key")
+        try:
+            kind, plain = msgpack.unpackb(body)
+        except (ValueError, TypeError) as e:
+            raise ProtocolError(
+                f"a signed control message of {len(data)} bytes is not msgpack of [kind, fields]: {e}"
+            ) from e
+        cls = _KINDS.get(kind) if isinstance(kind, str) else None
+        if cls not in kinds:
+            raise ProtocolError(f"control message kind {kind!r} is none of {', '.join(k.__name__ for k in kinds)}")
+        message = from_plain(cls, plain)
+        if message.run_id != self.run_id:
+            raise AuthenticationError(f"a control message names run {message.run_id}, this is run {self.run_id}")
+        return message
+
+    def _mac(self, is_request: bool, body: bytes) -> bytes:
+        direction = b"slipstream/1 request\0" if is_request else b"slipstream/1 reply\0"
+        return hmac.new(self.key, direction + body, hashlib.sha256).digest()
+
+
+def pack(value: Any) -> bytes:
+    """Dataclasses of plain values (layouts, bindings, tuples and lists of them) as msgpack, for other channels."""
+    return _packb(to_plain(value))
+
+
+def unpack(cls: type[T], data: bytes) -> T:
+    """Inverse of pack, for a known type, e.g. unpack(EngineRank, data)."""
+    return from_plain(cls, msgpack.unpackb(data))
+
+
+def to_plain(value: Any) -> Any:
+    """A dataclass becomes the list of its fields; sequences and dicts are walked; the rest is passed on."""
+    if dataclasses.is_dataclass(value):
+        return [to_plain(getattr(value, name)) for name, _ in _fields(type(value))]
+    if isinstance(value, tuple | list):
+        return [to_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    return value
+
+
+def from_plain(cls: Any, value: Any) -> Any:
+    """Inverse of to_plain, guided and checked by the type `cls`. Raises ProtocolError where the value does not fit."""
+    if dataclasses.is_dataclass(cls):
+        fields = _fields(typing.cast(type, cls))
+        if not isinstance(value, list) or len(value) != len(fields):
+            raise ProtocolError(
+                f"expected the {len(fields)} fields of {getattr(cls, '__name__', cls)}, got {_brief(value)}"
+            )
+        made = {name: from_plain(kind, item) for (name, kind), item in zip(fields, value, strict=True)}
+        return typing.cast(Any, cls)(**made)
+    origin, args = typing.get_origin(cls), typing.get_args(cls)
+    if origin is tuple and isinstance(value, list):
+        if len(args) == 2 and args[1] is Ellipsis:
+            return tuple(from_plain(args[0], item) for item in value)
+        if len(args) == len(value):
+            return tuple(from_plain(kind, item) for kind, item in zip(args, value, strict=True))
+    elif origin is list and isinstance(value, list):
+        return [from_plain(args[0], item) for item in value]
+    elif origin is dict and isinstance(value, dict):
+        return {from_plain(args[0], key): from_plain(args[1], item) for key, item in value.items()}
+    elif origin is types.UnionType:
+        if value is None and types.NoneType in args:
+            return None
+        return from_plain(next(kind for kind in args if kind is not types.NoneType), value)
+    elif isinstance(cls, type) and issubclass(cls, StrEnum):
+        if value in cls._value2member_map_:
+            return cls(value)
+    elif cls is float and type(value) in (int, float):
+        return float(value)
+    elif isinstance(cls, type) and type(value) is cls:
+        return value
+    raise ProtocolError(f"expected {cls}, got {_brief(value)}")
+
+
+def _packb(plain: Any) -> bytes:
+    return typing.cast(bytes, msgpack.packb(plain))
+
+
+@functools.cache
+def _fields(cls: type) -> tuple[tuple[str, Any], ...]:
+    hints = typing.get_type_hints(cls)
+    return tuple((item.name, hints[item.name]) for item in dataclasses.fields(cls))
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,443 @@
+"""The trainer's end of the weight sync: connect once, then publish a version after every optimizer step.
+
+Owns the transaction: epochs, who is in and who is out, the order of phases, the expected sums, the report. Every
+trainer rank has a Publisher and calls the same methods at the same time; rank 0 alone speaks to the replicas. Does
+not own bytes (`pipeline.py`), sockets (`endpoint.py`), or the fence (the caller must not change weights until
+publish() returns).
+
+    rank 0                                    every rank                              replica (each on its own)
+    ------                                    ----------                              -------------------------
+    Begin to all, wait for acks        ->                                             pause, DIRTY
+                                       bcast  who is alive, and where
+                                              pipeline: pack, hash, write  =====>     live parameters change
+                                       gather sums and errors
+    Commit(sums) to those without error ->                                            verify, commit, CLEAN, resume
+    Abort to the others                 ->                                            stay DIRTY
+                                       bcast  report; links of failed replicas are closed
+
+Invariants. All ranks run the same collectives in the same order whatever fails: what raises on one rank travels as a
+value and is raised on all. A replica's failure is an entry in the report, never an exception, and costs the others at
+most the time spent waiting for it: every replica has `timeout_s` for Begin, for the writes to it and for Commit
+together, and only time spent waiting for *it* counts. Each attempt is a new epoch, larger than any that a replica has
+seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from conf.schema import WeightSyncConfig
+from weight_sync.endpoint import ReplicaClients
+from weight_sync.errors import LinkMismatch, ProtocolError, TransportError, WeightSyncError
+from weight_sync.integrity import HASH_MASK
+from weight_sync.layout import Binding, SourceLayout
+from weight_sync.pipeline import Destination, Pipeline, PipelineResult
+from weight_sync.plan import PlanSummary, TransferPlan, build_plan, rank_plan_from_wire
+from weight_sync.protocol import Abort, Begin, Begun, Commit, Committed, Describe, Described, Expected
+from weight_sync.source import WeightSource
+from weight_sync.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MIN_COMMIT_S = 1.0
+"""Time that a replica gets for its commit even if its writes used up its deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What became of one replica in one publish."""
+
+    endpoint: str
+    committed: bool
+    error: str | None = None
+    """Class name and text; None when committed."""
+    pause_s: float = 0.0
+    """Seconds from its Begin until it served again; 0 when it does not serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """One publish, the same on every rank. prepare_s, write_s and peak_bytes are the worst rank's, verify_s and
+    commit_s the slowest replica's; begin_s and total_s are rank 0's wall clock."""
+
+    version: int
+    epoch: int
+    replicas: tuple[ReplicaReport, ...]
+    pause_s: float
+    """Longest pause of a replica that committed."""
+    begin_s: float
+    prepare_s: float
+    """Packing and hashing; overlaps write_s."""
+    write_s: float
+    verify_s: float
+    commit_s: float
+    total_s: float
+    num_bytes: int
+    """Bytes that crossed, all ranks and replicas."""
+    peak_bytes: int
+    watermark_bytes: int
+    num_changed_params: int | None
+    """Engine parameters whose sent bytes differ from the last publish; None at the first one and where hashes are off.
+    0 after an optimizer step means that the step never reached the source."""
+
+    @property
+    def num_committed(self) -> int:
+        """Replicas that serve this version."""
+        return sum(replica.committed for replica in self.replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alive:
+    """What rank 0 tells all ranks after Begin."""
+
+    epoch: int
+    bindings: dict[Destination, Binding]
+    budgets_s: dict[int, float]
+
+
+@dataclass(slots=True)
+class _Replica:
+    """Rank 0's notes on one replica during one publish."""
+
+    endpoint: str
+    spent_s: float = 0.0
+    error: str | None = None
+    committed: Committed | None = None
+    sums: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
+
+
+class Publisher:
+    """One trainer rank's part in every publish.
+
+    Args:
+        source: This rank's weights.
+        transport: This rank's link.
+        rank, world_size: This rank and the number of trainer ranks.
+        group: A gloo process group over all trainer ranks (object collectives on the CPU); None when there is one rank.
+        config: Watermark, deadline, hashes.
+        key: The run's key.
+        device: Device of the trainer's weights, where staging lives.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        transport: Transport,
+        *,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None,
+        config: WeightSyncConfig,
+        key: bytes,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if group is None and world_size != 1:
+            raise ValueError(f"{world_size} trainer ranks need a process group")
+        self._source = source
+        self._transport = transport
+        self._rank = rank
+        self._world_size = world_size
+        self._group = group
+        self._config = config
+        self._key = key
+        self._pipeline = Pipeline(
+            source, transport, device=device, watermark_bytes=config.watermark_bytes, verify_hashes=config.verify_hashes
+        )
+        self._endpoints: list[str] = []
+        self._digest = ""
+        self._epoch = 0
+        self._clients: ReplicaClients | None = None
+        self._plan: TransferPlan | None = None
+        self._last_sums: dict[Destination, dict[str, tuple[int, int]]] = {}
+
+    def connect(self, endpoints: Sequence[str]) -> PlanSummary:
+        """Learn every replica's layout, plan once, take this rank's tasks. Collective.
+
+        Raises:
+            WeightSyncError: The same on every rank: a replica does not answer, links differ, or no plan exists.
+        """
+        facts = self._everywhere(lambda: (self._source.layout(), self._pipeline.max_task_bytes, self._transport.link))
+        made = self._on_rank0(lambda: self._make_plan(endpoints, facts))
+        wires, summary = made
+        self._endpoints = list(endpoints)
+        self._digest = summary.digest
+        self._everywhere(lambda: self._pipeline.load(rank_plan_from_wire(wires[self._rank]).tasks))
+        if self._rank == 0:
+            logger.info(
+                "weight sync: %d tasks, %d bytes a publish, plan %s",
+                summary.num_tasks,
+                summary.num_bytes,
+                summary.digest[:12],
+            )
+        return summary
+
+    def publish(self, version: int) -> PublishReport:
+        """Bring `version` to every replica. Collective. Replicas' failures are in the report.
+
+        Raises:
+            ProtocolError: connect() was not called.
+        """
+        if not self._digest:
+            raise ProtocolError("publish() before connect()")
+        began = time.monotonic()
+        replicas = [_Replica(endpoint) for endpoint in self._endpoints]
+        alive = self._on_rank0(lambda: self._begin_all(version, replicas))
+        begin_s = time.monotonic() - began
+        result = self._pipeline.run(version, alive.bindings, alive.budgets_s) if alive.bindings else PipelineResult()
+        results = self._gather(result)
+        report = self._on_rank0(lambda: self._finish(version, alive, replicas, results, began, begin_s))
+        self._close_failed(alive, report)
+        return report
+
+    def close(self) -> None:
+        """Close sockets and staging. Not collective; the transport and the group stay the caller's."""
+        if self._clients is not None:
+            self._clients.close()
+            self._clients = None
+        self._pipeline.close()
+
+    # ---- rank 0 ----
+
+    def _make_plan(
+        self, endpoints: Sequence[str], facts: Sequence[tuple[SourceLayout, int, str]]
+    ) -> tuple[list[dict[str, object]], PlanSummary]:
+        if self._clients is not None:
+            self._clients.close()
+        self._clients = ReplicaClients(endpoints, self._key)
+        numbers = range(len(endpoints))
+        replies = self._clients.call(Describe, {i: {} for i in numbers}, dict.fromkeys(numbers, self._config.timeout_s))
+        described: list[Described] = []
+        for number in numbers:
+            reply = replies[number]
+            if isinstance(reply, WeightSyncError):
+                raise reply
+            if not isinstance(reply, Described):
+                raise ProtocolError(f"{endpoints[number]} answered Describe with {type(reply).__name__}")
+            if [item.layout.rank for item in reply.ranks] != list(range(len(reply.ranks))):
+                raise ProtocolError(f"{endpoints[number]} described ranks {[item.layout.rank for item in reply.ranks]}")
+            described.append(reply)
+        for number, reply in enumerate(described):
+            for item in reply.ranks:
+                if any(link != item.link for _, _, link in facts):
+                    raise LinkMismatch(
+                        f"{endpoints[number]} receives over {item.link}, the trainer's ranks send over"
+                        f" {', '.join(sorted({link for _, _, link in facts}))}"
+                    )
+        self._epoch = max([self._epoch, *(reply.own_epoch for reply in described)])
+        self._plan = build_plan(
+            [layout for layout, _, _ in facts],
+            [[item.layout for item in reply.ranks] for reply in described],
+            max_task_bytes=min(limit for _, limit, _ in facts),
+        )
+        return [self._plan.to_wire(rank) for rank in range(self._world_size)], self._plan.summary()
+
+    def _begin_all(self, version: int, replicas: list[_Replica]) -> _Alive:
+        assert self._clients is not None
+        self._epoch += 1
+        began = time.monotonic()
+        numbers = range(len(replicas))
+        replies = self._clients.call(
+            Begin,
+            {i: {} for i in numbers},
+            dict.fromkeys(numbers, self._config.timeout_s),
+            version=version,
+            epoch=self._epoch,
+            digest=self._digest,
+        )
+        bindings: dict[Destination, Binding] = {}
+        budgets_s: dict[int, float] = {}
+        for number, replica in enumerate(replicas):
+            reply = replies[number]
+            if not isinstance(reply, Begun):
+                replica.error = _text(reply)
+                continue
+            replica.spent_s = self._clients.answer_s[number]
+            budgets_s[number] = max(0.0, self._config.timeout_s - replica.spent_s)
+            bindings.update({(number, dest_rank): binding for dest_rank, binding in enumerate(reply.bindings)})
+        logger.debug(
+            "version %d, epoch %d: %d of %d replicas began in %.3f s",
+            version,
+            self._epoch,
+            len(budgets_s),
+            len(replicas),
+            time.monotonic() - began,
+        )
+        return _Alive(self._epoch, bindings, budgets_s)
+
+    def _finish(
+        self,
+        version: int,
+        alive: _Alive,
+        replicas: list[_Replica],
+        results: Sequence[PipelineResult],
+        began: float,
+        begin_s: float,
+    ) -> PublishReport:
+        """Add up what the ranks did, commit who was served in full, abort the others."""
+        sums = _add_sums(results)
+        for number in alive.budgets_s:
+            replica = replicas[number]
+            failures = [
+                f"trainer rank {rank}: {r.errors[number]}" for rank, r in enumerate(results) if number in r.errors
+            ]
+            if failures:
+                replica.error = "; ".join(failures)
+            replica.spent_s += max(r.write_s.get(number, 0.0) for r in results)
+        unserved = {number: {"reason": replicas[number].error} for number in alive.budgets_s if replicas[number].error}
+        self._commit_all(version, alive, replicas, sums)
+        self._abort(version, alive, unserved)
+        done = [r.committed for r in replicas if r.committed is not None]
+        for replica in replicas:
+            if replica.error is not None:
+                logger.error(
+                    "version %d, epoch %d: %s did not commit: %s", version, alive.epoch, replica.endpoint, replica.error
+                )
+        num_changed = self._count_changed(sums) if alive.bindings else None
+        return PublishReport(
+            version=version,
+            epoch=alive.epoch,
+            replicas=tuple(
+                ReplicaReport(r.endpoint, r.committed is not None, r.error, r.committed.pause_s if r.committed else 0.0)
+                for r in replicas
+            ),
+            pause_s=max((c.pause_s for c in done), default=0.0),
+            begin_s=begin_s,
+            prepare_s=max(r.prepare_s for r in results),
+            write_s=max(r.busy_write_s for r in results),
+            verify_s=max((c.verify_s for c in done), default=0.0),
+            commit_s=max((c.commit_s for c in done), default=0.0),
+            total_s=time.monotonic() - began,
+            num_bytes=sum(r.num_bytes for r in results),
+            peak_bytes=max(r.peak_bytes for r in results),
+            watermark_bytes=self._config.watermark_bytes,
+            num_changed_params=num_changed,
+        )
+
+    def _commit_all(
+        self,
+        version: int,
+        alive: _Alive,
+        replicas: list[_Replica],
+        sums: Mapping[Destination, Mapping[str, tuple[int, int]]],
+    ) -> None:
+        assert self._clients is not None
+        ready = [number for number in alive.budgets_s if replicas[number].error is None]
+        num_ranks = {number: sum(replica == number for replica, _ in alive.bindings) for number in ready}
+        fields = {
+            number: {"expected": tuple(self._expected(sums.get((number, r), {})) for r in range(num_ranks[number]))}
+            for number in ready
+        }
+        timeouts_s = {number: max(MIN_COMMIT_S, self._config.timeout_s - replicas[number].spent_s) for number in ready}
+        replies = self._clients.call(
+            Commit, fields, timeouts_s, version=version, epoch=alive.epoch, digest=self._digest
+        )
+        for number, reply in replies.items():
+            if isinstance(reply, Committed):
+                replicas[number].committed = reply
+            else:
+                replicas[number].error = _text(reply)
+
+    def _expected(self, sums: Mapping[str, tuple[int, int]]) -> Expected:
+        has_hashes = self._config.verify_hashes
+        return {param: (num_bytes, value if has_hashes else None) for param, (num_bytes, value) in sums.items()}
+
+    def _abort(self, version: int, alive: _Alive, unserved: Mapping[int, Mapping[str, object]]) -> None:
+        """Tell replicas that wait for a commit that will not come. They are DIRTY, whatever they answer.
+
+        A replica whose own Begin or Commit failed knows; one that did not answer in time is not waited for again.
+        """
+        assert self._clients is not None
+        if unserved:
+            self._clients.call(
+                Abort,
+                unserved,
+                dict.fromkeys(unserved, MIN_COMMIT_S),
+                version=version,
+                epoch=alive.epoch,
+                digest=self._digest,
+            )
+
+    def _count_changed(self, sums: dict[Destination, dict[str, tuple[int, int]]]) -> int | None:
+        last, self._last_sums = self._last_sums, sums
+        if not last or not self._config.verify_hashes:
+            return None
+        return sum(
+            value != last.get(dest, {}).get(param) for dest, params in sums.items() for param, value in params.items()
+        )
+
+    # ---- every rank ----
+
+    def _close_failed(self, alive: _Alive, report: PublishReport) -> None:
+        """Close this rank's links to replicas that did not commit: open ones keep a dead replica's memory pinned."""
+        for (number, _), binding in alive.bindings.items():
+            if not report.replicas[number].committed:
+                try:
+                    self._pipeline.forget(binding.session)
+                except TransportError as e:
+                    logger.error("the link to %s cannot be closed yet: %s", report.replicas[number].endpoint, e)
+
+    def _gather(self, value: T) -> list[T]:
+        if self._group is None:
+            return [value]
+        gathered: list[Any] = [None] * self._world_size
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+    def _everywhere(self, make: Callable[[], T]) -> list[T]:
+        """make() on every rank, all results on every rank; the first rank's error on all of them."""
+        try:
+            mine: tuple[T | None, WeightSyncError | None] = (make(), None)
+        except Exception as e:  # a value for now: the other ranks are waiting in the collective
+            mine = (None, _ours(e))
+        outcomes = self._gather(mine)
+        for rank, (_, error) in enumerate(outcomes):
+            if error is not None:
+                raise type(error)(f"trainer rank {rank}: {error}")
+        return [value for value, _ in outcomes]  # type: ignore[misc]
+
+    def _on_rank0(self, make: Callable[[], T]) -> T:
+        """make() on rank 0, its result or its error on every rank."""
+        box: list[Any] = [None]
+        if self._rank == 0:
+            try:
+                box = [(make(), None)]
+            except Exception as e:  # a value for now: the other ranks are waiting in the collective
+                box = [(None, _ours(e))]
+        if self._group is not None:
+            dist.broadcast_object_list(box, group=self._group, group_src=0)
+        value, error = box[0]
+        if error is not None:
+            raise error
+        return value
+
+
+def _add_sums(results: Sequence[PipelineResult]) -> dict[Destination, dict[str, tuple[int, int]]]:
+    """Bytes and hashes per destination and parameter, over all ranks."""
+    total: dict[Destination, dict[str, tuple[int, int]]] = {}
+    for result in results:
+        for dest, params in result.sums.items():
+            mine = total.setdefault(dest, {})
+            for param, (num_bytes, value) in params.items():
+                had_bytes, had = mine.get(param, (0, 0))
+                mine[param] = (had_bytes + num_bytes, (had + value) & HASH_MASK)
+    return total
+
+
+def _ours(error: Exception) -> WeightSyncError:
+    """An error that unpickles on every rank."""
+    if isinstance(error, WeightSyncError):
+        return error
+    logger.error("unexpected error", exc_info=error)
+    return WeightSyncError(f"{type(error).__name__}: {error}")
+
+
+def _text(reply: object) -> str:
+    return f"{type(reply).__name__}: {reply}" if isinstance(reply, Exception) else f"unexpected {type(reply).__name__}"

@@ -1,0 +1,271 @@
+"""An engine rank's end of a publish: which memory may be written, whether it was written right, when it counts.
+
+Owns one rank's VersionState, its registered parameter memory, and the proof (byte counts and hashes). Does not own
+the engine: pausing, caches and device synchronization are the caller's, handed in as hooks. Knows no vLLM;
+`rollout/weight_receiver.py` wraps it, tests wrap plain tensors.
+
+    begin(v, epoch, digest)   state DIRTY; the bytes may change under us from here on
+      ... one-sided writes by the trainer's ranks; nobody here takes part ...
+    verify(expected)          count and hash the bytes *as they came over the wire*
+    commit(v, epoch)          repack() parameters in place, recompute() derived ones, state CLEAN
+
+Wire bytes and bytes at rest differ for a parameter with PostLoad.repack: it is hashed before its repacking, and what
+it holds from then on has its own hash in `committed_hashes`. The next begin() needs no unpacking, because a publish
+overwrites every byte that is not a declared fill. (A repack that moves fill bytes is therefore refused.)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+import torch
+
+from weight_sync.errors import IntegrityError, ProtocolError
+from weight_sync.integrity import HASH_MASK, hash_bytes
+from weight_sync.layout import DTYPE_BYTES, Binding, DestLayout, PostLoad
+from weight_sync.protocol import EngineRank, VersionState
+from weight_sync.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED = 5
+"""Wrong parameters that one error names."""
+
+
+class Receiver:
+    """One engine rank's memory and version.
+
+    Args:
+        params: Every parameter of `layout`, by name; the live tensors (or Parameters), contiguous.
+        layout: What the engine's loader does, as recorded.
+        transport: Link under whose session other processes write; the parameters are registered with it here.
+        repack: Called at commit with (name, tensor) of every PostLoad.repack parameter: permute its bytes in place.
+        recompute: Called once at commit, after all repacking: refresh PostLoad.derived parameters.
+        synchronize: Wait until the device is idle; called before bytes may change and before they are read.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, torch.Tensor],
+        layout: DestLayout,
+        transport: Transport,
+        *,
+        repack: Callable[[str, torch.Tensor], None] | None = None,
+        recompute: Callable[[], None] | None = None,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
+        self._params = dict(params)
+        self._layout = layout
+        self._transport = transport
+        self._repack = repack
+        self._recompute = recompute
+        self._synchronize = synchronize
+        self._state = VersionState()
+        self._sent = [param for param in layout.params if param.post_load is not PostLoad.derived]
+        self._covered = _covered_ranges(layout)
+        self._check_params()
+        self._addresses = {param.name: self._params[param.name].data_ptr() for param in self._sent}
+        self._wire_hashes: dict[str, int] = {}
+        self._verified_hashes: dict[str, int] = {}
+        self.committed_hashes: dict[str, int] = {}
+        """Hash of every parameter's bytes at rest, fills and repacking included, at the last commit; for recovery."""
+        transport.register([self._params[param.name].detach() for param in self._sent])
+
+    @property
+    def state(self) -> VersionState:
+        """Where this rank stands. Serve only while `state.is_serving`."""
+        return self._state
+
+    def describe(self) -> EngineRank:
+        """What must be sent here, and where it goes."""
+        return EngineRank(self._layout, self._binding(), self._transport.link)
+
+    def begin(self, version: int, epoch: int, digest: str) -> Binding:
+        """Stop vouching for the bytes. The engine must be idle already.
+
+        Returns:
+            Where to write. It differs from the last one after an epoch that did not commit: the old session is gone
+            then, and with it whatever was still in flight towards it.
+
+        Raises:
+            StaleEpoch: This epoch, or a later one, has begun before.
+            ProtocolError: A parameter moved since its address was registered.
+        """
+        state = self._state.begin(version, epoch, digest)
+        left_open = self._state.epoch > 0 and not self._state.is_serving
+        self._state = state
+        if self._synchronize is not None:
+            self._synchronize()
+        moved = [name for name, address in self._addresses.items() if self._params[name].data_ptr() != address]
+        if moved:
+            raise ProtocolError(
+                f"{len(moved)} parameters of rank {self._layout.rank} moved since registration ({_names(moved)}):"
+                " the engine reloaded or released its weights; restart this replica"
+            )
+        if left_open:
+            self._transport.renew()
+        return self._binding()
+
+    def verify(self, version: int, epoch: int, digest: str, expected: Mapping[str, tuple[int, int | None]]) -> None:
+        """Prove that every byte of the transaction arrived.
+
+        Args:
+            version, epoch, digest: As given to begin().
+            expected: Parameter -> (bytes sent, sum of their hashes; None skips the hash of this parameter).
+
+        Raises:
+            IntegrityError: Names the parameters whose bytes are not the sent ones. The state stays DIRTY.
+        """
+        state = self._state.verified(version, epoch, digest)
+        self._check_counts(version, expected)
+        if self._synchronize is not None:
+            self._synchronize()
+        actual: dict[str, int] = {}
+        wrong: list[str] = []
+        for param in self._sent:
+            wanted = expected[param.name][1]
+            if wanted is None:
+                continue
+            actual[param.name] = self._hash_covered(param.name)
+            if actual[param.name] != wanted:
+                wrong.append(param.name)
+        if wrong:
+            shown = "; ".join(self._describe_wrong(n, actual[n], expected[n][1]) for n in wrong[:MAX_NAMED])
+            raise IntegrityError(
+                f"version {version}, epoch {epoch}, rank {self._layout.rank}: {len(wrong)} of {len(self._sent)}"
+                f" parameters do not hold the bytes that were sent: {shown}"
+            )
+        self._verified_hashes = actual
+        self._state = state
+
+    def commit(self, version: int, epoch: int) -> None:
+        """Adopt the verified bytes: repack, recompute, then CLEAN. A hook that raises leaves the rank DIRTY."""
+        state = self._state.committed(version, epoch)
+        self._state = self._state.failed(epoch)
+        for param in self._sent:
+            if param.post_load is PostLoad.repack and self._repack is not None:
+                self._repack(param.name, self._params[param.name])
+        if self._recompute is not None:
+            self._recompute()
+        if self._synchronize is not None:
+            self._synchronize()
+        self._wire_hashes = self._verified_hashes
+        self.committed_hashes = (
+            {param.name: self._hash_at_rest(param.name) for param in self._layout.params} if self._wire_hashes else {}
+        )
+        self._state = state
+
+    def abort(self, epoch: int, reason: str) -> None:
+        """The publisher gave up on this epoch: stay DIRTY. Without effect on a committed version."""
+        logger.warning("rank %d: epoch %d was aborted: %s", self._layout.rank, epoch, reason)
+        self._state = self._state.failed(epoch)
+
+    def invalidate(self) -> None:
+        """The caller knows that the bytes are no longer what was committed."""
+        self._state = self._state.invalidate()
+
+    def _binding(self) -> Binding:
+        return Binding(self._transport.session, dict(self._addresses))
+
+    def _check_params(self) -> None:
+        for param in self._layout.params:
+            tensor = self._params.get(param.name)
+            if tensor is None:
+                raise ProtocolError(f"the layout names parameter {param.name}, which the engine does not have")
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if tuple(tensor.shape) != param.shape or dtype != param.dtype:
+                raise ProtocolError(
+                    f"{param.name} is {dtype}{tuple(tensor.shape)}, its layout says {param.dtype}{param.shape}"
+                )
+            if param.post_load is PostLoad.derived:
+                continue
+            if not tensor.is_contiguous() or tensor.numel() == 0:
+                raise ProtocolError(
+                    f"{param.name} cannot be written one-sided: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+                )
+            if param.post_load is PostLoad.repack:
+                if self._repack is None:
+                    raise ProtocolError(f"{param.name} is repacked after loading, but no repack hook was given")
+                if sum(size for _, size in self._covered[param.name]) != param.num_bytes:
+                    raise ProtocolError(
+                        f"{param.name} is repacked after loading and has fill bytes, which would not survive"
+                    )
+
+    def _check_counts(self, version: int, expected: Mapping[str, tuple[int, int | None]]) -> None:
+        known = {param.name for param in self._sent}
+        unknown = sorted(set(expected) - known)
+        if unknown:
+            raise IntegrityError(
+                f"version {version}: bytes were sent for {_names(unknown)}, unknown to rank {self._layout.rank}"
+            )
+        short: list[str] = []
+        for param in self._sent:
+            wanted = sum(size for _, size in self._covered[param.name])
+            sent = expected.get(param.name, (0, None))[0]
+            if sent != wanted:
+                short.append(f"{param.name} (sent {sent} of {wanted} bytes)")
+        if short:
+            raise IntegrityError(
+                f"version {version}, rank {self._layout.rank}: {len(short)} parameters were not sent: {_names(short)}"
+            )
+
+    def _hash_covered(self, name: str) -> int:
+        data = self._params[name].detach().reshape(-1).view(torch.uint8)
+        return (
+            sum(hash_bytes(data[start : start + size], offset_bytes=start) for start, size in self._covered[name])
+            & HASH_MASK
+        )
+
+    def _hash_at_rest(self, name: str) -> int:
+        tensor = self._params[name].detach()
+        is_as_sent = next(p for p in self._layout.params if p.name == name).post_load is PostLoad.identity
+        if (
+            is_as_sent
+            and name in self._wire_hashes
+            and self._covered[name] == [(0, tensor.numel() * tensor.element_size())]
+        ):
+            return self._wire_hashes[name]
+        return hash_bytes(tensor.contiguous())
+
+    def _describe_wrong(self, name: str, actual: int, wanted: int | None) -> str:
+        sources = [load.tensor for load in self._layout.loads if load.param == name]
+        shown = (
+            f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else (sources[0] if sources else "nothing")
+        )
+        if self._wire_hashes.get(name) == actual:
+            why = "still holds the bytes of the version before: the source changed, the destination did not"
+        elif not self._params[name].any():
+            why = "is all zeros"
+        else:
+            why = f"hash {actual:016x}, sent {wanted:016x}"
+        return f"{name} (from {shown}) {why}"
+
+
+def _covered_ranges(layout: DestLayout) -> dict[str, list[tuple[int, int]]]:
+    """Per sent parameter: the (start, size) byte ranges that a publish writes, which is all but the declared fills."""
+    fills: dict[str, list[tuple[int, int]]] = {}
+    dtypes = {param.name: DTYPE_BYTES[param.dtype] for param in layout.params}
+    for fill in layout.fills:
+        fills.setdefault(fill.param, []).append(
+            (fill.offset * dtypes[fill.param], fill.num_elements * dtypes[fill.param])
+        )
+    covered: dict[str, list[tuple[int, int]]] = {}
+    for param in layout.params:
+        if param.post_load is PostLoad.derived:
+            continue
+        ranges: list[tuple[int, int]] = []
+        position = 0
+        for start, size in sorted(fills.get(param.name, [])):
+            if start > position:
+                ranges.append((position, start - position))
+            position = max(position, start + size)
+        if position < param.num_bytes:
+            ranges.append((position, param.num_bytes - position))
+        covered[param.name] = ranges
+    return covered
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMED])
+    return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"

@@ -1,0 +1,61 @@
+"""The trainer's side of a publish, as weight_sync sees it: it can write out rectangles of checkpoint tensors.
+
+Owns the protocol only. `trainer/weight_source.py` implements it over FSDP2 shards and LoRA factors; tests implement
+it over a dict of tensors. Called by `weight_sync.publisher` (layout) and `weight_sync.pipeline` (begin, read, end).
+
+One publish, on every rank alike:
+
+    begin(version)          collective; the source may gather what a merge needs (small LoRA factors)
+      read(tensor, region)  rank-local, any number of times, in plan order; never collective
+    end()                   always, after success and after failure; drops what begin() gathered
+
+Between begin() and end() nobody may change the weights that are being read: that is the caller's fence.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from weight_sync.layout import Region, SourceLayout
+
+
+class WeightSource(Protocol):
+    """What one trainer rank can write out."""
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Most device memory, in bytes, that begin() plus one read() ever hold on this rank; 0 if they hold none.
+
+        Static: known as soon as layout() is. It is subtracted from the watermark before staging is sized: it covers
+        gathered LoRA factors *and* the scratch of a merge; read() keeps the latter constant by merging in row chunks.
+        """
+        ...
+
+    def layout(self) -> SourceLayout:
+        """The rectangles that this rank can read, in checkpoint coordinates. Static after loading."""
+        ...
+
+    def begin(self, version: int) -> int:
+        """Prepare to read `version`. Collective over the trainer's ranks.
+
+        Returns:
+            Temporary device bytes held until end(); at most `temporary_bytes`.
+        """
+        ...
+
+    def read(self, tensor: str, region: Region, out: torch.Tensor) -> None:
+        """Write the values of `region` of checkpoint tensor `tensor` into `out`, merged and cast to `out.dtype`.
+
+        Args:
+            tensor: Checkpoint name. The region lies inside one of this rank's shards.
+            region: The rectangle, in elements of the checkpoint tensor.
+            out: Shape `region.shape`, any strides (a permuted view of a staging slot), on the staging device.
+                Written with copy_ on the current stream, without synchronizing.
+        """
+        ...
+
+    def end(self) -> None:
+        """Drop everything begin() prepared. Rank-local."""
+        ...

@@ -1,0 +1,136 @@
+"""What a link must do: move bytes one-sided from registered memory here into registered memory of another process.
+
+Owns the protocol that `memory.py` and `mooncake.py` implement and `tests/contract/test_transport.py` holds them to.
+Knows nothing of plans, versions or parameters. Called by `weight_sync.pipeline` (writes) and `weight_sync.receiver`
+(memory).
+
+Failure model, the same for every link:
+
+    write() returned          every byte is in the destination's memory
+    write() raised            any part of the bytes may be there, and *more may still land*. The session is refused
+                              (TransferFailed) until reset(session) returned: from then on nothing of the failed write
+                              can read the source's memory again.
+    renew()                   the destination's half: drops every incoming connection, so that nothing in flight towards
+                              the old session name can land any more. The session gets a new name.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from weight_sync.errors import TransferFailed
+
+MAX_BATCH_ENTRIES = 1024
+"""Most pieces in one native batch: Mooncake's TCP lanes refuse 2500, and others met the same bound on RDMA."""
+MAX_BATCH_BYTES = 1 << 30
+"""Most bytes in one native batch: larger synchronous ones ran into their deadline."""
+
+
+class Transport(Protocol):
+    """One process's end of a link. Thread-safe for concurrent write() to different sessions."""
+
+    @property
+    def link(self) -> str:
+        """The link REALLY in use: "memory", "tcp", "nvlink" or "rdma". Both ends of a sync must agree."""
+        ...
+
+    @property
+    def session(self) -> str:
+        """The name under which other processes write to this one. Changes with renew()."""
+        ...
+
+    def register(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Make the memory of contiguous tensors readable and writable by the link. Overlaps are merged."""
+        ...
+
+    def write(
+        self, session: str, src_ptrs: Sequence[int], dst_ptrs: Sequence[int], sizes: Sequence[int], *, timeout_s: float
+    ) -> None:
+        """Copy `sizes[i]` bytes from local `src_ptrs[i]` to `dst_ptrs[i]` of `session`; returns when all have landed.
+
+        Device work that produces the source bytes must be complete: no link orders with torch streams.
+
+        Raises:
+            TransferTimeout: The deadline passed.
+            TransferFailed: The peer refused, broke or is not there, or the session needs reset() first.
+        """
+        ...
+
+    def reset(self, session: str) -> None:
+        """Close what a failed write to `session` left in flight, and allow the session again. No write may be running.
+
+        Raises:
+            TransferTimeout: It cannot be closed yet; its source memory must stay untouched.
+        """
+        ...
+
+    def renew(self) -> None:
+        """Drop all incoming connections and take a new session name. Registered memory stays registered."""
+        ...
+
+    def close(self) -> None:
+        """Leave the link. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MemoryRange:
+    """Bytes of one allocation: MemoryRange(0x7f00, 4096)."""
+
+    address: int
+    num_bytes: int
+
+    @property
+    def stop(self) -> int:
+        """First address past the end."""
+        return self.address + self.num_bytes
+
+
+def merge_ranges(ranges: Sequence[MemoryRange]) -> list[MemoryRange]:
+    """Sorted, disjoint ranges covering the same bytes; overlapping ones are joined, merely adjacent ones are not.
+
+    Adjacent ranges may be two allocations, and a registration must not span two.
+    """
+    merged: list[MemoryRange] = []
+    for item in sorted(ranges):
+        if merged and item.address < merged[-1].stop:
+            last = merged.pop()
+            item = MemoryRange(last.address, max(last.stop, item.stop) - last.address)
+        merged.append(item)
+    return merged
+
+
+def check_registered(
+    registered: Sequence[MemoryRange], addresses: Sequence[int], sizes: Sequence[int], what: str
+) -> None:
+    """Raise TransferFailed unless every piece lies inside one of the registered (sorted, disjoint) ranges.
+
+    Checked here because Mooncake's TCP link accepts unregistered source memory that RDMA would refuse.
+    """
+    starts = [item.address for item in registered]
+    for address, size in zip(addresses, sizes, strict=True):
+        index = bisect.bisect_right(starts, address) - 1
+        if index < 0 or address + size > registered[index].stop:
+            raise TransferFailed(
+                f"{what}: {size} bytes at {address:#x} are not in registered memory ({len(registered)} ranges)"
+            )
+
+
+def batches(sizes: Sequence[int]) -> list[range]:
+    """Cut pieces into runs of at most MAX_BATCH_ENTRIES pieces and MAX_BATCH_BYTES bytes; a larger piece goes alone."""
+    runs: list[range] = []
+    first = 0
+    run_bytes = 0
+    for index, size in enumerate(sizes):
+        if index > first and (index - first >= MAX_BATCH_ENTRIES or run_bytes + size > MAX_BATCH_BYTES):
+            runs.append(range(first, index))
+            first, run_bytes = index, 0
+        run_bytes += size
+    if first < len(sizes):
+        runs.append(range(first, len(sizes)))
+    return runs

@@ -1,0 +1,319 @@
+"""Mooncake's TransferEngine as a Transport: one-sided writes over TCP, NVLink (CUDA IPC inside one host) or RDMA.
+
+Owns: choosing the link and proving that it is the one in use, registration by allocator segment, batch limits,
+translation of return codes. The only importer of mooncake. Its traps, and what this file does about each:
+
+* The `protocol` argument does not choose the link (CUDA wheel), and a link that cannot be had is replaced silently.
+  Environment variables choose: they are set from the requested kind before the engine exists, and what can be checked
+  is checked, before and after. A link that cannot be had is a LinkMismatch.
+* A write that returned -1 is not over. Its session is refused until reset(), which destroys the whole engine (nothing
+  smaller can be closed) and registers everything again on a fresh one: about 1 s, paid only after a failure.
+* NVLink does not order with torch streams. The caller synchronizes before write(); reset() waits for the device.
+* NVLink exports whole cudaMalloc allocations. CUDA tensors register as the caching allocator's segments that hold them;
+  expandable segments are refused with their cure.
+* Registering an overlap fails with -7. Ranges are merged first.
+* More than 2048 pieces, or several GiB, in one batch fail. See base.batches().
+* Deadlines come from the environment, per process. MC_TRANSFER_TIMEOUT (at least 5 s) and MC_TCP_PROGRESS_TIMEOUT_SEC
+  are set from timeout_s. A native call cannot be interrupted: a smaller timeout_s of one write() is looked at between
+  batches alone.
+* A fresh engine's first contact with a stopped process blocks for a fixed 60 s. In a publish the replica acknowledges
+  Begin first, so only a process that stops between that and its first byte meets it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.schema import TransportKind
+from weight_sync.errors import LinkMismatch, TransferFailed, TransferTimeout
+from weight_sync.transport.base import MemoryRange, batches, check_registered, merge_ranges
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+_OVERLAP = -7
+_MIN_TRANSFER_TIMEOUT_S = 5
+"""Smallest MC_TRANSFER_TIMEOUT that Mooncake accepts."""
+
+
+class MooncakeTransport:
+    """One TransferEngine and the memory registered with it. See Transport.
+
+    Args:
+        kind: Requested link; anything but `auto` is met exactly or refused.
+        device: "cpu" or "cuda": where the memory at *both* ends of the link lives.
+        host: Address under which other processes reach this one. Loopback says that all peers are on this host.
+        timeout_s: Longest that one native transfer may take without progress.
+    """
+
+    def __init__(
+        self,
+        kind: TransportKind = TransportKind.auto,
+        *,
+        device: str = "cpu",
+        host: str = LOOPBACK,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._link = choose_link(
+            kind,
+            device=device,
+            host=host,
+            has_hca=has_hca(),
+            has_nvlink=_module_flag("SUPPORT_INTRA_NVLINK"),
+            has_cuda=_module_flag("SUPPORT_CUDA"),
+        )
+        self._host = host
+        self._native_timeout_s = max(1, math.ceil(timeout_s))
+        self._registered: list[MemoryRange] = []
+        self._failed: set[str] = set()
+        self._lock = threading.Condition()
+        self._num_writing = 0
+        self._engine: Any = None
+        self._session = ""
+        self._start()
+
+    @property
+    def link(self) -> str:
+        """Link really in use: "tcp", "nvlink" or "rdma"."""
+        return self._link
+
+    @property
+    def session(self) -> str:
+        """host:port of this process's engine."""
+        return self._session
+
+    def register(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Register the allocations that hold these tensors. Idempotent; call while nothing is being written."""
+        cuda = [t for t in tensors if t.is_cuda]
+        host = [t for t in tensors if not t.is_cuda]
+        if host and self._link == "nvlink":
+            raise LinkMismatch(f"the nvlink link moves device memory only, got a tensor on {host[0].device}")
+        ranges = [*_segments_of(cuda), *(_storage_range(t) for t in host)]
+        merged = merge_ranges([*self._registered, *ranges])
+        gone = [item for item in self._registered if item not in merged]
+        added = [item for item in merged if item not in self._registered]
+        if gone:
+            self._check(
+                self._engine.batch_unregister_memory([item.address for item in gone]),
+                f"unregistering {len(gone)} ranges",
+            )
+        self._register_ranges(added)
+        self._registered = merged
+
+    def write(
+        self, session: str, src_ptrs: Sequence[int], dst_ptrs: Sequence[int], sizes: Sequence[int], *, timeout_s: float
+    ) -> None:
+        """Batched synchronous writes; see Transport.write."""
+        with self._lock:
+            if session in self._failed:
+                raise TransferFailed(f"a write to {session} failed earlier: reset the session first")
+            self._num_writing += 1
+        try:
+            check_registered(self._registered, src_ptrs, sizes, f"source of a write to {session}")
+            self._write_batches(session, src_ptrs, dst_ptrs, sizes, time.monotonic() + timeout_s)
+        except (TransferFailed, TransferTimeout):
+            self._failed.add(session)
+            raise
+        finally:
+            with self._lock:
+                self._num_writing -= 1
+                self._lock.notify_all()
+
+    def _write_batches(
+        self, session: str, src_ptrs: Sequence[int], dst_ptrs: Sequence[int], sizes: Sequence[int], deadline: float
+    ) -> None:
+        for run in batches(sizes):
+            pieces = slice(run.start, run.stop)
+            num_bytes = sum(sizes[pieces])
+            what = f"{self._link} write of {num_bytes} bytes in {len(run)} pieces to {session}"
+            begin = time.monotonic()
+            if begin >= deadline:
+                raise TransferTimeout(f"{what}: the deadline passed before it began")
+            code = self._engine.batch_transfer_sync_write(
+                session, list(src_ptrs[pieces]), list(dst_ptrs[pieces]), list(sizes[pieces])
+            )
+            spent_s = time.monotonic() - begin
+            if code != 0:
+                if spent_s >= 0.9 * self._native_timeout_s:
+                    raise TransferTimeout(f"{what} made no progress: code {code} after {spent_s:.1f} s")
+                raise TransferFailed(
+                    f"{what} failed: code {code} after {spent_s:.2f} s (peer gone, or its memory not registered)"
+                )
+
+    def reset(self, session: str) -> None:
+        """Destroy the engine and start a fresh one with the same memory. Other sessions continue on it."""
+        with self._lock:
+            if not self._lock.wait_for(
+                lambda: self._num_writing == 0, timeout=self._native_timeout_s + _MIN_TRANSFER_TIMEOUT_S
+            ):
+                raise TransferTimeout(
+                    f"{self._num_writing} writes are still running; the engine cannot be closed to reset {session}"
+                )
+            logger.warning("resetting the %s engine after a failed write to %s", self._link, session)
+            self._restart()
+
+    def renew(self) -> None:
+        """Destroy the engine, hence every incoming connection, and start a fresh one under another port."""
+        with self._lock:
+            self._restart()
+
+    def close(self) -> None:
+        """Destroy the engine; memory is unregistered with it."""
+        self._engine = None
+        self._registered = []
+
+    def _restart(self) -> None:
+        if self._link == "nvlink":
+            torch.cuda.synchronize()
+        self._engine = None
+        self._failed.clear()
+        self._start()
+        self._register_ranges(self._registered)
+
+    def _start(self) -> None:
+        """Make the engine under an environment that leaves it no other link, then look at what it found."""
+        for name, value in _environment(self._link, self._native_timeout_s).items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        engine = _engine_module().TransferEngine()
+        code = engine.initialize(self._host, "P2PHANDSHAKE", "rdma" if self._link == "rdma" else "tcp", "")
+        if code != 0:
+            raise TransferFailed(f"Mooncake did not start on {self._host} over {self._link}: code {code}")
+        if self._link == "rdma" and not _topology_devices(engine.get_local_topology()):
+            raise LinkMismatch("weight_sync.transport=rdma, but Mooncake finds no RDMA device; choose tcp or nvlink")
+        self._engine = engine
+        self._session = f"{self._host}:{engine.get_rpc_port()}"
+
+    def _register_ranges(self, ranges: Sequence[MemoryRange]) -> None:
+        if ranges:
+            code = self._engine.batch_register_memory(
+                [item.address for item in ranges], [item.num_bytes for item in ranges]
+            )
+            self._check(code, f"registering {len(ranges)} ranges of {sum(item.num_bytes for item in ranges)} bytes")
+
+    def _check(self, code: int, what: str) -> None:
+        if code != 0:
+            hint = " (a range overlaps one that is registered)" if code == _OVERLAP else ""
+            raise TransferFailed(f"Mooncake ({self._link}): {what} failed with code {code}{hint}")
+
+
+def choose_link(kind: TransportKind, *, device: str, host: str, has_hca: bool, has_nvlink: bool, has_cuda: bool) -> str:
+    """The link that a request means on this machine. Pure.
+
+    auto: nvlink when memory is on GPUs and all peers are on this host, else rdma when there is an HCA, else tcp.
+    nvlink is Mooncake's name for CUDA IPC between GPUs of one host.
+
+    Raises:
+        LinkMismatch: The requested link cannot be had; the message says why.
+    """
+    on_gpu = device.startswith("cuda")
+    if on_gpu and not has_cuda:
+        raise LinkMismatch(
+            "weights are on GPUs, but this Mooncake has no CUDA support; install mooncake-transfer-engine-cuda13"
+        )
+    is_local = host in (LOOPBACK, "localhost")
+    if kind is TransportKind.auto:
+        if on_gpu and is_local and has_nvlink:
+            return "nvlink"
+        return "rdma" if has_hca else "tcp"
+    if kind is TransportKind.nvlink:
+        if not on_gpu:
+            raise LinkMismatch(
+                "weight_sync.transport=nvlink needs GPUs at both ends, the weights are in CPU memory; choose tcp"
+            )
+        if not has_nvlink:
+            raise LinkMismatch(
+                "weight_sync.transport=nvlink, but this Mooncake was built without it; choose tcp or rdma"
+            )
+    if kind is TransportKind.rdma and not has_hca:
+        raise LinkMismatch(
+            "weight_sync.transport=rdma, but this machine has no RDMA device in /dev/infiniband; choose tcp"
+        )
+    return str(kind)
+
+
+def has_hca() -> bool:
+    """Whether the kernel shows an RDMA device that this process may open."""
+    return any(Path("/dev/infiniband").glob("uverbs*"))
+
+
+def _environment(link: str, native_timeout_s: int) -> dict[str, str | None]:
+    """What Mooncake reads from the environment when an engine is made; None removes a variable."""
+    return {
+        "MC_FORCE_TCP": "1" if link == "tcp" else None,
+        "MC_INTRANODE_NVLINK": "1" if link == "nvlink" else None,
+        "MC_USE_TENT": None,
+        "MC_TRANSFER_TIMEOUT": str(max(_MIN_TRANSFER_TIMEOUT_S, native_timeout_s)),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(native_timeout_s),
+        "MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR"),
+    }
+
+
+def _engine_module() -> Any:
+    """mooncake.engine, imported late: it needs libibverbs, and this file is imported where it may be absent."""
+    try:
+        import mooncake.engine
+    except ImportError as e:
+        raise TransferFailed(
+            f"Mooncake cannot be loaded ({e}); it needs libibverbs (Debian: libibverbs1 ibverbs-providers)"
+            " and, for GPUs, their driver"
+        ) from e
+    return mooncake.engine
+
+
+def _module_flag(name: str) -> bool:
+    return bool(getattr(_engine_module(), name, False))
+
+
+def _topology_devices(topology: str) -> set[str]:
+    """Names of the HCAs in Mooncake's topology: {"cpu:0": [[preferred], [others]], ...}."""
+    try:
+        parsed = json.loads(topology)
+    except ValueError:
+        return set()
+    return {device for lists in parsed.values() for devices in lists for device in devices}
+
+
+def _storage_range(tensor: torch.Tensor) -> MemoryRange:
+    storage = tensor.untyped_storage()
+    return MemoryRange(storage.data_ptr(), storage.nbytes())
+
+
+def _segments_of(tensors: Sequence[torch.Tensor]) -> list[MemoryRange]:
+    """The caching allocator's segments that hold CUDA tensors. One cudaMalloc each, the unit that IPC exports."""
+    if not tensors:
+        return []
+    segments = [
+        (MemoryRange(s["address"], s["total_size"]), bool(s.get("is_expandable")))
+        for s in torch.cuda.memory.memory_snapshot()
+    ]
+    found: set[MemoryRange] = set()
+    for tensor in tensors:
+        address = tensor.data_ptr()
+        holder = next(
+            ((item, expandable) for item, expandable in segments if item.address <= address < item.stop), None
+        )
+        if holder is None:
+            raise TransferFailed(
+                f"a tensor of {tensor.numel() * tensor.element_size()} bytes at {address:#x} is not in torch's caching"
+                " allocator (sleep mode or a custom allocator?): it cannot be exported to other processes"
+            )
+        if holder[1]:
+            raise TransferFailed(
+                "weights are in expandable segments, which cannot be exported to other processes:"
+                " remove expandable_segments from PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF)"
+            )
+        found.add(holder[0])
+    return sorted(found)
