@@ -4,8 +4,8 @@
     python bench/runs.py quickstart_gpu qwen3_moe_2gpu        on a host with 2 GPUs
 
 A control is the quick start with the thing under test taken away: `no_publish` never sends a trained version to the
-engines, `shuffled` permutes advantages within each group. Neither may learn. Figures are medians over the steps after the
-first two (warm-up). Prints its environment and a table; writes bench/results/runs-<device>.json.
+engines, `shuffled` permutes advantages within each group. Neither may learn. Figures are medians over the steps after
+the first two (warm-up). Prints its environment and a table; writes bench/results/runs-<device>.json.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ WARM_UP_STEPS = 2
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def environment() -> dict[str, Any]:
-    """What the figures were measured on."""
+def environment(commit: str | None) -> dict[str, Any]:
+    """What the figures were measured on. A commit given stands for the working tree's own."""
     from importlib import metadata
 
     def version(name: str) -> str | None:
@@ -47,7 +47,8 @@ def environment() -> dict[str, Any]:
     gpus = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout if _has("nvidia-smi") else ""  # fmt: skip
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    if commit is None:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "commit": commit or None,
         "python": platform.python_version(),
@@ -117,8 +118,9 @@ def main() -> None:
     parser.add_argument("scenarios", nargs="+", choices=sorted(SCENARIOS))
     parser.add_argument("--set", nargs="*", default=[], help="further options for every run, e.g. run.num_steps=5")
     parser.add_argument("--out", type=Path, help="where the JSON goes; default bench/results/runs-<device>.json")
+    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     args = parser.parse_args()
-    report: dict[str, Any] = {"environment": environment(), "runs": {}}
+    report: dict[str, Any] = {"environment": environment(args.commit), "runs": {}}
     print(json.dumps(report["environment"], indent=2))
     device = "gpu" if report["environment"]["gpus"] else "cpu"
     out: Path = args.out or ROOT / "bench" / "results" / f"runs-{device}.json"
