@@ -1,0 +1,92 @@
+"""The quick start's loop for a few steps, on real Ray, vLLM, Mooncake and FSDP2, through the command line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from system.conftest import RUN_TIMEOUT_S, FinishedRun, command, train
+
+
+@pytest.fixture(scope="module")
+def on_policy(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """Three strictly on-policy steps."""
+    return train(["run.num_steps=3", "run.eval_every_steps=0"], tmp_path_factory.mktemp("on_policy"))
+
+
+@pytest.fixture(scope="module")
+def resumed(on_policy: FinishedRun) -> FinishedRun:
+    """Two more steps of the same run."""
+    return train(
+        ["run.num_steps=5", "run.eval_every_steps=0", f"run.resume={on_policy.folder}"], on_policy.folder.parent
+    )
+
+
+def test_every_step_is_on_policy_committed_everywhere_and_in_parity(on_policy: FinishedRun) -> None:
+    assert on_policy.exit_code == 0, on_policy.stderr
+    start, *steps = on_policy.rows
+    assert start["step"] == 0
+    assert start["eval/reward"] is not None
+    assert [row["policy_version"] for row in steps] == [1, 2, 3]
+    for row in steps:
+        assert row["staleness/max"] == 0
+        assert 0 <= row["parity/k3"] < 1e-3
+        assert row["policy/entropy"] > 1.0, "at a low entropy any two models agree"
+        assert row["sync/replicas_committed"] == 2
+        assert 0 < row["sync/peak_bytes"] <= row["sync/watermark_bytes"]
+        assert row["optim/grad_norm"] > 0
+
+
+def test_a_run_leaves_what_it_promises(on_policy: FinishedRun) -> None:
+    for name in ("config.yaml", "environment.json", "run.log", "samples.jsonl", "curves.png", "tensorboard"):
+        assert (on_policy.folder / name).exists(), name
+    config = json.loads((on_policy.folder / "adapter" / "adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA"
+    sample = json.loads((on_policy.folder / "samples.jsonl").read_text().splitlines()[0])
+    assert {"prompt", "response", "reward", "policy_version"} <= set(sample)
+
+
+def test_no_process_of_a_run_is_left(on_policy: FinishedRun) -> None:
+    marks = (str(on_policy.folder.parent), on_policy.folder.name)
+    left = [p for p in psutil.process_iter(["cmdline"]) if any(m in " ".join(p.info["cmdline"] or []) for m in marks)]
+    assert left == []
+
+
+def test_a_resumed_run_goes_on_where_it_stopped(on_policy: FinishedRun, resumed: FinishedRun) -> None:
+    assert resumed.exit_code == 0, resumed.stderr
+    assert resumed.folder == on_policy.folder
+    assert [row["step"] for row in resumed.rows] == [0, 1, 2, 3, 4, 5]
+    assert [row["policy_version"] for row in resumed.rows] == [0, 1, 2, 3, 4, 5]
+    assert all(row["parity/k3"] < 1e-3 for row in resumed.rows[1:])
+
+
+def test_a_dead_engine_costs_its_samples_and_nothing_else(tmp_path: Path) -> None:
+    """Asynchronous run; one engine process is killed while it samples. The other worker carries the run to its end."""
+    process = subprocess.Popen(
+        command(["run.num_steps=30", "run.eval_every_steps=0", "algorithm.max_staleness_steps=2"], tmp_path),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        metrics = tmp_path / "latest" / "metrics.jsonl"
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 4):
+            assert process.poll() is None, "the run ended before it was disturbed"
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        engines = [p for p in psutil.Process(process.pid).children(recursive=True) if "EngineCore" in p.name()]
+        assert len(engines) == 2
+        engines[0].send_signal(signal.SIGKILL)
+        assert process.wait(RUN_TIMEOUT_S) == 0
+    finally:
+        process.kill()
+    run = FinishedRun((tmp_path / "latest").resolve(), 0, "")
+    assert run.rows[-1]["step"] == 30
+    assert run.rows[-1]["rollout/replicas_serving"] == 1
+    assert sum(row["rollout/groups_failed"] or 0 for row in run.rows) >= 1
+    assert max(row["staleness/max"] for row in run.rows[1:]) in (1, 2)

@@ -1,0 +1,141 @@
+"""After a publish every engine parameter holds, byte for byte, what vLLM's own loader makes of the exported checkpoint.
+
+Two trainer ranks (FSDP2, experts split over both) with non-zero adapters publish to a real engine over Mooncake and
+ZMQ, before and after all engine parameters were zeroed; the oracle is a second engine that loads `save_merged`'s folder
+by itself. The vocabulary is 500 of 512, so that padding rows count too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import socket
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.load import load_run_config
+from conf.schema import Device, RunConfig
+
+KEY = b"k" * 32
+NUM_RANKS = 2
+
+
+def config_of(model: str) -> RunConfig:
+    """The quick start, with a vocabulary that the engine pads, in bfloat16."""
+    ep_size = NUM_RANKS if model == "tiny_qwen3_moe" else 1
+    changes = ["model.hf_config.vocab_size=500", "model.dtype=bfloat16", "model.init_std=0.1"]
+    return load_run_config(["experiment=quickstart", f"model={model}", f"trainer.ep_size={ep_size}", *changes])
+
+
+def run_rank(rank: int, model: str, rendezvous: str, pipe: Connection) -> None:
+    """One trainer rank: obeys (method, arguments) until told to stop."""
+    import torch
+
+    from trainer.rank import TrainerRank
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    config = config_of(model)
+    trainer = TrainerRank(
+        model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
+        weight_sync=config.weight_sync, seed=3, num_steps=4, rank=rank, world_size=NUM_RANKS, rendezvous=rendezvous,
+        device="cpu", hf_config=config.model.hf_config, sync_key=KEY,
+    )  # fmt: skip
+    trainer.load()
+    generator = torch.Generator().manual_seed(11 + rank)
+    for _, parameter in trainer._trainable:  # adapters start at B = 0, which would merge to nothing
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        local.data.normal_(0, 0.05, generator=generator)
+    while (call := pipe.recv()) is not None:
+        method, *args = call
+        result = getattr(trainer, method)(*args)
+        pipe.send([r.error for r in result.replicas] if method == "publish" else None)
+    trainer.shutdown()
+
+
+class TrainerProcesses:
+    """Both ranks; a call runs on both at once."""
+
+    def __init__(self, model: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            rendezvous = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(NUM_RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=run_rank, args=(rank, model, rendezvous, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method on every rank; rank 0's result."""
+        for pipe in self._pipes:
+            pipe.send((method, *args))
+        replies = []
+        for pipe in self._pipes:
+            assert pipe.poll(120), f"{method} did not return within 120 s"
+            replies.append(pipe.recv())
+        return replies[0]
+
+    def close(self) -> None:
+        """End both ranks."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+            process.join(20)
+            process.kill()
+
+
+def vllm_loads(folder: Path) -> dict[str, str]:
+    """sha256 of every parameter of an engine in this process that loads the checkpoint by itself."""
+    from vllm import LLM
+
+    engine = LLM(
+        model=str(folder), load_format="safetensors", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16",
+        max_model_len=256, kv_cache_memory_bytes=16 << 20, disable_log_stats=True,
+        worker_extension_cls="rollout.weight_receiver.WeightReceiver",
+    )  # fmt: skip
+    ((error, text, hashes),) = engine.collective_rpc("slipstream_read_params")
+    assert not error, text
+    return hashes
+
+
+@pytest.mark.parametrize("model", ["tiny_qwen3_moe", "tiny_qwen3"])
+async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(model: str, tmp_path: Path) -> None:
+    from rollout.worker import RolloutWorker
+    from trainer.model.spec import ModelSpec
+
+    config = config_of(model)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config.model.hf_config))
+    tensors = tuple(ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
+    trainer = TrainerProcesses(model)
+    worker = RolloutWorker(
+        folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype, device=Device.cpu,
+        seed=1, tensors=tensors, key=KEY,
+    )  # fmt: skip
+    try:
+        address = await worker.start()
+        await asyncio.to_thread(trainer.call, "connect", [address])
+        assert await asyncio.to_thread(trainer.call, "publish") == [None]
+        (first,) = await worker._engine.call_ranks("slipstream_read_params")
+        await worker._engine.call_ranks("slipstream_zero_params")
+        (zeroed,) = await worker._engine.call_ranks("slipstream_read_params")
+        assert not set(zeroed.items()) & set(first.items()), "zeroing left a parameter as it was"
+        assert await asyncio.to_thread(trainer.call, "publish") == [None]
+        (again,) = await worker._engine.call_ranks("slipstream_read_params")
+        await asyncio.to_thread(trainer.call, "save_merged", str(tmp_path / "merged"))
+    finally:
+        await worker.stop()
+        await asyncio.to_thread(trainer.close)
+    expected = await asyncio.to_thread(vllm_loads, tmp_path / "merged")
+    assert first == expected
+    assert again == expected
