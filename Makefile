@@ -18,7 +18,7 @@ test: setup       ## Everything CI runs, in tiers: unit, contract, system
 	@$(MAKE) --no-print-directory unit contract system
 
 unit: setup       ## No GPU, network or Ray; under 90 s
-	@$(TEST_ENV) $(PY) -m pytest tests/unit -q
+	@$(TEST_ENV) $(PY) -m pytest tests/unit -q -n 2 --dist loadfile
 
 contract: setup   ## Real Mooncake, real vLLM loaders, real processes
 	@$(TEST_ENV) $(PY) -m pytest tests/contract -q
@@ -27,7 +27,7 @@ system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
 	@$(TEST_ENV) $(PY) -m pytest tests/system -q
 
 lint: setup       ## What pre-commit and CI check
-	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/lint-imports && .venv/bin/codespell && .venv/bin/basedpyright
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/lint-imports && .venv/bin/codespell && .venv/bin/hadolint docker/*.Dockerfile && .venv/bin/basedpyright
 
 lock: setup       ## Resolve requirements/*.in again
 	@.venv/bin/uv pip compile -q --python-version 3.11 $(foreach l,$(shell $(PY) -m pip config get global.find-links 2>/dev/null),--find-links $(l)) --no-emit-find-links --override requirements/overrides.txt requirements/cpu.in -o requirements/cpu.lock --no-header --no-annotate

@@ -20,7 +20,7 @@ COPY orchestrator orchestrator
 RUN SLIPSTREAM_TARGET=cpu requirements/setup.sh
 
 ENV PATH=/opt/slipstream/.venv/bin:$PATH
-RUN useradd --create-home slipstream && mkdir -p /runs && chown slipstream /runs
-USER slipstream
+RUN useradd --create-home --uid 1000 slipstream && mkdir -p /runs && chown slipstream /runs
+USER 1000
 WORKDIR /runs
 CMD ["slipstream", "--help"]

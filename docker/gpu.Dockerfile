@@ -19,7 +19,7 @@ COPY orchestrator orchestrator
 RUN SLIPSTREAM_TARGET=gpu requirements/setup.sh
 
 ENV PATH=/opt/slipstream/.venv/bin:$PATH
-RUN useradd --create-home slipstream && mkdir -p /runs && chown slipstream /runs
-USER slipstream
+RUN userdel --remove ubuntu && useradd --create-home --uid 1000 slipstream && mkdir -p /runs && chown slipstream /runs
+USER 1000
 WORKDIR /runs
 CMD ["slipstream", "--help"]

@@ -276,8 +276,7 @@ def mooncake_library() -> Iterator[Finding]:
     yield Finding(
         "mooncake", "libibverbs.so.1", found, Status.fail if is_absent else Status.ok, cure if is_absent else ""
     )
-    preload = f"import ctypes, os; p = {str(native)!r}; os.path.exists(p) and ctypes.CDLL(p, ctypes.RTLD_GLOBAL); "
-    trouble = _child(preload + "from mooncake.engine import TransferEngine")
+    trouble = _child("from weight_sync.transport.mooncake import engine_module; engine_module()")
     advice = "make setup installs the build for this machine" if trouble else ""
     yield Finding("mooncake", "import", trouble or "works", Status.fail if trouble else Status.ok, advice)
 

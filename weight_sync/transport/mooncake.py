@@ -22,10 +22,12 @@ translation of return codes. The only importer of mooncake. Its traps, and what 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -41,6 +43,8 @@ from weight_sync.transport.base import MemoryRange, batches, check_registered, m
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+_NATIVE_LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
+"""What Mooncake's engine links, each after what it needs itself."""
 _OVERLAP = -7
 _MIN_TRANSFER_TIMEOUT_S = 5
 """Smallest MC_TRANSFER_TIMEOUT that Mooncake accepts."""
@@ -187,7 +191,7 @@ class MooncakeTransport:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        engine = _engine_module().TransferEngine()
+        engine = engine_module().TransferEngine()
         code = engine.initialize(self._host, "P2PHANDSHAKE", "rdma" if self._link == "rdma" else "tcp", "")
         if code != 0:
             raise TransferFailed(f"Mooncake did not start on {self._host} over {self._link}: code {code}")
@@ -261,8 +265,12 @@ def _environment(link: str, native_timeout_s: int) -> dict[str, str | None]:
     }
 
 
-def _engine_module() -> Any:
+def engine_module() -> Any:
     """mooncake.engine, imported late: it needs libibverbs, and this file is imported where it may be absent."""
+    for name in _NATIVE_LIBRARIES:
+        unpacked = Path(sys.prefix) / "lib" / "native" / name
+        if unpacked.exists():  # a set-up without root unpacks them there, where the loader does not look
+            ctypes.CDLL(str(unpacked), ctypes.RTLD_GLOBAL)
     try:
         import mooncake.engine
     except ImportError as e:
@@ -274,7 +282,7 @@ def _engine_module() -> Any:
 
 
 def _module_flag(name: str) -> bool:
-    return bool(getattr(_engine_module(), name, False))
+    return bool(getattr(engine_module(), name, False))
 
 
 def _topology_devices(topology: str) -> set[str]:

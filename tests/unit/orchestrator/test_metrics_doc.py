@@ -1,0 +1,14 @@
+"""docs/metrics.md lists the catalogue of orchestrator.telemetry, word for word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orchestrator.telemetry import METRICS
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+
+
+def test_the_page_lists_every_metric() -> None:
+    listed = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    assert listed == [f"| `{name}` | {meaning} |" for name, meaning in METRICS.items()]
