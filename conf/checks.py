@@ -11,7 +11,7 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.options import options_by_name
-from conf.schema import Device, Init, RunConfig, TrainMode, TransportKind
+from conf.schema import Device, Init, RatioBaseline, RunConfig, TrainMode, TransportKind
 
 CPU_ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that vLLM's CPU attention has kernels for (vLLM 0.32, `cpu_attn.py`)."""
@@ -175,7 +175,7 @@ def check_no_override_is_ignored(config: RunConfig, names: Iterable[str]) -> Non
         config: The composed run.
         names: Dotted names from the command line, groups included.
     """
-    cluster, model = config.cluster, config.model
+    cluster, model, algorithm = config.cluster, config.model, config.algorithm
     # (option or section, it is ignored, by what, the cure)
     ignored = (
         (
@@ -215,7 +215,18 @@ def check_no_override_is_ignored(config: RunConfig, names: Iterable[str]) -> Non
             "cluster.device=cpu",
             "remove it, or set rollout.kv_cache_bytes",
         ),
-        ("run.eval_samples_per_prompt", config.data.eval_path is None, "data.eval_path=null", "give data.eval_path"),
+        (
+            ("run.eval_samples_per_prompt", "run.eval_every_steps"),
+            config.data.eval_path is None,
+            "data.eval_path=null",
+            "give data.eval_path",
+        ),
+        (
+            ("algorithm.clip_low", "algorithm.clip_high"),
+            algorithm.ratio_baseline is RatioBaseline.trainer,
+            "algorithm.ratio_baseline=trainer, whose ratio is 1 in the one update of a step",
+            "remove it, or set algorithm.ratio_baseline=rollout algorithm.tis_max=0",
+        ),
     )
     for name in names:
         if name not in options_by_name():

@@ -118,7 +118,7 @@ class ModelConfig:
             _require(
                 self.path is not None,
                 "model.path is required when model.init=checkpoint; give a checkpoint folder, or choose a model that "
-                "brings its own: model=tiny_qwen3_moe",
+                "brings its own: model=tiny_qwen3_moe (a whole run to try: experiment=quickstart)",
             )
             _require(
                 not self.hf_config,
@@ -294,7 +294,7 @@ class RolloutConfig:
     max_concurrent_groups: int = 64
     """Groups in flight over all workers; the buffer's back-pressure may hold fewer."""
     request_timeout_s: float = 600.0
-    """A group that takes longer is given up, counted and sampled again."""
+    """A group that takes longer is given up, counted and sampled again on another worker; its own leaves service."""
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "tp_size", "max_model_len", "max_num_seqs", "max_concurrent_groups"):
@@ -302,6 +302,10 @@ class RolloutConfig:
         _require(
             0 < self.gpu_memory_utilization < 1,
             f"rollout.gpu_memory_utilization must lie in (0, 1), got {self.gpu_memory_utilization}",
+        )
+        _require(
+            self.kv_cache_bytes is None or self.kv_cache_bytes > 0,
+            f"rollout.kv_cache_bytes must be > 0 or null, got {self.kv_cache_bytes}",
         )
         _require(self.request_timeout_s > 0, f"rollout.request_timeout_s must be > 0, got {self.request_timeout_s}")
         _require(
@@ -324,7 +328,7 @@ class WeightSyncConfig:
     is cut to at most half of it.
     """
     pause_mode: PauseMode = PauseMode.keep
-    """What happens to requests in flight while weights change."""
+    """What happens to requests in flight while weights change. With `wait` the longest response must fit timeout_s."""
     keep_kv: bool = False
     """true: requests in flight go on with KV entries of older weights. false: they are prefilled again under the new
     weights.
@@ -366,9 +370,9 @@ class AlgorithmConfig:
     weighs the same.
     """
     clip_low: float = 0.2
-    """Lower clip of the importance ratio: 1 - clip_low."""
+    """Lower clip of the importance ratio: 1 - clip_low. Ignored when ratio_baseline=trainer, whose ratio is 1."""
     clip_high: float = 0.28
-    """Upper clip of the importance ratio: 1 + clip_high (clip-higher, DAPO)."""
+    """Upper clip of the importance ratio: 1 + clip_high (clip-higher, DAPO). Ignored when ratio_baseline=trainer."""
     ratio_baseline: RatioBaseline = RatioBaseline.trainer
     """trainer: the ratio starts at 1 each step and the engine's mismatch is corrected by `tis_max`. rollout: the ratio
     is taken against the engine's log-probabilities and clipped.
@@ -427,10 +431,14 @@ class DataConfig:
     template.
     """
 
+    def __post_init__(self) -> None:
+        _require(self.max_prompt_tokens >= 1, f"data.max_prompt_tokens must be >= 1, got {self.max_prompt_tokens}")
+        _require(bool(self.prompt_key), "data.prompt_key must name a column, got nothing")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
-    """What a response is worth. Exactly one kind of reward is set."""
+    """What a response is worth: the same kind of reward for every row."""
 
     kind: str = "exact_match"
     """exact_match, regex, or the import path `package.module:function` of a function (prompt, response, fields) ->
@@ -461,7 +469,9 @@ class ClusterConfig:
     device: Device = Device.auto
     """Kind of device for trainer ranks and rollout workers."""
     ray_address: str | None = None
-    """Address of a running Ray cluster. null: start one on this machine, bound to loopback, and stop it at the end."""
+    """Address of a running Ray cluster (its processes must land on one machine: they meet over loopback), or `auto`
+    for the one that runs here. null: start one on this machine, bound to loopback, and stop it at the end.
+    """
     dashboard: bool = True
     """Start the Ray dashboard with a cluster of our own."""
     dashboard_port: int = 8265
@@ -476,6 +486,11 @@ class ClusterConfig:
             1024 <= self.dashboard_port <= 65535,
             f"cluster.dashboard_port must lie in [1024, 65535], got {self.dashboard_port}",
         )
+        _require(
+            self.object_store_bytes >= 80 << 20,  # Ray refuses less than 75 MiB, after it has started
+            f"cluster.object_store_bytes must be >= {80 << 20}, got {self.object_store_bytes}",
+        )
+        _require(self.start_timeout_s > 0, f"cluster.start_timeout_s must be > 0, got {self.start_timeout_s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -510,6 +525,7 @@ class RunSection:
         )
         _require(bool(self.dir), "run.dir must be a folder, got nothing; the working directory is run.dir=.")
         _require(self.eval_every_steps >= 0, f"run.eval_every_steps must be >= 0, got {self.eval_every_steps}")
+        _require(self.seed >= 0, f"run.seed must be >= 0, got {self.seed}")
         _require(self.num_steps >= 0, f"run.num_steps must be >= 0, got {self.num_steps}")
         _require(
             self.checkpoint_every_steps >= 0,

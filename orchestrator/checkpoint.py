@@ -11,7 +11,7 @@
 Owns: the format above, atomicity, how many are kept, the check of a checkpoint against the options of a resumed run.
 Does not own: what the trainer's files contain.
 Invariant: a folder named step-* was complete when it got its name; a crash at any time leaves the previous one intact.
-Callers: the controller.
+Callers: the controller; preflight reads a checkpoint that is to be resumed.
 """
 
 from __future__ import annotations
@@ -134,10 +134,13 @@ class CheckpointStore:
         for path in [*_files(partial), *[p for p in partial.rglob("*") if p.is_dir()], partial]:
             _fsync(path)
         final = self._folder / f"step-{state.step:06d}"
-        if final.exists():
-            shutil.rmtree(final)
+        replaced = self._folder / f".{final.name}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():  # the same step again: the old one goes only after the new one has its name
+            final.replace(replaced)
         partial.replace(final)
         _fsync(self._folder)
+        shutil.rmtree(replaced, ignore_errors=True)
         for old in self._complete()[: -self._keep]:
             shutil.rmtree(old)
         return final
@@ -184,7 +187,10 @@ class CheckpointStore:
 def _verify(path: Path) -> None:
     """Compare every file with the manifest."""
     cure = "remove that folder to resume from the one before it"
-    for name, expected in _read_json(path / "manifest.json")["files"].items():
+    files = _read_json(path / "manifest.json").get("files")
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{path} is damaged: its manifest lists no files; {cure}")
+    for name, expected in files.items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{path} lacks {name}; {cure}")
@@ -195,9 +201,12 @@ def _verify(path: Path) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(found).__name__}")
+    return found
 
 
 def _facts(path: Path) -> dict[str, int]:

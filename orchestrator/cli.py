@@ -1,4 +1,5 @@
-"""The `slipstream` command. The first word says what to do; for `train`, the words after it are Hydra overrides.
+"""The `slipstream` command. The first word says what to do; for `train` and `plan`, the words after it are Hydra
+overrides.
 
     words --argparse--> flags, overrides --conf.load--> RunConfig --preflight--> --environment--> controller.run
 
@@ -6,7 +7,7 @@ Owns: words, exit codes, signals, and what a person sees when something is wrong
 
     exit code   0 done      1 Slipstream or a library failed; traceback and log are kept
                 2 the user can repair it: one message, no traceback, nothing was started
-              130 Ctrl-C  143 SIGTERM: the run was wound down
+              130 Ctrl-C  143 SIGTERM  129 SIGHUP (the terminal is gone): the run was wound down
 
 Invariant: importing this module loads neither torch, Ray nor vLLM, and `--help` answers at once.
 """
@@ -14,6 +15,7 @@ Invariant: importing this module loads neither torch, Ray nor vLLM, and `--help`
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -29,7 +31,7 @@ from conf.errors import ConfigError, SlipstreamError
 if TYPE_CHECKING:
     from conf.schema import RunConfig
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 class _Parser(argparse.ArgumentParser):
@@ -71,7 +73,7 @@ def _dispatch(words: list[str]) -> int:
     if command == "--version":
         print(cli_help.version())
         return EXIT_OK
-    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "doctor": _doctor}
+    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "plan": _plan, "doctor": _doctor}
     if command not in commands:
         from conf.options import did_you_mean
 
@@ -135,13 +137,57 @@ def _run(config: RunConfig, overrides: list[str], received: list[int]) -> int:
         run(config, overrides)
     except KeyboardInterrupt:
         print("\nstopped; processes of the run have ended.", _where(latest, before), file=sys.stderr)
-        return EXIT_TERMINATED if signal.SIGTERM in received else EXIT_INTERRUPTED
+        return 128 + received[0] if received else EXIT_INTERRUPTED
     except SlipstreamError as error:
         if _is_users(error):
             return _say(error)
         return _fail(error, _where(latest, before))
     except Exception as error:
         return _fail(error, _where(latest, before))
+    return EXIT_OK
+
+
+def _plan(words: list[str]) -> int:
+    parser = _Parser(prog="slipstream plan", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--output", type=Path, default=Path("plan"))
+    parser.add_argument("--config-dir", type=Path)
+    parser.add_argument("--layout-cache", type=Path)
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--nic-gb-s", type=float)
+    parser.add_argument("--nvlink-gb-s", type=float)
+    parser.add_argument("--hbm-gb-s", type=float)
+    parser.add_argument("--slow-rank", action="append", default=[])
+    parser.add_argument("--lost-nic", type=int, action="append", default=[])
+    flags, overrides = parser.parse_known_args(words)
+    if flags.help:
+        from orchestrator import cli_help
+
+        print(cli_help.plan())
+        return EXIT_OK
+    try:
+        from conf.load import load_run_config
+        from orchestrator import plan_command, plan_report
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"this environment lacks {error.name}; run `make setup`, then see: slipstream doctor"
+        ) from error
+
+    config = load_run_config(overrides, flags.config_dir)
+    hardware = plan_command.Hardware(
+        rates=plan_command.link_rates(nic_gb_s=flags.nic_gb_s, nvlink_gb_s=flags.nvlink_gb_s, hbm_gb_s=flags.hbm_gb_s),
+        ranks_per_node=flags.ranks_per_node,
+        faults=plan_command.parse_faults(flags.slow_rank, flags.lost_nic),
+        layout_cache=flags.layout_cache,
+    )
+    report = plan_command.plan_run(config, hardware)
+    picture, trace = plan_report.write_files(report, flags.output)
+    if flags.json:
+        print(json.dumps(plan_report.as_plain(report), indent=2))
+        return EXIT_OK
+    plan_report.print_report(report)
+    print(f"timeline: {picture}\ntrace:    {trace}  (ui.perfetto.dev, chrome://tracing)\nNothing was started.")
     return EXIT_OK
 
 
@@ -162,28 +208,35 @@ def _doctor(words: list[str]) -> int:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """SIGTERM winds the run down as Ctrl-C does; a second signal of either kind ends the process at once.
+    """SIGTERM and SIGHUP wind the run down as Ctrl-C does; a second one of them ends the process at once.
 
-    SIGTERM is passed on as SIGINT because asyncio turns only that one into a cancellation, which lets `finally` blocks
-    run.
+    They are passed on as SIGINT because asyncio turns only that one into a cancellation, which lets `finally` blocks
+    run, and only where Python's own handler is installed. It is not where SIGINT was ignored at the start, as for a
+    background job (`slipstream train ... &` in a script): hence it is installed here. A SIGHUP that is ignored stays
+    ignored: that is what nohup is for.
 
     Yields:
-        The signals received so far.
+        The signals received so far, Ctrl-C not among them.
     """
     received: list[int] = []
 
-    def on_terminate(signum: int, frame: FrameType | None) -> None:
+    def on_signal(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
         if len(received) > 1:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGTERM)
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
         signal.raise_signal(signal.SIGINT)
 
-    previous = signal.signal(signal.SIGTERM, on_terminate)
+    previous = {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signum is signal.SIGTERM or signal.getsignal(signum) is not signal.SIG_IGN:
+            previous[signum] = signal.signal(signum, on_signal)
     try:
         yield received
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for signum, handler in previous.items():
+            if handler is not None:  # None: it belonged to no Python code, and cannot be put back
+                signal.signal(signum, handler)
 
 
 def _is_users(error: SlipstreamError) -> bool:

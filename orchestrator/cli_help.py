@@ -33,6 +33,7 @@ carries the policy's new weights from one to the other after every step.
 
 commands
   train     start a run; its options are the words that follow
+  plan      say what a publish of a run would move, hold and take, on any cluster; starts nothing
   doctor    look at this machine: versions, devices and links, limits, ports
 
 start here
@@ -64,6 +65,32 @@ flags
   --config-dir DIR  a folder with YAML files of your own
 """
 
+_PLAN = """\
+usage: slipstream plan [GROUP=CHOICE ...] [SECTION.OPTION=VALUE ...] [flags]
+
+Plans one publish of a run and simulates it, for a cluster that need not exist: bytes a publish, balance of senders and
+receivers, memory of a GPU on both sides (an estimate), seconds stage by stage. Takes the options of `slipstream train`;
+cluster.device=auto is planned as cuda. The engine's own loader is recorded without weights, once, and then kept.
+
+examples
+  slipstream plan experiment=qwen3_moe_2gpu
+  slipstream plan experiment=qwen3_moe_2gpu trainer.num_ranks=8 trainer.ep_size=8 rollout.tp_size=4
+  slipstream plan experiment=qwen3_moe_2gpu trainer.num_ranks=16 --nic-gb-s 44 --slow-rank 3=2 --lost-nic 0
+
+flags: the cluster
+  --ranks-per-node N        GPUs of a node, 8; trainer ranks fill nodes first, then the engines
+  --nic-gb-s RATE           one NIC a GPU, each direction, 10^9 bytes/s; 50
+  --nvlink-gb-s RATE        one-sided writes inside a node; 390
+  --hbm-gb-s RATE           device memory traffic of packing, merging and hashing; 3000
+  --slow-rank RANK=FACTOR   a trainer rank whose links and memory are FACTOR times slower; may be given again
+  --lost-nic GPU            a GPU without a NIC, which shares its neighbour's; may be given again
+
+flags: what comes out
+  --output DIR              where timeline.png and timeline.trace.json go; plan
+  --json                    the same figures for programs
+  --layout-cache DIR        where recorded engine layouts are kept; ~/.cache/slipstream/layouts
+  --config-dir DIR          a folder with YAML files of your own"""
+
 _DOCTOR = """\
 usage: slipstream doctor [--json]
 
@@ -78,6 +105,11 @@ exit code: 0 when a run can work here, 1 when something that it needs is missing
 def top() -> str:
     """`slipstream --help`."""
     return _TOP
+
+
+def plan() -> str:
+    """`slipstream plan --help`."""
+    return _PLAN
 
 
 def doctor() -> str:

@@ -20,8 +20,10 @@ tickets of its batch are open to rollout_loop (that and the staleness bound: orc
 Owns: the order of things; when to publish, evaluate, save and stop. Does not own: where processes live (placement), who
 serves (supervisor), what a row means (telemetry), any mathematics but calling it.
 Invariants: nothing is published from a step whose loss or gradient is not finite; no group older than
-algorithm.max_staleness_steps is trained on; `step`, `policy_version` and the buffer agree whenever `take_batch` is
-awaited, so that a failure of sampling, which is raised there, always leaves a state worth saving.
+algorithm.max_staleness_steps is trained on; every step that the optimizer saw has a row, whatever fails after it.
+`step`, `policy_version` and the buffer agree whenever a batch or an evaluation is awaited. A failure of sampling is
+raised there and nowhere else, so the run's state is saved before it ends the run; a failure of the trainer leaves
+nothing to save, and the run ends with the last checkpoint.
 Needs neither torch nor vLLM in its process. Caller: orchestrator.cli, through `run`.
 """
 
@@ -31,10 +33,11 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -43,7 +46,7 @@ from orchestrator.advantages import build_samples, denominators_of, is_informati
 from orchestrator.buffer import Batch, GroupBuffer, Slot
 from orchestrator.checkpoint import CheckpointStore, RunState, fingerprint
 from orchestrator.curves import draw_curves
-from orchestrator.errors import NoReplicasLeft, TrainingStopped
+from orchestrator.errors import TrainingStopped
 from orchestrator.prepare import TextEncoder, prepare_model, read_all_prompts
 from orchestrator.rooms import Rooms, Stopwatch
 from orchestrator.run_folder import RunFolder, open_run_folder, write_description
@@ -61,9 +64,12 @@ if TYPE_CHECKING:
     from weight_sync.publisher import PublishReport
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_REFUSED_STEPS = 3
 """Steps in a row without a finite loss and gradient after which the run stops: skipping more will not repair it."""
+MAX_UNJUDGED_GROUPS = 8
+"""Groups in a row (and at least a batch of them) without one reward after which the run stops: the reward is broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +177,14 @@ class Controller:
         self._num_refused_in_a_row = 0
         self._num_generated = 0
         self._num_uninformative = 0
+        self._num_unjudged_in_a_row = 0
         self._num_reported = (0, 0)
 
     async def train(self) -> None:
-        """Sample and train until the last step. A failure of sampling saves the run's state before it is raised."""
+        """Sample and train until the last step."""
         sampling = asyncio.create_task(self.rollout_loop())
         try:
             await self.train_loop()
-        except NoReplicasLeft:
-            await self.save()
-            raise
         finally:
             sampling.cancel()
             await asyncio.gather(sampling, return_exceptions=True)
@@ -191,9 +195,7 @@ class Controller:
             await self._load(resume_from)
         started = time.monotonic()
         report = await self.publish()
-        if not self.rooms.supervisor.num_serving:
-            reasons = "; ".join(f"{r.worker.name}: {r.reason}" for r in self.rooms.supervisor.replicas)
-            raise NoReplicasLeft(f"no replica could adopt policy version {self.policy_version}. {reasons}")
+        self.rooms.supervisor.require_replicas()
         if resume_from is None:
             record = StepRecord(self.step, self.policy_version, sync=report)
             await self._evaluate_into(record)
@@ -226,7 +228,7 @@ class Controller:
         trainer, config = self.rooms.trainer, self.config
         while self.step < config.run.num_steps:
             clock = Stopwatch()
-            batch = await self._next_batch()
+            batch = await self._or_save(self._next_batch())
             clock.lap("rollout/wait_s")
 
             samples = build_samples(batch.groups, config.algorithm, self._shuffle_rng)
@@ -240,31 +242,36 @@ class Controller:
             clock.lap("trainer/optimizer_s")
             self._advance(optim)
 
-            report = await self.publish() if optim.is_finite and config.weight_sync.enabled else None
-            await self.buffer.open_next()  # only after the commit: what starts now starts from the new version
-
             record = StepRecord(
-                self.step, self.policy_version, batch.groups, batch.staleness_steps, loss, optim, report,
+                self.step, self.policy_version, batch.groups, batch.staleness_steps, loss, optim,
                 num_ranks=trainer.num_ranks,
             )  # fmt: skip
-            if self._is_due(config.run.eval_every_steps):
-                await self._evaluate_into(record)
-            record.extra |= clock.laps | self._counts() | {
-                "staleness/dropped_groups": batch.num_dropped,
-                "trainer/num_microbatches": len(plan[0]),
-                "step/total_s": clock.total_s,
-            }  # fmt: skip
-            self.rooms.telemetry.step(record)
+            try:
+                if optim.is_finite and config.weight_sync.enabled:
+                    record.sync = await self.publish()
+                    self._check_that_weights_moved(optim, record.sync)
+                await self.buffer.open_next()  # only after the commit: what starts now starts from the new version
+                if self._is_due(config.run.eval_every_steps):
+                    await self._or_save(self._evaluate_into(record))
+            finally:
+                record.extra |= clock.laps | self._counts() | {
+                    "staleness/dropped_groups": batch.num_dropped,
+                    "trainer/num_microbatches": len(plan[0]),
+                    "step/total_s": clock.total_s,
+                }  # fmt: skip
+                self.rooms.telemetry.step(record)
+            await self._stop_if_hopeless()
             if self._is_due(config.run.checkpoint_every_steps):
                 await self.save()
-            self._stop_if_hopeless()
 
     async def publish(self) -> PublishReport:
         """Send the trainer's version to every replica. Who fails is out of service; the others go on."""
         supervisor, config = self.rooms.supervisor, self.config.weight_sync
         await supervisor.hold()
         # Every replica has its own deadline inside; this one only catches a trainer that is lost.
-        report = await self.rooms.trainer.publish(timeout_s=2 * config.timeout_s + 60)
+        report = await self.rooms.trainer.publish(
+            timeout_s=2 * config.timeout_s + 60, exclude=supervisor.out_of_service
+        )
         await supervisor.settle(report.replicas)
         return report
 
@@ -315,7 +322,8 @@ class Controller:
             self.buffer.take_batch(self.policy_version),
             lambda: (
                 f"a batch: {self.buffer.num_ready} of {groups_per_step} groups are in, "
-                f"{self.rooms.supervisor.num_serving} replicas serve"
+                f"{self.rooms.supervisor.num_serving} replicas serve, "
+                f"{self._num_uninformative - self._num_reported[1]} groups had equal rewards and were replaced"
             ),
             timeout_s=self._patience_s(),
             progress=lambda: self._num_generated,
@@ -326,9 +334,11 @@ class Controller:
         algorithm = self.config.algorithm
         try:
             group = await self._sample(prompt, algorithm.group_size)
+            self._stop_if_unjudged(group)
             while algorithm.drop_zero_variance_groups and not is_informative(group.rewards):
                 self._num_uninformative += 1
                 group = await self._sample(self._draw(slot), algorithm.group_size)
+                self._stop_if_unjudged(group)
             await self.buffer.put(slot, group)
         finally:
             places.release()
@@ -359,12 +369,46 @@ class Controller:
         if not optim.is_finite:
             logger.warning("step %d: loss or gradient is not finite; nothing was updated or published", self.step)
 
-    def _stop_if_hopeless(self) -> None:
+    async def _or_save(self, sampling: Awaitable[T]) -> T:
+        """Await what depends on workers and rewards. When they fail the trainer is well: save before the run ends."""
+        try:
+            return await sampling
+        except Exception:
+            try:
+                await self.save()
+            except Exception:  # on the way out: the first failure is the one to report
+                logger.exception("the run's state could not be saved")
+            raise
+
+    async def _stop_if_hopeless(self) -> None:
+        """Refused steps changed nothing: the weights are the last finite step's, and are saved as such."""
         if self._num_refused_in_a_row >= MAX_REFUSED_STEPS:
+            path = await self.save()
             raise TrainingStopped(
-                f"{MAX_REFUSED_STEPS} steps in a row had no finite loss and gradient (step {self.step}); "
-                "lower trainer.optim.lr, or look at rewards and k3 in metrics.jsonl"
+                f"{MAX_REFUSED_STEPS} steps in a row had no finite loss and gradient (step {self.step}). Policy "
+                f"version {self.policy_version}, the last finite one, is saved in {path}. Look at rewards and "
+                "parity/k3 in metrics.jsonl, lower trainer.optim.lr, and go on with run.resume"
             )
+
+    def _stop_if_unjudged(self, group: Group) -> None:
+        """A reward that fails here and there costs samples. One that fails on a whole batch's worth is broken."""
+        is_unjudged = all(reward is None for reward in group.rewards)
+        self._num_unjudged_in_a_row = self._num_unjudged_in_a_row + 1 if is_unjudged else 0
+        if self._num_unjudged_in_a_row >= max(MAX_UNJUDGED_GROUPS, self.config.algorithm.groups_per_step):
+            raise TrainingStopped(
+                f"reward.kind={self.config.reward.kind} failed on every response of {self._num_unjudged_in_a_row} "
+                "groups in a row, so there is nothing to learn from; run.log has the first failure of each kind, and "
+                "rewards.log what the reward printed. Repair it and go on with run.resume"
+            )
+
+    def _check_that_weights_moved(self, optim: OptimStats, report: PublishReport) -> None:
+        """Every byte can be proven to have arrived and still be the old one: then the step is lost between the two."""
+        if report.num_changed_params == 0 and optim.grad_norm > 0 and optim.lr > 0:
+            logger.warning(
+                "step %d: sync/changed_params is 0, although the optimizer stepped (gradient norm %.3g, rate %.3g): "
+                "the step never reached the weights that are published, or all of it was lost in rounding to the "
+                "engine's format", self.step, optim.grad_norm, optim.lr,
+            )  # fmt: skip
 
     def _is_due(self, every_steps: int) -> bool:
         """Whether something that happens every so many steps, and after the last one, happens now. 0: last one only."""

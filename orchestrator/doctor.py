@@ -258,7 +258,7 @@ def ports_and_ray() -> Iterator[Finding]:
         Status.ok if is_free else Status.warn,
         "" if is_free else cure,
     )
-    address = _running_cluster()
+    address = machine.running_ray_cluster()
     if address is None:
         yield Finding("ray", "running cluster", "none", advice="a run starts its own")
     else:
@@ -351,18 +351,6 @@ def _child(code: str) -> str | None:
         return None
     lines = done.stderr.strip().splitlines()
     return lines[-1] if lines else f"exit code {done.returncode}"
-
-
-def _running_cluster() -> str | None:
-    """Address of a Ray cluster that runs on this machine, from the file that Ray leaves; its server must answer."""
-    try:
-        address = Path("/tmp/ray/ray_current_cluster").read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    host, _, port = address.rpartition(":")
-    if not port.isdigit() or machine.is_port_free(int(port), host or "127.0.0.1"):
-        return None
-    return address
 
 
 def _limit(value: int) -> str:

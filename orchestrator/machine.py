@@ -191,6 +191,22 @@ def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
+def answers(host: str, port: int, timeout_s: float = 3.0) -> bool:
+    """Whether a server takes connections there."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def running_ray_cluster(record: Path = Path("/tmp/ray/ray_current_cluster")) -> str | None:
+    """Address of a Ray cluster that runs on this machine, from the file that Ray leaves; its server must answer."""
+    address = _read(record)
+    host, _, port = address.rpartition(":")
+    return address if port.isdigit() and answers(host or "127.0.0.1", int(port)) else None
+
+
 def next_free_port(after: int, host: str = "127.0.0.1") -> int | None:
     """The first free port of the hundred after `after`."""
     last = min(after + 100, 65535)

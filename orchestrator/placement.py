@@ -9,6 +9,10 @@ Invariants: weights never pass through the object store, only batches and rollou
 the actors, never here; `Cluster.stop` ends every process it started, also after an error or an interrupt.
 Callers: the controller.
 
+A controller that is killed (SIGKILL, out of memory) stops nothing, and yet all ends: the kernel ends Ray's servers with
+their parent, actors end when their raylet is gone, engines and rewards with their owner (rollout.lifeline), all within
+seconds. Two of Ray's own agents follow after about a minute. What stays is Ray's folder in /tmp (slipstream-*).
+
 Ray's CPUs are tickets, not cores: a trainer rank and an engine ask for 1/100 each, so that the four processes of the
 quick start fit on two cores. GPUs are whole: one per trainer rank, `rollout.tp_size` per rollout worker.
 """
@@ -20,7 +24,10 @@ import contextlib
 import logging
 import secrets
 import shutil
+import signal
+import socket
 import tempfile
+import threading
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +57,10 @@ _CPU_TICKETS = 0.01
 _PLACE_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 20.0
 _SAVE_TIMEOUT_S = 1800.0
+"""Longest a rank may write or read its files: 100 GB at 60 MB/s, a slow shared disk."""
 _STEP_TIMEOUT_S = 3600.0
+"""Longest forward-backward of one batch. A backstop only: a rank that dies ends its call at once, and one that hangs in
+a collective fails there after 10 minutes (trainer.control). What is left is a rank that computes for ever."""
 
 
 class TrainerActor:
@@ -59,21 +69,28 @@ class TrainerActor:
     def __init__(self, name: str) -> None:
         _log_to_stderr(name)
         self._rank: Any = None
+        self._reserved: socket.socket | None = None
 
     def pick_rendezvous(self) -> str:
-        """A free port of this machine, where rank 0 will listen and all ranks meet."""
-        import socket
+        """A free port of this machine, where rank 0 will listen and all ranks meet.
 
+        It stays bound until this rank has joined: importing torch takes seconds, in which the engines take dozens of
+        ports. Rank 0 can listen on it all the same, because both sockets set SO_REUSEADDR and this one never listens.
+        """
         host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind((host, 0))
+        return f"tcp://{host}:{self._reserved.getsockname()[1]}"
 
     def start(self, options: dict[str, Any]) -> dict[str, Any]:
         """Build the rank and load the model."""
         from trainer.rank import TrainerRank
 
         self._rank = TrainerRank(**options)
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
         return self._rank.load()
 
     def call(self, method: str, *args: Any) -> Any:
@@ -123,9 +140,9 @@ class RayTrainerGroup:
         """Fetch the replicas' layouts, build the plan, bind it to their addresses."""
         await self._call("connect", [(list(endpoints),)] * self.num_ranks, timeout_s=timeout_s)
 
-    async def publish(self, timeout_s: float) -> PublishReport:
-        """Send the current policy version to every replica. Rank 0 speaks for all."""
-        return (await self._call("publish", timeout_s=timeout_s))[0]
+    async def publish(self, timeout_s: float, exclude: Sequence[int] = ()) -> PublishReport:
+        """Send the current policy version to every replica but those excluded. Rank 0 speaks for all."""
+        return (await self._call("publish", [(list(exclude),)] * self.num_ranks, timeout_s=timeout_s))[0]
 
     async def export(self, folder: Path) -> None:
         """Write what was trained: the adapter in PEFT format, or the whole model when there is no adapter."""
@@ -200,6 +217,7 @@ class Cluster:
         self._trainer: RayTrainerGroup | None = None
         self._workers: list[RayRolloutWorker] = []
         self._temporary: Path | None = None
+        self._starting: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Cluster:
         return self
@@ -220,7 +238,9 @@ class Cluster:
 
     async def start(self, hf_config: dict[str, Any]) -> None:
         """Start Ray, then trainer ranks and engines at the same time, then join them by a transfer plan."""
-        await wait_for(asyncio.to_thread(self._init_ray), "Ray to start", timeout_s=_PLACE_TIMEOUT_S)
+        self._starting = asyncio.ensure_future(asyncio.to_thread(self._init_ray))
+        await wait_for(asyncio.shield(self._starting), "Ray to start", timeout_s=_PLACE_TIMEOUT_S)
+        _take_sigterm_back()
         await together(self._start_trainer(hf_config), self._start_workers(hf_config))
         endpoints = [worker.endpoint for worker in self._workers]
         await self.trainer.connect(endpoints, self._config.cluster.start_timeout_s)
@@ -252,7 +272,7 @@ class Cluster:
             for rank, actor in enumerate(actors)
         ]
         facts = await self._await_start(starts, "trainer ranks")
-        logger.info("%d trainer ranks are up: %s", num_ranks, facts[0])
+        _log_trainer(facts)
         self._trainer = RayTrainerGroup(actors, is_lora=config.trainer.mode is TrainMode.lora)
 
     async def _start_workers(self, hf_config: dict[str, Any]) -> None:
@@ -286,6 +306,11 @@ class Cluster:
 
     async def stop(self) -> None:
         """End every process of the run: politely first, then for certain. Never raises; what went wrong is logged."""
+        if self._starting is not None and not self._starting.done():
+            # A thread cannot be cancelled, and Ray that is stopped while it starts takes half a minute to notice.
+            for started in (await asyncio.wait({self._starting}, timeout=_STOP_TIMEOUT_S))[0]:
+                if error := started.exception():
+                    logger.warning("while stopping: Ray did not start: %s", error)
         # Listed first: an engine process whose parent has died is no longer found as a descendant.
         processes = _processes_under(self._temporary) if self._temporary is not None else []
         polite: list[Awaitable[None]] = [worker.stop() for worker in self._workers]
@@ -318,7 +343,8 @@ class Cluster:
             address="local",
             include_dashboard=cluster.dashboard,
             dashboard_host="127.0.0.1",
-            dashboard_port=cluster.dashboard_port,
+            # Ray looks at the port even without a dashboard: None lets it look elsewhere when that one is taken.
+            dashboard_port=cluster.dashboard_port if cluster.dashboard else None,
             object_store_memory=cluster.object_store_bytes,
             _temp_dir=str(self._temporary),
             **common,
@@ -389,6 +415,31 @@ class Cluster:
             return f"{what} to start ({sum(task.done() for task in tasks)} of {len(tasks)} are up)"
 
         return await wait_for(together(*tasks), who_is_late, timeout_s=self._config.cluster.start_timeout_s)
+
+
+def _take_sigterm_back() -> None:
+    """Ray's C++ core puts a handler of its own on SIGTERM, which aborts this process on the spot.
+
+    Python does not see that and still lists its own handler (the command line's, which winds the run down): installing
+    that once more is enough. Signals belong to the main thread.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
+
+
+def _log_trainer(facts: Sequence[dict[str, Any]]) -> None:
+    """What the ranks chose and loaded, in one line; what they could not place, in another."""
+    first = facts[0]
+    logger.info(
+        "%d trainer ranks are up: %d parameters, %d of them trainable; kernels: %s",
+        len(facts),
+        first["num_parameters"],
+        first["num_trainable_parameters"],
+        ", ".join(f"{part} {backend}" for part, backend in first["backends"].items()),
+    )
+    ignored = first["ignored_tensors"]
+    if ignored:
+        logger.warning("%d tensors of the checkpoint have no place in the model: %s ...", len(ignored), ignored[:3])
 
 
 async def _result(reference: Any, who: str, error_type: type[OrchestratorError]) -> Any:

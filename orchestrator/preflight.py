@@ -3,8 +3,8 @@
     RunConfig --one function per subject--> a Fact each, or a problem each --> PreflightReport, or one PreflightError
 
 Owns: what depends on this machine or on files. Does not own: rules between options alone (conf.checks).
-Invariant: reads only; no torch, no Ray; seconds, not minutes. Every problem is found in one go, so that nobody repairs
-one to meet the next.
+Invariant: reads only; no torch, no Ray; seconds, unless a large checkpoint is to be resumed, which is read whole. Every
+problem is found in one go, so that nobody repairs one to meet the next.
 Callers: `orchestrator.cli`; `train --dry-run` prints the report.
 """
 
@@ -22,14 +22,23 @@ from conf.checks import check_architecture, check_expert_parallel_engine_has_gpu
 from conf.errors import ConfigError, SlipstreamError
 from conf.schema import Device, Init, RunConfig, TransportKind
 from orchestrator import machine
+from orchestrator.checkpoint import CheckpointStore, fingerprint
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
 from orchestrator.model_files import check_checkpoint_files
-from orchestrator.prepare import CHARACTERS, TextEncoder, resolve_hf_config, save_character_tokenizer
+from orchestrator.prepare import (
+    CHARACTERS,
+    TextEncoder,
+    check_character_vocabulary,
+    has_chat_template,
+    resolve_hf_config,
+    save_character_tokenizer,
+)
 from orchestrator.run_folder import RunFolder
 from rollout.errors import DataError
 from rollout.prompts import read_prompts
 from rollout.rewards.runner import check_reward
+from rollout.types import Prompt
 from trainer.model.spec import ModelSpec
 
 MIN_FREE_BYTES = 256 << 20
@@ -111,6 +120,9 @@ def check_model(config: RunConfig) -> Fact:
 def check_tokenizer(config: RunConfig) -> Fact:
     """A tokenizer is where the options say."""
     if config.model.tokenizer == CHARACTERS:
+        vocab_size = config.model.hf_config.get("vocab_size")
+        if isinstance(vocab_size, int):  # else check_model reports it
+            check_character_vocabulary(vocab_size)
         return Fact("tokenizer", "one token per character")
     folder = _tokenizer_folder(config)
     if config.model.tokenizer is None and not folder.is_dir():
@@ -150,8 +162,20 @@ def check_prompts(config: RunConfig) -> Fact:
                     f"reward.kind={config.reward.kind}; "
                     f"its other columns are {', '.join(prompt.fields) or 'none'}; set reward.answer_key"
                 )
+        _check_vocabulary(config, path, prompts)
         counts.append(f"{len(prompts)} in {path}")
     return Fact("prompts", ", held-out ".join(counts))
+
+
+def _check_vocabulary(config: RunConfig, path: str, prompts: Sequence[Prompt]) -> None:
+    """The tokenizer's ids are rows of the model's embedding: another one would end the engine with a device error."""
+    vocab_size = int(resolve_hf_config(config.model)["vocab_size"])
+    largest = max(max(prompt.token_ids) for prompt in prompts)
+    if largest >= vocab_size:
+        raise DataError(
+            f"{path}: the tokenizer makes token {largest} of it, and the model has vocab_size={vocab_size}; give the "
+            "model's own tokenizer (model.tokenizer), or a larger model.hf_config.vocab_size"
+        )
 
 
 def check_reward_loads(config: RunConfig) -> Fact:
@@ -196,6 +220,26 @@ def check_link(config: RunConfig) -> Fact:
     return Fact("weights over", transport.value)
 
 
+def check_ray_cluster(config: RunConfig) -> Fact:
+    """The Ray cluster that was asked for answers."""
+    address = config.cluster.ray_address
+    if address is None:
+        return Fact("ray", "a cluster of its own")
+    found = machine.running_ray_cluster() if address == "auto" else address
+    if found is None and "RAY_ADDRESS" not in os.environ:
+        raise ConfigError(
+            "cluster.ray_address=auto, and no Ray cluster runs on this machine; start one (ray start --head), or let "
+            "the run start its own: cluster=local"
+        )
+    host, _, port = (found or "").rpartition(":")
+    if host and port.isdigit() and not machine.answers(host, int(port)):
+        raise ConfigError(
+            f"cluster.ray_address={address}: nothing answers at {found}; give the address that `ray start` printed, or "
+            "let the run start its own cluster: cluster=local"
+        )
+    return Fact("ray", f"the cluster at {found or os.environ['RAY_ADDRESS']}")
+
+
 def check_dashboard_port(config: RunConfig) -> Fact:
     """The port of the Ray dashboard is free."""
     cluster = config.cluster
@@ -220,10 +264,13 @@ def check_run_folder(config: RunConfig) -> Fact:
             raise ConfigError(
                 f"run.resume={run.resume}: no such folder; give a run folder, for example {run.dir}/latest"
             )
-        if not any(RunFolder(root).checkpoints.glob("step-*/manifest.json")):
+        checkpoints = CheckpointStore(RunFolder(root).checkpoints, keep=1, options=fingerprint(config))
+        newest = checkpoints.newest()
+        if newest is None:
             raise ConfigError(
                 f"run.resume={run.resume} holds no complete checkpoint (checkpoints/step-*); start a new run instead"
             )
+        checkpoints.read(newest)  # damaged, or of other options: found out here, that costs no start
     target = Path(run.resume or run.dir)
     existing = machine.nearest_existing(target)
     if not existing.is_dir():
@@ -247,6 +294,7 @@ CHECKS: tuple[Callable[[RunConfig], Fact], ...] = (
     check_reward_loads,
     check_devices,
     check_link,
+    check_ray_cluster,
     check_dashboard_port,
     check_run_folder,
 )
@@ -268,6 +316,7 @@ class _RowEncoder:
 
     def __init__(self, config: RunConfig) -> None:
         model = config.model
+        self._has_chat_template = model.tokenizer != CHARACTERS and has_chat_template(_tokenizer_folder(config))
         if model.tokenizer != CHARACTERS:
             self._text = TextEncoder(_tokenizer_folder(config))
             return
@@ -279,6 +328,12 @@ class _RowEncoder:
         return self._text.encode(text, add_special_tokens)
 
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        if not self._has_chat_template:
+            raise DataError(
+                "the prompt is a list of chat messages, and the tokenizer has no chat template (chat_template.jinja, "
+                "or chat_template in tokenizer_config.json); give prompts as text, or a tokenizer with a template: "
+                "model.tokenizer=FOLDER"
+            )
         return "\n".join(str(message["content"]) for message in messages)
 
 

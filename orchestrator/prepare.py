@@ -52,7 +52,9 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
 )
+_CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +117,16 @@ def resolve_hf_config(config: ModelConfig) -> dict[str, Any]:
     return merged
 
 
-def save_character_tokenizer(folder: Path, *, vocab_size: int) -> None:
-    """Write the character tokenizer, in the format that `tokenizers`, transformers and vLLM all read."""
+def check_character_vocabulary(vocab_size: int) -> None:
+    """Raise ConfigError unless there is room for the special tokens and one character."""
     fewest = len(SPECIAL_TOKENS) + 1
     if vocab_size < fewest:
         raise ConfigError(f"model.tokenizer=characters needs model.hf_config.vocab_size >= {fewest}, got {vocab_size}")
+
+
+def save_character_tokenizer(folder: Path, *, vocab_size: int) -> None:
+    """Write the character tokenizer, in the format that `tokenizers`, transformers and vLLM all read."""
+    check_character_vocabulary(vocab_size)
     entries = [*SPECIAL_TOKENS, *ALPHABET][:vocab_size]
     pad, bos, eos, unk = SPECIAL_TOKENS
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(entries)}, unk_token=unk))
@@ -140,6 +147,17 @@ def save_character_tokenizer(folder: Path, *, vocab_size: int) -> None:
         "model_max_length": 1 << 30,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(description, indent=2) + "\n")
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a tokenizer's folder says how chat messages become text, in a place where transformers looks."""
+    if any((folder / name).is_file() for name in _CHAT_TEMPLATE_FILES):
+        return True
+    try:
+        description = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(description, dict) and bool(description.get("chat_template"))
 
 
 class TextEncoder:

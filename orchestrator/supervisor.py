@@ -92,6 +92,17 @@ class Supervisor:
         """Replicas that take requests right now."""
         return sum(replica.state is ReplicaState.serving for replica in self.replicas)
 
+    @property
+    def out_of_service(self) -> list[int]:
+        """Positions of the replicas that are out: a publish must not wait for them."""
+        return [replica.index for replica in self.replicas if replica.state is ReplicaState.out]
+
+    def require_replicas(self) -> None:
+        """Raise NoReplicasLeft, with every replica's reason, if all of them are out."""
+        if len(self.out_of_service) == len(self.replicas):
+            reasons = "; ".join(f"{replica.worker.name}: {replica.reason}" for replica in self.replicas)
+            raise NoReplicasLeft(f"no rollout worker is left to sample from. {reasons}")
+
     async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
         """Sample a group on the least loaded serving replica; on another one when that fails.
 
@@ -128,8 +139,7 @@ class Supervisor:
     async def settle(self, outcomes: Sequence[ReplicaOutcome]) -> None:
         """A publish ended: whoever committed serves, whoever failed is out.
 
-        Raises:
-            NoReplicasLeft: nobody committed.
+        When nobody is left the next `generate_group` says so: the step that was published is whole all the same.
         """
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             if replica.state is ReplicaState.out:
@@ -140,7 +150,6 @@ class Supervisor:
                 await self.mark_out(replica, outcome.error or "it did not commit and gave no reason")
         async with self._changed:
             self._changed.notify_all()
-        self._require_replicas()
 
     async def mark_out(self, replica: Replica, reason: str) -> None:
         """Take a replica out of the router for the rest of the run; its groups in flight are sampled elsewhere."""
@@ -157,12 +166,12 @@ class Supervisor:
         """Wait until a replica serves, and return the one with the fewest groups in flight."""
 
         def is_decided() -> bool:
-            return self.num_serving > 0 or all(replica.state is ReplicaState.out for replica in self.replicas)
+            return self.num_serving > 0 or len(self.out_of_service) == len(self.replicas)
 
         async with self._changed:
             # No deadline of its own: `starting` and `updating` end with the publish, which has one.
             await self._changed.wait_for(is_decided)
-        self._require_replicas()
+        self.require_replicas()
         serving = [replica for replica in self.replicas if replica.state is ReplicaState.serving]
         return min(serving, key=lambda replica: (replica.num_in_flight, replica.index))
 
@@ -185,8 +194,3 @@ class Supervisor:
         finally:
             call.cancel()
             left.cancel()
-
-    def _require_replicas(self) -> None:
-        if all(replica.state is ReplicaState.out for replica in self.replicas):
-            reasons = "; ".join(f"{replica.worker.name}: {replica.reason}" for replica in self.replicas)
-            raise NoReplicasLeft(f"no rollout worker is left to sample from. {reasons}")

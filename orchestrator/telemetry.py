@@ -140,6 +140,8 @@ def loss_metrics(stats: Sequence[LossStats]) -> dict[str, Value]:
     def mean(name: str, count: str = "policy/num_tokens") -> Value:
         return sums[name] / sums[count] if sums.get(count) else None
 
+    if not sums.get("policy/num_tokens"):
+        return {}  # no response of the batch had a reward: there is no token to speak of
     clipped = sums["policy/num_clipped_low"] + sums["policy/num_clipped_high"]
     return {
         "parity/k3": mean("parity/k3_sum", "parity/num_tokens"),
@@ -150,7 +152,7 @@ def loss_metrics(stats: Sequence[LossStats]) -> dict[str, Value]:
         "loss/total": sums["loss/total_sum"],  # already divided by the batch's denominators
         "loss/policy": sums["loss/policy_sum"],
         "loss/kl": mean("kl/ref_k3_sum"),
-        "loss/clip_fraction": clipped / sums["policy/num_tokens"] if sums["policy/num_tokens"] else None,
+        "loss/clip_fraction": clipped / sums["policy/num_tokens"],
         "loss/ratio_mean": mean("policy/ratio_sum"),
         "loss/tis_truncated_fraction": mean("tis/num_truncated"),
     }

@@ -67,7 +67,8 @@ def read_prompts(
     file = resolve_path(path)
     if not file.is_file():
         raise DataError(
-            f"prompt file {file} does not exist; set data.path (or data.eval_path) to a .jsonl or .parquet file"
+            f"prompt file {file} {'is a folder' if file.is_dir() else 'does not exist'}; set data.path (or "
+            "data.eval_path) to a .jsonl or .parquet file"
         )
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     if file.suffix not in readers:
@@ -161,7 +162,7 @@ class PromptStream:
 
 
 def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows with their place, "file:line". Blank lines are skipped and counted."""
+    """Rows with their place, "file:line". Blank lines are skipped; line numbers count them."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -206,6 +207,8 @@ def _encode(
     ):
         try:
             text = encoder.render_chat(value)
+        except DataError as e:
+            raise DataError(f"{where}: {e}") from e
         except Exception as e:  # the edge to a tokenizer's own template code
             raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {e}") from e
         token_ids = encoder.encode(text, add_special_tokens=False)

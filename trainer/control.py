@@ -1,16 +1,20 @@
 """The trainer's process group: joining it, leaving it, and agreement between ranks about host-side facts.
 
-Owns torch.distributed's start and end in a trainer process. Does not own meshes (parallel.py) nor any tensor
-traffic of training.
+Owns torch.distributed's start and end in a trainer process. Does not own meshes (parallel.py) nor any tensor traffic of
+training.
 
-Invariant: host-side agreement runs over a gloo group of its own, so that it never waits behind device work and
-never touches the device. Callers: TrainerRank.
+Invariants: host-side agreement runs over a gloo group of its own, so that it never waits behind device work and never
+touches the device; the ranks' meeting point listens on the address that was given and on no other.
+Callers: TrainerRank.
 """
 
 from __future__ import annotations
 
 import hashlib
+import socket
 from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -28,7 +32,7 @@ class ControlGroup:
         """Join. Collective: NCCL for a GPU's tensors or gloo for a CPU's, and gloo for control.
 
         Args:
-            rendezvous: "tcp://host:port" of rank 0; unused with one rank.
+            rendezvous: "tcp://host:port", where rank 0 will listen, or "file:///path"; unused with one rank.
         """
         self._rank = rank
         self._world_size = world_size
@@ -38,7 +42,7 @@ class ControlGroup:
         is_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if is_gpu else "gloo",
-            init_method=rendezvous,
+            **_meeting_point(rendezvous, rank, world_size),
             rank=rank,
             world_size=world_size,
             timeout=COLLECTIVE_TIMEOUT,
@@ -73,3 +77,26 @@ class ControlGroup:
         if self.group is not None:
             self.group = None
             dist.destroy_process_group()
+
+
+def _meeting_point(rendezvous: str, rank: int, world_size: int) -> dict[str, Any]:
+    """The arguments of init_process_group that say where ranks meet.
+
+    With init_method="tcp://..." rank 0 would listen on every interface of the machine, for anyone who asks. It gets a
+    socket that listens on the given address alone.
+    """
+    url = urlsplit(rendezvous)
+    if url.scheme != "tcp":
+        return {"init_method": rendezvous}
+    if not url.hostname or not url.port:
+        raise TrainerError(f"rank {rank}: rendezvous must be tcp://host:port, got {rendezvous!r}")
+    listener = socket.create_server((url.hostname, url.port), backlog=world_size) if rank == 0 else None
+    store = dist.TCPStore(
+        url.hostname,
+        url.port,
+        world_size,
+        is_master=rank == 0,
+        timeout=COLLECTIVE_TIMEOUT,
+        master_listen_fd=listener.detach() if listener is not None else None,
+    )
+    return {"store": store}

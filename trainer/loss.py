@@ -124,9 +124,7 @@ def policy_loss(
     policy = (policy_N * share_N).sum()
     loss = policy + algorithm.kl_coef * (kl_N * share_N).sum()
 
-    exact_N = (
-        log_ratio_N.double()
-    )  # k3 of a tiny log-ratio is its square: float32 would keep the noise and lose the value
+    exact_N = log_ratio_N.double()  # k3 of a tiny log-ratio is its square, which float32 noise would bury
     k3_N = k3(exact_N)
     stale_N = tokens.staleness_N > 0
     sums = {

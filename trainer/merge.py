@@ -1,16 +1,19 @@
-"""W + scale * B @ A for one rectangle of a weight, to the bit the same whichever rectangle asks.
+"""W + scale * B @ A for rows of a weight, to the bit the same whichever rectangle asks.
 
 Owns the one formula by which an adapter merges into its base. The merged export and the weight source of a publish
 both go through it, so that an engine's bytes can be compared with an exported checkpoint's.
 
 A matrix product is not bitwise a function of its operands' values alone: BLAS libraries pick another kernel,
 and so another order of the sum over the rank, by shape and alignment (on a CPU, about half of random
-rectangles of B @ A differ in the last bit from the same rectangle of the full product). Hence the invariant:
-every product has the shape (BLOCK_ROWS, r) x (r, in), row i of the tensor sits in row i % BLOCK_ROWS of its
-block, and operands are aligned. Rows outside the rectangle are zeros, columns outside it are computed and
-dropped. Everything after the product is elementwise, in float32, one rounding at a time.
+rectangles of B @ A differ in the last bit from the same rectangle of the full product). Hence two forms, of which a
+device has one:
 
-Callers: trainer/shards.py.
+* CUDA: the kernel of `merge_kernel.py`, which fixes that order itself. No scratch, one launch for a stack of experts.
+* elsewhere: torch. Every product has the shape (BLOCK_ROWS, r) x (r, in), row i under its A sits in row i % BLOCK_ROWS
+  of its block, and operands are aligned. Rows outside the rectangle are zeros, columns outside it are computed and
+  dropped. Everything after the product is elementwise, in float32, one rounding at a time.
+
+Shapes: R rows, N columns, K rank of the adapter, E adapters of a stack. Callers: trainer/shards.py.
 """
 
 from __future__ import annotations
@@ -27,25 +30,58 @@ ALIGNMENT_BYTES = 64
 """What torch's allocators give at least, and what keeps a BLAS library on one code path."""
 
 
-def merge_scratch_bytes(in_features: int, rank: int) -> int:
-    """Most temporary memory of one `merge_region`, in bytes: the product, the block of B, and an aligned copy of A."""
+def merge_scratch_bytes(in_features: int, rank: int, device: torch.device) -> int:
+    """Most temporary memory of one merge, in bytes: the product, the block of B, and an aligned copy of A."""
+    if device.type == "cuda":
+        return 0
     return 4 * (BLOCK_ROWS * in_features + BLOCK_ROWS * rank + rank * in_features)
 
 
-def merge_region(
-    base: Tensor, b: Tensor, a: Tensor, scale: float, out: Tensor, *, first_row: int, first_column: int = 0
+def merge_rows(
+    base_RN: Tensor,
+    b_RK: Tensor,
+    a_EKN: Tensor,
+    scale: float,
+    out_RN: Tensor,
+    *,
+    first_row: int,
+    rows_a_factor: int,
+    first_column: int = 0,
 ) -> None:
-    """Write base + (scale * b) @ a[:, columns] into `out`, computed in float32, cast to out.dtype.
+    """Write base + (scale * b) @ a[:, :, columns] into `out`, computed in float32, cast to out.dtype.
+
+    Rows may run through several weights that lie one below the other, each with its own A.
 
     Args:
-        base: (rows, columns) of the frozen weight, any float dtype.
-        b: (rows, r) float32, the rows of B that belong to them.
-        a: (r, in) float32, the whole of A.
+        base_RN: rows of frozen weights, any float dtype.
+        b_RK: float32, the rows of B that belong to them.
+        a_EKN: float32, whole factors A: a[0] belongs to rows 0 .. rows_a_factor - 1, a[1] to the next ones.
         scale: alpha / rank.
-        out: (rows, columns), any strides and float dtype, on the same device.
-        first_row: where base's first row stands in the whole weight.
-        first_column: where its first column stands.
+        out_RN: any strides and float dtype, on the same device.
+        first_row: which row base's first one is, counted from the first row under a[0].
+        rows_a_factor: rows under one A.
+        first_column: which column of A belongs to base's first one.
     """
+    num_rows, num_columns = base_RN.shape
+    if base_RN.is_cuda:
+        from trainer import merge_kernel  # needs Triton, which a CPU host may lack
+
+        columns = a_EKN[:, :, first_column : first_column + num_columns]
+        merge_kernel.merge_rows(base_RN, b_RK, columns, scale, out_RN, first_row, rows_a_factor)
+        return
+    done = 0
+    while done < num_rows:
+        factor, place = divmod(first_row + done, rows_a_factor)
+        count = min(rows_a_factor - place, num_rows - done)
+        rows = slice(done, done + count)
+        _merge_with_torch(base_RN[rows], b_RK[rows], a_EKN[factor], scale, out_RN[rows], place, first_column)
+        done += count
+
+
+def _merge_with_torch(
+    base: Tensor, b: Tensor, a: Tensor, scale: float, out: Tensor, first_row: int, first_column: int
+) -> None:
+    """merge_rows under one A, in products of one shape."""
     num_rows, num_columns = base.shape
     columns = slice(first_column, first_column + num_columns)
     a = a.contiguous() if a.data_ptr() % ALIGNMENT_BYTES == 0 else a.clone(memory_format=torch.contiguous_format)

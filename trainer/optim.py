@@ -104,9 +104,8 @@ class ShardedAdamW:
         """Update every shard, or none of them anywhere. Collective.
 
         Args:
-            gradients: one per shard, already summed over ranks; None counts as zeros (no token reached the
-                parameter), so that
-                moments decay alike however experts are spread.
+            gradients: one per shard, already summed over ranks; None counts as zeros (no token reached the parameter),
+                so that moments decay alike however experts are spread.
             local_loss: this rank's share of the batch's loss; only its finiteness is used.
         """
         full = [

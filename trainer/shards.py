@@ -2,7 +2,8 @@
 
 Owns the one translation between module parameters (stacked experts, FSDP2 row shards, adapters beside their base) and
 checkpoint tensors. Loading, merged export and the weight source all go through `local_shards`; nobody else knows that
-rows 0..I-1 of `mlp.experts.gate_up_proj[3]` are `mlp.experts.3.gate_proj.weight`.
+rows 0..I-1 of `mlp.experts.gate_up_proj[3]` are `mlp.experts.3.gate_proj.weight`. A parameter's rows are counted
+through its whole stack: that row is row 3 * 2I, and rows that follow each other there merge in one go (`RowRun`).
 
 Invariant: over all ranks, the regions of one checkpoint tensor are disjoint and cover it. No function here
 communicates, except `gather_lora_a`.
@@ -11,14 +12,14 @@ communicates, except `gather_lora_a`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.lora import Linear
-from trainer.merge import merge_region
+from trainer.merge import merge_rows
 from trainer.moe.experts import Experts
 from trainer.parallel import local_part, whole
 from weight_sync.layout import Region
@@ -27,39 +28,92 @@ if TYPE_CHECKING:
     from trainer.model.decoder import Decoder
 
 
-@dataclass(frozen=True, slots=True)
-class LocalView:
-    """Part of a parameter's local rows, looked up when read: FSDP2 may move a shard's storage, never the parameter."""
+def local_rows(parameter: nn.Parameter) -> Tensor:
+    """A live view, without a graph, of this rank's rows of a parameter; the matrices of a stack one below the other.
 
-    parameter: nn.Parameter
-    index: tuple[slice | int, ...] = ()
-
-    def tensor(self) -> Tensor:
-        """A live view of the values, without a graph."""
-        return local_part(self.parameter)[0][self.index]
+    Looked up when read: FSDP2 may move a shard's storage, never the parameter.
+    """
+    local = local_part(parameter)[0]
+    return local.flatten(0, 1) if local.dim() == 3 else local
 
 
 @dataclass(frozen=True, slots=True)
 class LoraDelta:
-    """The factors that merge into one held rectangle: rows W[i] += scale * B[i] @ A."""
+    """The factors that merge into this rank's rows of one parameter: rows W[i] += scale * B[i] @ A."""
 
     key: str
     """Name of the parameter A; the key of its whole in `gather_lora_a`'s result."""
-    a_view: LocalView | None
-    """(r, in) where this rank holds all of A (experts; one rank), else None: A is sharded and must be gathered."""
-    b_view: LocalView
-    """(rows, r), the rows of B that belong to the held rows."""
+    a_parameter: nn.Parameter
+    """(r, in), or a stack (E, r, in) of which this rank holds all that its rows need."""
+    b_parameter: nn.Parameter
+    """Has as many local rows as the weight."""
+    rows_a_factor: int
+    """Rows of the weight under one A."""
+    first_row: int
+    """Which row under its A this rank's first one is; not 0 where FSDP2 cuts rows."""
     scale: float
     """alpha / rank."""
 
     @property
-    def b(self) -> Tensor:
-        """(rows, r) float32, live."""
-        return self.b_view.tensor()
+    def rank(self) -> int:
+        """r."""
+        return self.b_parameter.shape[-1]
 
     def a(self, gathered_a: dict[str, Tensor]) -> Tensor:
-        """(r, in) float32: this rank's own, else the gathered one."""
-        return self.a_view.tensor() if self.a_view is not None else gathered_a[self.key]
+        """(E, r, in) float32: this rank's own, else the gathered one as a stack of one."""
+        if isinstance(self.a_parameter, DTensor) and self.a_parameter.dim() == 2:
+            return gathered_a[self.key][None]
+        local = local_part(self.a_parameter)[0]
+        return local if local.dim() == 3 else local[None]
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Rows of one parameter on this rank, some or all columns: what one merge or one copy writes."""
+
+    parameter: nn.Parameter
+    delta: LoraDelta | None
+    start: int
+    stop: int
+    columns: slice | None
+    """None for a parameter of one dim."""
+
+    def joins(self, following: RowRun) -> bool:
+        """Whether `following` are the next rows of the same."""
+        return (
+            self.parameter is following.parameter and self.columns == following.columns and self.stop == following.start
+        )
+
+    def join(self, following: RowRun) -> RowRun:
+        """Both in one."""
+        return replace(self, stop=following.stop)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns."""
+        rows = self.stop - self.start
+        return (rows,) if self.columns is None else (rows, self.columns.stop - self.columns.start)
+
+    def write(self, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
+        """Write the merged values into `out`, of `shape`, any strides, cast to out.dtype. No communication."""
+        base = local_rows(self.parameter)[self.start : self.stop]
+        if self.columns is not None:
+            base = base[:, self.columns]
+        if self.delta is None:
+            out.copy_(base)
+            return
+        assert self.columns is not None
+        skipped, first_row = divmod(self.delta.first_row + self.start, self.delta.rows_a_factor)
+        merge_rows(
+            base,
+            local_rows(self.delta.b_parameter)[self.start : self.stop],
+            self.delta.a(gathered_a)[skipped:],
+            self.delta.scale,
+            out,
+            first_row=first_row,
+            rows_a_factor=self.delta.rows_a_factor,
+            first_column=self.columns.start,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +127,23 @@ class HeldTensor:
     """Name in the checkpoint."""
     region: Region
     """Where the rectangle lies in that tensor; all of it in every dim but the first."""
-    base_view: LocalView
+    parameter: nn.Parameter
+    """The parameter whose rows these are."""
+    first_row: int
+    """Which of this rank's rows of it is the first."""
     delta: LoraDelta | None = None
     """None where nothing merges into this tensor."""
 
     @property
     def base(self) -> Tensor:
         """Live values, of shape region.shape: the frozen base (LoRA) or the float32 weight (full training)."""
-        return self.base_view.tensor()
+        return local_rows(self.parameter)[self.first_row : self.first_row + self.region.shape[0]]
+
+    def run(self, region: Region) -> RowRun:
+        """Where `region`, a part of self.region in coordinates of the checkpoint tensor, lies in the parameter."""
+        start = self.first_row + region.start[0] - self.region.start[0]
+        columns = slice(region.start[1], region.stop[1]) if len(region.shape) == 2 else None
+        return RowRun(self.parameter, self.delta, start, start + region.shape[0], columns)
 
     def read(self, region: Region, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
         """Write the merged values of `region` (inside self.region) into `out`, cast to out.dtype. No communication.
@@ -90,16 +153,7 @@ class HeldTensor:
             out: any strided view of shape region.shape, on the parameter's device.
             gathered_a: result of `gather_lora_a`; read only for adapters whose A is sharded.
         """
-        window = tuple(
-            slice(start - held, start - held + size)
-            for start, held, size in zip(region.start, self.region.start, region.shape, strict=True)
-        )
-        base = self.base[window]
-        if self.delta is None:
-            out.copy_(base)
-            return
-        a, b = self.delta.a(gathered_a), self.delta.b[window[0]]
-        merge_region(base, b, a, self.delta.scale, out, first_row=region.start[0], first_column=region.start[1])
+        self.run(region).write(out, gathered_a)
 
 
 def local_shards(decoder: Decoder) -> list[HeldTensor]:
@@ -135,34 +189,36 @@ def gather_lora_a(decoder: Decoder) -> dict[str, Tensor]:
 def _held_rows(tensor: str, parameter: nn.Parameter, delta: LoraDelta | None = None) -> HeldTensor:
     local, start = local_part(parameter)
     region = Region((start,) + (0,) * (local.dim() - 1), tuple(local.shape))
-    return HeldTensor(tensor, region, LocalView(parameter), delta)
+    return HeldTensor(tensor, region, parameter, 0, delta)
 
 
 def _linear_delta(name: str, module: Linear) -> LoraDelta | None:
     if module.lora is None:
         return None
-    a_view = None if isinstance(module.lora_A, DTensor) else LocalView(module.lora_A)
     # W and B have the same number of rows, so FSDP2 gives this rank the same rows of both.
-    return LoraDelta(f"{name}.lora_A", a_view, LocalView(module.lora_B), module.lora.scale)
+    first_row = local_part(module.weight)[1]
+    return LoraDelta(
+        f"{name}.lora_A", module.lora_A, module.lora_B, module.weight.shape[0], first_row, module.lora.scale
+    )
 
 
 def _held_experts(name: str, bank: Experts) -> Iterator[HeldTensor]:
     width = bank.intermediate_size
-    parts = (
-        ("gate_proj", "gate_up", slice(0, width)),
-        ("up_proj", "gate_up", slice(width, 2 * width)),
-        ("down_proj", "down", slice(None)),
-    )
+    parts = (("gate_proj", "gate_up", 0, width), ("up_proj", "gate_up", width, width), ("down_proj", "down", 0, None))
+    # An expert is held whole, with its own A and B: nothing to gather.
+    deltas = {stack: _stack_delta(name, bank, stack) for stack in ("gate_up", "down")}
     num_held, start = local_part(bank.down_proj)[0].shape[0], local_part(bank.down_proj)[1]
     for index in range(num_held):
-        expert = bank.first_expert + start + index
-        for leaf, stack, rows in parts:
-            base_view = LocalView(getattr(bank, f"{stack}_proj"), (index, rows))
-            delta = None
-            if bank.lora is not None:
-                # An expert is held whole, with its own A and B: nothing to gather.
-                a, b = getattr(bank, f"{stack}_lora_A"), getattr(bank, f"{stack}_lora_B")
-                a_view, b_view = LocalView(a, (index,)), LocalView(b, (index, rows))
-                delta = LoraDelta(f"{name}.{expert}.{stack}_lora_A", a_view, b_view, bank.lora.scale)
-            shape = tuple(base_view.tensor().shape)
-            yield HeldTensor(f"{name}.{expert}.{leaf}.weight", Region((0, 0), shape), base_view, delta)
+        for leaf, stack, first_row, num_rows in parts:
+            parameter: nn.Parameter = getattr(bank, f"{stack}_proj")
+            rows_an_expert, columns = parameter.shape[1:]
+            region = Region((0, 0), (rows_an_expert if num_rows is None else num_rows, columns))
+            tensor = f"{name}.{bank.first_expert + start + index}.{leaf}.weight"
+            yield HeldTensor(tensor, region, parameter, index * rows_an_expert + first_row, deltas[stack])
+
+
+def _stack_delta(name: str, bank: Experts, stack: str) -> LoraDelta | None:
+    if bank.lora is None:
+        return None
+    a, b = getattr(bank, f"{stack}_lora_A"), getattr(bank, f"{stack}_lora_B")
+    return LoraDelta(f"{name}.{stack}_lora_A", a, b, b.shape[1], 0, bank.lora.scale)

@@ -6,12 +6,15 @@ names nor the merge (shards.py), the plan, or any transfer (weight_sync).
 Invariant: `read` never communicates, so ranks may read in any order and any number of times. Only `begin` is
 collective: under FSDP2 a rank holds the rows of B that belong to its rows of W, but only a part of A.
 
-Callers: weight_sync.publisher and weight_sync.pipeline, through `weight_sync.source.WeightSource`.
+Callers: weight_sync.publisher and weight_sync.pipeline, through `weight_sync.source.WeightSource` and
+`weight_sync.packing.CompilingSource`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,8 +22,26 @@ from torch import Tensor
 from trainer.errors import LayoutError
 from trainer.merge import merge_scratch_bytes
 from trainer.model.decoder import Decoder
-from trainer.shards import HeldTensor, gather_lora_a, local_shards
+from trainer.shards import HeldTensor, RowRun, gather_lora_a, local_shards
 from weight_sync.layout import Region, SourceLayout, SourceShard
+from weight_sync.packing import FillSlot, PackedRead, view_as
+
+
+@dataclass(slots=True)
+class PackedRun:
+    """Rows, and where they go in a slot: row-major from the read's offset, or as the read permutes them."""
+
+    run: RowRun
+    read: PackedRead
+    """The first of those that joined."""
+    stop_bytes: int
+    """Where the last one ends in the slot."""
+
+    def out(self, slot: Tensor) -> Tensor:
+        """The part of the slot, seen with the shape of the run."""
+        if not self.read.is_row_major:
+            return self.read.view(slot)
+        return view_as(slot, self.read.offset_bytes, self.read.dtype, self.run.shape)
 
 
 class TrainerWeightSource:
@@ -37,7 +58,9 @@ class TrainerWeightSource:
             self._held[held.tensor].append(held)
             shards.append(SourceShard(held.tensor, held.region))
             if held.delta is not None:
-                scratch_bytes = max(scratch_bytes, merge_scratch_bytes(held.base.shape[1], held.delta.b.shape[1]))
+                scratch_bytes = max(
+                    scratch_bytes, merge_scratch_bytes(held.region.shape[1], held.delta.rank, held.base.device)
+                )
         dtype = str(decoder.dtype).removeprefix("torch.")
         self._layout = SourceLayout(rank, tuple(decoder.spec.checkpoint_tensors(dtype)), tuple(shards))
         self._gathered: dict[str, Tensor] | None = None
@@ -64,15 +87,52 @@ class TrainerWeightSource:
     @torch.no_grad()
     def read(self, tensor: str, region: Region, out: Tensor) -> None:
         """Write merged values of `region` into `out`, cast to out.dtype; see the protocol."""
-        if self._gathered is None:
-            raise LayoutError(f"rank {self._rank}: read({tensor}) outside begin() and end()")
-        for held in self._held.get(tensor, ()):
-            if held.region.intersect(region) == region:
-                held.read(region, out, self._gathered)
-                return
-        holds = [held.region for held in self._held.get(tensor, ())]
-        raise LayoutError(f"rank {self._rank} cannot read {region} of {tensor}: it holds {holds or 'none of it'}")
+        self._run(tensor, region).write(out, self._factors(tensor))
+
+    def compile_reads(self, reads: Sequence[PackedRead]) -> FillSlot:
+        """Join reads that follow each other in a parameter's rows and in the slot; one kernel each. See packing.py.
+
+        Example: the gate, up, gate, up, ... of 40 experts in an engine's w13 are one run of rows of gate_up_proj.
+        """
+        runs = self.joined(reads)
+
+        @torch.no_grad()
+        def fill(slot: Tensor) -> None:
+            for item in runs:
+                item.run.write(item.out(slot), self._factors(item.read.tensor))
+
+        return fill
+
+    def joined(self, reads: Sequence[PackedRead]) -> list[PackedRun]:
+        """The reads as runs: those that follow each other in a parameter and in the slot are one."""
+        joined: list[PackedRun] = []
+        for read in reads:
+            run, last = self._run(read.tensor, read.region), joined[-1] if joined else None
+            if (
+                last is not None
+                and last.read.is_row_major
+                and read.is_row_major
+                and last.read.dtype == read.dtype
+                and last.stop_bytes == read.offset_bytes
+                and last.run.joins(run)
+            ):
+                last.run, last.stop_bytes = last.run.join(run), last.stop_bytes + read.num_bytes
+            else:
+                joined.append(PackedRun(run, read, read.offset_bytes + read.num_bytes))
+        return joined
 
     def end(self) -> None:
         """Drop the gathered factors; harmless when nothing was begun."""
         self._gathered = None
+
+    def _factors(self, tensor: str) -> dict[str, Tensor]:
+        if self._gathered is None:
+            raise LayoutError(f"rank {self._rank}: read({tensor}) outside begin() and end()")
+        return self._gathered
+
+    def _run(self, tensor: str, region: Region) -> RowRun:
+        for held in self._held.get(tensor, ()):
+            if held.region.intersect(region) == region:
+                return held.run(region)
+        holds = [held.region for held in self._held.get(tensor, ())]
+        raise LayoutError(f"rank {self._rank} cannot read {region} of {tensor}: it holds {holds or 'none of it'}")

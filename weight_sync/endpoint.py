@@ -159,9 +159,13 @@ class ReplicaEndpoint:
         while True:
             frames = await socket.recv_multipart()
             request = self._accept(frames)
-            if request is not None:
-                reply = await self._answer(request)
+            if request is None:
+                continue
+            reply = await self._answer(request)
+            try:
                 await socket.send_multipart([frames[0], self._signer.seal(reply)])
+            except (zmq.ZMQError, ValueError, TypeError):  # one answer is lost; the endpoint must go on serving
+                logger.exception("the answer to %s cannot be sent", type(request).__name__)
 
     def _accept(self, frames: Sequence[bytes]) -> Message | None:
         """The request, or None when it gets no answer."""

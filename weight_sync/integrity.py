@@ -1,8 +1,8 @@
 """A 64-bit fingerprint of bytes at a position, which adds up: a parameter's hash is the sum of its parts' hashes.
 
-Owns the definition and its torch implementation (cpu and cuda give the same number). Callers: `pipeline.py` hashes
-each packed task at its place in the destination parameter, `receiver.py` hashes the parameter itself, `publisher.py`
-adds.
+Owns the definition and its torch form; on CUDA the kernel of `hash_kernel.py` gives the same number. Callers:
+`pipeline.py` hashes each packed task at its place in the destination parameter, `receiver.py` hashes the parameter
+itself, `publisher.py` adds.
 
 Definition, for bytes b_0, b_1, ... of a parameter (zero where a range does not reach), little-endian 32-bit words
 w_i = b_4i + 2^8 b_4i+1 + 2^16 b_4i+2 + 2^24 b_4i+3, all arithmetic mod 2^64:
@@ -24,13 +24,15 @@ blocks: with A + B, swapping a rectangle of words would cancel.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 HASH_MASK = (1 << 64) - 1
-DEFAULT_SCRATCH_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""Most scratch of one hash call, in bytes, by device type: fits a core's cache; makes a GPU kernel worth its launch."""
+DEFAULT_SCRATCH_BYTES = {"cpu": 4 << 20}
+"""Most scratch of the torch form, in bytes, by device type: fits a core's cache. The kernel needs none."""
 
 _BLOCK_WORDS = 1024
 _BLOCK_BYTES = 4 * _BLOCK_WORDS
@@ -48,16 +50,87 @@ def hash_bytes(data: torch.Tensor, *, offset_bytes: int = 0, scratch_bytes: int 
         offset_bytes: Position of data's first byte in the parameter.
         scratch_bytes: Bound on temporary memory on data's device, at least MIN_SCRATCH_BYTES; default: by device type.
     """
-    return int(hash_tensor(data, offset_bytes=offset_bytes, scratch_bytes=scratch_bytes).item()) & HASH_MASK
+    return RangeHashes([data], [offset_bytes], scratch_bytes=scratch_bytes).values()[0]
 
 
-def hash_tensor(data: torch.Tensor, *, offset_bytes: int = 0, scratch_bytes: int | None = None) -> torch.Tensor:
-    """The same as a scalar int64 tensor (two's complement) on data's device, without waiting for the device."""
-    if not data.is_contiguous():
-        raise ValueError(f"hash needs contiguous data, got shape {tuple(data.shape)} with strides {data.stride()}")
+class RangeHashes:
+    """Hashes of many ranges at fixed places, any number of times: on CUDA one launch and no scratch, else with torch.
+
+    Args:
+        ranges: Contiguous tensors on one device, any dtype and shape; they stay where they are.
+        offsets_bytes: Position of each one's first byte in its parameter.
+        scratch_bytes: Bound on temporary memory of the torch form.
+    """
+
+    def __init__(
+        self, ranges: Sequence[torch.Tensor], offsets_bytes: Sequence[int], *, scratch_bytes: int | None = None
+    ) -> None:
+        self._ranges = [(_bytes_of(data), offset) for data, offset in zip(ranges, offsets_bytes, strict=True)]
+        self._scratch_bytes = scratch_bytes
+        self._tables = _tables(self._ranges) if self._ranges and self._ranges[0][0].is_cuda else []
+
+    def add_to(self, sums: torch.Tensor) -> None:
+        """sums[i] += hash of range i, int64 in two's complement, on the ranges' device, without waiting for it."""
+        if not self._ranges or not self._ranges[0][0].is_cuda:
+            for (data, offset), total in zip(self._ranges, sums.unbind(), strict=True):
+                total += hash_with_torch(data, offset_bytes=offset, scratch_bytes=self._scratch_bytes)
+            return
+        from weight_sync import hash_kernel  # needs Triton, which a CPU host may lack
+
+        within = _within_keys(sums.device)
+        for table in self._tables:
+            across = _across_keys(0, table.last_block + 1, sums.device)
+            hash_kernel.add_hashes(
+                sums, table.rows, within, across, alignment=table.alignment, max_blocks=table.max_blocks
+            )
+
+    def values(self) -> list[int]:
+        """All hashes, in order, in [0, 2^64). Waits for the device once."""
+        device = self._ranges[0][0].device if self._ranges else "cpu"
+        sums = torch.zeros(len(self._ranges), dtype=torch.int64, device=device)
+        self.add_to(sums)
+        return [value & HASH_MASK for value in sums.tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Ranges of one alignment, as the kernel reads them."""
+
+    rows: torch.Tensor
+    alignment: int
+    max_blocks: int
+    last_block: int
+
+
+def _tables(ranges: Sequence[tuple[torch.Tensor, int]]) -> list[_Table]:
+    """The kernel's tables: ranges that can be read 16 or 4 bytes at a time apart from those that cannot."""
+    by_alignment: dict[int, list[list[int]]] = {}
+    for index, (data, offset) in enumerate(ranges):
+        if data.numel():
+            address, front, size = data.data_ptr(), offset % _BLOCK_BYTES, data.numel()
+            first, last = offset // _BLOCK_BYTES, (offset + size - 1) // _BLOCK_BYTES
+            alignment = next(unit for unit in (16, 4, 1) if not (address | front | size) % unit)
+            row = [address, front, size, first, last - first + 1, index]
+            by_alignment.setdefault(alignment, []).append(row)
+    return [
+        _Table(
+            torch.tensor(rows, dtype=torch.int64).to(ranges[0][0].device),
+            alignment,
+            max_blocks=max(row[4] for row in rows),
+            last_block=max(row[3] + row[4] - 1 for row in rows),
+        )
+        for alignment, rows in by_alignment.items()
+    ]
+
+
+def hash_with_torch(data: torch.Tensor, *, offset_bytes: int = 0, scratch_bytes: int | None = None) -> torch.Tensor:
+    """The hash as a scalar int64 tensor on data's device, in plain torch ops: the form for CPUs, and the reference.
+
+    Chunked to bound its scratch; does not wait for the device.
+    """
+    flat = _bytes_of(data)
     if scratch_bytes is None:
         scratch_bytes = DEFAULT_SCRATCH_BYTES.get(data.device.type, MIN_SCRATCH_BYTES)
-    flat = data.detach().reshape(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     chunk_bytes = max(1, scratch_bytes // MIN_SCRATCH_BYTES) * _BLOCK_BYTES
     position, end = offset_bytes, offset_bytes + flat.numel()
@@ -66,6 +139,13 @@ def hash_tensor(data: torch.Tensor, *, offset_bytes: int = 0, scratch_bytes: int
         total += _hash_chunk(flat[position - offset_bytes : stop - offset_bytes], position)
         position = stop
     return total
+
+
+def _bytes_of(data: torch.Tensor) -> torch.Tensor:
+    """Flat uint8 view."""
+    if not data.is_contiguous():
+        raise ValueError(f"hash needs contiguous data, got shape {tuple(data.shape)} with strides {data.stride()}")
+    return data.detach().reshape(-1).view(torch.uint8)
 
 
 def _hash_chunk(data: torch.Tensor, position: int) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """One trainer rank's part of a publish: pack, hash, write, with temporary memory under the watermark.
 
 Owns the staging buffer, the cutting of a schedule into slot loads, the overlap of packing with writing, and what
-becomes of a replica whose link fails. Does not own: which bytes go where (`plan.py`), the values (`source.py`), links
-(`transport/`), or agreement with replicas (`publisher.py`, its only caller).
+becomes of a replica whose link fails. Does not own: which bytes go where (`plan.py`), how a slot is filled
+(`packing.py`), the values (`source.py`), links (`transport/`), or agreement with replicas (`publisher.py`, its only
+caller).
 
     schedule:  [t0 t1 t2 | t3 t4 | t5 t6 t7 ...]          a load = consecutive tasks that fit one slot; static, cut once
 
@@ -12,7 +13,7 @@ becomes of a replica whose link fails. Does not own: which bytes go where (`plan
 
 Watermark. Everything temporary counts, and all of it is known before a byte moves:
 
-    staging buffer (two slots) + hash scratch + source.temporary_bytes  <=  watermark_bytes
+    staging buffer (two slots) + hash sums and scratch + source.temporary_bytes  <=  watermark_bytes
 
 A slot is handed to the writer after the device finished packing it (links do not order with torch streams) and comes
 back when every write from it is over. "Over" means that write() returned, or that it failed and transport.reset()
@@ -28,14 +29,23 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from weight_sync.errors import PlanError, TransportError, WatermarkError
-from weight_sync.integrity import DEFAULT_SCRATCH_BYTES, HASH_MASK, MIN_SCRATCH_BYTES, hash_tensor
+from weight_sync.integrity import DEFAULT_SCRATCH_BYTES, HASH_MASK, MIN_SCRATCH_BYTES, RangeHashes
 from weight_sync.layout import Binding
-from weight_sync.plan import Piece, Task
+from weight_sync.packing import (
+    SLOT_ALIGNMENT_BYTES,
+    FillSlot,
+    Packet,
+    aligned,
+    compile_reads,
+    packed_reads,
+    same_bytes,
+)
+from weight_sync.plan import Task
 from weight_sync.source import WeightSource
 from weight_sync.transport.base import Transport
 
@@ -43,7 +53,13 @@ logger = logging.getLogger(__name__)
 
 NUM_SLOTS = 2
 """One is packed while the other is written; a third measured slower elsewhere and would shrink the loads."""
-SLOT_ALIGNMENT_BYTES = 64
+MAX_SLOT_BYTES = 1 << 30
+"""A larger watermark is left unused: between two H200, slots of 1 GiB were written at 387 GB/s, of 2 GiB at 331."""
+TASKS_A_SLOT = 4
+"""Tasks of a plan are no longer than this part of a slot, so that loads are nearly full and alike."""
+MAX_PACKETS = 1024
+"""Most packets of a load: what a link takes in one batch, and a bound on the hash sums in flight."""
+SUMS_BYTES = 8 * NUM_SLOTS * MAX_PACKETS
 MAX_LINK_THREADS = 8
 WAIT_LOG_S = 30.0
 """How often a wait says what it waits for."""
@@ -73,11 +89,23 @@ class PipelineResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packet:
-    """Bytes that are packed once, and every task that sends them (they differ in the replica alone)."""
+class _Load:
+    """What one slot carries at once, how it is filled, and the packets' hashes in either slot."""
 
-    offset_bytes: int
-    tasks: tuple[Task, ...]
+    packets: tuple[Packet, ...]
+    fill: FillSlot
+    hashes: tuple[RangeHashes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What one destination gets of a load: packets by number, their tasks, and the arguments of one write."""
+
+    packets: list[int]
+    tasks: list[Task]
+    sources: list[int]
+    destinations: list[int]
+    sizes: list[int]
 
 
 @dataclass(slots=True)
@@ -85,8 +113,8 @@ class _Filled:
     """A packed slot on its way to the writer."""
 
     slot: int
-    packets: Sequence[_Packet]
-    hashes: torch.Tensor | None
+    load: _Load
+    batches: Mapping[Destination, _Batch]
     ready: torch.cuda.Event | None
 
 
@@ -116,8 +144,12 @@ class Pipeline:
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._watermark_bytes = watermark_bytes
+        self._verify_hashes = verify_hashes
         self._scratch_bytes = _scratch_bytes(self._device.type, watermark_bytes) if verify_hashes else 0
-        self._loads: list[list[_Packet]] = []
+        # Sums go to the host in stream order: asking the device for them would wait for the packing of the next load.
+        self._sums = torch.zeros(NUM_SLOTS, MAX_PACKETS, dtype=torch.int64, device=self._device)
+        self._host_sums = torch.zeros(self._sums.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._loads: list[_Load] = []
         self._slot_bytes = 0
         self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._quarantined: dict[int, list[str]] = {}
@@ -125,36 +157,45 @@ class Pipeline:
 
     @property
     def max_task_bytes(self) -> int:
-        """Largest task that a plan for this rank may contain: half of what the watermark leaves for staging."""
-        room = self._watermark_bytes - self._scratch_bytes - self._source.temporary_bytes
+        """Largest task that a plan for this rank should contain: a part of a slot."""
+        return max(SLOT_ALIGNMENT_BYTES, self._max_slot_bytes // TASKS_A_SLOT)
+
+    @property
+    def _max_slot_bytes(self) -> int:
+        """Half of what the watermark leaves for staging, up to a bound."""
+        room = self._watermark_bytes - SUMS_BYTES - self._scratch_bytes - self._source.temporary_bytes
         slot_bytes = room // NUM_SLOTS // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
         if slot_bytes < SLOT_ALIGNMENT_BYTES:
             raise WatermarkError(
                 f"weight_sync.watermark_bytes={self._watermark_bytes} leaves no room for staging: the"
-                f" source declares {self._source.temporary_bytes} temporary bytes, hashing needs {self._scratch_bytes};"
-                " raise the watermark"
+                f" source declares {self._source.temporary_bytes} temporary bytes, hashing needs"
+                f" {SUMS_BYTES + self._scratch_bytes}; raise the watermark"
             )
-        return slot_bytes
+        return min(slot_bytes, MAX_SLOT_BYTES)
 
     def load(self, tasks: Sequence[Task]) -> None:
-        """Take this rank's schedule: cut it into slot loads, allocate and register staging. Once per plan.
+        """Take this rank's schedule: cut it into slot loads, compile them, allocate and register staging. Once a plan.
 
         Raises:
             PlanError: A task is larger than a slot.
         """
-        limit = self.max_task_bytes
+        limit = self._max_slot_bytes
         for task in tasks:
             if task.num_bytes > limit:
                 raise PlanError(
                     f"a task of {task.num_bytes} bytes for {task.param} does not fit a staging slot of {limit} bytes"
                 )
-        total = sum(_aligned(group[0].num_bytes) for group in _same_bytes(tasks))
-        largest = max((_aligned(task.num_bytes) for task in tasks), default=0)
-        self._slot_bytes = min(limit, max(largest, _aligned(-(-total // 4))))
-        self._loads = _cut(tasks, self._slot_bytes)
+        total = sum(aligned(group[0].num_bytes) for group in same_bytes(tasks))
+        largest = max((aligned(task.num_bytes) for task in tasks), default=0)
+        self._slot_bytes = min(limit, max(largest, aligned(-(-total // 4))))
+        self._loads = []  # they refer to the staging of an earlier plan
         self._staging = torch.empty(NUM_SLOTS * self._slot_bytes, dtype=torch.uint8, device=self._device)
         if self._slot_bytes:
             self._transport.register([self._staging])
+        self._loads = [
+            _Load(packets, compile_reads(self._source, packed_reads(packets)), self._hashes(packets))
+            for packets in _cut(tasks, self._slot_bytes)
+        ]
         self._close_links()
         num_destinations = len({(task.replica, task.dest_rank) for task in tasks})
         self._links = ThreadPoolExecutor(
@@ -202,13 +243,29 @@ class Pipeline:
         self._loads = []
         self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
 
+    def _slot(self, slot: int) -> torch.Tensor:
+        return self._staging[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
+
+    def _hashes(self, packets: Sequence[Packet]) -> tuple[RangeHashes, ...]:
+        """The hashes of a load's packets, for each slot that it may be in."""
+        if not self._verify_hashes:
+            return ()
+        offsets = [packet.tasks[0].dest_offset_bytes for packet in packets]
+        return tuple(
+            RangeHashes([self._view(slot, p) for p in packets], offsets, scratch_bytes=self._scratch_bytes)
+            for slot in range(NUM_SLOTS)
+        )
+
+    def _view(self, slot: int, packet: Packet) -> torch.Tensor:
+        return self._slot(slot)[packet.offset_bytes : packet.offset_bytes + packet.tasks[0].num_bytes]
+
     def _account(self, held_bytes: int) -> int:
         declared = self._source.temporary_bytes
         if held_bytes > declared:
             raise WatermarkError(
                 f"the weight source holds {held_bytes} temporary bytes, it declared at most {declared}"
             )
-        peak = self._staging.numel() + self._scratch_bytes + declared
+        peak = self._staging.numel() + SUMS_BYTES + self._scratch_bytes + declared
         if peak > self._watermark_bytes:
             raise WatermarkError(
                 f"a publish would hold {peak} temporary bytes, weight_sync.watermark_bytes={self._watermark_bytes}"
@@ -244,9 +301,10 @@ class _Run:
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._filled: queue.SimpleQueue[_Filled | None] = queue.SimpleQueue()
         self._writer_error: BaseException | None = None
+        self._written: list[tuple[Destination, _Batch, list[int]]] = []
         self.result = PipelineResult()
 
-    def replay(self, loads: Sequence[Sequence[_Packet]]) -> None:
+    def replay(self, loads: Sequence[_Load]) -> None:
         """Pack every load in order while the writer thread sends the one before."""
         if not loads:
             return
@@ -255,17 +313,17 @@ class _Run:
         writer = threading.Thread(target=self._write_all, name="weight-sync-writer", daemon=True)
         writer.start()
         try:
-            for packets in loads:
-                wanted = [replace(p, tasks=tasks) for p in packets if (tasks := self._wanted(p.tasks))]
-                if not wanted:
+            for load in loads:
+                if not any(self._wanted(packet.tasks) for packet in load.packets):
                     continue
                 slot = self._next_slot()
                 if slot is None:
                     break
-                self._filled.put(self._pack(slot, wanted))
+                self._filled.put(self._pack(slot, load))
         finally:
             self._filled.put(None)
             writer.join()
+            self._count()
         if self._writer_error is not None:
             raise self._writer_error
 
@@ -286,32 +344,40 @@ class _Run:
                     "packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, self.result.write_s
                 )
 
-    def _pack(self, slot: int, packets: Sequence[_Packet]) -> _Filled:
-        """Fill a slot from the source and start hashing it; the device may still be at work on return."""
+    def _pack(self, slot: int, load: _Load) -> _Filled:
+        """Fill a slot from the source and hash it; the device may still be at work on return."""
         began = time.monotonic()
         owner = self._owner
-        hashes: list[torch.Tensor] = []
         with torch.no_grad():
-            for packet in packets:
-                task = packet.tasks[0]
-                view = self._view(slot, packet)
-                typed = view.view(getattr(torch, task.dtype))
-                for piece in task.pieces:
-                    owner._source.read(piece.tensor, piece.region, _piece_view(typed, piece))
-                if owner._scratch_bytes:
-                    hashes.append(
-                        hash_tensor(view, offset_bytes=task.dest_offset_bytes, scratch_bytes=owner._scratch_bytes)
-                    )
+            load.fill(owner._slot(slot))
+        if load.hashes:
+            sums = owner._sums[slot, : len(load.packets)]
+            sums.zero_()
+            load.hashes[slot].add_to(sums)
+            owner._host_sums[slot, : len(load.packets)].copy_(sums, non_blocking=True)
         ready = None
         if owner._device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record()
         self.result.prepare_s += time.monotonic() - began
-        return _Filled(slot, packets, torch.stack(hashes) if hashes else None, ready)
+        return _Filled(slot, load, self._batches(slot, load), ready)
 
-    def _view(self, slot: int, packet: _Packet) -> torch.Tensor:
-        start = slot * self._owner._slot_bytes + packet.offset_bytes
-        return self._owner._staging[start : start + packet.tasks[0].num_bytes]
+    def _batches(self, slot: int, load: _Load) -> dict[Destination, _Batch]:
+        """The writes of a load. Made here, so that the link waits for nothing but bytes."""
+        first_address = self._owner._slot(slot).data_ptr()
+        batches: dict[Destination, _Batch] = {}
+        for number, packet in enumerate(load.packets):
+            for task in self._wanted(packet.tasks):
+                dest = (task.replica, task.dest_rank)
+                batch = batches.get(dest)
+                if batch is None:
+                    batch = batches[dest] = _Batch([], [], [], [], [])
+                batch.packets.append(number)
+                batch.tasks.append(task)
+                batch.sources.append(first_address + packet.offset_bytes)
+                batch.destinations.append(self._bindings[dest].addresses[task.param] + task.dest_offset_bytes)
+                batch.sizes.append(task.num_bytes)
+        return batches
 
     def _write_all(self) -> None:
         """The writer thread: loads in order, each to all its sessions at once. Never leaves packing waiting."""
@@ -332,42 +398,44 @@ class _Run:
             began = time.monotonic()
             filled.ready.synchronize()
             self.result.prepare_s += time.monotonic() - began
-        hashes = [0] * len(filled.packets) if filled.hashes is None else filled.hashes.tolist()
-        by_destination: dict[Destination, list[tuple[Task, int, int]]] = {}
-        for packet, value in zip(filled.packets, hashes, strict=True):
-            address = self._view(filled.slot, packet).data_ptr()
-            for task in self._wanted(packet.tasks):
-                by_destination.setdefault((task.replica, task.dest_rank), []).append((task, address, value))
+        batches = {dest: batch for dest, batch in filled.batches.items() if dest[0] not in self.result.errors}
         began = time.monotonic()
-        links = self._owner._links
-        assert links is not None
-        futures = {dest: links.submit(self._write_destination, dest, items) for dest, items in by_destination.items()}
-        outcomes = {dest: future.result() for dest, future in futures.items()}
+        outcomes = self._write_destinations(batches)
         self.result.busy_write_s += time.monotonic() - began
+        hashes: list[int] = self._owner._host_sums[filled.slot, : len(filled.load.packets)].tolist()
         spent: dict[int, float] = {}
         for dest, (seconds, error) in outcomes.items():
             spent[dest[0]] = max(seconds, spent.get(dest[0], 0.0))
             if error is None:
-                self._count(dest, by_destination[dest])
+                self._written.append((dest, batches[dest], hashes))
             else:
                 self.result.errors.setdefault(dest[0], f"{type(error).__name__}: {error}")
                 self._close_failed(filled.slot, self._bindings[dest].session)
         for replica, seconds in spent.items():
             self.result.write_s[replica] = self.result.write_s.get(replica, 0.0) + seconds
 
-    def _write_destination(
-        self, dest: Destination, items: Sequence[tuple[Task, int, int]]
-    ) -> tuple[float, TransportError | None]:
-        """One session's part of a load, on a link thread. Returns its seconds and what went wrong."""
+    def _write_destinations(
+        self, batches: Mapping[Destination, _Batch]
+    ) -> dict[Destination, tuple[float, TransportError | None]]:
+        """All sessions at once; one alone needs no other thread."""
+        if len(batches) == 1:
+            return {dest: self._write_destination(dest, batch) for dest, batch in batches.items()}
+        links = self._owner._links
+        assert links is not None
+        futures = {dest: links.submit(self._write_destination, dest, batch) for dest, batch in batches.items()}
+        return {dest: future.result() for dest, future in futures.items()}
+
+    def _write_destination(self, dest: Destination, batch: _Batch) -> tuple[float, TransportError | None]:
+        """One session's part of a load. Returns its seconds and what went wrong."""
         binding = self._bindings[dest]
         remaining_s = self._budgets_s[dest[0]] - self.result.write_s.get(dest[0], 0.0)
         began = time.monotonic()
         try:
             self._owner._transport.write(
                 binding.session,
-                [address for _, address, _ in items],
-                [binding.addresses[task.param] + task.dest_offset_bytes for task, _, _ in items],
-                [task.num_bytes for task, _, _ in items],
+                batch.sources,
+                batch.destinations,
+                batch.sizes,
                 timeout_s=max(remaining_s, 0.0),
             )
         except TransportError as e:
@@ -375,12 +443,14 @@ class _Run:
             return time.monotonic() - began, e
         return time.monotonic() - began, None
 
-    def _count(self, dest: Destination, items: Sequence[tuple[Task, int, int]]) -> None:
-        sums = self.result.sums.setdefault(dest, {})
-        for task, _, value in items:
-            num_bytes, total = sums.get(task.param, (0, 0))
-            sums[task.param] = (num_bytes + task.num_bytes, (total + value) & HASH_MASK)
-            self.result.num_bytes += task.num_bytes
+    def _count(self) -> None:
+        """Add up what was written. At the end: between two writes the link would stand still for it."""
+        for dest, batch, hashes in self._written:
+            sums = self.result.sums.setdefault(dest, {})
+            for number, task in zip(batch.packets, batch.tasks):
+                num_bytes, total = sums.get(task.param, (0, 0))
+                sums[task.param] = (num_bytes + task.num_bytes, (total + hashes[number]) & HASH_MASK)
+            self.result.num_bytes += sum(batch.sizes)
 
     def _close_failed(self, slot: int, session: str) -> None:
         """No write is running now. Make sure that none of the failed one ever reads this slot again."""
@@ -396,39 +466,14 @@ def _scratch_bytes(device_type: str, watermark_bytes: int) -> int:
     return max(MIN_SCRATCH_BYTES, min(DEFAULT_SCRATCH_BYTES.get(device_type, MIN_SCRATCH_BYTES), watermark_bytes // 8))
 
 
-def _piece_view(typed: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The part of a packed task that a piece fills, seen with the shape of the piece's region.
-
-    Packed dim i is tensor dim axes[i], so the view is the inverse permutation of the packed, row-major block.
-    """
-    packed_shape = [piece.region.shape[axis] for axis in piece.axes]
-    block = typed[piece.offset_elements : piece.offset_elements + piece.region.num_elements].view(packed_shape)
-    return block.permute([piece.axes.index(dim) for dim in range(len(piece.axes))])
-
-
-def _same_bytes(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Runs of consecutive tasks that differ in the replica alone: packed and hashed once, written once per replica."""
-    groups: list[list[Task]] = []
-    for task in tasks:
-        if groups and replace(groups[-1][0], replica=task.replica) == task:
-            groups[-1].append(task)
-        else:
-            groups.append([task])
-    return groups
-
-
-def _cut(tasks: Sequence[Task], slot_bytes: int) -> list[list[_Packet]]:
+def _cut(tasks: Sequence[Task], slot_bytes: int) -> list[tuple[Packet, ...]]:
     """Slot loads in schedule order: each as many packets as fit, aligned."""
-    loads: list[list[_Packet]] = []
+    loads: list[list[Packet]] = []
     used = slot_bytes
-    for group in _same_bytes(tasks):
-        if used + group[0].num_bytes > slot_bytes:
+    for group in same_bytes(tasks):
+        if used + group[0].num_bytes > slot_bytes or len(loads[-1]) == MAX_PACKETS:
             loads.append([])
             used = 0
-        loads[-1].append(_Packet(used, tuple(group)))
-        used += _aligned(group[0].num_bytes)
-    return loads
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+        loads[-1].append(Packet(used, tuple(group)))
+        used += aligned(group[0].num_bytes)
+    return [tuple(packets) for packets in loads]

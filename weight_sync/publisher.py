@@ -15,6 +15,9 @@ publish() returns).
     Abort to the others                 ->                                            stay DIRTY
                                        bcast  report; links of failed replicas are closed
 
+A replica that the caller excludes is not asked, not written to and not waited for; what the links still hold of it is
+closed, as for one that failed.
+
 Invariants. All ranks run the same collectives in the same order whatever fails: what raises on one rank travels as a
 value and is raised on all. A replica's failure is an entry in the report, never an exception, and costs the others at
 most the time spent waiting for it: every replica has `timeout_s` for Begin, for the writes to it and for Commit
@@ -26,7 +29,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -49,6 +52,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MIN_COMMIT_S = 1.0
 """Time that a replica gets for its commit even if its writes used up its deadline."""
+EXCLUDED = "excluded by the caller"
+"""ReplicaReport.error of a replica that was left out on request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +90,9 @@ class PublishReport:
     peak_bytes: int
     watermark_bytes: int
     num_changed_params: int | None
-    """Engine parameters whose sent bytes differ from the last publish; None at the first one and where hashes are off.
-    0 after an optimizer step means that the step never reached the source."""
+    """Engine parameters, of replicas that committed, whose bytes differ from those that the replica committed before;
+    None at the first publish and where hashes are off. 0 after an optimizer step means that the step never reached the
+    source, or was lost in rounding."""
 
     @property
     def num_committed(self) -> int:
@@ -157,6 +163,8 @@ class Publisher:
         self._clients: ReplicaClients | None = None
         self._plan: TransferPlan | None = None
         self._last_sums: dict[Destination, dict[str, tuple[int, int]]] = {}
+        self._open_sessions: dict[Destination, str] = {}
+        """Links of this rank that may be open: to replicas that committed, whether or not they live still."""
 
     def connect(self, endpoints: Sequence[str]) -> PlanSummary:
         """Learn every replica's layout, plan once, take this rank's tasks. Collective.
@@ -169,6 +177,7 @@ class Publisher:
         wires, summary = made
         self._endpoints = list(endpoints)
         self._digest = summary.digest
+        self._last_sums, self._open_sessions = {}, {}
         self._everywhere(lambda: self._pipeline.load(rank_plan_from_wire(wires[self._rank]).tasks))
         if self._rank == 0:
             logger.info(
@@ -179,16 +188,27 @@ class Publisher:
             )
         return summary
 
-    def publish(self, version: int) -> PublishReport:
+    def publish(self, version: int, *, exclude: Collection[int] = ()) -> PublishReport:
         """Bring `version` to every replica. Collective. Replicas' failures are in the report.
 
+        Args:
+            version: Policy version of the source's weights.
+            exclude: Replicas (positions among the endpoints) that are known to be out of service; the same on every
+                rank. Each one that hangs would cost all others a pause of `timeout_s`, publish after publish.
+
         Raises:
-            ProtocolError: connect() was not called.
+            ProtocolError: connect() was not called, or `exclude` names a replica that does not exist.
         """
         if not self._digest:
             raise ProtocolError("publish() before connect()")
+        unknown = sorted(set(exclude) - set(range(len(self._endpoints))))
+        if unknown:
+            raise ProtocolError(f"publish() excludes replicas {unknown}; there are {len(self._endpoints)}")
         began = time.monotonic()
-        replicas = [_Replica(endpoint) for endpoint in self._endpoints]
+        replicas = [
+            _Replica(endpoint, error=EXCLUDED if number in exclude else None)
+            for number, endpoint in enumerate(self._endpoints)
+        ]
         alive = self._on_rank0(lambda: self._begin_all(version, replicas))
         begin_s = time.monotonic() - began
         result = self._pipeline.run(version, alive.bindings, alive.budgets_s) if alive.bindings else PipelineResult()
@@ -243,7 +263,7 @@ class Publisher:
         assert self._clients is not None
         self._epoch += 1
         began = time.monotonic()
-        numbers = range(len(replicas))
+        numbers = [number for number, replica in enumerate(replicas) if replica.error is None]
         replies = self._clients.call(
             Begin,
             {i: {} for i in numbers},
@@ -254,8 +274,8 @@ class Publisher:
         )
         bindings: dict[Destination, Binding] = {}
         budgets_s: dict[int, float] = {}
-        for number, replica in enumerate(replicas):
-            reply = replies[number]
+        for number in numbers:
+            reply, replica = replies[number], replicas[number]
             if not isinstance(reply, Begun):
                 replica.error = _text(reply)
                 continue
@@ -267,7 +287,7 @@ class Publisher:
             version,
             self._epoch,
             len(budgets_s),
-            len(replicas),
+            len(numbers),
             time.monotonic() - began,
         )
         return _Alive(self._epoch, bindings, budgets_s)
@@ -296,11 +316,13 @@ class Publisher:
         self._abort(version, alive, unserved)
         done = [r.committed for r in replicas if r.committed is not None]
         for replica in replicas:
-            if replica.error is not None:
+            if replica.error is not None and replica.error != EXCLUDED:
                 logger.error(
                     "version %d, epoch %d: %s did not commit: %s", version, alive.epoch, replica.endpoint, replica.error
                 )
-        num_changed = self._count_changed(sums) if alive.bindings else None
+        num_changed = self._count_changed(
+            {destination: params for destination, params in sums.items() if replicas[destination[0]].committed}
+        )
         return PublishReport(
             version=version,
             epoch=alive.epoch,
@@ -365,24 +387,31 @@ class Publisher:
                 digest=self._digest,
             )
 
-    def _count_changed(self, sums: dict[Destination, dict[str, tuple[int, int]]]) -> int | None:
-        last, self._last_sums = self._last_sums, sums
-        if not last or not self._config.verify_hashes:
+    def _count_changed(self, sums: Mapping[Destination, dict[str, tuple[int, int]]]) -> int | None:
+        """Parameters of replicas that committed, now and before, whose bytes are others than before."""
+        known = [(params, self._last_sums[dest]) for dest, params in sums.items() if dest in self._last_sums]
+        self._last_sums |= sums
+        if not known or not self._config.verify_hashes:
             return None
-        return sum(
-            value != last.get(dest, {}).get(param) for dest, params in sums.items() for param, value in params.items()
-        )
+        return sum(value != last.get(param) for params, last in known for param, value in params.items())
 
     # ---- every rank ----
 
     def _close_failed(self, alive: _Alive, report: PublishReport) -> None:
-        """Close this rank's links to replicas that did not commit: open ones keep a dead replica's memory pinned."""
-        for (number, _), binding in alive.bindings.items():
-            if not report.replicas[number].committed:
-                try:
-                    self._pipeline.forget(binding.session)
-                except TransportError as e:
-                    logger.error("the link to %s cannot be closed yet: %s", report.replicas[number].endpoint, e)
+        """Close this rank's links to replicas that did not commit: open ones keep a dead replica's memory pinned.
+
+        Links of an earlier publish count too: a replica that dies between two publishes never gets to Begin again.
+        """
+        self._open_sessions |= {destination: binding.session for destination, binding in alive.bindings.items()}
+        for destination, session in list(self._open_sessions.items()):
+            replica = report.replicas[destination[0]]
+            if replica.committed:
+                continue
+            try:
+                self._pipeline.forget(session)
+                del self._open_sessions[destination]
+            except TransportError as e:  # kept, and tried again after the next publish
+                logger.error("the link to %s cannot be closed yet: %s", replica.endpoint, e)
 
     def _gather(self, value: T) -> list[T]:
         if self._group is None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from weight_sync.errors import IntegrityError, ProtocolError
-from weight_sync.integrity import HASH_MASK, hash_bytes
+from weight_sync.integrity import HASH_MASK, RangeHashes, hash_bytes
 from weight_sync.layout import DTYPE_BYTES, Binding, DestLayout, PostLoad
 from weight_sync.protocol import EngineRank, VersionState
 from weight_sync.transport.base import Transport
@@ -71,6 +71,15 @@ class Receiver:
         self.committed_hashes: dict[str, int] = {}
         """Hash of every parameter's bytes at rest, fills and repacking included, at the last commit; for recovery."""
         transport.register([self._params[param.name].detach() for param in self._sent])
+        self._places = [(param.name, start) for param in self._sent for start, _ in self._covered[param.name]]
+        self._covered_hashes = RangeHashes(
+            [
+                self._params[param.name].detach().reshape(-1).view(torch.uint8)[start : start + size]
+                for param in self._sent
+                for start, size in self._covered[param.name]
+            ],
+            [start for _, start in self._places],
+        )
 
     @property
     def state(self) -> VersionState:
@@ -121,15 +130,9 @@ class Receiver:
         self._check_counts(version, expected)
         if self._synchronize is not None:
             self._synchronize()
-        actual: dict[str, int] = {}
-        wrong: list[str] = []
-        for param in self._sent:
-            wanted = expected[param.name][1]
-            if wanted is None:
-                continue
-            actual[param.name] = self._hash_covered(param.name)
-            if actual[param.name] != wanted:
-                wrong.append(param.name)
+        hashed = {param.name for param in self._sent if expected[param.name][1] is not None}
+        actual = {name: value for name, value in self._hash_covered().items() if name in hashed} if hashed else {}
+        wrong = [name for name, value in actual.items() if value != expected[name][1]]
         if wrong:
             shown = "; ".join(self._describe_wrong(n, actual[n], expected[n][1]) for n in wrong[:MAX_NAMED])
             raise IntegrityError(
@@ -140,7 +143,7 @@ class Receiver:
         self._state = state
 
     def commit(self, version: int, epoch: int) -> None:
-        """Adopt the verified bytes: set fills, repack, recompute, then CLEAN. A hook that raises leaves the rank DIRTY."""
+        """Adopt the verified bytes: set fills, repack, recompute, then CLEAN. A hook that raises leaves it DIRTY."""
         state = self._state.committed(version, epoch)
         self._state = self._state.failed(epoch)
         for fill in self._layout.fills:
@@ -213,12 +216,12 @@ class Receiver:
                 f"version {version}, rank {self._layout.rank}: {len(short)} parameters were not sent: {_names(short)}"
             )
 
-    def _hash_covered(self, name: str) -> int:
-        data = self._params[name].detach().reshape(-1).view(torch.uint8)
-        return (
-            sum(hash_bytes(data[start : start + size], offset_bytes=start) for start, size in self._covered[name])
-            & HASH_MASK
-        )
+    def _hash_covered(self) -> dict[str, int]:
+        """Every sent parameter's hash, fills left out."""
+        total = {param.name: 0 for param in self._sent}
+        for (name, _), value in zip(self._places, self._covered_hashes.values(), strict=True):
+            total[name] = (total[name] + value) & HASH_MASK
+        return total
 
     def _hash_at_rest(self, name: str) -> int:
         tensor = self._params[name].detach()

@@ -165,7 +165,10 @@ class _RewardProcess:
     def score(self, prompt: str, response: str, fields: dict[str, Any]) -> tuple[str, Any]:
         """("score", value), or (failure kind, report). Restarts the process if the last sample took it down."""
         if self._connection is None:
-            self.start()
+            try:
+                self.start()
+            except RewardError as e:  # when the run began it could be set up: costs this sample, the next one tries
+                return DIED, f"the reward process could not be replaced: {e}"
         kind, value = self._exchange((prompt, response, fields), self._config.timeout_s)
         if kind in (TIMEOUT, DIED):
             self.kill()

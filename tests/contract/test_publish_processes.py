@@ -19,7 +19,7 @@ from fakes.publish import KEY, NUM_ENGINE_RANKS, DictSource, PlainEngine
 
 from conf.schema import WeightSyncConfig
 from weight_sync.endpoint import ReplicaEndpoint
-from weight_sync.publisher import Publisher, PublishReport
+from weight_sync.publisher import EXCLUDED, Publisher, PublishReport
 from weight_sync.transport.mooncake import MooncakeTransport
 
 NUM_TRAINER_RANKS = 2
@@ -141,12 +141,12 @@ def run_trainer_rank(rank: int, rendezvous: str, endpoints: list[str], pipe: Con
     while True:
         verb, *args = pipe.recv()
         if verb == "publish":
-            version, fault, source_error = args
+            version, fault, source_error, exclude = args
             if fault is not None:
                 kind, replica = fault
                 publisher._pipeline.run = _with_fault(publisher._pipeline, transport, kind, replica)  # type: ignore[method-assign]
             source.begin_error = source_error
-            pipe.send(publisher.publish(version))
+            pipe.send(publisher.publish(version, exclude=exclude))
         else:
             publisher.close()
             transport.close()
@@ -209,11 +209,16 @@ class Cluster:
         self.summaries = [rank.get(START_TIMEOUT_S) for rank in self.ranks]
 
     def publish(
-        self, version: int, fault: tuple[str, int] | None = None, source_error: Exception | None = None
+        self,
+        version: int,
+        fault: tuple[str, int] | None = None,
+        source_error: Exception | None = None,
+        exclude: Sequence[int] = (),
     ) -> PublishReport:
         """Publish on all ranks; `fault` is planted on rank 0, `source_error` raised on rank 1."""
         for number, rank in enumerate(self.ranks):
-            rank.tell("publish", version, fault if number == 0 else None, source_error if number == 1 else None)
+            mine = (fault if number == 0 else None, source_error if number == 1 else None)
+            rank.tell("publish", version, *mine, exclude)
         reports = [rank.get() for rank in self.ranks]
         assert all(report == reports[0] for report in reports)
         return reports[0]
@@ -294,6 +299,24 @@ def test_a_rank_that_cannot_read_its_weights_fails_everywhere_and_blocks_nobody(
     assert committed(report) == [False, False]
     assert "trainer rank 1: RuntimeError: gather broke" in (report.replicas[0].error or "")
     assert committed(cluster.publish(6)) == [True, True]
+
+
+def test_a_stopped_replica_that_is_excluded_is_not_waited_for_and_may_come_back(cluster: Cluster) -> None:
+    assert committed(cluster.publish(0)) == [True, True]
+    pid = cluster.replicas[0].process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for version in (1, 2):
+            report = cluster.publish(version, exclude=[0])
+            assert committed(report) == [False, True]
+            assert report.replicas[0].error == EXCLUDED, "it was not asked"
+            assert cluster.replicas[1].ask("wrong", version)[0] == []
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert cluster.replicas[0].ask("wrong", 0)[0] == [], "nothing was written to it"
+    assert committed(cluster.publish(3)) == [True, True]
+    assert cluster.replicas[0].ask("wrong", 3)[0] == []
 
 
 def test_a_replica_killed_during_a_publish_costs_itself_alone(cluster: Cluster) -> None:

@@ -86,6 +86,9 @@ class FakeTrainer:
         self.failing_replicas: dict[int, set[int]] = {}
         """version -> replicas that do not commit it."""
         self.trained: list[tuple[int, list[Sample]]] = []
+        self.excluded: list[tuple[int, list[int]]] = []
+        """Per publish: its version, and the replicas it was told to leave out."""
+        self.num_changed_params: int | None = 5
         world.committed = [-1] * num_workers
 
     async def forward_backward(
@@ -109,11 +112,12 @@ class FakeTrainer:
         self.world.version += int(is_finite)
         return OptimStats(self.world.version, 1.0 if is_finite else math.nan, 1e-3, is_finite)
 
-    async def publish(self, timeout_s: float) -> Report:
+    async def publish(self, timeout_s: float, exclude: Sequence[int] = ()) -> Report:
         version = self.world.version
         self.world.diary.append(("publish", version))
+        self.excluded.append((version, list(exclude)))
         await asyncio.sleep(0)
-        failing = self.failing_replicas.get(version, set())
+        failing = self.failing_replicas.get(version, set()) | set(exclude)
         outcomes = []
         for index in range(len(self.world.committed)):
             if index not in failing:
@@ -121,7 +125,7 @@ class FakeTrainer:
             outcomes.append(
                 Outcome(index not in failing, "IntegrityError: lm_head.weight" if index in failing else None)
             )
-        return Report(version, outcomes)
+        return Report(version, outcomes, num_changed_params=self.num_changed_params)
 
     async def save_state(self, folder: Path) -> None:
         (folder / "rank0.json").write_text(str(self.world.version))

@@ -1,9 +1,8 @@
 """A tiny model at both ends of a publish: a dict of tensors as the trainer, plain tensors as the engine.
 
 Two trainer ranks hold overlapping halves; an engine replica has two ranks (tensor parallel), with every difficulty of
-a real
-one: fused rows, column slices (strided source), a replicated vector, a padded embedding, odd bfloat16 offsets, a
-repacked and a derived parameter. `engine_bytes` says what must be in memory, by direct slicing, independently of the
+a real one: fused rows, column slices (strided source), a replicated vector, a padded embedding, odd bfloat16 offsets,
+a repacked and a derived parameter. `engine_bytes` says what must be in memory, by direct slicing, independently of the
 plan.
 """
 

@@ -16,6 +16,8 @@ translation of return codes. The only importer of mooncake. Its traps, and what 
 * Deadlines come from the environment, per process. MC_TRANSFER_TIMEOUT (at least 5 s) and MC_TCP_PROGRESS_TIMEOUT_SEC
   are set from timeout_s. A native call cannot be interrupted: a smaller timeout_s of one write() is looked at between
   batches alone.
+* It listens on every interface (two TCP ports), whatever host and MC_TCP_BIND_ADDRESS say, and asks nobody who they
+  are: whoever reaches the ports can write into registered memory. A host outside of a trusted network needs a firewall.
 * A fresh engine's first contact with a stopped process blocks for a fixed 60 s. In a publish the replica acknowledges
   Begin first, so only a process that stops between that and its first byte meets it.
 """

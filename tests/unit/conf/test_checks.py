@@ -56,6 +56,15 @@ CASES = [
         "model.init_std has no effect with model.init=checkpoint",
     ),
     (["algorithm.ratio_baseline=rollout"], "algorithm.tis_max=0"),
+    (
+        ["algorithm.clip_high=0.3"],
+        "algorithm.clip_high has no effect with algorithm.ratio_baseline=trainer.*set algorithm.ratio_baseline=rollout",
+    ),
+    (["run.seed=-1"], "run.seed must be >= 0, got -1"),
+    (["data.max_prompt_tokens=0"], "data.max_prompt_tokens must be >= 1, got 0"),
+    (["rollout.kv_cache_bytes=0"], "rollout.kv_cache_bytes must be > 0 or null, got 0"),
+    (["cluster.start_timeout_s=0"], r"cluster.start_timeout_s must be > 0, got 0"),
+    (["cluster.object_store_bytes=5"], "cluster.object_store_bytes must be >= 83886080, got 5"),
     (["trainer.train_router=true"], "trainer.train_router=true needs trainer.mode=full"),
     (
         ["weight_sync.keep_kv=true", "weight_sync.pause_mode=wait"],
@@ -80,6 +89,7 @@ def test_contradictions_are_refused(words: list[str], message: str) -> None:
         ["weight_sync=disabled"],
         ["trainer.max_microbatch_tokens=1"],  # a longer sample gets a microbatch of its own
         ["data.eval_path=null"],
+        ["algorithm=dapo", "algorithm.clip_high=0.3"],
         ["algorithm.max_staleness_steps=0"],
         ["trainer.num_ranks=4", "trainer.ep_size=2"],
         ["rollout.tp_size=2"],

@@ -174,6 +174,46 @@ def test_signals_wind_the_run_down(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_background_job_that_ignores_interrupts_can_be_wound_down(signum: signal.Signals, code: int) -> None:
+    """A shell starts `command &` with SIGINT ignored; asyncio then installs no handler of its own."""
+    program = (
+        "import asyncio, os, signal, sys, types\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\n"
+        "async def train():\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), int(sys.argv[1]))\n"
+        "        await asyncio.wait_for(asyncio.Event().wait(), 30)\n"
+        "    finally:\n"
+        "        await asyncio.sleep(0)\n"
+        "        print('wound down')\n"
+        "controller = types.ModuleType('orchestrator.controller')\n"
+        "controller.run = lambda *_: asyncio.run(train())\n"
+        "sys.modules['orchestrator.controller'] = controller\n"
+        "from orchestrator.cli import main\n"
+        f"sys.exit(main({READY!r}))\n"
+    )
+    done = subprocess.run(
+        ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c", program, str(int(signum))],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (code, "wound down\n"), done.stderr
+
+
+def test_nohup_survives_a_hangup(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        fake_controller(monkeypatch, lambda *_: signal.raise_signal(signal.SIGHUP))
+        assert main(READY) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter that sees this source tree."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

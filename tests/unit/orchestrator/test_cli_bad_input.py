@@ -14,8 +14,12 @@ from types import ModuleType
 
 import pytest
 
+from conf.load import load_run_config
 from orchestrator import machine
+from orchestrator.buffer import BufferState
+from orchestrator.checkpoint import CheckpointStore, RunState, fingerprint
 from orchestrator.cli import main
+from orchestrator.prepare import save_character_tokenizer
 
 Refuse = Callable[..., str]
 
@@ -105,9 +109,27 @@ def test_malformed_jsonl_line_has_its_number(refuse: Refuse, tmp_path: Path) -> 
 
 def test_row_without_the_column_that_the_reward_needs(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1a=", "answer": "a"}\n{"prompt": "1b=", "solution": "b"}\n')
-    message = refuse("data.path=prompts.jsonl")
+    message = refuse("data.path=prompts.jsonl", "reward=exact_match")
     assert "row 2 has no column 'answer'" in message
     assert "solution" in message
+
+
+def test_broken_parquet_file_is_named(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "prompts.parquet").write_bytes(b"PAR1 and no more")
+    assert "prompts.parquet is not a readable Parquet file" in refuse("data.path=prompts.parquet")
+
+
+def test_folder_in_place_of_a_prompt_file(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").mkdir()
+    assert "prompts.jsonl is a folder" in refuse("data.path=prompts.jsonl")
+
+
+def test_chat_prompts_need_a_chat_template(refuse: Refuse, tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "1a="}], "answer": "a"}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    message = refuse("data.path=prompts.jsonl")
+    assert "prompts.jsonl:1: the prompt is a list of chat messages, and the tokenizer has no chat template" in message
+    assert "model.tokenizer=FOLDER" in message
 
 
 def test_prompt_longer_than_allowed(refuse: Refuse, tmp_path: Path) -> None:
@@ -160,6 +182,56 @@ def test_run_to_resume_does_not_exist(refuse: Refuse) -> None:
 def test_run_to_resume_has_no_checkpoint(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     assert "run.resume=old holds no complete checkpoint" in refuse("run.resume=old")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "auto"])
+def test_ray_cluster_that_is_not_there(refuse: Refuse, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "running_ray_cluster", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    message = refuse(f"cluster.ray_address={address}")
+    assert f"cluster.ray_address={address}" in message
+    assert "cluster=local" in message
+
+
+def test_vocabulary_without_room_for_characters(refuse: Refuse) -> None:
+    message = refuse("model.hf_config.vocab_size=4")
+    assert "model.tokenizer=characters needs model.hf_config.vocab_size >= 5, got 4" in message
+
+
+def test_tokenizer_of_another_model(refuse: Refuse, tmp_path: Path) -> None:
+    save_character_tokenizer(tmp_path, vocab_size=90)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Z", "answer": "a"}) + "\n")
+    message = refuse(f"model.tokenizer={tmp_path}", "data.path=prompts.jsonl")
+    assert "prompts.jsonl: the tokenizer makes token" in message
+    assert "vocab_size=64" in message
+
+
+@pytest.fixture
+def old_run(tmp_path: Path) -> Path:
+    """A run folder with one checkpoint of the quick start's options; returns the checkpoint."""
+    config = load_run_config(["experiment=quickstart"])
+    store = CheckpointStore(tmp_path / "old" / "checkpoints", keep=1, options=fingerprint(config))
+    partial = store.begin(3)
+    (partial / "trainer" / "rank-0.safetensors").write_bytes(bytes(100))
+    return store.finish(partial, RunState(3, 3, {"epoch": 0}, {}, BufferState(3)))
+
+
+def test_run_to_resume_is_damaged(refuse: Refuse, old_run: Path) -> None:
+    (old_run / "trainer" / "rank-0.safetensors").write_bytes(bytes(99) + b"x")
+    message = refuse("run.resume=old")
+    assert "step-000003 is damaged: trainer/rank-0.safetensors" in message
+    assert "resume from the one before it" in message
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", "{}"])
+def test_run_to_resume_has_a_manifest_that_is_none(refuse: Refuse, old_run: Path, manifest: str) -> None:
+    (old_run / "manifest.json").write_text(manifest)
+    assert "step-000003" in refuse("run.resume=old")
+
+
+def test_run_to_resume_had_other_options(refuse: Refuse, old_run: Path) -> None:
+    message = refuse("run.resume=old", "trainer.lora.rank=8")
+    assert "trainer.lora.rank: 16 there, 8 now" in message
 
 
 def test_run_folder_below_a_file(refuse: Refuse, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from orchestrator.run_folder import RunFolder
 from orchestrator.run_log import ProgressLine
 from orchestrator.supervisor import Supervisor
 from orchestrator.telemetry import Telemetry, read_rows
-from rollout.types import Prompt
+from rollout.types import Prompt, Rollout
 
 
 class Loop:
@@ -136,6 +137,12 @@ async def test_three_refused_steps_in_a_row_stop_the_run(tmp_path: Path) -> None
     with pytest.raises(TrainingStopped, match="3 steps in a row"):
         await loop.run()
     assert loop.rows[-1]["step"] == 5
+    state = loop.checkpoints.read(loop.checkpoints.newest())
+    assert (state.step, state.policy_version, state.buffer.num_batches) == (5, 2, 5)
+
+    lower_rate = Loop(tmp_path, make_config(num_steps=9), resume_step=5)
+    assert (await lower_rate.run()).policy_version == 6
+    assert [row["step"] for row in lower_rate.rows] == list(range(10))
 
 
 async def test_replica_that_fails_a_publish_serves_no_more(tmp_path: Path) -> None:
@@ -145,7 +152,8 @@ async def test_replica_that_fails_a_publish_serves_no_more(tmp_path: Path) -> No
     published_2 = loop.world.diary.index(("publish", 2))
     assert {entry[2] for entry in loop.world.diary[published_2:] if entry[0] == "sample"} == {2, 3, 4}
     assert [row["rollout/replicas_serving"] for row in loop.rows[1:]] == [2, 1, 1, 1]
-    assert [row["sync/replicas_committed"] for row in loop.rows] == [2, 2, 1, 2, 2]
+    assert [row["sync/replicas_committed"] for row in loop.rows] == [2, 2, 1, 1, 1]
+    assert loop.trainer.excluded == [(0, []), (1, []), (2, []), (3, [1]), (4, [1])]
 
 
 async def test_version_0_that_nobody_adopts_ends_the_run_with_the_reason(tmp_path: Path) -> None:
@@ -172,6 +180,61 @@ async def test_all_workers_dead_saves_the_run_and_says_why(tmp_path: Path) -> No
         await loop.run()
     state = loop.checkpoints.read(loop.checkpoints.newest())
     assert state.step == state.buffer.num_batches == state.policy_version == loop.rows[-1]["step"]
+
+
+async def test_replicas_that_all_fail_a_publish_leave_a_row_and_a_checkpoint_of_its_step(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=9))
+    loop.trainer.failing_replicas = {4: {0, 1}}
+    with pytest.raises(NoReplicasLeft, match=r"lm_head\.weight"):
+        await loop.run()
+    state = loop.checkpoints.read(loop.checkpoints.newest())
+    assert state.step == state.policy_version == state.buffer.num_batches == 4
+    assert [row["step"] for row in loop.rows] == [0, 1, 2, 3, 4]
+    assert loop.rows[-1]["sync/replicas_committed"] == 0
+
+
+async def test_workers_lost_during_an_evaluation_leave_its_steps_row_and_checkpoint(tmp_path: Path) -> None:
+    config = make_config(num_steps=4)
+    loop = Loop(tmp_path, replace(config, run=replace(config.run, eval_every_steps=2)))
+
+    async def dies_at_2(prompt: Prompt, n: int, worker: FakeWorker) -> list[Rollout]:
+        if prompt.prompt_id >= 1000 and loop.world.version == 2:
+            raise ConnectionError("gone")
+        return await FakeWorker.generate_group(worker, prompt, n)
+
+    for worker in loop.workers:
+        worker.generate_group = partial(dies_at_2, worker=worker)  # type: ignore[method-assign]
+    with pytest.raises(NoReplicasLeft, match="gone"):
+        await loop.run()
+    assert loop.checkpoints.read(loop.checkpoints.newest()).step == 2
+    assert [row["step"] for row in loop.rows] == [0, 1, 2]
+
+
+async def test_reward_that_always_fails_ends_the_run_with_its_name_and_a_checkpoint(tmp_path: Path) -> None:
+    """8 groups in a row are too many; until then steps without a single sample pass, and leave nulls in their rows."""
+    loop = Loop(tmp_path, make_config(num_steps=9))
+    score = loop.rewards.score_group
+
+    async def breaks_at_version_2(prompt, rollouts):  # type: ignore[no-untyped-def]
+        loop.rewards.fails = loop.world.version >= 2
+        return await score(prompt, rollouts)
+
+    loop.rewards.score_group = breaks_at_version_2  # type: ignore[method-assign]
+    with pytest.raises(TrainingStopped, match=r"reward\.kind=exact_match failed on every response of 8 groups"):
+        await loop.run()
+    assert loop.checkpoints.read(loop.checkpoints.newest()).step == 4
+    assert [row["reward/failures"] for row in loop.rows] == [None, 0, 0, 6, 6]
+    assert [row["loss/total"] for row in loop.rows] == [None, 0, 0, None, None]
+
+
+@pytest.mark.parametrize(("num_changed", "is_loud"), [(0, True), (1, False), (None, False)])
+async def test_step_that_never_reached_the_engines_is_loud(
+    num_changed: int | None, is_loud: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=1))
+    loop.trainer.num_changed_params = num_changed
+    await loop.run()
+    assert ("sync/changed_params is 0" in caplog.text) == is_loud
 
 
 async def test_hanging_worker_is_given_up_when_it_goes_out_of_service(tmp_path: Path) -> None:
@@ -207,7 +270,7 @@ async def test_dynamic_sampling_replaces_groups_that_tell_nothing(tmp_path: Path
 
 
 async def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
-    """One row a step and no prompt skipped, although step 3's row was written before the crash."""
+    """One row a step and no prompt skipped, although rows 3 and 4 were written after the checkpoint."""
     whole = Loop(tmp_path / "whole", make_config(staleness=1, num_steps=6))
     (tmp_path / "whole").mkdir()
     await whole.run()
@@ -217,15 +280,15 @@ async def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> Non
     first.trainer.not_finite = set()
     real_publish = first.trainer.publish
 
-    async def dies_at_version_3(timeout_s: float):  # type: ignore[no-untyped-def]
+    async def dies_at_version_4(timeout_s: float, exclude=()):  # type: ignore[no-untyped-def]
         if first.world.version == 4:
             raise ConnectionError("power cut")
-        return await real_publish(timeout_s)
+        return await real_publish(timeout_s, exclude)
 
-    first.trainer.publish = dies_at_version_3  # type: ignore[method-assign]
+    first.trainer.publish = dies_at_version_4  # type: ignore[method-assign]
     with pytest.raises(ConnectionError):
         await first.run()
-    assert [row["step"] for row in first.rows] == [0, 1, 2, 3]
+    assert [row["step"] for row in first.rows] == [0, 1, 2, 3, 4]
 
     second = Loop(tmp_path / "parts", make_config(staleness=1, num_steps=6), resume_step=2)
     await second.run()

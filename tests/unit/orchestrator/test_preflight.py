@@ -140,6 +140,7 @@ def test_full_disk_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_chat_prompts_need_no_transformers_here(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
     rows = [{"prompt": [{"role": "user", "content": "1a="}], "answer": "a"}]
     data = checkpoint.parent / "chat.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Promise of trainer/merge.py: a rectangle's merge is bitwise the same slice of the whole tensor's merge."""
+"""Promise of trainer/merge.py: a rectangle's merge is bitwise the same slice of the whole stack's merge."""
 
 from __future__ import annotations
 
@@ -7,37 +7,48 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.merge import merge_region
+from trainer.merge import merge_rows
 
 
-def make_factors(out_features: int, in_features: int, rank: int, dtype: torch.dtype, aligned: bool):
-    generator = torch.Generator().manual_seed(out_features * in_features * rank)
-    base = torch.randn(out_features, in_features, generator=generator).to(dtype)
-    b = torch.randn(out_features, rank, generator=generator)
+def make_factors(num_factors: int, rows: int, columns: int, rank: int, dtype: torch.dtype, is_aligned: bool):
+    generator = torch.Generator().manual_seed(num_factors * rows * columns * rank)
+    base = torch.randn(num_factors * rows, columns, generator=generator).to(dtype)
+    b = torch.randn(num_factors * rows, rank, generator=generator)
     # One float32 after a 64-byte boundary: what an expert's A inside a stacked parameter may be.
-    storage = torch.randn(rank * in_features + 1, generator=generator)
-    a = storage[0 if aligned else 1 :][: rank * in_features].view(rank, in_features)
+    storage = torch.randn(num_factors * rank * columns + 1, generator=generator)
+    a = storage[0 if is_aligned else 1 :][: num_factors * rank * columns].view(num_factors, rank, columns)
     return base, b, a
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=80)
 @given(st.data())
-def test_a_rectangle_is_bitwise_the_slice_of_the_whole(data):
-    out_features = data.draw(st.integers(1, 600))
-    in_features = data.draw(st.integers(1, 300))
+def test_a_rectangle_is_bitwise_the_slice_of_the_whole_stack(data):
+    num_factors = data.draw(st.integers(1, 3))
+    rows = data.draw(st.integers(1, 600))
+    columns = data.draw(st.integers(1, 300))
     rank = data.draw(st.sampled_from([1, 3, 4, 8, 16, 64]))
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
-    base, b, a = make_factors(out_features, in_features, rank, dtype, data.draw(st.booleans()))
-    whole = torch.empty(out_features, in_features, dtype=dtype)
-    merge_region(base, b, a, 0.7, whole, first_row=0)
+    base, b, a = make_factors(num_factors, rows, columns, rank, dtype, data.draw(st.booleans()))
+    whole = torch.empty_like(base)
+    merge_rows(base, b, a, 0.7, whole, first_row=0, rows_a_factor=rows)
 
-    first_row = data.draw(st.integers(0, out_features - 1))
-    stop_row = data.draw(st.integers(first_row + 1, out_features))
-    first_column = data.draw(st.integers(0, in_features - 1))
-    stop_column = data.draw(st.integers(first_column + 1, in_features))
+    first_row = data.draw(st.integers(0, len(base) - 1))
+    stop_row = data.draw(st.integers(first_row + 1, len(base)))
+    first_column = data.draw(st.integers(0, columns - 1))
+    stop_column = data.draw(st.integers(first_column + 1, columns))
     window = (slice(first_row, stop_row), slice(first_column, stop_column))
     part = torch.empty(base[window].shape[::-1], dtype=dtype).t()  # strided, as a permuted staging slot is
-    merge_region(base[window], b[window[0]], a, 0.7, part, first_row=first_row, first_column=first_column)
+    skipped, place = divmod(first_row, rows)
+    merge_rows(
+        base[window],
+        b[window[0]],
+        a[skipped:],
+        0.7,
+        part,
+        first_row=place,
+        rows_a_factor=rows,
+        first_column=first_column,
+    )
     assert torch.equal(part, whole[window])
 
 
@@ -46,9 +57,10 @@ def test_values_are_those_of_the_formula(dtype):
     """Against float64. Values here are of magnitude 10: a bfloat16 result is within 2^-8 of its size, a
     float32 one within 2^-20.
     """
-    base, b, a = make_factors(300, 70, 8, dtype, aligned=True)
+    base, b, a = make_factors(2, 300, 70, 8, dtype, is_aligned=True)
     out = torch.empty_like(base)
-    merge_region(base, b, a, 0.5, out, first_row=0)
-    exact = base.double() + 0.5 * b.double() @ a.double()
+    merge_rows(base, b, a, 0.5, out, first_row=0, rows_a_factor=300)
+    delta = torch.cat([0.5 * b[i * 300 : (i + 1) * 300].double() @ a[i].double() for i in range(2)])
+    exact = base.double() + delta
     bound = 2**-8 if dtype is torch.bfloat16 else 2**-20
     assert ((out.double() - exact).abs() <= bound * (1 + exact.abs())).all()

@@ -16,6 +16,7 @@ from rank_helpers import count, fill_adapters, join_ranks, local_gradients, make
 from conf.schema import AlgorithmConfig, Normalization, OptimConfig, TrainMode
 from trainer.errors import CheckpointError, LayoutError, TrainerError
 from trainer.rank import TrainerRank
+from trainer.types import Denominators
 
 LAYOUTS = {
     "uneven": [[[0], [3, 1]], [[2], [4]]],
@@ -216,6 +217,17 @@ def test_values_of_tokens_that_do_not_count_are_never_read():
     (clean_sums, clean), (dirty_sums, dirty) = results
     assert clean_sums == dirty_sums
     assert all(torch.equal(grad, dirty[name]) for name, grad in clean.items())
+
+
+def test_a_batch_without_a_sample_changes_no_weight():
+    """Every reward of a batch may fail: the ranks get no microbatch, and the step is one of zero gradient."""
+    rank = make_rank()
+    before = [shard.values.clone() for shard in rank._shards]
+    stats = rank.forward_backward([], Denominators(num_valid_tokens=0, num_sequences=0, policy_version=0))
+    result = rank.optimizer_step()
+    assert stats.sums["batch/num_tokens"] == 0
+    assert (result.is_finite, result.grad_norm, result.policy_version) == (True, 0.0, 1)
+    assert all(torch.equal(a, shard.values) for a, shard in zip(before, rank._shards, strict=True))
 
 
 def test_calls_out_of_order_are_refused():

@@ -19,6 +19,7 @@ from conf.schema import DType, TrainMode
 from trainer.errors import LayoutError
 from trainer.rank import TrainerRank
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
+from weight_sync.packing import PackedRead
 from weight_sync.receiver import Receiver
 from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 
@@ -106,6 +107,41 @@ def test_any_region_is_bitwise_a_slice_of_the_export(merged, data):
     rank._source.read(name, region, out)
     window = tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
     assert torch.equal(out, export[name][window])
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_joined_reads_are_bitwise_slices_of_the_export(merged, data):
+    """Tensors in checkpoint order, cut by rows, some permuted, with gaps: what joins and what does not."""
+    rank, export = merged
+    metas = rank._source.layout().tensors
+    first = data.draw(st.integers(0, len(metas) - 1))
+    reads, offset = [], 0
+    for meta in metas[first : first + data.draw(st.integers(1, 12))]:
+        cut = data.draw(st.integers(1, meta.shape[0]))
+        for start, stop in ((0, cut), (cut, meta.shape[0])):
+            if start < stop:
+                region = Region((start,) + (0,) * (len(meta.shape) - 1), (stop - start, *meta.shape[1:]))
+                axes = tuple(data.draw(st.permutations(range(len(meta.shape)))))
+                reads.append(PackedRead(meta.name, region, axes, meta.dtype, offset))
+                offset += reads[-1].num_bytes + data.draw(st.sampled_from([0, 0, 0, 64]))
+    slot = torch.zeros(offset, dtype=torch.uint8)
+    rank._source.compile_reads(reads)(slot)
+    for read in reads:
+        window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
+        assert torch.equal(read.view(slot), export[read.tensor][window])
+
+
+def test_a_stack_of_experts_is_one_run(merged):
+    """Gate and up of all experts, in the order of an engine's fused parameter, are one merge."""
+    rank, _ = merged
+    reads, offset = [], 0
+    for meta in rank._source.layout().tensors:
+        if meta.name.startswith("model.layers.0.mlp.experts.") and "down" not in meta.name:
+            reads.append(PackedRead(meta.name, Region((0, 0), meta.shape), (0, 1), meta.dtype, offset))
+            offset += reads[-1].num_bytes
+    assert len(reads) == 8
+    assert len(rank._source.joined(reads)) == 1
 
 
 def test_adapters_really_merge(merged):

@@ -11,12 +11,13 @@ from fakes.publish import DictSource, PlainEngine, engine_bytes, engine_layout, 
 from weight_sync.errors import PlanError, TransferTimeout, WatermarkError
 from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
 from weight_sync.layout import Binding
-from weight_sync.pipeline import Destination, Pipeline
+from weight_sync.pipeline import SUMS_BYTES, Destination, Pipeline
 from weight_sync.plan import build_plan
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
 
 NUM_RANKS = 2
-SMALL_WATERMARK = MIN_SCRATCH_BYTES + 256
+HASH_BYTES = MIN_SCRATCH_BYTES + SUMS_BYTES
+SMALL_WATERMARK = HASH_BYTES + 256
 """Two slots of 128 bytes: the tiny model (290 bytes a rank and replica) needs several loads."""
 
 
@@ -72,7 +73,7 @@ def test_every_byte_arrives_and_is_counted_and_hashed() -> None:
     assert world.source.num_ends == 1
 
 
-@pytest.mark.parametrize("watermark_bytes", [SMALL_WATERMARK, MIN_SCRATCH_BYTES + 1024, 1 << 16, 1 << 20])
+@pytest.mark.parametrize("watermark_bytes", [SMALL_WATERMARK, HASH_BYTES + 1024, 1 << 16, 1 << 20])
 @pytest.mark.parametrize("temporary_bytes", [0, 100])
 def test_temporary_memory_stays_under_the_watermark(watermark_bytes: int, temporary_bytes: int) -> None:
     world = World(2, watermark_bytes + temporary_bytes, temporary_bytes)
@@ -92,7 +93,7 @@ def test_replicas_share_one_packing() -> None:
 
 def test_a_watermark_without_room_for_staging_is_refused() -> None:
     with pytest.raises(WatermarkError, match="leaves no room for staging"):
-        World(1, MIN_SCRATCH_BYTES + 100)
+        World(1, HASH_BYTES + 100)
 
 
 def test_a_task_larger_than_a_slot_is_refused() -> None:
@@ -103,7 +104,7 @@ def test_a_task_larger_than_a_slot_is_refused() -> None:
         max_task_bytes=10 * world.pipeline.max_task_bytes,
     )
     pipeline = Pipeline(
-        world.source, world.transport, device="cpu", watermark_bytes=MIN_SCRATCH_BYTES + 128, verify_hashes=True
+        world.source, world.transport, device="cpu", watermark_bytes=HASH_BYTES + 128, verify_hashes=True
     )
     with pytest.raises(PlanError, match="does not fit a staging slot"):
         pipeline.load(plan.tasks_of(0))
@@ -223,7 +224,7 @@ def test_packing_goes_on_while_a_load_is_written() -> None:
     world.pipeline = Pipeline(world.source, gated, device="cpu", watermark_bytes=SMALL_WATERMARK, verify_hashes=True)
     world.pipeline.load(world.plan.tasks_of(0))
     assert len(world.pipeline._loads) > 2
-    first_load_reads = sum(len(packet.tasks[0].pieces) for packet in world.pipeline._loads[0])
+    first_load_reads = sum(len(packet.tasks[0].pieces) for packet in world.pipeline._loads[0].packets)
     read, during_write = world.source.read, threading.Event()
 
     def watched(tensor: str, *rest: object) -> None:

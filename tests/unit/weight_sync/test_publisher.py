@@ -11,7 +11,7 @@ from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_l
 from conf.schema import WeightSyncConfig
 from weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
 from weight_sync.protocol import Abort, Begin, Describe, Described, Signer
-from weight_sync.publisher import Publisher, PublishReport
+from weight_sync.publisher import EXCLUDED, Publisher, PublishReport
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
 
 
@@ -149,6 +149,37 @@ def test_when_no_replica_is_left_the_source_is_not_asked(world: World) -> None:
     report = world.publisher.publish(0)
     assert committed(report) == [False, False]
     assert world.source.num_ends == 0
+
+
+def test_an_excluded_replica_is_neither_asked_nor_waited_for(world: World) -> None:
+    world.publisher.publish(0)
+    hung = world.engines[0]
+    entered, _ = make_begin_hang(hung)
+    for version in (1, 2):
+        report = world.publisher.publish(version, exclude=[0])
+        assert committed(report) == [False, True]
+        assert report.replicas[0].error == EXCLUDED
+        assert report.num_changed_params == 2 * 5, "counted over the replica that committed"
+    assert not entered.is_set()
+    assert world.engines[1].wrong_params(2) == []
+    assert hung.wrong_params(0) == [], "nothing was written to it"
+
+
+def test_links_of_a_replica_that_left_are_closed_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It died between two publishes: its Begin fails, and only the publish before knows its sessions."""
+    world.publisher.publish(0)
+    sessions = {world.session(0, rank) for rank in range(2)}
+    closed: list[str] = []
+    monkeypatch.setattr(MemoryTransport, "reset", lambda self, session: closed.append(session))
+    world.endpoints[0].run(world.endpoints[0].endpoint.close())
+    for version in (1, 2):
+        assert committed(world.publisher.publish(version)) == [False, True]
+    assert sorted(closed) == sorted(sessions)
+
+
+def test_a_publish_that_excludes_an_unknown_replica_is_refused(world: World) -> None:
+    with pytest.raises(ProtocolError, match=r"excludes replicas \[2\]; there are 2"):
+        world.publisher.publish(0, exclude=[0, 2])
 
 
 def test_a_silent_replica_costs_its_own_deadline() -> None:

@@ -1,0 +1,291 @@
+"""A PlanReport as words on the screen, as JSON, as a picture, and as a trace for chrome://tracing or Perfetto.
+
+Owns: presentation. Does not own: any number in it (plan_command.py). Callers: `orchestrator.cli`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from orchestrator.plan_command import PlanReport
+
+MAX_ROWS = 40
+"""Ranks that a picture shows of each side: the first ones; the trace has them all."""
+_COLOURS = {"host_to_device": "#999999", "prepare": "#E69F00", "write": "#0072B2", "verify": "#009E73"}
+_RECEIVE_COLOUR = "#56B4E9"
+
+
+def as_plain(report: PlanReport) -> dict[str, Any]:
+    """The report for programs; seconds and bytes."""
+    summary, simulation, trainer = report.summary, report.simulation, report.config.trainer
+    rollout, sync = report.config.rollout, report.config.weight_sync
+    return {
+        "model": asdict(report.model),
+        "cluster": {
+            "device": report.config.cluster.device.value,
+            "trainer_ranks": trainer.num_ranks,
+            "ep_size": trainer.ep_size,
+            "engines": rollout.num_workers,
+            "tp_size": rollout.tp_size,
+            "enable_expert_parallel": rollout.enable_expert_parallel,
+            "ranks_per_node": report.hardware.ranks_per_node,
+            "nodes": report.placement.num_nodes,
+        },
+        "rates": asdict(report.hardware.rates),
+        "faults": {
+            "slow_ranks": {str(rank): factor for rank, factor in report.hardware.faults.slow_ranks.items()},
+            "lost_nics": sorted(report.hardware.faults.lost_nics),
+        },
+        "plan": {
+            "digest": summary.digest,
+            "tasks": summary.num_tasks,
+            "bytes": summary.num_bytes,
+            "group_bytes": summary.group_bytes,
+            "largest_task_bytes": summary.largest_task_bytes,
+            "sent_bytes": list(summary.sent_bytes.values()),
+            "received_bytes": {f"{r}/{rank}": size for (r, rank), size in summary.received_bytes.items()},
+            "send_balance": summary.send_balance,
+            "receive_balance": summary.receive_balance,
+        },
+        "memory_estimate": {
+            "trainer_gpu": {
+                **asdict(report.trainer),
+                "publish": simulation.peak_bytes,
+                "watermark": sync.watermark_bytes,
+                "formula": report.trainer.FORMULA,
+                "not_included": "activations, gathered layers, the allocator's slack",
+            },
+            "rollout_gpu": {
+                **asdict(report.rollout),
+                "formula": report.rollout.FORMULA,
+                "not_included": "KV cache, activations, CUDA graphs",
+            },
+        },
+        "predicted_s": {
+            "begin": simulation.begin_s,
+            "prepare": simulation.prepare_s,
+            "write": simulation.write_s,
+            "last_byte": simulation.write_end_s,
+            "barrier": simulation.barrier_s,
+            "verify": simulation.verify_s,
+            "commit": simulation.commit_s,
+            "total": simulation.total_s,
+            "sender_floor": simulation.sender_floor_s,
+            "receiver_floor": simulation.receiver_floor_s,
+        },
+    }
+
+
+def print_report(report: PlanReport) -> None:
+    """The report for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    for title, rows in _sections(report):
+        table = Table(
+            title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2)
+        )
+        table.add_column(no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(style="dim", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        console.print()
+
+
+def write_files(report: PlanReport, folder: Path) -> tuple[Path, Path]:
+    """Write timeline.png and timeline.trace.json. Returns their paths.
+
+    Raises:
+        ConfigError: the folder cannot be written, or matplotlib is missing.
+    """
+    picture, trace = folder / "timeline.png", folder / "timeline.trace.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trace.write_text(json.dumps({"traceEvents": list(_trace_events(report)), "displayTimeUnit": "ms"}))
+        _draw(report, picture)
+    except OSError as error:
+        raise ConfigError(f"--output={folder} cannot be written: {error}") from error
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"this environment lacks {error.name}, which draws timeline.png; run `make setup`") from error
+    return picture, trace
+
+
+_Row = tuple[str, str, str]
+
+
+def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
+    model, summary, simulation = report.model, report.summary, report.simulation
+    trainer, rollout, rates = report.config.trainer, report.config.rollout, report.hardware.rates
+    experts = f", {model.num_experts} experts (top-{model.top_k})" if model.num_experts else ""
+    ep = ", experts split" if rollout.enable_expert_parallel else ""
+    yield (
+        "Run",
+        [
+            ("model", f"{model.num_parameters / 1e9:.2f} B", f"{model.family}: {model.num_layers} layers{experts}"),
+            ("checkpoint", _gb(model.num_bytes), model.dtype),
+            ("trainer", _count(trainer.num_ranks, "rank"), f"ep_size {trainer.ep_size}, mode {trainer.mode.value}"),
+            ("rollout", _count(rollout.num_workers, "engine"), f"tp_size {rollout.tp_size}{ep}"),
+            ("nodes", str(report.placement.num_nodes), f"{report.hardware.ranks_per_node} GPUs each, trainer first"),
+        ],
+    )
+    sent, received = list(summary.sent_bytes.values()), list(summary.received_bytes.values())
+    groups = ", ".join(f"{name} {_gb(size)}" for name, size in summary.group_bytes.items())
+    yield (
+        f"Publish (plan {summary.digest[:12]})",
+        [
+            ("bytes", _gb(summary.num_bytes), groups),
+            ("tasks", str(summary.num_tasks), f"the largest {_gb(summary.largest_task_bytes)}"),
+            ("a sender", _gb(sum(sent) / len(sent)), _spread(sent, summary.send_balance)),
+            ("a receiver", _gb(sum(received) / len(received)), _spread(received, summary.receive_balance)),
+        ],
+    )
+    memory, peak = report.trainer, simulation.peak_bytes
+    yield (
+        "Memory of a trainer GPU, estimated (without activations and gathered layers)",
+        [
+            ("weights", _gb(memory.weights), ""),
+            ("adapters", _gb(memory.adapters), ""),
+            ("gradients", _gb(memory.gradients), ""),
+            ("optimizer", _gb(memory.optimizer), ""),
+            ("a publish", _gb(peak), f"two slots and {_gb(report.staging.reserved_bytes)} more, of a watermark of "
+             f"{_gb(report.staging.watermark_bytes)}"),
+            ("together", _gb(memory.total + peak), memory.FORMULA),
+        ],
+    )  # fmt: skip
+    yield (
+        "Memory of a rollout GPU, estimated (without KV cache, activations and CUDA graphs)",
+        [("weights", _gb(report.rollout.weights), report.rollout.FORMULA)],
+    )
+    link = (
+        f"NIC {rates.nic_bytes_s / 1e9:g}, NVLink {rates.nvlink_bytes_s / 1e9:g}, HBM {rates.hbm_bytes_s / 1e9:g} GB/s"
+    )
+    side = "receivers" if simulation.receiver_floor_s >= simulation.sender_floor_s else "senders"
+    share = simulation.floor_s / simulation.total_s
+    yield (
+        f"Predicted publish ({link})",
+        [
+            ("begin", _s(simulation.begin_s), "pause the engines"),
+            ("prepare", _s(simulation.prepare_s), "busiest rank: pack, merge, hash; overlaps with write"),
+            ("write", _s(simulation.write_s), "busiest rank"),
+            ("last byte", _s(simulation.write_end_s), "after the start"),
+            ("barrier", _s(simulation.barrier_s), ""),
+            ("verify", _s(simulation.verify_s), "hash what arrived"),
+            ("commit", _s(simulation.commit_s), "resume the engines"),
+            ("total", _s(simulation.total_s), f"the wire alone: {_s(simulation.floor_s)} ({side}; {share:.0%} of it)"),
+        ],
+    )
+
+
+def _trace_events(report: PlanReport) -> Iterator[dict[str, Any]]:
+    """Trace Event Format (Google, "Trace Event Format", 2016): complete events in microseconds, a process a rank."""
+    tracks: Mapping[str, int] = {"host_to_device": 0, "prepare": 1, "write": 2}
+    for rank in report.simulation.ranks:
+        yield _name_event("process_name", rank.rank, 0, f"trainer rank {rank.rank} (GPU {rank.gpu})")
+        for stage, track in tracks.items():
+            yield _name_event("thread_name", rank.rank, track, stage)
+        for one in rank.intervals:
+            facts = {"bytes": one.num_bytes, "mesh_group": one.mesh_group}
+            yield _event(f"load {one.load}", one.stage, rank.rank, tracks[one.stage], one.start_s, one.stop_s, facts)
+    first = 1 + max((rank.rank for rank in report.simulation.ranks), default=0)
+    for index, one in enumerate(report.simulation.receivers):
+        replica, rank = one.destination
+        yield _name_event("process_name", first + index, 0, f"engine {replica} rank {rank} (GPU {one.gpu})")
+        facts = {"bytes": one.received_bytes}
+        yield _event("receive", "receive", first + index, 0, one.first_s, one.last_s, facts)
+        yield _event("verify", "verify", first + index, 0, one.verify_start_s, one.verify_stop_s, facts)
+
+
+def _name_event(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _event(
+    name: str, category: str, pid: int, tid: int, start_s: float, stop_s: float, facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": pid,
+        "tid": tid,
+        "ts": round(start_s * 1e6, 3),
+        "dur": round((stop_s - start_s) * 1e6, 3),
+        "args": dict(facts),
+    }
+
+
+def _draw(report: PlanReport, picture: Path) -> None:
+    """One row a rank: what it prepares above what it writes; receivers below."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    simulation = report.simulation
+    senders, receivers = simulation.ranks[:MAX_ROWS], simulation.receivers[:MAX_ROWS]
+    num_rows = len(senders) + len(receivers)
+    figure = Figure(figsize=(14, 2.0 + 0.32 * num_rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Any = figure.subplots()
+    labels: list[str] = []
+    used: set[str] = set()
+    for row, rank in enumerate(senders):
+        labels.append(f"trainer {rank.rank}")
+        stages = [stage for stage in ("host_to_device", "prepare", "write") if rank.busy_s(stage)]
+        used |= set(stages)
+        for lane, stage in enumerate(stages):
+            height = 0.8 / len(stages)
+            bars = [(one.start_s, one.stop_s - one.start_s) for one in rank.intervals if one.stage == stage]
+            at = (row + 0.1 + lane * height, height)
+            axes.broken_barh(bars, at, facecolors=_COLOURS[stage], edgecolor="white", linewidth=0.3)
+    for row, one in enumerate(receivers, start=len(senders)):
+        labels.append(f"engine {one.destination[0]} rank {one.destination[1]}")
+        axes.broken_barh([(one.first_s, one.last_s - one.first_s)], (row + 0.1, 0.8), facecolors=_RECEIVE_COLOUR)
+        verify = (one.verify_start_s, one.verify_stop_s - one.verify_start_s)
+        axes.broken_barh([verify], (row + 0.1, 0.8), facecolors=_COLOURS["verify"])
+    axes.set_yticks([row + 0.5 for row in range(num_rows)], labels, fontsize=8)
+    axes.set_ylim(num_rows, 0)
+    axes.set_xlim(0, simulation.total_s)
+    axes.axvline(simulation.floor_s + simulation.begin_s, color="#D55E00", linestyle="--", linewidth=1)
+    axes.set_xlabel("seconds after the start of the publish; dashed: the wire alone")
+    hidden = len(simulation.ranks) + len(simulation.receivers) - num_rows
+    more = f", {hidden} more ranks not shown" if hidden else ""
+    axes.set_title(
+        f"{report.model.family} {report.model.num_parameters / 1e9:.2f} B: {_gb(report.summary.num_bytes)} in "
+        f"{_s(simulation.total_s)} (predicted{more})",
+        fontsize=11,
+    )
+    handles = [Patch(color=_COLOURS[stage], label=stage.replace("_", " ")) for stage in _COLOURS if stage in used]
+    handles += [Patch(color=_RECEIVE_COLOUR, label="receive"), Patch(color=_COLOURS["verify"], label="verify")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(picture, dpi=110)
+
+
+def _spread(sizes: list[int], balance: float) -> str:
+    return f"{len(sizes)} of them: {_gb(min(sizes))} to {_gb(max(sizes))}, max/mean {balance:.3f}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _gb(num_bytes: float) -> str:
+    """Decimal units."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,165 @@
+"""The engine's model class on meta, one rank after the other, and what its loader does. Runs as a process of its own.
+
+    python -m rollout.meta_engine REQUEST.json LAYOUTS          started by offline_layout.py, which says what is in both
+
+Owns: standing in for the processes of a tensor-parallel engine: a process group that talks to nobody, and weights
+without memory. Does not own the recording (weight_sync.recorder) nor the cache (offline_layout.py).
+
+Invariant: the layout of a rank equals the one that `weight_receiver` reports inside a live engine of the same options.
+What decides it is the same code: engine_arguments, vLLM's model class and its `load_weights`, record_layout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from rollout.engine import engine_arguments
+from rollout.errors import UnsupportedWeights
+from rollout.weight_receiver import IDENTITY_EXPERTS, live_parameters
+from weight_sync.layout import DestLayout, PostLoad, TensorMeta
+from weight_sync.protocol import pack
+from weight_sync.recorder import record_layout
+
+_ALLOCATING: frozenset[Callable[..., Any]] = frozenset(
+    {torch.empty, torch.empty_strided, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
+)
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """Tensors of floating-point numbers are allocated on meta. Whole numbers are real: vLLM reads its expert maps."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        dtype = kwargs.get("dtype")
+        if func in _ALLOCATING and (dtype is None or dtype.is_floating_point):
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def record_all(request: dict[str, Any]) -> tuple[DestLayout, ...]:
+    """Record every rank of the engine that a request of offline_layout.py describes."""
+    tensors = [TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in request["tensors"]]
+    dtype, tp_size = DType(request["dtype"]), int(request["tp_size"])
+    rollout = RolloutConfig(  # lengths and batch sizes have no part in a layout
+        tp_size=tp_size,
+        enable_expert_parallel=bool(request["enable_expert_parallel"]),
+        max_model_len=16,
+        max_num_seqs=1,
+        sampling=SamplingConfig(max_tokens=1),
+    )
+    here = Device.cpu if current_platform.is_cpu() else Device.cuda
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(request["hf_config"]))
+        arguments = engine_arguments(Path(folder), rollout, dtype=dtype, device=here, seed=0)
+        config = EngineArgs(**arguments).create_engine_config()
+        return tuple(
+            _record_rank(config, dtype, rank, tp_size, tensors, Device(request["device"])) for rank in range(tp_size)
+        )
+
+
+def _record_rank(
+    config: VllmConfig, dtype: DType, rank: int, tp_size: int, tensors: list[TensorMeta], device: Device
+) -> DestLayout:
+    _enter_rank(rank, tp_size)
+    config.parallel_config.rank = rank
+    config.compilation_config.static_forward_context.clear()  # layers of the rank before, by the same names
+    try:
+        with set_current_vllm_config(config), set_default_torch_dtype(getattr(torch, dtype)):
+            with _WithoutMemory():
+                model: Any = initialize_model(config)
+            return record_layout(
+                model.load_weights, live_parameters(model), tensors, rank, post_load=_formats(model, device)
+            )
+    finally:
+        dist.destroy_process_group()
+
+
+def _formats(model: torch.nn.Module, device: Device) -> dict[str, PostLoad]:
+    """Form of expert weights after loading, as weight_receiver.expert_repacks finds it in a live engine.
+
+    Kernels are chosen once real weights are there; hence by the kind of device: repacked on CPUs, and the identity on
+    GPUs, where engine_arguments asks for Triton's (a live engine that chose others is refused by weight_receiver).
+    """
+    formats: dict[str, PostLoad] = {}
+    for name, module in model.named_modules():
+        if not hasattr(module, "w13_weight"):
+            continue
+        method: Any = getattr(module, "quant_method", None)
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
+        if backend not in (*IDENTITY_EXPERTS, "CPU"):
+            raise UnsupportedWeights(
+                f"{name}: experts under {type(method).__name__} with the {backend} kernels cannot be published yet"
+            )
+        if device is Device.cpu:
+            formats |= {f"{name}.{suffix}": PostLoad.repack for suffix in ("w13_weight", "w2_weight")}
+    return formats
+
+
+def _enter_rank(rank: int, tp_size: int) -> None:
+    """Be this rank of a tensor-parallel engine, alone: torch's fake process group, and vLLM's groups over it.
+
+    vLLM's own constructors would meet the other ranks through gloo and shared memory; a model's constructor asks its
+    groups for sizes and ranks alone.
+    """
+    dist.init_process_group("fake", rank=rank, world_size=tp_size, store=FakeStore())
+    everyone = list(range(tp_size))
+    for name in ("_WORLD", "_TP", "_EP"):
+        setattr(parallel_state, name, _group(everyone, rank, name))
+    for name in ("_PP", "_DP", "_DCP", "_PCP", "_EPLB"):
+        if hasattr(parallel_state, name):
+            setattr(parallel_state, name, _group([rank], rank, name))
+
+
+def _group(ranks: list[int], rank: int, name: str) -> parallel_state.GroupCoordinator:
+    group = object.__new__(parallel_state.GroupCoordinator)
+    process_group = dist.new_group(ranks, backend="fake")
+    for field, value in {
+        "unique_name": name,
+        "rank": rank,
+        "local_rank": rank,
+        "ranks": ranks,
+        "world_size": len(ranks),
+        "rank_in_group": ranks.index(rank),
+        "cpu_group": process_group,
+        "device_group": process_group,
+        "device": torch.device("meta"),
+        "use_device_communicator": False,
+        "device_communicator": None,
+        "mq_broadcaster": None,
+        "use_custom_op_call": False,
+    }.items():
+        setattr(group, field, value)
+    return group
+
+
+def main(request_file: str, layouts_file: str) -> int:
+    """Entry point; offline_layout.py reads the last line of the error output."""
+    try:
+        layouts = record_all(json.loads(Path(request_file).read_text()))
+    except Exception as e:  # the boundary of this process
+        text = " ".join(str(e).split())
+        sys.stderr.write(f"\nerror: {type(e).__name__}: {text}\n")
+        return 1
+    Path(layouts_file).write_bytes(pack(layouts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2]))

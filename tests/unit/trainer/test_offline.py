@@ -1,0 +1,132 @@
+"""trainer/offline.py against real ranks: the layouts and temporary bytes that they report, and their parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_helpers import spawn
+from tiny_models import DENSE, MIXED, MOE, make_decoder, trainer_config
+from torch.distributed.tensor import DTensor
+
+from conf.schema import Device, LoraConfig, TrainerConfig, TrainMode
+from trainer.merge import BLOCK_ROWS
+from trainer.model.spec import ModelSpec
+from trainer.offline import (
+    MERGE_BLOCK_ROWS,
+    adapter_elements,
+    expert_of,
+    source_layouts,
+    temporary_bytes,
+    trainer_memory,
+)
+from trainer.parallel import ParallelLayout
+from trainer.weight_source import TrainerWeightSource
+from weight_sync.layout import SourceLayout
+
+ODD = {**MIXED, "vocab_size": 97, "num_experts": 6, "tie_word_embeddings": True}
+"""Rows and experts that do not divide evenly."""
+MODELS = {"dense": DENSE, "moe": MOE, "mixed": MIXED, "odd": ODD}
+
+
+def sorted_shards(layout: SourceLayout) -> SourceLayout:
+    return dataclasses.replace(layout, shards=tuple(sorted(layout.shards, key=lambda one: (one.tensor, one.region))))
+
+
+def held_bytes(decoder: torch.nn.Module, *, trained: bool) -> int:
+    """Bytes of this rank's own parameters."""
+    params = [p for p in decoder.parameters() if p.requires_grad == trained]
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in params]
+    return sum(p.numel() * p.element_size() for p in local)
+
+
+def report(rank: int, layout: ParallelLayout, model: str, trainer: TrainerConfig) -> tuple[SourceLayout, int, int, int]:
+    decoder = make_decoder(MODELS[model], trainer, dtype=torch.bfloat16, layout=layout, nonzero_b=False)
+    source = TrainerWeightSource(decoder, rank)
+    sizes = (held_bytes(decoder, trained=False), held_bytes(decoder, trained=True))
+    return source.layout(), source.temporary_bytes, *sizes
+
+
+def work(rank: int, world_size: int, rendezvous: str, folder: Path, model: str, trainer: TrainerConfig) -> tuple:
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method=rendezvous)
+    try:
+        return report(rank, ParallelLayout.create(world_size, trainer.ep_size, rank, "cpu"), model, trainer)
+    finally:
+        dist.destroy_process_group()
+
+
+CASES = [
+    ("dense", trainer_config(num_ranks=2)),
+    ("moe", trainer_config(num_ranks=2, ep_size=2)),
+    ("mixed", trainer_config(num_ranks=2)),
+    ("odd", trainer_config(TrainMode.full, num_ranks=2, ep_size=2)),
+    ("odd", trainer_config(num_ranks=2)),
+]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> list[list]:
+    return spawn(work, 2, tmp_path_factory.mktemp("offline"), CASES)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-ep{CASES[i][1].ep_size}")
+def test_two_ranks_hold_what_was_foretold(two_ranks, case):
+    model, trainer = CASES[case]
+    spec = ModelSpec.from_hf_config(MODELS[model])
+    foretold = source_layouts(spec, "bfloat16", trainer)
+    for rank, (layout, held, frozen, trained) in enumerate(two_ranks[case]):
+        assert sorted_shards(layout) == sorted_shards(foretold[rank])
+        assert held == temporary_bytes(spec, trainer, Device.cpu)
+        memory = trainer_memory(spec, "bfloat16", trainer)
+        total = memory.weights + memory.adapters
+        # Rows that do not divide make one rank fuller: the estimate is the fullest one's.
+        assert (frozen + trained) <= total * 1.01
+        assert total <= (frozen + trained) * 1.1
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mode", TrainMode)
+def test_one_rank_holds_what_was_foretold(model, mode):
+    trainer = trainer_config(mode)
+    spec = ModelSpec.from_hf_config(MODELS[model])
+    layout, held, frozen, trained = report(0, ParallelLayout.single("cpu"), model, trainer)
+    (foretold,) = source_layouts(spec, "bfloat16", trainer)
+    assert sorted_shards(layout) == sorted_shards(foretold)
+    assert held == temporary_bytes(spec, trainer, Device.cpu)
+    memory = trainer_memory(spec, "bfloat16", trainer)
+    assert (memory.weights + memory.adapters, memory.gradients, memory.optimizer) == (
+        frozen + trained,
+        trained,
+        2 * trained,
+    )
+    if mode is TrainMode.lora:
+        assert 4 * adapter_elements(spec, trainer.lora) == trained
+
+
+@pytest.mark.parametrize("parts", [{"attention": False}, {"mlp": False}, {"experts": False}])
+def test_adapters_are_counted_by_their_targets(parts):
+    lora = LoraConfig(rank=3, **parts)
+    decoder = make_decoder(MIXED, trainer_config(lora=lora), nonzero_b=False)
+    spec = ModelSpec.from_hf_config(MIXED)
+    assert adapter_elements(spec, lora) == sum(p.numel() for p in decoder.parameters() if p.requires_grad)
+
+
+def test_every_element_has_one_holder_in_any_layout():
+    spec = ModelSpec.from_hf_config(ODD)
+    for num_ranks, ep_size in ((1, 1), (4, 2), (6, 3), (8, 1), (5, 1), (12, 6)):
+        layouts = source_layouts(spec, "bfloat16", TrainerConfig(num_ranks=num_ranks, ep_size=ep_size))
+        total = sum(shard.region.num_elements for layout in layouts for shard in layout.shards)
+        assert total == sum(torch.Size(meta.shape).numel() for meta in layouts[0].tensors)
+        assert len({(shard.tensor, shard.region.start) for layout in layouts for shard in layout.shards}) == sum(
+            len(layout.shards) for layout in layouts
+        )
+
+
+def test_constants_and_names():
+    assert MERGE_BLOCK_ROWS == BLOCK_ROWS
+    assert temporary_bytes(ModelSpec.from_hf_config(MOE), trainer_config(), Device.cuda) == 0
+    assert expert_of("model.layers.0.mlp.experts.13.up_proj.weight") == 13
+    assert expert_of("model.layers.0.mlp.gate.weight") is None

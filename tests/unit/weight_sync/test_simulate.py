@@ -1,0 +1,291 @@
+"""Promises of weight_sync/simulate.py: never faster than the wire, a faster link never costs time, and the real
+pipeline's own cutting and constants."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from layouts import systems
+
+from weight_sync import pipeline, simulate
+from weight_sync.chunks import Piece
+from weight_sync.errors import PlanError, WatermarkError
+from weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
+from weight_sync.links import Faults, LinkRates, Placement, nic_of, place
+from weight_sync.plan import MESH_GROUPS, Task, TransferPlan, build_plan
+from weight_sync.simulate import Simulation, Staging, cut_loads
+
+PROPERTY = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+SLOW = LinkRates(
+    nic_bytes_s=1e3,
+    nvlink_bytes_s=4e3,
+    hbm_bytes_s=2e4,
+    host_bytes_s=3e3,
+    write_latency_s=0.01,
+    op_s=0.001,
+    load_launch_s=0.005,
+    control_s=0.5,
+    barrier_s=0.25,
+)
+"""Rates that suit plans of a few kilobytes."""
+RATES = [field.name for field in dataclasses.fields(LinkRates)]
+STAGING = Staging(watermark_bytes=1 << 11)
+
+
+def placed(plan: TransferPlan, ranks_per_node: int = 2) -> Placement:
+    return place(list(plan.tasks), list(plan.expected), ranks_per_node)
+
+
+def run(plan: TransferPlan, rates: LinkRates = SLOW, ranks_per_node: int = 2, **options) -> Simulation:
+    return simulate.simulate(plan, placed(plan, ranks_per_node), rates, options.pop("staging", STAGING), **options)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> TransferPlan:
+    """Any schedule: senders of unequal loads, any destinations, runs of tasks that differ in the replica alone."""
+    destinations = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=5, unique=True))
+    expected: dict[tuple[int, int], dict[str, int]] = {where: {"w": 0} for where in destinations}
+    tasks: dict[int, tuple[Task, ...]] = {}
+    for rank in range(draw(st.integers(1, 4))):
+        schedule: list[Task] = []
+        rows = draw(st.lists(st.tuples(st.integers(1, 500), st.sampled_from(destinations)), max_size=12))
+        num_dense = draw(st.integers(0, len(rows)))
+        for position, (num_bytes, (_, dest_rank)) in enumerate(rows):
+            for where in [where for where in destinations if where[1] == dest_rank]:
+                group = MESH_GROUPS[position >= num_dense]
+                piece = Piece("w", Region((0,), (num_bytes,)), (0,), 0)
+                schedule.append(Task(group, rank, *where, "w", 1000 * position, num_bytes, "uint8", (piece,)))
+                expected[where]["w"] += num_bytes
+        tasks[rank] = tuple(schedule)
+    return TransferPlan("", STAGING.max_task_bytes, tasks, expected, "", {})
+
+
+def even_plan(num_sources: int = 1, num_dests: int = 1, num_bytes: int = 8000, num_replicas: int = 1) -> TransferPlan:
+    """Source i holds rows of one tensor; destination j wants an equal part of the rows."""
+    tensor = TensorMeta("model.layers.0.w.weight", (num_bytes,), "uint8")
+    held, wanted = num_bytes // num_sources, num_bytes // num_dests
+    sources = [
+        SourceLayout(i, (tensor,), (SourceShard(tensor.name, Region((i * held,), (held,))),))
+        for i in range(num_sources)
+    ]
+    layouts = [
+        DestLayout(
+            j,
+            (Param("w", (wanted,), "uint8"),),
+            (Load(tensor.name, Region((j * wanted,), (wanted,)), (0,), "w", 0, (1,)),),
+        )
+        for j in range(num_dests)
+    ]
+    return build_plan(sources, [layouts] * num_replicas, max_task_bytes=STAGING.max_task_bytes)
+
+
+# --- properties over random plans ---
+
+
+@PROPERTY
+@given(plan=plans(), ranks_per_node=st.integers(1, 4), barriers=st.booleans(), offloaded=st.booleans())
+def test_no_publish_is_faster_than_its_floors_and_none_passes_the_watermark(plan, ranks_per_node, barriers, offloaded):
+    found = run(plan, ranks_per_node=ranks_per_node, has_group_barriers=barriers, is_offloaded=offloaded)
+    assert found.write_end_s - found.begin_s >= found.floor_s * (1 - 1e-9)
+    assert found.total_s >= found.write_end_s + found.verify_s + found.commit_s
+    assert found.peak_bytes <= STAGING.watermark_bytes
+    for rank in found.ranks:
+        assert rank.sent_bytes == sum(task.num_bytes for task in plan.tasks_of(rank.rank))
+        assert rank.busy_s("write") <= found.write_end_s - found.begin_s + 1e-9
+
+
+@PROPERTY
+@given(plan=plans(), ranks_per_node=st.integers(1, 4), name=st.sampled_from(RATES), factor=st.floats(1, 50))
+def test_better_hardware_never_costs_time(plan, ranks_per_node, name, factor):
+    value = getattr(SLOW, name)
+    better = dataclasses.replace(SLOW, **{name: value * factor if name.endswith("bytes_s") else value / factor})
+    before = run(plan, ranks_per_node=ranks_per_node, is_offloaded=True)
+    after = run(plan, better, ranks_per_node=ranks_per_node, is_offloaded=True)
+    assert after.total_s <= before.total_s * (1 + 1e-9)
+
+
+@PROPERTY
+@given(plan=plans(), ranks_per_node=st.integers(1, 4), slow=st.integers(0, 4), factor=st.floats(1, 20))
+def test_a_slow_rank_takes_as_much_longer_as_it_is_slower(plan, ranks_per_node, slow, factor):
+    slow %= len(plan.tasks)
+    normal = run(plan, ranks_per_node=ranks_per_node)
+    slowed = run(plan, ranks_per_node=ranks_per_node, faults=Faults(slow_ranks={slow: factor}))
+    assert slowed.sender_floor_s >= normal.sender_floor_s
+    assert slowed.write_end_s - slowed.begin_s >= slowed.floor_s * (1 - 1e-9)
+    if factor == 1:
+        assert slowed == normal
+
+
+@PROPERTY
+@given(plan=plans())
+def test_the_same_plan_takes_the_same_time(plan):
+    assert run(plan) == run(plan)
+
+
+@PROPERTY
+@given(plan=plans())
+def test_stages_of_a_rank_follow_the_pipeline(plan):
+    for rank in run(plan, is_offloaded=True).ranks:
+        by_stage = {
+            name: [i for i in rank.intervals if i.stage == name] for name in ("host_to_device", "prepare", "write")
+        }
+        for intervals in by_stage.values():
+            assert [one.load for one in intervals] == list(range(len(intervals)))
+            assert all(a.stop_s <= b.start_s for a, b in itertools.pairwise(intervals))
+        for copy, prepare, write in zip(*by_stage.values(), strict=True):
+            assert copy.stop_s <= prepare.start_s <= prepare.stop_s <= write.start_s
+            if copy.load >= simulate.NUM_SLOTS:  # its slot is free again
+                assert copy.start_s >= by_stage["write"][copy.load - simulate.NUM_SLOTS].stop_s
+
+
+@PROPERTY
+@given(plan=plans())
+def test_experts_are_written_after_all_dense_writes_where_groups_have_a_barrier(plan):
+    found = run(plan, has_group_barriers=True)
+    writes = [one for rank in found.ranks for one in rank.intervals if one.stage == "write"]
+    dense = max((one.stop_s for one in writes if one.mesh_group == "dense"), default=0.0)
+    assert all(one.start_s >= dense + SLOW.barrier_s for one in writes if one.mesh_group == "experts")
+
+
+# --- the real pipeline ---
+
+
+@settings(PROPERTY, max_examples=15)
+@given(system=systems(), limit=st.integers(400, 3000))
+def test_loads_are_those_of_the_pipeline(system, limit):
+    plan = build_plan(*system, max_task_bytes=limit // simulate.TASKS_A_SLOT)
+    for tasks in plan.tasks.values():
+        loads, slot_bytes = cut_loads(tasks, limit)
+        expected = pipeline._cut(tasks, slot_bytes)
+        assert [load.num_packets for load in loads] == [len(packets) for packets in expected]
+        assert [load.sent_bytes for load in loads] == [
+            sum(task.num_bytes for packet in packets for task in packet.tasks) for packets in expected
+        ]
+        assert [load.packed_bytes for load in loads] == [
+            sum(packet.tasks[0].num_bytes for packet in packets) for packets in expected
+        ]
+
+
+def test_constants_are_those_of_the_pipeline():
+    for name in ("NUM_SLOTS", "SLOT_ALIGNMENT_BYTES", "TASKS_A_SLOT", "MAX_PACKETS", "MAX_LINK_THREADS"):
+        assert getattr(simulate, name) == getattr(pipeline, name), name
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("watermark_bytes", [1 << 16, 1 << 20, 1 << 30])
+@pytest.mark.parametrize("verify_hashes", [True, False])
+def test_reserved_bytes_and_task_bound_are_those_of_the_pipeline(device_type, watermark_bytes, verify_hashes):
+    scratch = pipeline._scratch_bytes(device_type, watermark_bytes) if verify_hashes else 0
+    reserved = simulate.reserved_bytes(device_type, watermark_bytes, 1000, verify_hashes=verify_hashes)
+    assert reserved == pipeline.SUMS_BYTES + scratch + 1000
+    if device_type == "cpu":
+
+        class Source:
+            temporary_bytes = 1000
+
+        real = pipeline.Pipeline(
+            Source(), None, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=verify_hashes
+        )
+        staging = Staging(watermark_bytes=watermark_bytes, reserved_bytes=reserved)
+        assert staging.max_task_bytes == real.max_task_bytes
+
+
+# --- figures that can be worked out by hand ---
+
+BARE = dataclasses.replace(SLOW, hbm_bytes_s=1e12, write_latency_s=0, op_s=0, load_launch_s=0, control_s=0, barrier_s=0)
+
+
+def test_one_sender_and_one_receiver_take_bytes_over_rate():
+    # 8000 bytes at 1000 bytes/s through NICs, at 4000 bytes/s over NVLink
+    assert run(even_plan(), BARE, ranks_per_node=1).total_s == pytest.approx(8.0, rel=1e-6)
+    assert run(even_plan(), BARE, ranks_per_node=2).total_s == pytest.approx(2.0, rel=1e-6)
+
+
+def test_a_receiver_of_two_senders_takes_all_its_bytes_through_one_port():
+    found = run(even_plan(num_sources=2), BARE, ranks_per_node=1)
+    assert found.total_s == pytest.approx(8.0, rel=1e-6)
+    assert (found.sender_floor_s, found.receiver_floor_s) == pytest.approx((4.0, 8.0))
+
+
+def test_two_pairs_take_half_and_two_replicas_double():
+    assert run(even_plan(2, 2), BARE, ranks_per_node=1).total_s == pytest.approx(4.0, rel=1e-6)
+    assert run(even_plan(num_replicas=2), BARE, ranks_per_node=1).total_s == pytest.approx(16.0, rel=1e-6)
+
+
+def test_packing_is_hidden_behind_writing_and_the_first_load_is_not():
+    # Slots of 1024 bytes are cut to ceil(8000 / 1024) = 8 loads. 3 passes over 1000 bytes at 30 kB/s: 0.1 s a load.
+    packing = dataclasses.replace(BARE, hbm_bytes_s=30e3)
+    found = run(even_plan(), packing, ranks_per_node=1)
+    first = found.ranks[0].intervals[0]
+    assert found.write_end_s == pytest.approx(8.0 + first.stop_s, rel=1e-6)
+    # Packing at a third of the wire: 3 passes at 1 kB/s are 24 s, and only the last write is not hidden.
+    slow = run(even_plan(), dataclasses.replace(BARE, hbm_bytes_s=1e3), ranks_per_node=1)
+    last = slow.ranks[0].intervals[-1]
+    assert slow.write_end_s == pytest.approx(24.0 + last.stop_s - last.start_s, rel=1e-6)
+
+
+def test_a_slow_rank_and_a_lost_nic_show():
+    plan = even_plan(2, 2)
+    slowed = run(plan, BARE, ranks_per_node=2, faults=Faults(slow_ranks={1: 3.0}))
+    assert slowed.total_s == pytest.approx(12.0, rel=1e-6)
+    assert slowed.ranks[0].end_s == pytest.approx(4.0, rel=1e-6)
+    # Trainer ranks 0 and 1 share a node; the NIC of GPU 0 is lost, and GPU 1's carries both.
+    assert run(plan, BARE, ranks_per_node=2, faults=Faults(lost_nics=frozenset({0}))).total_s == pytest.approx(8.0)
+
+
+def test_hashes_cost_a_pass_at_either_end():
+    rates = dataclasses.replace(BARE, hbm_bytes_s=1e3)
+    with_hashes, without = (run(even_plan(), rates, verify_hashes=flag) for flag in (True, False))
+    assert (with_hashes.verify_s, without.verify_s) == pytest.approx((8.0, 0.0))
+    assert with_hashes.prepare_s / without.prepare_s == pytest.approx(1.5)
+
+
+def test_a_million_tasks_are_added_up_per_load():
+    plan = even_plan(num_bytes=1 << 20)
+    many = dataclasses.replace(plan, tasks={0: plan.tasks[0] * 100})
+    (load, *_), _ = cut_loads(many.tasks[0], 1 << 30)
+    assert load.num_packets == simulate.MAX_PACKETS
+    assert len(load.flows) == 1
+
+
+# --- placement and refusals ---
+
+
+def test_ranks_fill_nodes_and_a_replica_that_fits_a_node_stays_on_one():
+    found = place(range(3), [(0, 0), (0, 1), (1, 0), (1, 1)], 4)
+    assert found.trainer_gpus == {0: 0, 1: 1, 2: 2}
+    assert found.engine_gpus == {(0, 0): 4, (0, 1): 5, (1, 0): 6, (1, 1): 7}
+    assert found.num_nodes == 2
+    assert place([0], [(0, 0)], 8).num_nodes == 1
+    assert place([0], [(0, rank) for rank in range(16)], 8).engine_gpus[0, 0] == 8  # two nodes, not three
+
+
+def test_a_lost_nic_is_replaced_by_the_next_of_its_node():
+    placement = place(range(4), [(0, 0)], 2)
+    assert [nic_of(gpu, placement, Faults(lost_nics=frozenset({1, 2}))) for gpu in range(4)] == [0, 0, 3, 3]
+    with pytest.raises(PlanError, match="node 1 has lost all its NICs"):
+        nic_of(2, placement, Faults(lost_nics=frozenset({2, 3})))
+
+
+def test_what_makes_no_sense_is_refused():
+    plan = even_plan()
+    with pytest.raises(PlanError, match="nic_bytes_s must be > 0"):
+        LinkRates(nic_bytes_s=0)
+    with pytest.raises(PlanError, match="control_s must be >= 0"):
+        LinkRates(control_s=-1)
+    with pytest.raises(PlanError, match=r"at least 1 times slower, got 0\.5"):
+        Faults(slow_ranks={0: 0.5})
+    with pytest.raises(PlanError, match="own GPU"):
+        Placement(8, {0: 0}, {(0, 0): 0})
+    with pytest.raises(PlanError, match="lacks replica 0 rank 0"):
+        simulate.simulate(plan, Placement(8, {0: 0}, {}), SLOW, STAGING)
+    with pytest.raises(PlanError, match="does not fit a slot"):
+        cut_loads(plan.tasks[0], 64)
+    with pytest.raises(WatermarkError, match="raise the watermark"):
+        _ = Staging(watermark_bytes=1000, reserved_bytes=990).max_slot_bytes

@@ -1,0 +1,159 @@
+"""What every trainer rank would hold, from options and config.json alone: no torch, no process, no GPU.
+
+Owns: the placement rules of parallel.py and shards.py, said once more as arithmetic, and the sizes that follow from
+them. Does not own: those rules; a test compares every layout with what real ranks report.
+
+    dense tensors    FSDP2 over all ranks: ceil(rows / num_ranks) rows each, the last ones short or empty
+    experts          ep_rank = rank % ep_size holds num_experts / ep_size of them, and of these the ranks with the same
+                     ep_rank hold ceil(n / (num_ranks / ep_size)) whole experts each
+
+Callers: orchestrator/plan_command.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+from conf.schema import Device, LoraConfig, TrainerConfig, TrainMode
+from trainer.model.spec import ModelSpec
+from weight_sync.layout import DTYPE_BYTES, Region, SourceLayout, SourceShard, TensorMeta
+
+MERGE_BLOCK_ROWS = 256
+"""BLOCK_ROWS of merge.py, which needs torch."""
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def source_layouts(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> tuple[SourceLayout, ...]:
+    """The layout that each rank's TrainerWeightSource would report, shards in checkpoint order."""
+    tensors = tuple(spec.checkpoint_tensors(dtype))
+    shards: list[list[SourceShard]] = [[] for _ in range(trainer.num_ranks)]
+    for meta in tensors:
+        expert = expert_of(meta.name)
+        whole = Region((0,) * len(meta.shape), meta.shape)
+        if expert is not None:
+            shards[_expert_rank(spec, trainer, expert)].append(SourceShard(meta.name, whole))
+            continue
+        for rank, (start, stop) in enumerate(_rows(meta.shape[0], trainer.num_ranks)):
+            if stop > start:
+                region = Region((start, *whole.start[1:]), (stop - start, *meta.shape[1:]))
+                shards[rank].append(SourceShard(meta.name, region))
+    return tuple(SourceLayout(rank, tensors, tuple(held)) for rank, held in enumerate(shards))
+
+
+def expert_of(tensor: str) -> int | None:
+    """Which routed expert a checkpoint tensor belongs to: 3 for "model.layers.0.mlp.experts.3.up_proj.weight"."""
+    found = _EXPERT.search(tensor)
+    return int(found[1]) if found else None
+
+
+def temporary_bytes(spec: ModelSpec, trainer: TrainerConfig, device: Device) -> int:
+    """TrainerWeightSource.temporary_bytes: gathered A factors (several ranks), and the merge's scratch (CPU)."""
+    if trainer.mode is not TrainMode.lora:
+        return 0
+    rank = trainer.lora.rank
+    gathered = scratch = 0
+    for adapter in _adapters(spec, trainer.lora):
+        if not adapter.is_expert and trainer.num_ranks > 1:
+            gathered += 4 * rank * adapter.in_features
+        if device is Device.cpu:
+            in_features = adapter.in_features
+            scratch = max(scratch, 4 * (MERGE_BLOCK_ROWS * (in_features + rank) + rank * in_features))
+    return gathered + scratch
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerMemory:
+    """Estimated bytes on one trainer rank, without activations, gathered FSDP2 units and the allocator's slack."""
+
+    weights: int
+    """Frozen weights in model.dtype (LoRA), or all weights in float32 (full)."""
+    adapters: int
+    """Float32 A and B; 0 in full training."""
+    gradients: int
+    """Float32, of what is trained."""
+    optimizer: int
+    """Two float32 moments of what is trained."""
+
+    FORMULA: ClassVar[str] = (
+        "weights: elements held x bytes of model.dtype (LoRA) or 4 (full); adapters: 4 x r x (in + out), one A for "
+        "gate and up of an expert; gradients 4 and AdamW moments 8 bytes a trained element"
+    )
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.adapters + self.gradients + self.optimizer
+
+
+def trainer_memory(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> TrainerMemory:
+    """The fullest rank's share. See TrainerMemory.FORMULA."""
+    tensors = {meta.name: meta for meta in spec.checkpoint_tensors(dtype)}
+    held = max(sum(shard.region.num_elements for shard in one.shards) for one in source_layouts(spec, dtype, trainer))
+    if trainer.mode is TrainMode.full:
+        routers = 0 if trainer.train_router else sum(_router_elements(meta) for meta in tensors.values())
+        trained = held - routers // trainer.num_ranks
+        return TrainerMemory(4 * held, 0, 4 * trained, 8 * trained)
+    trained = -(-adapter_elements(spec, trainer.lora) // trainer.num_ranks)
+    return TrainerMemory(DTYPE_BYTES[dtype] * held, 4 * trained, 4 * trained, 8 * trained)
+
+
+def adapter_elements(spec: ModelSpec, lora: LoraConfig) -> int:
+    """Elements of all adapters of the model."""
+    return sum(
+        lora.rank * (adapter.in_features + adapter.out_features) * adapter.count for adapter in _adapters(spec, lora)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """One A and B, `count` times."""
+
+    in_features: int
+    out_features: int
+    is_expert: bool = False
+    count: int = 1
+
+
+def _adapters(spec: ModelSpec, lora: LoraConfig) -> Iterator[_Adapter]:
+    """Every adapter of the model; those of experts per layer, with their count."""
+    hidden = spec.hidden_size
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    for layer in range(spec.num_layers):
+        if lora.attention:
+            yield _Adapter(hidden, q_size)
+            yield _Adapter(hidden, kv_size)
+            yield _Adapter(hidden, kv_size)
+            yield _Adapter(q_size, hidden)
+        if spec.moe is not None and spec.is_moe_layer(layer):
+            if lora.experts:
+                width = spec.moe.intermediate_size
+                yield _Adapter(hidden, 2 * width, is_expert=True, count=spec.moe.num_experts)
+                yield _Adapter(width, hidden, is_expert=True, count=spec.moe.num_experts)
+        elif lora.mlp:
+            yield _Adapter(hidden, spec.intermediate_size)
+            yield _Adapter(hidden, spec.intermediate_size)
+            yield _Adapter(spec.intermediate_size, hidden)
+
+
+def _expert_rank(spec: ModelSpec, trainer: TrainerConfig, expert: int) -> int:
+    """The one rank that holds an expert."""
+    assert spec.moe is not None
+    num_local, num_data_ranks = spec.moe.num_experts // trainer.ep_size, trainer.num_ranks // trainer.ep_size
+    ep_rank, index = divmod(expert, num_local)
+    return index // -(-num_local // num_data_ranks) * trainer.ep_size + ep_rank
+
+
+def _rows(num_rows: int, num_ranks: int) -> Iterator[tuple[int, int]]:
+    """Start and stop of each rank's rows: torch.chunk's way, filled up with empty ones."""
+    rows_a_rank = -(-num_rows // num_ranks)
+    for rank in range(num_ranks):
+        yield min(rank * rows_a_rank, num_rows), min((rank + 1) * rows_a_rank, num_rows)
+
+
+def _router_elements(meta: TensorMeta) -> int:
+    return prod(meta.shape) if meta.name.endswith(".mlp.gate.weight") else 0

@@ -1,0 +1,137 @@
+"""The cluster on paper: link rates, which GPU sits on which node, and what is broken. Pure data for simulate.py.
+
+Owns: the figures that a simulation assumes, their checks, and the way from one GPU to another. Does not own: time
+(simulate.py). Invariant: every rate is > 0 and every duration >= 0.
+
+    trainer ranks and engine ranks are GPUs, numbered through the cluster; ranks_per_node of them share a node
+    same node:      NVLink of the sender -> NVLink of the receiver
+    other node:     NIC of the sender    -> NIC of the receiver          (a GPU whose NIC is lost shares a neighbour's)
+
+Callers: simulate.py, orchestrator/plan_command.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from weight_sync.errors import PlanError
+
+Destination = tuple[int, int]
+"""(replica, destination rank)."""
+
+Port = tuple[str, int]
+"""One direction of one device: ("nic", 12) or ("nvlink", 3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRates:
+    """What the hardware does. Rates are of one GPU and one direction; 1 GB is 10^9 bytes.
+
+    Defaults: an H200 node with one 400 Gb/s NIC a GPU. NVLink, its latency and the host link were measured on such
+    a node; the NIC is its line rate.
+    """
+
+    nic_bytes_s: float = 50e9
+    """One NIC a GPU."""
+    nvlink_bytes_s: float = 390e9
+    """One-sided writes to another GPU of the node."""
+    hbm_bytes_s: float = 3.0e12
+    """Device memory traffic of the kernels that pack, merge and hash."""
+    host_bytes_s: float = 53e9
+    """Pinned host memory to device; only for parameters that are offloaded."""
+    write_latency_s: float = 20e-6
+    """One batched write to one session, beside its bytes."""
+    op_s: float = 1e-6
+    """One entry of a batched write, beside its bytes."""
+    load_launch_s: float = 0.3e-3
+    """Host time to launch what fills and hashes one slot."""
+    control_s: float = 4e-3
+    """One round trip between the publisher and a replica: begin (with the pause), and commit (with the resumption)."""
+    barrier_s: float = 1e-3
+    """One collective of all trainer ranks over their control network."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            is_rate = one.name.endswith("_bytes_s")
+            if not (value > 0 if is_rate else value >= 0) or value == float("inf"):
+                raise PlanError(f"{one.name} must be {'> 0' if is_rate else '>= 0'} and finite, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which GPU each rank is. GPU g is on node g // ranks_per_node."""
+
+    ranks_per_node: int
+    trainer_gpus: Mapping[int, int]
+    """Trainer rank -> GPU."""
+    engine_gpus: Mapping[Destination, int]
+    """(replica, rank) -> GPU."""
+
+    def __post_init__(self) -> None:
+        gpus = [*self.trainer_gpus.values(), *self.engine_gpus.values()]
+        if self.ranks_per_node < 1 or len(set(gpus)) != len(gpus):
+            raise PlanError(f"ranks_per_node must be >= 1 and every rank has its own GPU, got {self}")
+
+    def node_of(self, gpu: int) -> int:
+        """The node that a GPU belongs to."""
+        return gpu // self.ranks_per_node
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that hold a rank."""
+        return len({self.node_of(gpu) for gpu in (*self.trainer_gpus.values(), *self.engine_gpus.values())})
+
+
+def place(trainer_ranks: Sequence[int], engine_ranks: Sequence[Destination], ranks_per_node: int) -> Placement:
+    """Trainer ranks first, then engine ranks, GPU after GPU.
+
+    A replica that does not fit what is left of a node starts on the next one, so that it spans as few as it can.
+    """
+    if ranks_per_node < 1:
+        raise PlanError(f"ranks_per_node must be >= 1, got {ranks_per_node}")
+    trainer_gpus = {rank: gpu for gpu, rank in enumerate(trainer_ranks)}
+    gpu = len(trainer_gpus)
+    sizes: dict[int, int] = {}
+    for replica, _ in engine_ranks:
+        sizes[replica] = sizes.get(replica, 0) + 1
+    engine_gpus: dict[Destination, int] = {}
+    placed: set[int] = set()
+    for where in engine_ranks:
+        size, left = sizes[where[0]], ranks_per_node - gpu % ranks_per_node
+        if where[0] not in placed and left < size and left < ranks_per_node:
+            gpu += left
+        placed.add(where[0])
+        engine_gpus[where] = gpu
+        gpu += 1
+    return Placement(ranks_per_node, trainer_gpus, engine_gpus)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """What is not as it should be."""
+
+    slow_ranks: Mapping[int, float] = field(default_factory=dict[int, float])
+    """Trainer rank -> how many times slower its links and its memory are, >= 1."""
+    lost_nics: frozenset[int] = frozenset()
+    """GPUs without a NIC: each shares the NIC of the next GPU of its node that has one."""
+
+    def __post_init__(self) -> None:
+        for rank, factor in self.slow_ranks.items():
+            if not 1 <= factor < float("inf"):
+                raise PlanError(f"a slow rank is at least 1 times slower, got {factor} for trainer rank {rank}")
+
+
+def nic_of(gpu: int, placement: Placement, faults: Faults) -> int:
+    """The NIC, numbered by its GPU, that carries a GPU's traffic to other nodes.
+
+    Raises:
+        PlanError: every NIC of the node is lost.
+    """
+    first = placement.node_of(gpu) * placement.ranks_per_node
+    for step in range(placement.ranks_per_node):
+        candidate = first + (gpu - first + step) % placement.ranks_per_node
+        if candidate not in faults.lost_nics:
+            return candidate
+    raise PlanError(f"node {placement.node_of(gpu)} has lost all its NICs: GPU {gpu} cannot reach another node")

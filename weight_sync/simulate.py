@@ -1,0 +1,448 @@
+"""A plan against a link model: when does which rank do what, and how long does a publish take. Integers and floats.
+
+Owns: the timing rules of a publish. Does not own: the figures (links.py), the plan (plan.py), the real pipeline
+(pipeline.py), whose rules are repeated here without its memory, threads and torch; a test holds the two together.
+
+    begin -> per trainer rank, load by load                                          -> barrier -> verify -> commit
+             h2d      |0  |1  |   |2  |   |3
+             prepare      |0 |1 |     |2|    |3     two slots: load i needs the slot that load i-2 left
+             write           |0   |1     |2   |3    one load at a time, all its sessions at once
+
+Rules. A load is consecutive tasks that fit one slot (cut as pipeline.py cuts). Each stage of a rank takes its loads
+in schedule order. A load's bytes pass the sender's port and each receiver's port; a port serves its loads one after
+the other, as fast as it can, and a load is written when all its ports have served it: a first-in-first-out share of
+a port, not a max-min fair one. Fair shares must be computed anew at every event, and they have anomalies: a faster link
+lets a load arrive earlier, which slows whoever it then shares a port with. Here who comes first is decided by how many
+bytes its sender has sent before (times how slow that sender is), which no rate changes. Hence all times are sums and
+maxima along one fixed graph: a faster link never makes a publish slower, and a million tasks take seconds. The price:
+a port now and then waits for a load whose turn it is while another one is ready. Where a port is what limits, both
+shares end together.
+
+Invariants: deterministic; no publish is faster than its floors; no rank holds more than its watermark.
+
+Callers: orchestrator/plan_command.py, tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weight_sync.errors import PlanError, WatermarkError
+from weight_sync.links import Destination, Faults, LinkRates, Placement, Port, nic_of
+from weight_sync.plan import MESH_GROUPS, Task, TransferPlan
+
+NUM_SLOTS = 2
+SLOT_ALIGNMENT_BYTES = 64
+TASKS_A_SLOT = 4
+MAX_PACKETS = 1024
+MAX_LINK_THREADS = 8
+"""These five as in pipeline.py, which needs torch and cannot be imported here."""
+_CPU_SCRATCH_BYTES = 4 << 20
+_MIN_SCRATCH_BYTES = 16 << 10
+"""Hash scratch, as in integrity.py."""
+
+PACK_PASSES = 2.0
+"""Times that a packed byte crosses device memory: the weight is read, the slot is written. Adapters are small."""
+HASH_PASSES = 1.0
+"""... and once more, on either side, where it is hashed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """The temporary memory of a trainer rank."""
+
+    watermark_bytes: int
+    reserved_bytes: int = 0
+    """Part of it that is no staging: gathered adapters, merge and hash scratch."""
+
+    @property
+    def max_slot_bytes(self) -> int:
+        """Half of what the watermark leaves for staging, aligned.
+
+        Raises:
+            WatermarkError: nothing is left.
+        """
+        room = self.watermark_bytes - self.reserved_bytes
+        slot_bytes = room // NUM_SLOTS // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
+        if slot_bytes < SLOT_ALIGNMENT_BYTES:
+            raise WatermarkError(
+                f"weight_sync.watermark_bytes={self.watermark_bytes} leaves no room for staging beside "
+                f"{self.reserved_bytes} other temporary bytes; raise the watermark"
+            )
+        return slot_bytes
+
+    @property
+    def max_task_bytes(self) -> int:
+        """Largest task of a plan for this staging: slot / TASKS_A_SLOT."""
+        return max(SLOT_ALIGNMENT_BYTES, self.max_slot_bytes // TASKS_A_SLOT)
+
+
+def reserved_bytes(
+    device_type: str, watermark_bytes: int, source_temporary_bytes: int, *, verify_hashes: bool = True
+) -> int:
+    """What a rank's pipeline holds beside its slots: hash sums and scratch, and what the source declares."""
+    scratch = _CPU_SCRATCH_BYTES if device_type == "cpu" else _MIN_SCRATCH_BYTES
+    scratch = max(_MIN_SCRATCH_BYTES, min(scratch, watermark_bytes // 8)) if verify_hashes else 0
+    return 8 * NUM_SLOTS * MAX_PACKETS + scratch + source_temporary_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLoad:
+    """What one slot carries at once, added up per destination."""
+
+    mesh_group: str
+    packed_bytes: int
+    """Packed and hashed once, however many replicas get them."""
+    num_packets: int
+    flows: Mapping[Destination, tuple[int, int]]
+    """Destination -> bytes, and entries of its batched write."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Over all destinations."""
+        return sum(num_bytes for num_bytes, _ in self.flows.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """One load in one stage of one trainer rank. Example: Interval("write", 3, "experts", 0.021, 0.024, 268435456)."""
+
+    stage: str
+    """host_to_device, prepare or write."""
+    load: int
+    mesh_group: str
+    start_s: float
+    stop_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimeline:
+    """What one trainer rank does. Times count from the publish's "go"."""
+
+    rank: int
+    gpu: int
+    intervals: tuple[Interval, ...]
+    sent_bytes: int
+    slot_bytes: int
+    peak_bytes: int
+    """Most temporary memory that it holds: both slots and what is reserved."""
+
+    def busy_s(self, stage: str) -> float:
+        """Seconds during which a stage is at work."""
+        return sum(one.stop_s - one.start_s for one in self.intervals if one.stage == stage)
+
+    @property
+    def end_s(self) -> float:
+        """When its last write is over; 0 for a rank that sends nothing."""
+        return max((one.stop_s for one in self.intervals if one.stage == "write"), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverTimeline:
+    """What one engine rank sees."""
+
+    destination: Destination
+    gpu: int
+    received_bytes: int
+    first_s: float
+    """When a first load on its way starts to be written."""
+    last_s: float
+    """When its last byte has arrived."""
+    verify_start_s: float
+    verify_stop_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A predicted publish."""
+
+    total_s: float
+    """From "go" to committed everywhere."""
+    begin_s: float
+    write_end_s: float
+    """When the last byte has arrived."""
+    prepare_s: float
+    """Longest that one rank spends packing and hashing; overlaps with writing."""
+    write_s: float
+    """Longest that one rank spends writing."""
+    barrier_s: float
+    verify_s: float
+    commit_s: float
+    sender_floor_s: float
+    """Largest bytes / rate of an outgoing port."""
+    receiver_floor_s: float
+    """Largest bytes / rate of an incoming port."""
+    peak_bytes: int
+    """Largest of the ranks'."""
+    ranks: tuple[RankTimeline, ...]
+    receivers: tuple[ReceiverTimeline, ...]
+
+    @property
+    def floor_s(self) -> float:
+        """What the wire alone takes."""
+        return max(self.sender_floor_s, self.receiver_floor_s)
+
+
+def simulate(
+    plan: TransferPlan,
+    placement: Placement,
+    rates: LinkRates,
+    staging: Staging,
+    *,
+    faults: Faults | None = None,
+    verify_hashes: bool = True,
+    is_offloaded: bool = False,
+    has_group_barriers: bool = False,
+) -> Simulation:
+    """Predict one publish of a plan.
+
+    Args:
+        plan: Who sends what.
+        placement: Which GPU every rank of the plan is.
+        rates: What the hardware does.
+        staging: The watermark of every trainer rank.
+        faults: What is broken; None: nothing.
+        verify_hashes: Hash on both sides.
+        is_offloaded: Parameters come from host memory.
+        has_group_barriers: No rank writes experts before all have written what is dense. The pipeline needs none,
+            because its reads never communicate; a source that gathers with collectives would.
+
+    Raises:
+        PlanError: the placement lacks a rank.
+        WatermarkError: the watermark leaves no room for staging.
+    """
+    _check(plan, placement)
+    run = _Run(placement, rates, faults or Faults(), verify_hashes=verify_hashes, is_offloaded=is_offloaded)
+    limit = staging.max_slot_bytes
+    senders = [
+        _Sender(rank, placement.trainer_gpus[rank], run.faults.slow_ranks.get(rank, 1.0), *cut_loads(tasks, limit))
+        for rank, tasks in plan.tasks.items()
+    ]
+    run.begin(senders)
+    groups = MESH_GROUPS if has_group_barriers else (None,)
+    may_write_s = rates.control_s
+    for group in groups:
+        run.replay(senders, group, may_write_s)
+        may_write_s = max([may_write_s, *(sender.written_s for sender in senders)]) + rates.barrier_s
+    # The last barrier is the collection of what the ranks wrote; verification starts after it.
+    write_end_s = may_write_s - rates.barrier_s
+    receivers = run.verify(plan, may_write_s)
+    verify_end_s = max((one.verify_stop_s for one in receivers), default=may_write_s)
+    ranks = tuple(sender.timeline(staging.reserved_bytes) for sender in senders)
+    return Simulation(
+        total_s=verify_end_s + rates.control_s,
+        begin_s=rates.control_s,
+        write_end_s=write_end_s,
+        prepare_s=max((rank.busy_s("prepare") for rank in ranks), default=0.0),
+        write_s=max((rank.busy_s("write") for rank in ranks), default=0.0),
+        barrier_s=rates.barrier_s * len(groups),
+        verify_s=verify_end_s - may_write_s,
+        commit_s=rates.control_s,
+        sender_floor_s=max(run.sent_s.values(), default=0.0),
+        receiver_floor_s=max(run.received_s.values(), default=0.0),
+        peak_bytes=max((rank.peak_bytes for rank in ranks), default=0),
+        ranks=ranks,
+        receivers=receivers,
+    )
+
+
+def cut_loads(tasks: Sequence[Task], max_slot_bytes: int) -> tuple[list[SlotLoad], int]:
+    """Slot loads in schedule order, and the size of a slot, as pipeline.py makes them.
+
+    Raises:
+        PlanError: a task is larger than a slot.
+    """
+    starts: list[int] = []  # positions where other bytes begin: neighbours that differ in the replica share a packet
+    total = largest = 0
+    previous: Task | None = None
+    for position, task in enumerate(tasks):
+        if (
+            previous is None
+            or task.dest_offset_bytes != previous.dest_offset_bytes
+            or task.dest_rank != previous.dest_rank
+            or task.param != previous.param
+            or (task.num_bytes, task.dtype) != (previous.num_bytes, previous.dtype)
+            or (task.pieces is not previous.pieces and task.pieces != previous.pieces)
+        ):
+            starts.append(position)
+            size = _aligned(task.num_bytes)
+            total += size
+            largest = max(largest, size)
+            if task.num_bytes > max_slot_bytes:
+                raise PlanError(
+                    f"a task of {task.num_bytes} bytes for {task.param} does not fit a slot of {max_slot_bytes} bytes"
+                )
+        previous = task
+    slot_bytes = min(max_slot_bytes, max(largest, _aligned(-(-total // 4))))
+    loads: list[SlotLoad] = []
+    flows: dict[Destination, tuple[int, int]] = {}
+    used = packed = num_packets = 0
+    group = ""
+    for index, first in enumerate(starts):
+        size = tasks[first].num_bytes
+        if num_packets and (used + size > slot_bytes or num_packets == MAX_PACKETS):
+            loads.append(SlotLoad(group, packed, num_packets, flows))
+            flows, used, packed, num_packets = {}, 0, 0, 0
+        if not num_packets:
+            group = tasks[first].mesh_group
+        used += _aligned(size)
+        packed += size
+        num_packets += 1
+        stop = starts[index + 1] if index + 1 < len(starts) else len(tasks)
+        for task in tasks[first:stop]:
+            where = (task.replica, task.dest_rank)
+            num_bytes, num_ops = flows.get(where, (0, 0))
+            flows[where] = (num_bytes + size, num_ops + 1)
+    if num_packets:
+        loads.append(SlotLoad(group, packed, num_packets, flows))
+    return loads, slot_bytes
+
+
+class _Sender:
+    """One trainer rank under way: what each of its stages is done with."""
+
+    def __init__(self, rank: int, gpu: int, slowness: float, loads: list[SlotLoad], slot_bytes: int) -> None:
+        self.rank, self.gpu, self.slowness = rank, gpu, slowness
+        self.loads, self.slot_bytes = loads, slot_bytes
+        self.host_s = self.prepared_s = self.written_s = 0.0
+        self.slot_free_s = [0.0] * NUM_SLOTS
+        self.intervals: list[Interval] = []
+
+    def timeline(self, reserved_bytes: int) -> RankTimeline:
+        """What it did."""
+        return RankTimeline(
+            self.rank,
+            self.gpu,
+            tuple(self.intervals),
+            sum(load.sent_bytes for load in self.loads),
+            self.slot_bytes,
+            NUM_SLOTS * self.slot_bytes + reserved_bytes if self.loads else reserved_bytes,
+        )
+
+
+class _Run:
+    """The state of one simulation: until when every port is busy, and what passed it."""
+
+    def __init__(
+        self, placement: Placement, rates: LinkRates, faults: Faults, *, verify_hashes: bool, is_offloaded: bool
+    ) -> None:
+        self.placement, self.rates, self.faults = placement, rates, faults
+        self.verify_hashes, self.is_offloaded = verify_hashes, is_offloaded
+        self.sent_s: dict[Port, float] = {}
+        self.received_s: dict[Port, float] = {}
+        self._out_free_s: dict[Port, float] = {}
+        self._in_free_s: dict[Port, float] = {}
+        self._first_s: dict[Destination, float] = {}
+        self._last_s: dict[Destination, float] = {}
+        self._routes: dict[tuple[int, Destination], tuple[Port, Port, float]] = {}
+
+    def begin(self, senders: Sequence[_Sender]) -> None:
+        """Nobody packs before the replicas have begun."""
+        for sender in senders:
+            sender.host_s = sender.prepared_s = sender.written_s = self.rates.control_s
+            sender.slot_free_s = [self.rates.control_s] * NUM_SLOTS
+
+    def replay(self, senders: Sequence[_Sender], group: str | None, may_write_s: float) -> None:
+        """Run the loads of one mesh group (None: all) in the fixed order of the module's docstring."""
+        order: list[tuple[float, int, int]] = []
+        for position, sender in enumerate(senders):
+            sent_before = 0
+            for number, load in enumerate(sender.loads):
+                if group is None or load.mesh_group == group:
+                    order.append((sent_before * sender.slowness, number, position))
+                sent_before += load.sent_bytes
+        order.sort()
+        for _, number, position in order:
+            self._replay_load(senders[position], number, may_write_s)
+
+    def _replay_load(self, sender: _Sender, number: int, may_write_s: float) -> None:
+        load, rates = sender.loads[number], self.rates
+        slot = number % NUM_SLOTS
+
+        def note(stage: str, start_s: float, stop_s: float, num_bytes: int) -> None:
+            sender.intervals.append(Interval(stage, number, load.mesh_group, start_s, stop_s, num_bytes))
+
+        filled_s = sender.slot_free_s[slot]
+        if self.is_offloaded:
+            start_s = max(sender.host_s, filled_s)
+            filled_s = start_s + load.packed_bytes * sender.slowness / rates.host_bytes_s
+            sender.host_s = filled_s
+            note("host_to_device", start_s, filled_s, load.packed_bytes)
+        start_s = max(sender.prepared_s, filled_s)
+        passes = PACK_PASSES + (HASH_PASSES if self.verify_hashes else 0.0)
+        device_s = load.packed_bytes * passes * sender.slowness / rates.hbm_bytes_s
+        # The host launches the next load's kernels while the device works: the slower of the two counts.
+        sender.prepared_s = start_s + max(device_s, rates.load_launch_s)
+        note("prepare", start_s, sender.prepared_s, load.packed_bytes)
+
+        start_s = max(sender.prepared_s, sender.written_s, may_write_s)
+        sender.written_s = self._write(sender, load, start_s)
+        sender.slot_free_s[slot] = sender.written_s
+        note("write", start_s, sender.written_s, load.sent_bytes)
+
+    def _write(self, sender: _Sender, load: SlotLoad, start_s: float) -> float:
+        """When a load has passed all its ports."""
+        rates = self.rates
+        num_ops = sum(ops for _, ops in load.flows.values())
+        most_ops = max(max(ops for _, ops in load.flows.values()), -(-num_ops // MAX_LINK_THREADS))
+        num_rounds = -(-len(load.flows) // MAX_LINK_THREADS)
+        flowing_s = start_s + num_rounds * rates.write_latency_s + most_ops * rates.op_s
+        end_s = flowing_s
+        for where, (num_bytes, _) in load.flows.items():
+            out_port, in_port, rate = self._route(sender.gpu, where)
+            out_s, in_s = num_bytes * sender.slowness / rate, num_bytes / rate
+            self._out_free_s[out_port] = max(self._out_free_s.get(out_port, 0.0), flowing_s) + out_s
+            self._in_free_s[in_port] = max(self._in_free_s.get(in_port, 0.0), flowing_s) + in_s
+            self.sent_s[out_port] = self.sent_s.get(out_port, 0.0) + out_s
+            self.received_s[in_port] = self.received_s.get(in_port, 0.0) + in_s
+            arrived_s = max(self._out_free_s[out_port], self._in_free_s[in_port])
+            self._first_s.setdefault(where, flowing_s)
+            self._last_s[where] = max(self._last_s.get(where, 0.0), arrived_s)
+            end_s = max(end_s, arrived_s)
+        return end_s
+
+    def _route(self, gpu: int, where: Destination) -> tuple[Port, Port, float]:
+        """The ports between two GPUs, and their rate."""
+        found = self._routes.get((gpu, where))
+        if found is None:
+            placement = self.placement
+            to = placement.engine_gpus[where]
+            if placement.node_of(gpu) == placement.node_of(to):
+                found = ("nvlink", gpu), ("nvlink", to), self.rates.nvlink_bytes_s
+            else:
+                ports = (nic_of(one, placement, self.faults) for one in (gpu, to))
+                found = ("nic", next(ports)), ("nic", next(ports)), self.rates.nic_bytes_s
+            self._routes[gpu, where] = found
+        return found
+
+    def verify(self, plan: TransferPlan, start_s: float) -> tuple[ReceiverTimeline, ...]:
+        """Every receiver hashes what it got."""
+        timelines: list[ReceiverTimeline] = []
+        for where, params in plan.expected.items():
+            num_bytes = sum(params.values())
+            verify_s = num_bytes * HASH_PASSES / self.rates.hbm_bytes_s if self.verify_hashes else 0.0
+            timelines.append(
+                ReceiverTimeline(
+                    where,
+                    self.placement.engine_gpus[where],
+                    num_bytes,
+                    self._first_s.get(where, start_s),
+                    self._last_s.get(where, start_s),
+                    start_s,
+                    start_s + verify_s,
+                )
+            )
+        return tuple(timelines)
+
+
+def _check(plan: TransferPlan, placement: Placement) -> None:
+    missing = [f"trainer rank {rank}" for rank in plan.tasks if rank not in placement.trainer_gpus]
+    missing += [f"replica {r} rank {rank}" for r, rank in plan.expected if (r, rank) not in placement.engine_gpus]
+    if missing:
+        raise PlanError(f"the placement lacks {', '.join(missing[:3])}" + (", ..." if len(missing) > 3 else ""))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
