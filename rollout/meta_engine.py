@@ -34,7 +34,7 @@ from rollout.engine import engine_arguments
 from rollout.errors import UnsupportedWeights
 from rollout.weight_receiver import IDENTITY_EXPERTS, live_parameters
 from weight_sync.layout import DestLayout, PostLoad, TensorMeta
-from weight_sync.protocol import pack
+from weight_sync.layout_wire import layouts_to_bytes
 from weight_sync.recorder import record_layout
 
 _ALLOCATING: frozenset[Callable[..., Any]] = frozenset(
@@ -157,7 +157,7 @@ def main(request_file: str, layouts_file: str) -> int:
         text = " ".join(str(e).split())
         sys.stderr.write(f"\nerror: {type(e).__name__}: {text}\n")
         return 1
-    Path(layouts_file).write_bytes(pack(layouts))
+    Path(layouts_file).write_bytes(layouts_to_bytes(layouts))
     return 0
 
 

@@ -28,8 +28,9 @@ from typing import Any
 from conf.schema import Device, DType
 from rollout.engine import engine_environment
 from rollout.errors import EngineError
+from rollout.lifeline import OWNER_VARIABLE
 from weight_sync.layout import DestLayout, TensorMeta
-from weight_sync.protocol import pack, unpack
+from weight_sync.layout_wire import layouts_from_bytes, layouts_to_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +85,11 @@ def offline_layouts(
     file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.layouts"
     if file.is_file():
         try:
-            return unpack(tuple[DestLayout, ...], file.read_bytes())
+            return layouts_from_bytes(file.read_bytes())
         except Exception as e:  # whatever a damaged file makes of itself
             logger.warning("%s cannot be read (%s: %s); it is recorded again", file, type(e).__name__, e)
     layouts = _record(text)
-    _keep(file, pack(layouts))
+    _keep(file, layouts_to_bytes(layouts))
     return layouts
 
 
@@ -116,6 +117,7 @@ def _record(request: str) -> tuple[DestLayout, ...]:
         asked.write_text(request)
         root = str(Path(__file__).parent.parent)
         env = engine_environment(Device.cpu) | {"VLLM_LOGGING_LEVEL": "ERROR"} | dict(os.environ)
+        env[OWNER_VARIABLE] = str(os.getpid())  # it ends with this process, however this one ends
         env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
         try:
             done = subprocess.run(
@@ -133,7 +135,7 @@ def _record(request: str) -> tuple[DestLayout, ...]:
             told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
             why = told[-1] if told else (lines or ["it said nothing"])[-1]
             raise EngineError(f"the engine's layout cannot be recorded without an engine: {why}")
-        return unpack(tuple[DestLayout, ...], answered.read_bytes())
+        return layouts_from_bytes(answered.read_bytes())
 
 
 def _keep(file: Path, data: bytes) -> None:
