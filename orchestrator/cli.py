@@ -99,12 +99,8 @@ def _train(words: list[str]) -> int:
         print(cli_help.train(topic, flags.config_dir))
         return EXIT_OK
 
-    try:
+    with _names_missing_packages():
         from conf.load import load_run_config, resolved_yaml
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"this environment lacks {error.name}; run `make setup`, then see: slipstream doctor"
-        ) from error
 
     config = load_run_config(overrides, flags.config_dir)
     if flags.cfg == "job":
@@ -166,13 +162,9 @@ def _plan(words: list[str]) -> int:
 
         print(cli_help.plan())
         return EXIT_OK
-    try:
+    with _names_missing_packages():
         from conf.load import load_run_config
         from orchestrator import plan_command, plan_report
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"this environment lacks {error.name}; run `make setup`, then see: slipstream doctor"
-        ) from error
 
     config = load_run_config(overrides, flags.config_dir)
     hardware = plan_command.Hardware(
@@ -237,6 +229,17 @@ def _signals() -> Iterator[list[int]]:
         for signum, handler in previous.items():
             if handler is not None:  # None: it belonged to no Python code, and cannot be put back
                 signal.signal(signum, handler)
+
+
+@contextmanager
+def _names_missing_packages() -> Iterator[None]:
+    """Turn a failed import of a run's packages into advice."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"this environment lacks {error.name}; run `make setup`, then see: slipstream doctor"
+        ) from error
 
 
 def _is_users(error: SlipstreamError) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
+from fakes.vllm_oracle import vllm_loads
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from rollout.errors import EngineError, ReplicaNotServing
@@ -209,20 +210,6 @@ def assert_sampled_by(setup: Setup, asked: Prompt, rollout: Rollout) -> None:
         assert others.numel() == 0 or others.max() > 100 * MAX_LOGPROB_ERROR
 
 
-def vllm_loads(folder: Path) -> dict[str, str]:
-    """sha256 of every parameter of a second engine, in this process, that loads the checkpoint by itself."""
-    from vllm import LLM
-
-    engine = LLM(
-        model=str(folder), load_format="safetensors", skip_tokenizer_init=True, enforce_eager=True, dtype="float32",
-        max_model_len=256, kv_cache_memory_bytes=16 << 20, disable_log_stats=True,
-        worker_extension_cls="rollout.weight_receiver.WeightReceiver",
-    )  # fmt: skip
-    ((error, text, hashes),) = engine.collective_rpc("slipstream_read_params")
-    assert not error, text
-    return hashes
-
-
 async def test_a_worker_refuses_to_sample_before_the_first_version(setup: Setup):
     assert isinstance(setup.refusal, ReplicaNotServing)
     assert "dirty (version -1, epoch 0)" in str(setup.refusal)
@@ -265,7 +252,7 @@ async def test_after_a_publish_every_parameter_is_what_vllms_own_loader_makes(se
     report = await setup.publish(1)
     assert report.replicas[0].committed
     (ours,) = await setup.worker._engine.call_ranks("slipstream_read_params")
-    assert ours == await asyncio.to_thread(vllm_loads, setup.checkpoints.saved(1))
+    assert ours == await asyncio.to_thread(vllm_loads, setup.checkpoints.saved(1), "float32")
     assert any(name.endswith("w13_weight") for name in ours)
 
 

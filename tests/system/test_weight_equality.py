@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.vllm_oracle import vllm_loads
 
 from conf.load import load_run_config
 from conf.schema import Device, RunConfig
@@ -93,20 +94,6 @@ class TrainerProcesses:
             process.kill()
 
 
-def vllm_loads(folder: Path) -> dict[str, str]:
-    """sha256 of every parameter of an engine in this process that loads the checkpoint by itself."""
-    from vllm import LLM
-
-    engine = LLM(
-        model=str(folder), load_format="safetensors", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16",
-        max_model_len=256, kv_cache_memory_bytes=16 << 20, disable_log_stats=True,
-        worker_extension_cls="rollout.weight_receiver.WeightReceiver",
-    )  # fmt: skip
-    ((error, text, hashes),) = engine.collective_rpc("slipstream_read_params")
-    assert not error, text
-    return hashes
-
-
 @pytest.mark.parametrize("model", ["tiny_qwen3_moe", "tiny_qwen3"])
 async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(model: str, tmp_path: Path) -> None:
     from rollout.worker import RolloutWorker
@@ -136,6 +123,6 @@ async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(model: str
     finally:
         await worker.stop()
         await asyncio.to_thread(trainer.close)
-    expected = await asyncio.to_thread(vllm_loads, tmp_path / "merged")
+    expected = await asyncio.to_thread(vllm_loads, tmp_path / "merged", "bfloat16")
     assert first == expected
     assert again == expected
