@@ -48,7 +48,7 @@ done
 [ -n "$python" ] || fail "needs Python 3.11 or 3.12 on PATH"
 say "$target environment with $($python --version) from $lock ($(wc -l <"$lock") packages, about a minute)"
 
-if [ -x .venv/bin/python ] && [ "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = "$($python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" ]; then :; else
+if .venv/bin/python -m pip --version >/dev/null 2>&1 && [ "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = "$($python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" ]; then :; else
   rm -rf .venv; "$python" -m venv .venv
 fi
 rm -f .venv/.slipstream-stamp

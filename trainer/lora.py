@@ -1,8 +1,8 @@
 """Low-rank adapters: y = x W^T + (alpha / rank) * (x A^T) B^T, never W + B A (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
 
-Owns the adapted linear layer and the switch that turns adapters off. A and B are float32 parameters, cast to the
-compute dtype in forward; under FSDP2 the cast happens in the all-gather, so only half the bytes move. Adapters of
-routed experts live in `trainer.moe.experts`.
+Owns the adapted linear layer and the switch that turns adapters off. A and B are parameters in trainer.lora.dtype, cast
+to the compute dtype in forward; under FSDP2 the cast happens in the all-gather, so that only the smaller format moves.
+Adapters of routed experts live in `trainer.moe.experts`.
 
 A layer's weight may be float32 while activations are bfloat16 (full training): the weight follows the activations.
 """
@@ -17,6 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import LoraConfig
+
+
+def adapter_dtype(lora: LoraConfig) -> torch.dtype:
+    """Format of the adapters' parameters."""
+    return getattr(torch, lora.dtype.value)
 
 
 class Adapted(nn.Module):
@@ -47,8 +52,9 @@ class Linear(Adapted):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=weight_dtype))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=weight_dtype)) if bias else None
         if lora is not None:
-            self.lora_A = nn.Parameter(torch.empty(lora.rank, in_features, dtype=torch.float32))
-            self.lora_B = nn.Parameter(torch.empty(out_features, lora.rank, dtype=torch.float32))
+            dtype = adapter_dtype(lora)
+            self.lora_A = nn.Parameter(torch.empty(lora.rank, in_features, dtype=dtype))
+            self.lora_B = nn.Parameter(torch.empty(out_features, lora.rank, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""

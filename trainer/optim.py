@@ -1,7 +1,8 @@
 """AdamW on this rank's shards: the schedule, the global gradient norm, clipping, and the refusal of non-finite steps.
 
-Owns the moments and the decision whether a step happens. Does not own the policy version (rank.py) nor where shards
-lie (parallel.py): it sees plain local tensors, each with the number of ranks that hold the same values.
+Owns the decision whether a step happens, and how large it is. Does not own the moments (adamw.py), the policy version
+(rank.py) nor where shards lie (parallel.py): it sees plain local tensors, each with the number of ranks that hold the
+same values.
 
 Invariants: every rank takes the same decision, because it is a function of one all-reduced pair of numbers;
 the norm counts each element of the model once, however dense parameters and experts are laid out; when the
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conf.schema import OptimConfig
+from trainer.adamw import make_update_rule
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
@@ -42,7 +44,7 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
 class TrainableShard:
     """This rank's part of one trainable parameter.
 
-    `values` aliases the parameter's storage (plain float32 tensor, may be empty); `num_copies` ranks hold
+    `values` aliases the parameter's storage (a plain float32 or bfloat16 tensor, may be empty); `num_copies` ranks hold
     these same values.
     """
 
@@ -62,7 +64,7 @@ class StepResult:
 
 
 class ShardedAdamW:
-    """torch.optim.AdamW over local shards, with the global decisions around it."""
+    """AdamW over local shards, with the global decisions around it."""
 
     def __init__(
         self,
@@ -73,31 +75,14 @@ class ShardedAdamW:
         device: torch.device,
     ) -> None:
         """Args: `group` spans all trainer ranks and can reduce tensors of `device`; None means a single rank."""
-        for shard in shards:
-            if shard.values.dtype is not torch.float32:
-                raise ValueError(
-                    f"trainable parameter {shard.name} is {shard.values.dtype}; the optimizer keeps float32"
-                )
         self._shards = list(shards)
         self._config = config
         self._num_steps = num_steps
         self._group = group
         self._device = device
         self.num_updates = 0
-        held = [shard.values for shard in self._shards if shard.values.numel()]
-        beta1, beta2 = config.betas
-        self._adamw = (
-            torch.optim.AdamW(
-                held,
-                lr=config.lr,
-                betas=(beta1, beta2),
-                eps=config.eps,
-                weight_decay=config.weight_decay,
-                fused=True,
-            )
-            if held
-            else None
-        )
+        self._held = [shard for shard in self._shards if shard.values.numel()]
+        self._rule = make_update_rule([shard.values for shard in self._held], config) if self._held else None
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor | None], local_loss: float) -> StepResult:
@@ -109,7 +94,7 @@ class ShardedAdamW:
             local_loss: this rank's share of the batch's loss; only its finiteness is used.
         """
         full = [
-            torch.zeros_like(shard.values) if grad is None else grad.float()
+            torch.zeros_like(shard.values) if grad is None else grad.to(shard.values.dtype)
             for shard, grad in zip(self._shards, gradients, strict=True)
         ]
         grad_norm, is_finite = self._global_norm(full, local_loss)
@@ -119,13 +104,8 @@ class ShardedAdamW:
 
         if 0 < self._config.max_grad_norm < grad_norm:
             torch._foreach_mul_(full, self._config.max_grad_norm / grad_norm)
-        if self._adamw is not None:
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
-            for shard, grad in zip(self._shards, full, strict=True):
-                shard.values.grad = grad if shard.values.numel() else None
-            self._adamw.step()
-            self._adamw.zero_grad(set_to_none=True)
+        if self._rule is not None:
+            self._rule.step([grad for grad in full if grad.numel()], lr)
         self.num_updates += 1
         return StepResult(grad_norm, lr, is_finite=True)
 
@@ -136,7 +116,7 @@ class ShardedAdamW:
         held = [(grad, shard.num_copies) for grad, shard in zip(gradients, self._shards, strict=True) if grad.numel()]
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         if held:
-            norms = torch.stack(torch._foreach_norm([grad for grad, _ in held])).double()
+            norms = torch.stack(torch._foreach_norm([grad for grad, _ in held], dtype=torch.float32)).double()
             copies = torch.tensor([num_copies for _, num_copies in held], dtype=torch.float64, device=self._device)
             total[0] = (norms * norms / copies).sum()
         total[1] = float(not math.isfinite(local_loss))
@@ -147,30 +127,20 @@ class ShardedAdamW:
         return grad_norm, math.isfinite(grad_norm) and num_bad_losses == 0
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Moments by "<parameter>.exp_avg" and "<parameter>.exp_avg_sq"; zeros before the first update."""
-        tensors: dict[str, Tensor] = {}
-        for shard in self._shards:
-            state = self._state_of(shard)
-            for key in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{shard.name}.{key}"] = state.get(key, torch.zeros_like(shard.values))
-        return tensors
+        """Moments by "<parameter>.exp_avg" and "<parameter>.exp_avg_sq" (8 bits: and ".codes", ".scale" behind it)."""
+        per_shard = self._rule.tensors() if self._rule is not None else []
+        return {
+            f"{shard.name}.{key}": tensor
+            for shard, moments in zip(self._held, per_shard, strict=True)
+            for key, tensor in moments.items()
+        }
 
     def load_state_tensors(self, tensors: dict[str, Tensor], num_updates: int) -> None:
         """Set the moments and the place in the schedule; the inverse of `state_tensors`."""
-        for shard in self._shards:
-            if self._adamw is None or not shard.values.numel():
-                continue
-            # AdamW fills an empty state by itself at the first step, which would drop loaded moments: create it whole.
-            self._adamw.state[shard.values] = {
-                "step": torch.tensor(float(num_updates), dtype=torch.float32, device=shard.values.device),
-                **{
-                    key: tensors[f"{shard.name}.{key}"].to(shard.values.device, torch.float32).clone()
-                    for key in ("exp_avg", "exp_avg_sq")
-                },
-            }
+        if self._rule is not None:
+            per_shard = [
+                {key: tensors[f"{shard.name}.{key}"] for key in moments}
+                for shard, moments in zip(self._held, self._rule.tensors(), strict=True)
+            ]
+            self._rule.load(per_shard, num_updates)
         self.num_updates = num_updates
-
-    def _state_of(self, shard: TrainableShard) -> dict[str, Tensor]:
-        if self._adamw is None or shard.values not in self._adamw.state:
-            return {}
-        return self._adamw.state[shard.values]

@@ -357,6 +357,8 @@ class TrainerRank:
             "trainer.mode": self._trainer.mode.value,
             "trainer.lora.rank": lora.rank if is_lora else None,
             "trainer.lora.alpha": lora.alpha if is_lora else None,
+            "trainer.lora.dtype": lora.dtype.value if is_lora else None,
+            "trainer.optim.state": self._trainer.optim.state.value,
             "model.dtype": self._model.dtype.value,
             "device": self._device.type,
             "model.hf_config": self._hf_config,

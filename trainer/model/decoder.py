@@ -201,7 +201,7 @@ def build_decoder(
 ) -> Decoder:
     """Construct on meta, apply FSDP2, allocate on `device`. Values are undefined until `trainer.loading.load_weights`.
 
-    Trainable parameters are float32; frozen ones (all but the adapters in LoRA mode) are in `dtype`.
+    Trainable weights are float32, adapters in trainer.lora.dtype; frozen weights (LoRA mode) are in `dtype`.
 
     Raises:
         ConfigError: ep_size does not divide the experts, or LoRA finds nothing to adapt.

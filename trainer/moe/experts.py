@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import LoraConfig
-from trainer.lora import Adapted
+from trainer.lora import Adapted, adapter_dtype
 from trainer.moe.grouped import choose_grouped_backend, grouped_linear
 
 
@@ -50,10 +50,11 @@ class Experts(Adapted):
         self.down_proj = stacked(hidden, width, weight_dtype)
         self.backend = choose_grouped_backend(device, compute_dtype, (hidden, width, 2 * width))
         if lora is not None:
-            self.gate_up_lora_A = stacked(lora.rank, hidden, torch.float32)
-            self.gate_up_lora_B = stacked(2 * width, lora.rank, torch.float32)
-            self.down_lora_A = stacked(lora.rank, width, torch.float32)
-            self.down_lora_B = stacked(hidden, lora.rank, torch.float32)
+            dtype = adapter_dtype(lora)
+            self.gate_up_lora_A = stacked(lora.rank, hidden, dtype)
+            self.gate_up_lora_B = stacked(2 * width, lora.rank, dtype)
+            self.down_lora_A = stacked(lora.rank, width, dtype)
+            self.down_lora_B = stacked(hidden, lora.rank, dtype)
             self.lora_backend = choose_grouped_backend(device, compute_dtype, (hidden, width, 2 * width, lora.rank))
 
     def forward(self, rows_SH: Tensor, counts_E: Tensor) -> Tensor:

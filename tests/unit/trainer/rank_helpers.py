@@ -58,6 +58,7 @@ def make_rank(
     dtype: DType = DType.float32,
     algorithm: AlgorithmConfig | None = None,
     optim: OptimConfig | None = None,
+    lora_dtype: DType = DType.float32,
 ) -> TrainerRank:
     """A loaded rank of the tiny policy."""
     made = TrainerRank(
@@ -66,7 +67,7 @@ def make_rank(
             num_ranks=world_size,
             ep_size=ep_size,
             mode=mode,
-            lora=LoraConfig(rank=4, alpha=8.0),
+            lora=LoraConfig(rank=4, alpha=8.0, dtype=lora_dtype),
             optim=optim or OptimConfig(lr=1e-2),
             logprob_chunk_tokens=5,
         ),

@@ -10,7 +10,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from conf.schema import OptimConfig
+from conf.schema import OptimConfig, OptimState
+from trainer.errors import TrainerError
 from trainer.optim import ShardedAdamW, TrainableShard, learning_rate
 
 CPU = torch.device("cpu")
@@ -90,31 +91,83 @@ def test_missing_gradients_count_as_zeros_so_that_layouts_agree():
     assert torch.equal(given_zero, given_none)
 
 
-def test_loaded_state_continues_bitwise():
-    config = OptimConfig(lr=0.1, warmup_steps=2, final_lr_fraction=0.1)
+@pytest.mark.parametrize(
+    ("state", "dtype"),
+    [
+        *((state, torch.float32) for state in OptimState),
+        *((state, torch.bfloat16) for state in OptimState if state is not OptimState.host),
+    ],
+    ids=str,
+)
+def test_loaded_state_continues_bitwise(state, dtype):
+    config = OptimConfig(lr=0.1, warmup_steps=2, final_lr_fraction=0.1, state=state)
     generator = torch.Generator().manual_seed(0)
-    grads = [torch.randn(5, generator=generator) for _ in range(4)]
-    straight, resumed = torch.ones(5), torch.ones(5)
-    optimizer = make(config, straight)
+    shapes = [(16, 512), (5,)]  # large enough for 8 bits, and not
+    grads = [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(4)]
+    straight = [torch.ones(shape, dtype=dtype) for shape in shapes]
+    resumed = [torch.ones(shape, dtype=dtype) for shape in shapes]
+    torch.manual_seed(7)  # of stochastic rounding
+    optimizer = make(config, *straight)
+    for step in range(4):
+        if step == 2:
+            torch.manual_seed(8)
+        optimizer.step([grad.clone() for grad in grads[step]], 0.0)
+    torch.manual_seed(7)
+    first = make(config, *resumed)
+    for step in range(2):
+        first.step([grad.clone() for grad in grads[step]], 0.0)
+    saved = {name: tensor.clone() for name, tensor in first.state_tensors().items()}
+    second = make(config, *resumed)
+    second.load_state_tensors(saved, num_updates=2)
+    torch.manual_seed(8)
+    for step in range(2, 4):
+        second.step([grad.clone() for grad in grads[step]], 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+    assert not torch.equal(straight[0], torch.ones(shapes[0], dtype=dtype))
+
+
+@pytest.mark.parametrize("state", [OptimState.bfloat16, OptimState.int8, OptimState.host])
+def test_reduced_moments_take_nearly_the_float32_steps(state):
+    """Adam moves every element by about lr a step: after 8 steps of 0.01 the two may differ by a few percent of that.
+    8-bit moments of blocks of 256 have a relative error of about 1 %; host moments have none.
+    """
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(16, 512, generator=generator) for _ in range(8)]
+    exact, reduced = torch.zeros(16, 512), torch.zeros(16, 512)
+    one = make(OptimConfig(lr=0.01, weight_decay=0.1), exact)
+    other = make(OptimConfig(lr=0.01, weight_decay=0.1, state=state), reduced)
     for grad in grads:
-        optimizer.step([grad.clone()], 0.0)
-    first = make(config, resumed)
-    for grad in grads[:2]:
-        first.step([grad.clone()], 0.0)
-    state = {name: tensor.clone() for name, tensor in first.state_tensors().items()}
-    second = make(config, resumed)
-    second.load_state_tensors(state, num_updates=2)
-    for grad in grads[2:]:
-        second.step([grad.clone()], 0.0)
-    assert torch.equal(straight, resumed)
+        one.step([grad.clone()], 0.0)
+        other.step([grad.clone()], 0.0)
+    error = ((reduced - exact).norm() / exact.norm()).item()
+    assert error <= {OptimState.bfloat16: 0.02, OptimState.int8: 0.06, OptimState.host: 1e-7}[state]
+    if state is not OptimState.host:
+        assert error > 0  # or the moments are not reduced at all
+
+
+def test_8_bit_moments_take_two_bytes_a_parameter():
+    values = torch.zeros(64, 1024)
+    tensors = make(OptimConfig(state=OptimState.int8), values).state_tensors()
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    assert num_bytes == values.numel() * (2 + 2 * 4 / 256)
+
+
+def test_bfloat16_parameters_move_by_less_than_their_last_bit_on_average():
+    """At 1.0 a bfloat16 can only move by 2^-8 downwards; a step of 1e-4 is lost every time when rounded to nearest."""
+    torch.manual_seed(0)
+    values = torch.ones(64, 512, dtype=torch.bfloat16)
+    optimizer = make(OptimConfig(lr=1e-4, state=OptimState.int8), values)
+    for _ in range(10):
+        optimizer.step([torch.ones(64, 512, dtype=torch.bfloat16)], 0.0)
+    assert (1 - values.float()).mean().item() == pytest.approx(1e-3, rel=0.1)
 
 
 def test_empty_shards_and_state_before_the_first_update():
     optimizer = make(OptimConfig(), torch.zeros(0, 4))
     assert optimizer.step([torch.zeros(0, 4)], 0.0).is_finite
-    assert optimizer.state_tensors()["p0.exp_avg"].shape == (0, 4)
+    assert optimizer.state_tensors() == {}
 
 
-def test_parameters_in_low_precision_are_refused():
-    with pytest.raises(ValueError, match="bfloat16"):
-        make(OptimConfig(), torch.zeros(2, dtype=torch.bfloat16))
+def test_host_moments_refuse_bfloat16_parameters():
+    with pytest.raises(TrainerError, match=r"trainer\.lora\.dtype=float32"):
+        make(OptimConfig(state=OptimState.host), torch.zeros(2, dtype=torch.bfloat16))

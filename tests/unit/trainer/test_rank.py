@@ -13,7 +13,7 @@ import pytest
 import torch
 from rank_helpers import count, fill_adapters, join_ranks, local_gradients, make_rank, make_samples, spawn
 
-from conf.schema import AlgorithmConfig, Normalization, OptimConfig, TrainMode
+from conf.schema import AlgorithmConfig, DType, Normalization, OptimConfig, OptimState, TrainMode
 from trainer.errors import CheckpointError, LayoutError, TrainerError
 from trainer.rank import TrainerRank
 from trainer.types import Denominators
@@ -104,6 +104,27 @@ def test_two_ranks_train_like_one(two_ranks, ep_size, mode):
         assert part["norm"] == pytest.approx(norm, rel=1e-5)
         assert part["resumed alike"]
         assert "hold other microbatches" in part["disagreement"]
+
+
+def test_bfloat16_adapters_learn_with_8_bit_moments_and_resume_exactly(tmp_path):
+    """The loss of a fixed batch falls, and a state written in the middle continues bitwise."""
+    rank = make_rank(dtype=DType.bfloat16, lora_dtype=DType.bfloat16, optim=OptimConfig(lr=1e-2, state=OptimState.int8))
+    losses = []
+    for step in range(8):
+        if step == 4:
+            rank.save_state(tmp_path)
+        samples = make_samples(version=step)
+        stats = rank.forward_backward([samples], count(samples, step))
+        losses.append(stats.sums["loss/total_sum"])
+        assert rank.optimizer_step().is_finite
+    assert losses[-1] < losses[0]
+    after = [shard.values.clone() for shard in rank._shards]
+    rank.load_state(tmp_path)
+    for step in range(4, 8):
+        samples = make_samples(version=step)
+        rank.forward_backward([samples], count(samples, step))
+        rank.optimizer_step()
+    assert all(torch.equal(a, shard.values) for a, shard in zip(after, rank._shards, strict=True))
 
 
 def test_loss_and_gradients_do_not_depend_on_the_microbatch_split():

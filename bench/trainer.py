@@ -1,0 +1,444 @@
+"""One optimizer step of expert LoRA on one GPU: Slipstream's trainer, transformers + PEFT, and what the chip can do.
+
+    python bench/trainer.py                                    Qwen3-30B-A3B's shape, r=64, 1k to 32k tokens, one H200
+    python bench/trainer.py --tokens 4096 --rows ours-float32 peft-float32 --profile
+    python bench/trainer.py --tiny                             a CPU will do
+
+Both train the same random weights (bfloat16, drawn by name from one seed) on the same tokens, one sequence a step, with
+LoRA on q, k, v, o and on gate, up and down of every expert (gate and up of an expert share one A, as PEFT has it),
+activation checkpointing, and AdamW with the same formats of adapters and moments; each step is forward, backward and
+update. The loss of the first step is printed for both: it is the same number. The peer's loss is the mean cross-entropy
+that transformers computes from whole logits; ours is the policy loss at advantage 1 over the same tokens. Each row is a
+process of its own:
+
+    ours-float32    float32 adapters and moments            peft-float32     the same, torch.optim.AdamW(fused)
+    ours-bfloat16   bfloat16 adapters and moments           peft-bfloat16    the same
+    ours-int8       bfloat16 adapters, 8-bit moments        ours-host        float32 adapters, moments in host memory
+
+MFU counts the multiplications of the model (frozen weights forward and to activations, adapters three times, causal
+attention), without those of recomputation, against the datasheet's 989 TFLOP/s; "of the roofline" against a large
+matrix product measured in the same run, with recomputation counted. Writes bench/results/trainer-<device>.json; --plot
+draws it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # instead of this folder, where this file hides the package trainer
+
+from bench.runs import environment  # noqa: E402
+
+ROWS = ("ours-float32", "ours-bfloat16", "ours-int8", "ours-host", "peft-float32", "peft-bfloat16")
+PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0}
+"""Dense bfloat16, from the datasheets."""
+SEED = 3
+
+
+def model_config(args: argparse.Namespace) -> dict[str, Any]:
+    """config.json; the defaults are Qwen3-30B-A3B's."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": args.vocab,
+        "hidden_size": args.hidden,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": max(1, args.heads // 8),
+        "head_dim": args.head_dim,
+        "intermediate_size": 3 * args.hidden,
+        "moe_intermediate_size": args.width,
+        "num_experts": args.experts,
+        "num_experts_per_tok": min(8, args.experts),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    }
+
+
+# ---- what a step multiplies ----
+
+
+def flops_per_token(config: dict[str, Any], rank: int, num_tokens: int) -> tuple[float, float]:
+    """(model, with full recomputation) FLOPs of one trained token in a sequence of `num_tokens`.
+
+    A frozen weight costs 2 forward and 2 to its input's gradient; an adapter 2 + 2 + 2; causal attention 2 T per head
+    and channel forward for scores and values together (half of 4 T), 2.5 times that backward.
+    """
+    hidden, width, heads, dim = (
+        config[k] for k in ("hidden_size", "moe_intermediate_size", "num_attention_heads", "head_dim")
+    )
+    layers, top_k, kv_heads = (config[k] for k in ("num_hidden_layers", "num_experts_per_tok", "num_key_value_heads"))
+    attention = 2 * hidden * heads * dim + 2 * hidden * kv_heads * dim
+    experts = top_k * 3 * hidden * width
+    head = hidden * config["vocab_size"]
+    frozen = layers * (attention + experts + hidden * config["num_experts"])
+    attention_lora = rank * (2 * (hidden + heads * dim) + 2 * (hidden + kv_heads * dim))
+    expert_lora = top_k * rank * ((hidden + 2 * width) + (width + hidden))
+    adapters = layers * (attention_lora + expert_lora)
+    scores = layers * 2 * num_tokens * heads * dim
+    forward = 2 * frozen + 2 * adapters + scores
+    model = 4 * (frozen + head) + 6 * adapters + 3.5 * scores
+    return float(model), float(model + forward)
+
+
+def measured_limits(device: str) -> dict[str, float]:
+    """TFLOP/s of a large bfloat16 product and GB/s of a large copy (bytes read and written)."""
+    import torch
+
+    size = 8192 if device == "cuda" else 512
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    big = torch.empty((4 << 30) if device == "cuda" else (64 << 20), dtype=torch.uint8, device=device)
+    other = torch.empty_like(big)
+    return {
+        "matmul_tflops": 2 * size**3 / _seconds(lambda: a @ b, device) / 1e12,
+        "copy_gb_per_s": 2 * big.numel() / _seconds(lambda: other.copy_(big), device) / 1e9,
+    }
+
+
+def _seconds(work: Any, device: str, repeats: int = 10) -> float:
+    for _ in range(3):
+        work()
+    times = []
+    for _ in range(repeats):
+        _sync(device)
+        began = time.perf_counter()
+        work()
+        _sync(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _sync(device: str) -> None:
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+# ---- one row, in its own process ----
+
+
+class Ours:
+    """TrainerRank, as a run uses it."""
+
+    def __init__(self, config: dict[str, Any], state: str, args: argparse.Namespace) -> None:
+        from conf import schema
+        from trainer.rank import TrainerRank
+
+        adapters = "float32" if state in ("float32", "host") else "bfloat16"
+        self._rank = TrainerRank(
+            model=schema.ModelConfig(init=schema.Init.random, hf_config=config, dtype=schema.DType.bfloat16),
+            trainer=schema.TrainerConfig(
+                lora=schema.LoraConfig(rank=args.rank, alpha=2.0 * args.rank, dtype=schema.DType(adapters)),
+                optim=schema.OptimConfig(lr=1e-5, state=schema.OptimState(state)),
+                activation_checkpointing=True,
+            ),
+            algorithm=schema.AlgorithmConfig(),
+            sampling_temperature=1.0,
+            weight_sync=schema.WeightSyncConfig(),
+            seed=SEED,
+            num_steps=1000,
+            rank=0,
+            world_size=1,
+            rendezvous="",
+            device=args.device,
+            hf_config=config,
+            sync_key=b"slipstream-bench-trainer",
+        )
+        self.facts = {"backends": self._rank.load()["backends"]}
+
+    def step(self, token_ids: Any) -> float:
+        """Forward, backward, update. Returns the mean negative log-probability before the update."""
+        import numpy as np
+
+        from trainer.types import Denominators, Sample
+
+        num_tokens = len(token_ids)
+        mask = np.arange(num_tokens) > 0
+        sample = Sample(
+            token_ids=token_ids.astype(np.int32),
+            loss_mask=mask,
+            rollout_logprobs=np.zeros(num_tokens, np.float32),
+            advantages=mask.astype(np.float32),
+            oldest_version=self._rank.policy_version,
+        )
+        denominators = Denominators(int(mask.sum()), 1, self._rank.policy_version)
+        stats = self._rank.forward_backward([[sample]], denominators)
+        self._rank.optimizer_step()
+        # With rollout log-probabilities of 0, k3 = exp(logprob) - logprob - 1, and exp(logprob) is 1e-5 here.
+        return stats.sums["parity/k3_sum"] / int(mask.sum()) + 1.0
+
+
+class Peft:
+    """transformers + PEFT, experts through grouped_mm where the device has it."""
+
+    def __init__(self, config: dict[str, Any], state: str, args: argparse.Namespace) -> None:
+        import torch
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+        kwargs = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
+        hf = Qwen3MoeConfig(**kwargs, use_cache=False)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(hf, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model.to_empty(device=args.device)
+        _fill_hf(model, config, args.device)
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("grouped_mm")
+        lora = LoraConfig(
+            r=args.rank,
+            lora_alpha=2 * args.rank,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            bias="none",
+        )
+        self._model: Any = get_peft_model(model, lora, autocast_adapter_dtype=state == "float32")
+        self._model.train()
+        self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._model.enable_input_require_grads()
+        trainable = [p for p in self._model.parameters() if p.requires_grad]
+        self._adamw = torch.optim.AdamW(trainable, lr=1e-5, weight_decay=0.0, fused=True)
+        self._trainable, self._device = trainable, args.device
+        experts = getattr(hf, "_experts_implementation", None)
+        self.facts = {
+            "num_trainable": sum(p.numel() for p in trainable),
+            "adapter_dtypes": sorted({str(p.dtype) for p in trainable}),
+            "experts": str(experts),
+        }
+
+    def step(self, token_ids: Any) -> float:
+        """Forward, backward, update. Returns the loss before the update."""
+        import torch
+
+        ids = torch.from_numpy(token_ids).to(self._device)[None]
+        loss = self._model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._trainable, 1.0, foreach=True)
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+
+def _fill_hf(model: Any, config: dict[str, Any], device: str) -> None:
+    """The same values that TrainerRank draws, by checkpoint name; experts are stacked in transformers."""
+    import torch
+
+    from trainer.loading import RandomReader
+    from trainer.model.spec import ModelSpec
+    from weight_sync.layout import Region
+
+    spec = ModelSpec.from_hf_config(config)
+    reader = RandomReader(spec, seed=SEED, std=0.02, device=device)
+    params = dict(model.named_parameters())
+    with torch.no_grad():
+        for meta in spec.checkpoint_tensors("bfloat16"):
+            values = reader.read(meta.name, Region((0,) * len(meta.shape), meta.shape))
+            prefix, _, rest = meta.name.partition(".experts.")
+            if not rest:
+                params[meta.name].copy_(values)
+                continue
+            expert, leaf, _ = rest.split(".")
+            width = config["moe_intermediate_size"]
+            if leaf == "down_proj":
+                params[f"{prefix}.experts.down_proj"][int(expert)].copy_(values)
+            else:
+                rows = slice(0, width) if leaf == "gate_proj" else slice(width, 2 * width)
+                params[f"{prefix}.experts.gate_up_proj"][int(expert), rows].copy_(values)
+        for module in model.modules():  # not in a checkpoint: inverse frequencies, which to_empty() left undefined
+            if hasattr(module, "inv_freq"):
+                half = torch.arange(0, config["head_dim"], 2, dtype=torch.float32, device=device)
+                module.inv_freq = 1.0 / config["rope_theta"] ** (half / config["head_dim"])
+                if hasattr(module, "original_inv_freq"):
+                    module.original_inv_freq = module.inv_freq
+
+
+def run_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All lengths of one row."""
+    import numpy as np
+    import torch
+
+    kind, state = name.split("-")
+    config = model_config(args)
+    began = time.perf_counter()
+    subject: Any = (Ours if kind == "ours" else Peft)(config, state, args)
+    row: dict[str, Any] = {"row": name, "load_s": time.perf_counter() - began, **subject.facts, "lengths": {}}
+    limits = measured_limits(args.device)
+    row["limits"] = limits
+    for num_tokens in args.tokens:
+        token_ids = np.random.default_rng(num_tokens).integers(0, args.vocab, num_tokens)
+        cuda = args.device == "cuda"
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            losses, times = [], []
+            for _ in range(args.warmup + args.repeats):
+                _sync(args.device)
+                started = time.perf_counter()
+                losses.append(subject.step(token_ids))
+                _sync(args.device)
+                times.append(time.perf_counter() - started)
+        except torch.OutOfMemoryError as error:
+            row["lengths"][num_tokens] = {"failed": f"out of memory: {str(error).splitlines()[0]}"}
+            break
+        step_s = statistics.median(times[args.warmup :])
+        model, executed = flops_per_token(config, args.rank, num_tokens)
+        per_s = num_tokens / step_s
+        peak = PEAK_TFLOPS.get(torch.cuda.get_device_name()) if cuda else None
+        row["lengths"][num_tokens] = {
+            "tokens_per_s": per_s,
+            "step_s": step_s,
+            "min_s": min(times[args.warmup :]),
+            "max_s": max(times[args.warmup :]),
+            "first_loss": losses[0],
+            "mfu": model * per_s / peak / 1e12 if peak else None,
+            "of_roofline": executed * per_s / limits["matmul_tflops"] / 1e12,
+            "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
+            "tokens_per_dollar": per_s * 3600 / args.dollars_per_gpu_hour,
+        }
+        print(name, num_tokens, json.dumps(row["lengths"][num_tokens]), flush=True)
+    if args.profile and args.device == "cuda":
+        row["kernels"] = profile(subject, np.random.default_rng(4096).integers(0, args.vocab, args.tokens[0]))
+    return row
+
+
+def profile(subject: Any, token_ids: Any) -> list[dict[str, Any]]:
+    """Device time of one step by kernel, longest first."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        subject.step(token_ids)
+        torch.cuda.synchronize()
+    events = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
+    events.sort(key=lambda e: -e.self_device_time_total)
+    return [{"kernel": e.key[:120], "ms": e.self_device_time_total / 1e3, "calls": e.count} for e in events[:40]]
+
+
+# ---- the whole table ----
+
+
+def print_table(report: dict[str, Any]) -> None:
+    """Rows by lengths."""
+    heads = ("tok/s", "step s", "MFU", "roofline", "peak GB", "Mtok/$", "loss")
+    print(f"\n{'row':16}{'tokens':>8}" + "".join(f"{head:>10}" for head in heads))
+    for name, row in report["rows"].items():
+        for num_tokens, cell in row.get("lengths", {}).items():
+            if "failed" in cell:
+                print(f"{name:16}{num_tokens:>8}  {cell['failed']}")
+                continue
+            mfu = "-" if cell["mfu"] is None else f"{cell['mfu']:.1%}"
+            peak = "-" if cell["peak_gb"] is None else f"{cell['peak_gb']:.1f}"
+            cells = (
+                f"{cell['tokens_per_s']:.0f}",
+                f"{cell['step_s']:.3f}",
+                mfu,
+                f"{cell['of_roofline']:.1%}",
+                peak,
+                f"{cell['tokens_per_dollar'] / 1e6:.2f}",
+                f"{cell['first_loss']:.4f}",
+            )
+            print(f"{name:16}{num_tokens:>8}" + "".join(f"{one:>10}" for one in cells))
+        for kernel in row.get("kernels", [])[:15]:
+            print(f"    {kernel['ms']:8.2f} ms {kernel['calls']:>6} x  {kernel['kernel'][:90]}")
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Tokens per second and peak memory against length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for name, row in report["rows"].items():
+        cells = {int(k): v for k, v in row.get("lengths", {}).items() if "failed" not in v}
+        style = "o-" if name.startswith("ours") else "s--"
+        axes[0].plot(list(cells), [c["tokens_per_s"] for c in cells.values()], style, label=name)
+        if all(c["peak_gb"] is not None for c in cells.values()):
+            axes[1].plot(list(cells), [c["peak_gb"] for c in cells.values()], style, label=name)
+    for axis, title in zip(axes, ("tokens per second", "peak memory, GB"), strict=True):
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("tokens in the sequence")
+        axis.set_title(title)
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
+    print(f"drawn: {path}")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16384, 32768])
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dollars-per-gpu-hour", type=float, default=3.5, help="an H200 rented by the hour, 2026")
+    parser.add_argument("--profile", action="store_true", help="device time by kernel, at the first length")
+    parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the JSON of --out and end")
+    parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.tiny:
+        args.layers, args.experts, args.hidden, args.width, args.vocab, args.rank = 2, 8, 64, 32, 512, 8
+        args.heads, args.head_dim, args.tokens = 8, 16, [64, 128]
+    return args
+
+
+def main() -> None:
+    """Run the rows one after the other."""
+    args = parse()
+    import torch
+
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    out: Path = args.out or ROOT / "bench" / "results" / f"trainer-{'gpu' if args.device == 'cuda' else 'cpu'}.json"
+    if args.plot:
+        plot(json.loads(out.read_text()), args.plot)
+        return
+    if args.row:  # the row's own process
+        out.write_text(json.dumps(run_row(args.row, args)))
+        return
+    given = {k: v for k, v in vars(args).items() if k not in ("out", "plot", "row", "commit")}
+    report: dict[str, Any] = {"environment": environment(args.commit), "arguments": given, "rows": {}}
+    print(json.dumps(report["environment"]), flush=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for name in args.rows:
+        part = out.with_suffix(f".{name}.part")
+        done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--row", name, "--out", str(part)], check=False)
+        if done.returncode == 0:
+            report["rows"][name] = json.loads(part.read_text())
+            part.unlink()
+        else:
+            report["rows"][name] = {"failed": f"exit code {done.returncode}"}
+        out.write_text(json.dumps(report, indent=1) + "\n")
+    print_table(report)
+    print(f"written: {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""The AdamW update of local tensors, with moments in the format and place that trainer.optim.state asks for.
+
+    float32    torch.optim.AdamW, fused                    16 bytes a float32 parameter with its gradient
+    bfloat16   torchao's update, moments in bfloat16       12
+    int8       torchao's AdamW8bit, 256 values a scale     10    (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861)
+    host       float32 moments in (pinned) host memory      8 on the device; each moment crosses the bus twice a step
+
+Parameters in bfloat16 (trainer.lora.dtype) save 4 bytes more; their updates are rounded stochastically, because an
+update is mostly smaller than half a unit in the last place of a bfloat16.
+
+Owns the moments. Does not own the schedule, clipping, or the decision whether a step happens (optim.py, its caller).
+Invariant: state that was read with `tensors` and given back with `load` continues bitwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from conf.schema import OptimConfig, OptimState
+from trainer.errors import TrainerError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class UpdateRule(Protocol):
+    """AdamW over a fixed list of tensors, none of them empty."""
+
+    def step(self, gradients: Sequence[Tensor], lr: float) -> None:
+        """One update in place. Gradients have their parameter's shape and dtype."""
+        ...
+
+    def tensors(self) -> list[dict[str, Tensor]]:
+        """Per parameter: the moments, as plain tensors by name."""
+        ...
+
+    def load(self, tensors: Sequence[Mapping[str, Tensor]], num_updates: int) -> None:
+        """Set the moments; the inverse of `tensors`."""
+        ...
+
+
+def make_update_rule(parameters: Sequence[Tensor], config: OptimConfig) -> UpdateRule:
+    """The rule that config.state asks for.
+
+    Raises:
+        TrainerError: bfloat16 parameters with host moments, or torchao is missing.
+    """
+    is_float32 = all(parameter.dtype is torch.float32 for parameter in parameters)
+    if config.state is OptimState.host:
+        if not is_float32:
+            raise TrainerError("trainer.optim.state=host needs trainer.lora.dtype=float32, got bfloat16")
+        return HostMoments(parameters, config)
+    if config.state is OptimState.float32 and is_float32:
+        return Float32Moments(parameters, config)
+    return ReducedMoments(parameters, config)
+
+
+class Float32Moments:
+    """torch.optim.AdamW."""
+
+    def __init__(self, parameters: Sequence[Tensor], config: OptimConfig) -> None:
+        self._parameters = list(parameters)
+        self._adamw = torch.optim.AdamW(
+            self._parameters,
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def step(self, gradients: Sequence[Tensor], lr: float) -> None:
+        """See UpdateRule."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        _run(self._adamw, self._parameters, gradients)
+
+    def tensors(self) -> list[dict[str, Tensor]]:
+        """See UpdateRule; zeros before the first update."""
+        state = self._adamw.state
+        return [{key: state[p].get(key, torch.zeros_like(p)) for key in MOMENTS} for p in self._parameters]
+
+    def load(self, tensors: Sequence[Mapping[str, Tensor]], num_updates: int) -> None:
+        """See UpdateRule."""
+        for parameter, moments in zip(self._parameters, tensors, strict=True):
+            # AdamW fills an empty state by itself at the first step, which would drop loaded moments: create it whole.
+            self._adamw.state[parameter] = {
+                "step": torch.tensor(float(num_updates), dtype=torch.float32, device=parameter.device),
+                **{key: moments[key].to(parameter.device, torch.float32).clone() for key in MOMENTS},
+            }
+
+
+class ReducedMoments:
+    """torchao's update: float32 arithmetic in one compiled kernel a parameter, moments stored in fewer bits."""
+
+    def __init__(self, parameters: Sequence[Tensor], config: OptimConfig) -> None:
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise TrainerError(
+                f"trainer.optim.state={config.state} (and bfloat16 adapters) need the package torchao: {error}"
+            ) from error
+        self._parameters = list(parameters)
+        self._is_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters)
+        self._adamw: Any = AdamW8bit(
+            self._parameters,
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            bf16_stochastic_round=True,
+        )
+        for parameter in self._parameters:  # now, so that memory is taken before the first step and not after it
+            self._adamw.state[parameter] = {"step": torch.tensor(0.0)} | {
+                key: self._new_moment(parameter, config.state, is_signed=key == "exp_avg") for key in MOMENTS
+            }
+
+    def _new_moment(self, parameter: Tensor, state: OptimState, *, is_signed: bool) -> Tensor:
+        if state is OptimState.int8:  # torchao keeps tensors whole that are small or no multiple of the block
+            return self._adamw._new_buffer(parameter, is_signed)
+        return torch.zeros_like(parameter, dtype=getattr(torch, state.value))
+
+    def step(self, gradients: Sequence[Tensor], lr: float) -> None:
+        """See UpdateRule."""
+        for group in self._adamw.param_groups:
+            group["lr"].fill_(lr)
+        # Compiling for a CPU costs many seconds of C++ compiler and gains nothing at the sizes that run there.
+        with torch.compiler.set_stance("force_eager") if self._is_cpu else contextlib.nullcontext():
+            _run(self._adamw, self._parameters, gradients)
+
+    def tensors(self) -> list[dict[str, Tensor]]:
+        """See UpdateRule. An 8-bit moment is two tensors, its codes and its scales."""
+        found: list[dict[str, Tensor]] = []
+        for parameter in self._parameters:
+            parts: dict[str, Tensor] = {}
+            for key in MOMENTS:
+                moment = self._adamw.state[parameter][key]
+                parts |= {f"{key}.{p}" if p else key: tensor for p, tensor in _parts(moment).items()}
+            found.append(parts)
+        return found
+
+    def load(self, tensors: Sequence[Mapping[str, Tensor]], num_updates: int) -> None:
+        """See UpdateRule."""
+        for mine, given in zip(self.tensors(), tensors, strict=True):
+            for key, tensor in mine.items():
+                tensor.copy_(given[key])
+        for parameter in self._parameters:
+            self._adamw.state[parameter]["step"].fill_(num_updates)
+
+
+class HostMoments:
+    """Moments in host memory, pinned for a GPU; every update brings them to the device and back.
+
+    Two streams take turns: while one updates a parameter the other copies the next one's moments. Work on one stream
+    is in order, so a stream's memory is used again at once, and the device holds two parameters' moments at most.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], config: OptimConfig) -> None:
+        self._parameters = list(parameters)
+        self._config = config
+        self._num_updates = 0
+        device = self._parameters[0].device
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+        self._moments = [
+            {key: torch.zeros(p.shape, dtype=torch.float32, pin_memory=bool(self._streams)) for key in MOMENTS}
+            for p in self._parameters
+        ]
+
+    def step(self, gradients: Sequence[Tensor], lr: float) -> None:
+        """See UpdateRule."""
+        self._num_updates += 1
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
+            turn = self._streams[index % 2] if self._streams else None
+            with torch.cuda.stream(turn) if turn is not None else contextlib.nullcontext():
+                self._update(parameter, gradient, self._moments[index], lr)
+        for stream in self._streams:
+            torch.cuda.current_stream().wait_stream(stream)
+            stream.synchronize()  # whoever reads the moments next is the host
+
+    def _update(self, parameter: Tensor, gradient: Tensor, held: Mapping[str, Tensor], lr: float) -> None:
+        moments = {key: held[key].to(parameter.device, non_blocking=True) for key in MOMENTS}
+        step = torch.tensor(float(self._num_updates - 1), device=parameter.device)
+        adamw(
+            [parameter],
+            [gradient],
+            [moments["exp_avg"]],
+            [moments["exp_avg_sq"]],
+            [],
+            [step],
+            fused=True,
+            amsgrad=False,
+            beta1=self._config.betas[0],
+            beta2=self._config.betas[1],
+            lr=lr,
+            weight_decay=self._config.weight_decay,
+            eps=self._config.eps,
+            maximize=False,
+        )
+        for key in MOMENTS:
+            if held[key] is not moments[key]:
+                held[key].copy_(moments[key], non_blocking=True)
+
+    def tensors(self) -> list[dict[str, Tensor]]:
+        """See UpdateRule."""
+        return [dict(moments) for moments in self._moments]
+
+    def load(self, tensors: Sequence[Mapping[str, Tensor]], num_updates: int) -> None:
+        """See UpdateRule."""
+        for mine, given in zip(self._moments, tensors, strict=True):
+            for key in MOMENTS:
+                mine[key].copy_(given[key])
+        self._num_updates = num_updates
+
+
+def _run(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _parts(moment: Tensor) -> dict[str, Tensor]:
+    """A plain tensor as {"": tensor}; torchao's 8-bit tensor as its codes and scales."""
+    codes: Tensor | None = getattr(moment, "codes", None)
+    scale: Tensor | None = getattr(moment, "scale", None)
+    return {"": moment} if codes is None or scale is None else {"codes": codes, "scale": scale}
