@@ -11,7 +11,7 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.options import options_by_name
-from conf.schema import Device, Init, RatioBaseline, RunConfig, TrainMode, TransportKind
+from conf.schema import Device, Init, Objective, RatioBaseline, RunConfig, TrainMode, TransportKind
 
 CPU_ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that vLLM's CPU attention has kernels for (vLLM 0.32, `cpu_attn.py`)."""
@@ -21,10 +21,11 @@ def check_all(config: RunConfig) -> None:
     """Every rule that a RunConfig alone can break, the most basic first."""
     check_data_is_given(config)
     check_tokenizer_is_given(config)
-    check_batch_divides_over_ranks(config)
-    check_prompt_and_response_fit(config)
-    check_transport_fits_device(config)
-    check_expert_parallel_engine_has_gpus(config)
+    if config.algorithm.objective is Objective.policy:
+        check_batch_divides_over_ranks(config)
+        check_prompt_and_response_fit(config)
+        check_transport_fits_device(config)
+        check_expert_parallel_engine_has_gpus(config)
     if config.model.init is Init.random and config.model.path is None:
         check_architecture(config, config.model.hf_config)
 
@@ -32,14 +33,20 @@ def check_all(config: RunConfig) -> None:
 def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     """Every rule between the run and the model's config.json."""
     check_ep_size_divides_experts(config, hf_config)
-    check_tp_size_divides_heads(config, hf_config)
     check_sequence_fits_model(config, hf_config)
-    check_head_dim_on_cpu(config, hf_config)
     check_lora_adapts_something(config, hf_config)
+    if config.algorithm.objective is Objective.policy:
+        check_tp_size_divides_heads(config, hf_config)
+        check_head_dim_on_cpu(config, hf_config)
 
 
 def check_data_is_given(config: RunConfig) -> None:
-    """There is something to sample from."""
+    """There is something to sample from, or to learn."""
+    if config.data.path is None and config.algorithm.objective is Objective.sft:
+        raise ConfigError(
+            "data.path is required: give a .jsonl or .parquet file of conversations, one "
+            '{"messages": [{"role": ..., "content": ...}, ...]} a row; to try it: experiment=sft_quickstart'
+        )
     if config.data.path is None:
         raise ConfigError(
             "data.path is required: give a .jsonl or .parquet file of prompts, or choose data=letters, which ships "
@@ -129,13 +136,15 @@ def check_tp_size_divides_heads(config: RunConfig, hf_config: Mapping[str, Any])
 
 
 def check_sequence_fits_model(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """The engine is not asked for positions that the model does not have."""
+    """No position is asked for that the model does not have."""
+    is_sft = config.algorithm.objective is Objective.sft
+    option = "data.max_sequence_tokens" if is_sft else "rollout.max_model_len"
+    longest = config.data.max_sequence_tokens if is_sft else config.rollout.max_model_len
     limit = hf_config.get("max_position_embeddings")
-    if isinstance(limit, int) and config.rollout.max_model_len > limit:
+    if isinstance(limit, int) and longest is not None and longest > limit:
         raise ConfigError(
-            f"rollout.max_model_len={config.rollout.max_model_len} is more than the model's "
-            f"max_position_embeddings={limit}; "
-            f"set rollout.max_model_len to at most {limit}"
+            f"{option}={longest} is more than the model's max_position_embeddings={limit}; set {option} to at most "
+            f"{limit}"
         )
 
 

@@ -45,6 +45,15 @@ class OptimState(StrEnum):
     host = "host"
 
 
+class Objective(StrEnum):
+    """What the trainer minimizes: the policy-gradient loss of sampled and judged rollouts, or the negative
+    log-likelihood of given conversations.
+    """
+
+    policy = "policy"
+    sft = "sft"
+
+
 class Normalization(StrEnum):
     """What one token's loss is divided by: the tokens of the whole batch, or first its own sequence's, then the
     sequences'.
@@ -373,8 +382,14 @@ class WeightSyncConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
-    """GRPO (Shao et al. 2024, arXiv:2402.03300) and its family."""
+    """GRPO (Shao et al. 2024, arXiv:2402.03300) and its family; or supervised fine-tuning."""
 
+    objective: Objective = Objective.policy
+    """policy: reinforcement learning. sft: learn the assistant's tokens of the conversations in data.path; no engine
+    is started, and of this section only `sequences_per_step` and `normalization` are read.
+    """
+    sequences_per_step: int = 64
+    """Conversations that make one optimizer step. Ignored when objective=policy."""
     group_size: int = 16
     """Rollouts sampled for one prompt; the advantage compares them with each other."""
     groups_per_step: int = 16
@@ -415,7 +430,8 @@ class AlgorithmConfig:
             self.group_size >= 2,
             f"algorithm.group_size must be >= 2, got {self.group_size}: a group of one has no advantage",
         )
-        _require(self.groups_per_step >= 1, f"algorithm.groups_per_step must be >= 1, got {self.groups_per_step}")
+        for name in ("groups_per_step", "sequences_per_step"):
+            _require(getattr(self, name) >= 1, f"algorithm.{name} must be >= 1, got {getattr(self, name)}")
         _require(
             self.max_staleness_steps >= 0, f"algorithm.max_staleness_steps must be >= 0, got {self.max_staleness_steps}"
         )
@@ -444,6 +460,14 @@ class DataConfig:
     """Held-out prompts, same format. null: no evaluation."""
     prompt_key: str = "prompt"
     """Name of the prompt column."""
+    response_key: str = "response"
+    """algorithm=sft: name of the column with the answer to `prompt_key`, where a row is not a list of messages."""
+    messages_key: str = "messages"
+    """algorithm=sft: name of the column with a conversation, a list of {role, content}. Its assistant turns are taught.
+    """
+    max_sequence_tokens: int | None = None
+    """algorithm=sft: longer conversations are refused before the run starts, with the line number. null: any length.
+    """
     max_prompt_tokens: int = 2048
     """Longer prompts are refused before the run starts, with the line number."""
     shuffle: bool = True
@@ -455,7 +479,12 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require(self.max_prompt_tokens >= 1, f"data.max_prompt_tokens must be >= 1, got {self.max_prompt_tokens}")
-        _require(bool(self.prompt_key), "data.prompt_key must name a column, got nothing")
+        _require(
+            self.max_sequence_tokens is None or self.max_sequence_tokens >= 2,
+            f"data.max_sequence_tokens must be >= 2 or null, got {self.max_sequence_tokens}",
+        )
+        for name in ("prompt_key", "response_key", "messages_key"):
+            _require(bool(getattr(self, name)), f"data.{name} must name a column, got nothing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

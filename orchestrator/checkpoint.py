@@ -43,7 +43,7 @@ class RunState:
     """Optimizer steps done, refused ones included."""
     policy_version: int
     prompts: dict[str, Any]
-    """Cursor of the prompt stream (rollout.prompts.PromptStream.state_dict)."""
+    """Cursor of the prompt stream (rollout.prompts.Shuffled.state_dict)."""
     shuffle_rng: dict[str, Any]
     """State of the generator of algorithm.shuffle_advantages."""
     buffer: BufferState
@@ -61,6 +61,8 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
             "trainer.mode": trainer.mode,
             "trainer.lora": asdict(trainer.lora) if trainer.mode == "lora" else None,
             "trainer.train_router": trainer.train_router,
+            "algorithm.objective": algorithm.objective,
+            "algorithm.sequences_per_step": algorithm.sequences_per_step,
             "algorithm.group_size": algorithm.group_size,
             "algorithm.groups_per_step": algorithm.groups_per_step,
             "data.path": config.data.path,

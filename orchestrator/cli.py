@@ -128,8 +128,12 @@ def _run(config: RunConfig, overrides: list[str], received: list[int]) -> int:
     latest = Path(config.run.resume or Path(config.run.dir) / "latest")
     before = None if config.run.resume else latest.resolve()
     try:
-        from orchestrator.controller import run
+        from conf.schema import Objective
 
+        if config.algorithm.objective is Objective.sft:
+            from orchestrator.sft import run
+        else:
+            from orchestrator.controller import run
         run(config, overrides)
     except KeyboardInterrupt:
         print("\nstopped; processes of the run have ended.", _where(latest, before), file=sys.stderr)

@@ -54,7 +54,7 @@ from orchestrator.run_log import ProgressLine, RunLog
 from orchestrator.supervisor import Supervisor
 from orchestrator.telemetry import StepRecord, Telemetry, Value
 from orchestrator.waiting import together, wait_for
-from rollout.prompts import PromptStream
+from rollout.prompts import Shuffled
 from rollout.rewards.runner import RewardRunner
 from rollout.types import Group, Prompt
 from trainer.packing import pack
@@ -79,8 +79,10 @@ class RunResult:
     folder: RunFolder
     step: int
     policy_version: int
-    eval_reward: float | None
-    """Mean reward on held-out prompts after the last step; None without data.eval_path."""
+    held_out: float | None
+    """Mean reward on held-out prompts (fine-tuning: negative log-likelihood) after the last step; None without
+    data.eval_path.
+    """
     checkpoint: Path | None
     export: Path
     """The trained adapter (PEFT format), or the merged checkpoint when trainer.mode=full."""
@@ -88,7 +90,7 @@ class RunResult:
     def summary(self) -> str:
         """Where everything is, for people."""
         lines = [
-            ("held-out reward", "not evaluated" if self.eval_reward is None else f"{self.eval_reward:.3f}"),
+            ("held-out score", "not evaluated" if self.held_out is None else f"{self.held_out:.3f}"),
             ("policy version", f"{self.policy_version} after {self.step} steps"),
             ("curves", self.folder.curves),
             ("metrics", self.folder.metrics),
@@ -139,7 +141,7 @@ async def _run(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
         rooms = Rooms(
             trainer=cluster.trainer,
             supervisor=Supervisor(cluster.workers, request_timeout_s=config.rollout.request_timeout_s),
-            prompts=PromptStream(prompts, seed=config.run.seed, shuffle=config.data.shuffle),
+            prompts=Shuffled(prompts, seed=config.run.seed, shuffle=config.data.shuffle),
             eval_prompts=eval_prompts,
             rewards=rewards,
             telemetry=telemetry,

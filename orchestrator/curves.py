@@ -10,7 +10,10 @@ from typing import Any
 
 from orchestrator.telemetry import read_rows
 
-_PANELS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+Panels = tuple[tuple[str, tuple[str, ...], str], ...]
+"""(title, metrics, scale of the vertical axis) of each picture."""
+
+RL_PANELS: Panels = (
     ("reward", ("reward/mean", "eval/reward"), "linear"),
     ("mismatch KL (k3)", ("parity/k3", "parity/k3_stale"), "log"),
     ("policy entropy, nats", ("policy/entropy",), "linear"),
@@ -20,7 +23,17 @@ _PANELS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 
 
-def draw_curves(metrics: Path, picture: Path) -> None:
+SFT_PANELS: Panels = (
+    ("negative log-likelihood, nats", ("sft/nll", "eval/nll"), "linear"),
+    ("entropy, nats", ("policy/entropy",), "linear"),
+    ("gradient norm", ("optim/grad_norm",), "log"),
+    ("learning rate", ("optim/lr",), "linear"),
+    ("tokens per second per rank", ("trainer/tokens_per_s_per_rank",), "linear"),
+    ("step, s", ("step/total_s", "trainer/forward_backward_s", "trainer/optimizer_s"), "linear"),
+)
+
+
+def draw_curves(metrics: Path, picture: Path, panels: Panels = RL_PANELS) -> None:
     """Write one PNG with six panels. A metric with no number in any row gets no line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -29,7 +42,7 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     figure = Figure(figsize=(14, 7), layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.subplots(2, 3)
-    for panel, (title, names, scale) in zip(axes.flat, _PANELS, strict=True):
+    for panel, (title, names, scale) in zip(axes.flat, panels, strict=True):
         for name in names:
             points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
             if points:

@@ -39,7 +39,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from conf.errors import SlipstreamError
-from conf.schema import Device, RunConfig, TrainMode
+from conf.schema import Device, Objective, RunConfig, TrainMode
 from orchestrator.environment import resolve_device, variables_of
 from orchestrator.errors import OrchestratorError, PlacementError, TrainingStopped
 from orchestrator.run_folder import RunFolder
@@ -131,6 +131,13 @@ class RayTrainerGroup:
         """Accumulate the gradients of one batch. One list of microbatches per rank, equally long."""
         per_rank = [(microbatches, denominators) for microbatches in microbatches_by_rank]
         return await self._call("forward_backward", per_rank, timeout_s=_STEP_TIMEOUT_S)
+
+    async def evaluate(
+        self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
+    ) -> list[LossStats]:
+        """The loss of these samples and its metrics, without gradients. One list of microbatches per rank."""
+        per_rank = [(microbatches, denominators) for microbatches in microbatches_by_rank]
+        return await self._call("evaluate", per_rank, timeout_s=_STEP_TIMEOUT_S)
 
     async def optimizer_step(self) -> OptimStats:
         """Apply the gradients; every rank returns the same."""
@@ -241,6 +248,9 @@ class Cluster:
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._init_ray))
         await wait_for(asyncio.shield(self._starting), "Ray to start", timeout_s=_PLACE_TIMEOUT_S)
         _take_sigterm_back()
+        if self._config.algorithm.objective is Objective.sft:
+            await self._start_trainer(hf_config)
+            return
         await together(self._start_trainer(hf_config), self._start_workers(hf_config))
         endpoints = [worker.endpoint for worker in self._workers]
         await self.trainer.connect(endpoints, self._config.cluster.start_timeout_s)

@@ -20,9 +20,10 @@ from typing import Any
 
 from conf.checks import check_architecture, check_expert_parallel_engine_has_gpus, check_transport_fits_device
 from conf.errors import ConfigError, SlipstreamError
-from conf.schema import Device, Init, RunConfig, TransportKind
+from conf.schema import Device, Init, Objective, RunConfig, TransportKind
 from orchestrator import machine
 from orchestrator.checkpoint import CheckpointStore, fingerprint
+from orchestrator.conversations import Conversation, read_conversations
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
 from orchestrator.model_files import check_checkpoint_files
@@ -135,8 +136,9 @@ def check_tokenizer(config: RunConfig) -> Fact:
     return Fact("tokenizer", str(folder))
 
 
-def check_prompts(config: RunConfig) -> Fact:
-    """Every row of both prompt files can be read, is short enough, and has the column that the reward compares with."""
+def check_data(config: RunConfig) -> Fact:
+    """Every row of both files can be read and is short enough; prompts have the column that the reward reads."""
+    is_sft = config.algorithm.objective is Objective.sft
     if config.model.tokenizer != CHARACTERS and not _holds_tokenizer(_tokenizer_folder(config)):
         return Fact("prompts", "not read")  # check_tokenizer or check_model reports why there is no tokenizer
     try:
@@ -146,6 +148,11 @@ def check_prompts(config: RunConfig) -> Fact:
     counts: list[str] = []
     for path in (config.data.path, config.data.eval_path):
         if path is None:
+            continue
+        if is_sft:
+            conversations = read_conversations(path, encoder, config.data)
+            _check_vocabulary(config, path, conversations)
+            counts.append(f"{len(conversations)} in {path}")
             continue
         prompts = read_prompts(
             path,
@@ -164,10 +171,10 @@ def check_prompts(config: RunConfig) -> Fact:
                 )
         _check_vocabulary(config, path, prompts)
         counts.append(f"{len(prompts)} in {path}")
-    return Fact("prompts", ", held-out ".join(counts))
+    return Fact("conversations" if is_sft else "prompts", ", held-out ".join(counts))
 
 
-def _check_vocabulary(config: RunConfig, path: str, prompts: Sequence[Prompt]) -> None:
+def _check_vocabulary(config: RunConfig, path: str, prompts: Sequence[Prompt | Conversation]) -> None:
     """The tokenizer's ids are rows of the model's embedding: another one would end the engine with a device error."""
     vocab_size = int(resolve_hf_config(config.model)["vocab_size"])
     largest = max(max(prompt.token_ids) for prompt in prompts)
@@ -180,6 +187,8 @@ def _check_vocabulary(config: RunConfig, path: str, prompts: Sequence[Prompt]) -
 
 def check_reward_loads(config: RunConfig) -> Fact:
     """The reward can be set up; tried in a process of its own, as in the run."""
+    if config.algorithm.objective is Objective.sft:
+        return Fact("reward", "none: supervised fine-tuning")
     check_reward(config.reward)
     return Fact("reward", config.reward.kind)
 
@@ -187,30 +196,36 @@ def check_reward_loads(config: RunConfig) -> Fact:
 def check_devices(config: RunConfig) -> Fact:
     """There are as many GPUs as processes that need one, and the options suit the kind of device."""
     trainer, rollout = config.trainer, config.rollout
-    check_expert_parallel_engine_has_gpus(config)
-    check_transport_fits_device(config)
-    processes = f"{trainer.num_ranks} trainer ranks, {rollout.num_workers} engines of {rollout.tp_size}"
+    is_sft = config.algorithm.objective is Objective.sft
+    num_engine_ranks = 0 if is_sft else rollout.num_workers * rollout.tp_size
+    processes = f"{trainer.num_ranks} trainer ranks"
+    if not is_sft:
+        check_expert_parallel_engine_has_gpus(config)
+        check_transport_fits_device(config)
+        processes += f", {rollout.num_workers} engines of {rollout.tp_size}"
     if config.cluster.device is Device.cpu:
         return Fact("devices", f"CPU, {machine.count_cpus()} cores: {processes}")
     if config.cluster.ray_address is not None:
         return Fact("devices", f"GPUs of the Ray cluster at {config.cluster.ray_address}: {processes}")
-    needed, present = trainer.num_ranks + rollout.num_workers * rollout.tp_size, machine.count_gpus()
+    needed, present = trainer.num_ranks + num_engine_ranks, machine.count_gpus()
     if present == 0:
         raise ConfigError(
             f"cluster.device=cuda, and this machine has no usable CUDA GPU{_hidden_gpus()}; set cluster.device=cpu"
         )
     if needed > present:
+        engines = f" + rollout.num_workers={rollout.num_workers} * rollout.tp_size={rollout.tp_size}"
+        ranks = f"trainer.num_ranks={trainer.num_ranks}{'' if is_sft else engines}"
         raise ConfigError(
-            f"more GPUs than exist: trainer.num_ranks={trainer.num_ranks} + rollout.num_workers={rollout.num_workers} "
-            "* "
-            f"rollout.tp_size={rollout.tp_size} need {needed}, and this machine has {present}{_hidden_gpus()}; lower "
-            "them to fit"
+            f"more GPUs than exist: {ranks} need {needed}, and this machine has {present}{_hidden_gpus()}; lower them "
+            "to fit"
         )
     return Fact("devices", f"{needed} of {present} GPUs: {processes}")
 
 
 def check_link(config: RunConfig) -> Fact:
     """The link that was asked for can exist here. Which one is in use is verified when it is opened."""
+    if config.algorithm.objective is Objective.sft:
+        return Fact("weights over", "nothing: no engine is started")
     transport = config.weight_sync.transport
     if transport is TransportKind.rdma and not machine.list_rdma_nics() and config.cluster.ray_address is None:
         raise ConfigError(
@@ -290,7 +305,7 @@ CHECKS: tuple[Callable[[RunConfig], Fact], ...] = (
     check_packages,
     check_model,
     check_tokenizer,
-    check_prompts,
+    check_data,
     check_reward_loads,
     check_devices,
     check_link,
@@ -327,14 +342,28 @@ class _RowEncoder:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._text.encode(text, add_special_tokens)
 
+    @property
+    def end_of_text(self) -> str:
+        return self._text.end_of_text
+
+    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+        return self._text.encode_with_places(text, add_special_tokens)
+
+    def render_messages(self, messages: Sequence[dict[str, Any]], *, is_open: bool) -> str:
+        self._require_chat_template()
+        return "".join(f"{message['role']}\n{message['content']}\n" for message in messages)
+
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        self._require_chat_template()
+        return "\n".join(str(message["content"]) for message in messages)
+
+    def _require_chat_template(self) -> None:
         if not self._has_chat_template:
             raise DataError(
                 "the prompt is a list of chat messages, and the tokenizer has no chat template (chat_template.jinja, "
                 "or chat_template in tokenizer_config.json); give prompts as text, or a tokenizer with a template: "
                 "model.tokenizer=FOLDER"
             )
-        return "\n".join(str(message["content"]) for message in messages)
 
 
 def _join(problems: list[str]) -> str:

@@ -180,6 +180,32 @@ class TextEncoder:
         """Chat messages as the model sees them, ending where its answer begins."""
         return str(self._transformers().apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
 
+    @property
+    def end_of_text(self) -> str:
+        """The end-of-sequence token's text; empty when the tokenizer has none."""
+        try:
+            described = json.loads((self._folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return ""
+        token = described.get("eos_token") or ""
+        return str(token.get("content", "")) if isinstance(token, dict) else str(token)
+
+    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+        """(token ids, place of each token's first character in `text`; -1 for a special token that was added)."""
+        if self._tokenizer is None:
+            raise ConfigError(
+                f"the tokenizer in {self._folder} has no tokenizer.json, whose offsets fine-tuning needs; convert it "
+                "with transformers: AutoTokenizer.from_pretrained(FOLDER, use_fast=True).save_pretrained(FOLDER)"
+            )
+        encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        places = [-1 if first == last else first for first, last in encoded.offsets]
+        return encoded.ids, places
+
+    def render_messages(self, messages: Sequence[dict[str, Any]], *, is_open: bool) -> str:
+        """The chat template's text; `is_open` adds what precedes an assistant's answer."""
+        template = self._transformers().apply_chat_template
+        return str(template(list(messages), tokenize=False, add_generation_prompt=is_open))
+
     def _transformers(self) -> Any:
         if self._slow is None:
             from transformers import AutoTokenizer

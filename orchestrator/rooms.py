@@ -37,7 +37,7 @@ class TrainerGroup(Protocol):
 
 
 class Prompts(Protocol):
-    """An endless, seeded order of prompts with a cursor (rollout.prompts.PromptStream)."""
+    """An endless, seeded order of prompts with a cursor (rollout.prompts.Shuffled)."""
 
     def __next__(self) -> Prompt: ...
     def state_dict(self) -> dict[str, Any]: ...

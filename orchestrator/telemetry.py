@@ -68,6 +68,9 @@ METRICS: dict[str, str] = {
     "loss/clip_fraction": "tokens whose ratio was clipped",
     "loss/ratio_mean": "mean exp(trainer - rollout log-probability)",
     "loss/tis_truncated_fraction": "tokens whose importance weight was cut to algorithm.tis_max",
+    "sft/nll": "algorithm=sft: mean negative log-likelihood of the taught tokens, in nats",
+    "sft/epoch": "algorithm=sft: passes over data.path that are complete",
+    "eval/nll": "algorithm=sft: the same mean over the held-out conversations, under policy_version",
     "optim/grad_norm": "global gradient norm before clipping",
     "optim/lr": "learning rate of the step",
     "optim/skipped": "1 when loss or norm was not finite: nothing updated, nothing published",
@@ -142,6 +145,12 @@ def loss_metrics(stats: Sequence[LossStats]) -> dict[str, Value]:
 
     if not sums.get("policy/num_tokens"):
         return {}  # no response of the batch had a reward: there is no token to speak of
+    if "sft/nll_sum" in sums:
+        return {
+            "loss/total": sums["loss/total_sum"],
+            "sft/nll": mean("sft/nll_sum"),
+            "policy/entropy": mean("policy/entropy_sum"),
+        }
     clipped = sums["policy/num_clipped_low"] + sums["policy/num_clipped_high"]
     return {
         "parity/k3": mean("parity/k3_sum", "parity/num_tokens"),
@@ -218,6 +227,8 @@ class Telemetry:
         shown = (
             ("reward", row["reward/mean"], ".3f"),
             ("eval", self.last_eval_reward, ".3f"),
+            ("nll", row["sft/nll"], ".4f"),
+            ("held-out nll", row["eval/nll"], ".4f"),
             ("k3", row["parity/k3"] if row["parity/k3"] is not None else row["parity/k3_stale"], ".1e"),
             ("entropy", row["policy/entropy"], ".2f"),
             ("stale", row["staleness/max"], ".0f"),

@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -65,16 +65,8 @@ def read_prompts(
             (JSONL, from 1) or row (Parquet, from 0).
     """
     file = resolve_path(path)
-    if not file.is_file():
-        raise DataError(
-            f"prompt file {file} {'is a folder' if file.is_dir() else 'does not exist'}; set data.path (or "
-            "data.eval_path) to a .jsonl or .parquet file"
-        )
-    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
-    if file.suffix not in readers:
-        raise DataError(f"prompt file {file} must end in .jsonl or .parquet, got {file.suffix or 'no ending'!r}")
     prompts: list[Prompt] = []
-    for where, row in readers[file.suffix](file):
+    for where, row in read_rows(file):
         text, token_ids = _encode(row, where, encoder, prompt_key, add_special_tokens)
         if len(token_ids) > max_prompt_tokens:
             raise DataError(
@@ -88,43 +80,70 @@ def read_prompts(
     return prompts
 
 
-class PromptStream:
-    """An endless sequence of prompts: epoch after epoch, each in its own order.
+def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every row of a JSONL or Parquet file with its place, for messages.
 
-    Example: three prompts may come as 2 0 1 | 0 2 1 | ...; after four of them the cursor is epoch 1, position 1.
+    Raises:
+        DataError: The file is missing, malformed, or of another kind.
+    """
+    if not file.is_file():
+        raise DataError(
+            f"prompt file {file} {'is a folder' if file.is_dir() else 'does not exist'}; set data.path (or "
+            "data.eval_path) to a .jsonl or .parquet file"
+        )
+    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+    if file.suffix not in readers:
+        raise DataError(f"prompt file {file} must end in .jsonl or .parquet, got {file.suffix or 'no ending'!r}")
+    yield from readers[file.suffix](file)
+
+
+class Tokenized(Protocol):
+    """An item of a stream: its order's digest is over these."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+Item = TypeVar("Item", bound=Tokenized)
+
+
+class Shuffled(Generic[Item]):
+    """An endless sequence of items (prompts, conversations): epoch after epoch, each in its own order.
+
+    Example: three items may come as 2 0 1 | 0 2 1 | ...; after four of them the cursor is epoch 1, position 1.
 
     Args:
-        prompts: From `read_prompts`.
+        items: At least one.
         seed: With the epoch it decides the order.
         shuffle: False keeps the file's order in every epoch.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True) -> None:
-        if not prompts:
-            raise DataError("a prompt stream needs at least one prompt")
-        self.prompts = list(prompts)
+    def __init__(self, items: Sequence[Item], *, seed: int, shuffle: bool = True) -> None:
+        if not items:
+            raise DataError("a stream needs at least one prompt or conversation")
+        self.items = list(items)
         self._seed = seed
         self._shuffle = shuffle
-        self._digest = _digest(self.prompts)
+        self._digest = _digest(self.items)
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next prompt, from 0."""
+        """Epoch of the next item, from 0."""
         return self._epoch
 
-    def __iter__(self) -> Iterator[Prompt]:
+    def __iter__(self) -> Iterator[Item]:
         return self
 
-    def __next__(self) -> Prompt:
-        prompt = self.prompts[self._order[self._position]]
+    def __next__(self) -> Item:
+        item = self.items[self._order[self._position]]
         self._position += 1
         if self._position == len(self._order):
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._order_of(self._epoch)
-        return prompt
+        return item
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor: plain values, to be stored with a checkpoint."""
@@ -157,8 +176,8 @@ class PromptStream:
 
     def _order_of(self, epoch: int) -> list[int]:
         if not self._shuffle:
-            return list(range(len(self.prompts)))
-        return np.random.default_rng((self._seed, epoch)).permutation(len(self.prompts)).tolist()
+            return list(range(len(self.items)))
+        return np.random.default_rng((self._seed, epoch)).permutation(len(self.items)).tolist()
 
 
 def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -222,9 +241,9 @@ def _encode(
     return text, token_ids
 
 
-def _digest(prompts: Sequence[Prompt]) -> str:
+def _digest(items: Sequence[Tokenized]) -> str:
     digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes())
+    for item in items:
+        digest.update(np.asarray(item.token_ids, dtype=np.int64).tobytes())
         digest.update(b"|")
     return digest.hexdigest()

@@ -157,6 +157,25 @@ def policy_loss(
     )
 
 
+def sft_loss(
+    logprobs_N: Tensor,
+    entropy_N: Tensor,
+    tokens: CountedTokens,
+    algorithm: AlgorithmConfig,
+    denominators: Denominators,
+) -> PolicyLoss:
+    """Negative log-likelihood of the counted tokens, divided by the batch's counts. Arguments as of policy_loss."""
+    share_N = _token_shares(tokens.sequence_lengths_N, algorithm.normalization, denominators)
+    loss = -(logprobs_N * share_N).sum()
+    sums = {
+        "loss/total_sum": loss,
+        "policy/num_tokens": torch.ones_like(logprobs_N),
+        "policy/entropy_sum": entropy_N,
+        "sft/nll_sum": -logprobs_N,
+    }
+    return PolicyLoss(loss, {name: value.detach().double().sum() for name, value in sums.items()}, {})
+
+
 def _token_shares(sequence_lengths_N: Tensor, normalization: Normalization, denominators: Denominators) -> Tensor:
     """What each token's loss is multiplied by; float32. The shares of the whole batch add up to 1."""
     if normalization is Normalization.sequence:

@@ -30,14 +30,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from conf.schema import AlgorithmConfig, ModelConfig, TrainerConfig, TrainMode, WeightSyncConfig
+from conf.schema import AlgorithmConfig, ModelConfig, Objective, TrainerConfig, TrainMode, WeightSyncConfig
 from trainer.adapter_io import save_adapter, save_merged
 from trainer.checkpoint_state import read_rank_state, write_rank_state
 from trainer.control import ControlGroup
 from trainer.errors import LayoutError, TrainerError
 from trainer.loading import load_weights, open_reader
 from trainer.logprobs import token_logprobs
-from trainer.loss import CountedTokens, LossAccumulator, PolicyLoss, policy_loss
+from trainer.loss import CountedTokens, LossAccumulator, PolicyLoss, policy_loss, sft_loss
 from trainer.model.decoder import Decoder, build_decoder
 from trainer.model.spec import ModelSpec
 from trainer.optim import ShardedAdamW, TrainableShard
@@ -77,7 +77,8 @@ class TrainerRank:
         """Join the process group.
 
         Args:
-            sampling_temperature: softmax temperature of the rollouts; log-probabilities here use the same.
+            sampling_temperature: softmax temperature of the rollouts; log-probabilities here use the same. Fine-tuning
+                has none, and uses 1.
             num_steps: optimizer steps of the run; the rate's schedule ends there.
             rendezvous: "tcp://host:port" of rank 0. Unused with one rank.
             device: "cpu" or "cuda"; a rank takes the visible GPU with its number, modulo their count.
@@ -89,7 +90,8 @@ class TrainerRank:
                 f"rank {rank}: started in a world of {world_size}, but trainer.num_ranks={trainer.num_ranks}"
             )
         self._model, self._trainer, self._algorithm, self._weight_sync = model, trainer, algorithm, weight_sync
-        self._temperature, self._seed, self._num_steps = sampling_temperature, seed, num_steps
+        self._temperature = 1.0 if algorithm.objective is Objective.sft else sampling_temperature
+        self._seed, self._num_steps = seed, num_steps
         self._rank, self._world_size, self._hf_config, self._sync_key = rank, world_size, hf_config, sync_key
         self._device = _take_device(device, rank)
         self._control = ControlGroup(rank, world_size, rendezvous, self._device)
@@ -126,6 +128,7 @@ class TrainerRank:
             group=dist.group.WORLD if self._world_size > 1 else None,
             device=self._device,
         )
+        self._loss = sft_loss if self._algorithm.objective is Objective.sft else policy_loss
         is_full = self._trainer.mode is TrainMode.full
         self._reference = (
             ReferencePolicy(decoder, [shard.values for shard in self._shards] if is_full else None)
@@ -160,6 +163,16 @@ class TrainerRank:
         Returns:
             This rank's sums and maxima (see trainer/loss.py); the batch's are their sums and maxima over ranks.
         """
+        stats = self._over(microbatches, denominators, learn=True)
+        self._local_loss += stats.sums.get("loss/total_sum", 0.0)
+        return stats
+
+    def evaluate(self, microbatches: list[list[Sample]], denominators: Denominators) -> LossStats:
+        """The loss of these microbatches and its metrics; no gradient. Arguments as of forward_backward."""
+        with torch.no_grad():
+            return self._over(microbatches, denominators, learn=False)
+
+    def _over(self, microbatches: list[list[Sample]], denominators: Denominators, *, learn: bool) -> LossStats:
         decoder = self._loaded()
         started = time.perf_counter()
         self._control.agree("microbatches and denominators", (len(microbatches), denominators))
@@ -172,21 +185,22 @@ class TrainerRank:
         counts = {"batch/num_tokens": 0, "batch/num_samples": 0, "batch/num_sequences": 0}
         for samples in microbatches:
             micro = collate(samples, denominators.policy_version)
-            part = self._train_microbatch(decoder, micro, denominators)
+            part = self._microbatch_loss(decoder, micro, denominators)
+            if learn:
+                part.loss.backward()
             accumulator.add(part)
             counts["batch/num_tokens"] += micro.num_tokens
             counts["batch/num_samples"] += micro.num_samples
             counts["batch/num_sequences"] += micro.num_sequences
         stats = accumulator.result()
-        self._local_loss += stats.sums.get("loss/total_sum", 0.0)
         sums = stats.sums | {name: float(count) for name, count in counts.items()}
         maxima = stats.maxima | {"time/forward_backward_s": time.perf_counter() - started}
         if self._device.type == "cuda":
             maxima["memory/peak_device_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
         return LossStats(sums, maxima)
 
-    def _train_microbatch(self, decoder: Decoder, micro: Microbatch, denominators: Denominators) -> PolicyLoss:
-        """Forward, loss, backward. The reference runs first, while no activations are held."""
+    def _microbatch_loss(self, decoder: Decoder, micro: Microbatch, denominators: Denominators) -> PolicyLoss:
+        """Forward and loss. The reference runs first, while no activations are held."""
         ref_logprobs_N = None
         if self._reference is not None:
             with self._reference.active():
@@ -199,9 +213,7 @@ class TrainerRank:
             staleness_N=self._to_device(micro.staleness),
             ref_logprobs_N=ref_logprobs_N,
         )
-        part = policy_loss(logprobs_N, entropy_N, tokens, self._algorithm, denominators)
-        part.loss.backward()
-        return part
+        return self._loss(logprobs_N, entropy_N, tokens, self._algorithm, denominators)
 
     def _logprobs(self, decoder: Decoder, micro: Microbatch) -> tuple[Tensor, Tensor]:
         """(log-probability, entropy) of every counted token. The head runs on the rows that predict one, and

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollout.errors import DataError
-from rollout.prompts import PromptStream, read_prompts, resolve_path
+from rollout.prompts import Shuffled, read_prompts, resolve_path
 from rollout.types import Prompt
 
 
@@ -104,7 +104,7 @@ def test_packaged_files_are_found_in_conf_data():
 
 
 def test_every_epoch_holds_every_prompt_once_in_another_order():
-    stream = PromptStream(prompts_of(20), seed=3)
+    stream = Shuffled(prompts_of(20), seed=3)
     epochs = [[next(stream).prompt_id for _ in range(20)] for _ in range(3)]
     assert all(Counter(epoch) == Counter(range(20)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
@@ -112,7 +112,7 @@ def test_every_epoch_holds_every_prompt_once_in_another_order():
 
 def test_the_order_depends_on_the_seed_alone():
     def ids(seed: int) -> list[int]:
-        stream = PromptStream(prompts_of(20), seed=seed)
+        stream = Shuffled(prompts_of(20), seed=seed)
         return [next(stream).prompt_id for _ in range(45)]
 
     assert ids(3) == ids(3)
@@ -120,17 +120,17 @@ def test_the_order_depends_on_the_seed_alone():
 
 
 def test_without_shuffling_the_order_is_the_files():
-    stream = PromptStream(prompts_of(3), seed=3, shuffle=False)
+    stream = Shuffled(prompts_of(3), seed=3, shuffle=False)
     assert [next(stream).prompt_id for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize("taken", [0, 1, 7, 8, 19])
 def test_a_cursor_continues_the_sequence(taken):
-    stream = PromptStream(prompts_of(8), seed=3)
+    stream = Shuffled(prompts_of(8), seed=3)
     for _ in range(taken):
         next(stream)
     state = json.loads(json.dumps(stream.state_dict()))
-    resumed = PromptStream(prompts_of(8), seed=3)
+    resumed = Shuffled(prompts_of(8), seed=3)
     resumed.load_state_dict(state)
     assert [next(resumed).prompt_id for _ in range(20)] == [next(stream).prompt_id for _ in range(20)]
 
@@ -138,11 +138,11 @@ def test_a_cursor_continues_the_sequence(taken):
 @pytest.mark.parametrize(
     ("other", "option"),
     [
-        (PromptStream(prompts_of(9), seed=3), r"data\.path"),
-        (PromptStream(prompts_of(8), seed=4), r"run\.seed"),
-        (PromptStream(prompts_of(8), seed=3, shuffle=False), r"data\.shuffle"),
+        (Shuffled(prompts_of(9), seed=3), r"data\.path"),
+        (Shuffled(prompts_of(8), seed=4), r"run\.seed"),
+        (Shuffled(prompts_of(8), seed=3, shuffle=False), r"data\.shuffle"),
     ],
 )
 def test_a_cursor_of_another_order_is_refused(other, option):
     with pytest.raises(DataError, match=option):
-        other.load_state_dict(PromptStream(prompts_of(8), seed=3).state_dict())
+        other.load_state_dict(Shuffled(prompts_of(8), seed=3).state_dict())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.schema import AlgorithmConfig, Normalization, RatioBaseline
-from trainer.loss import LOG_RATIO_BOUND, CountedTokens, LossAccumulator, policy_loss
+from trainer.loss import LOG_RATIO_BOUND, CountedTokens, LossAccumulator, policy_loss, sft_loss
 from trainer.types import Denominators
 
 TRAINER = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, tis_max=2.0)
@@ -204,3 +204,22 @@ def test_no_counted_token_gives_a_zero_loss_with_a_graph():
 def test_nothing_accumulated_is_no_stats():
     stats = LossAccumulator().result()
     assert stats.sums == {} and stats.maxima == {}
+
+
+@pytest.mark.parametrize("normalization", list(Normalization))
+def test_sft_loss_is_cross_entropy_over_the_counted_tokens(normalization):
+    """Two sequences of 3 and 1 counted tokens: token weighs each by 1/4, sequence by 1/6, 1/6, 1/6 and 1/2."""
+    logits = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    targets, lengths = torch.tensor([1, 6, 0, 3]), torch.tensor([3, 3, 3, 1])
+    shares = {Normalization.token: [1 / 4] * 4, Normalization.sequence: [1 / 6] * 3 + [1 / 2]}[normalization]
+    wanted = torch.nn.functional.cross_entropy(logits, targets, reduction="none") @ torch.tensor(shares).double()
+    (wanted_grad,) = torch.autograd.grad(wanted, logits)
+    zeros = torch.zeros(4)
+    tokens = CountedTokens(zeros, zeros, lengths, torch.zeros(4, dtype=torch.int64))
+    logprobs = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    algorithm = AlgorithmConfig(normalization=normalization)
+    result = sft_loss(logprobs, zeros, tokens, algorithm, Denominators(4, 2, 0))
+    (grad,) = torch.autograd.grad(result.loss, logits)
+    assert result.loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert torch.allclose(grad, wanted_grad, rtol=1e-6)
+    assert result.sums["sft/nll_sum"].item() == pytest.approx(-logprobs.sum().item())

@@ -1,0 +1,134 @@
+"""Conversations for supervised fine-tuning: from a JSONL or Parquet file to token sequences and the tokens that count.
+
+Owns: which tokens the model is taught, and the check of every row before the run starts. Does not own files
+(rollout.prompts reads rows) nor the loop (sft.py). No torch.
+Invariant: the text of a conversation is exactly what the chat template makes of the whole of it, or prompt + response;
+a token counts when its first character belongs to an assistant's turn. Callers: sft.py, preflight.py.
+
+    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    {"prompt": "k 3 a =", "response": "a"}            columns: data.prompt_key, data.response_key
+
+    whole      <user> 2 + 2? <end> <assistant> 4 <end>
+    template of messages[:1] + generation prompt  --> ends here ^        the span after it, to the end of the template
+    of messages[:2], is taught: the answer and the token that ends a turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from conf.schema import DataConfig
+from rollout.errors import DataError
+from rollout.prompts import read_rows, resolve_path
+from trainer.types import Sample
+
+
+class ConversationEncoder(Protocol):
+    """What turns text into tokens; orchestrator.prepare.TextEncoder in a run."""
+
+    @property
+    def end_of_text(self) -> str:
+        """The end-of-sequence token's text; empty when the tokenizer has none."""
+        ...
+
+    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+        """(token ids, place of each token's first character in `text`; -1 for a special token that was added)."""
+        ...
+
+    def render_messages(self, messages: Sequence[dict[str, Any]], *, is_open: bool) -> str:
+        """The chat template's text; `is_open` adds what precedes an assistant's answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One row, tokenized. Example: Conversation((1, 9, 30, 9, 2), (False, False, False, True, True))."""
+
+    token_ids: tuple[int, ...]
+    is_taught: tuple[bool, ...]
+    """One per token: whether its prediction counts in the loss. The first token's never does."""
+
+    def sample(self, policy_version: int) -> Sample:
+        """As the trainer takes it; fields of rollouts are zeros."""
+        mask = np.asarray(self.is_taught, dtype=bool)
+        zeros = np.zeros(len(mask), dtype=np.float32)
+        return Sample(np.asarray(self.token_ids, dtype=np.int32), mask, zeros, zeros, policy_version)
+
+
+def read_conversations(path: str, encoder: ConversationEncoder, config: DataConfig) -> list[Conversation]:
+    """Read, check and tokenize every row, in file order.
+
+    Raises:
+        DataError: the file is missing or malformed, a row is no conversation, teaches nothing, or is longer than
+            data.max_sequence_tokens. Names the file and the line.
+    """
+    limit = config.max_sequence_tokens
+    found: list[Conversation] = []
+    for where, row in read_rows(resolve_path(path)):
+        conversation = _tokenize(row, where, encoder, config)
+        num_tokens = len(conversation.token_ids)
+        if limit is not None and num_tokens > limit:
+            raise DataError(
+                f"{where}: the conversation has {num_tokens} tokens, data.max_sequence_tokens allows {limit}; shorten "
+                "it, or raise data.max_sequence_tokens"
+            )
+        if not any(conversation.is_taught):
+            raise DataError(f"{where}: no token of an assistant: there is nothing to learn from this row")
+        found.append(conversation)
+    if not found:
+        raise DataError(f"{path} has no rows")
+    return found
+
+
+def _tokenize(row: dict[str, Any], where: str, encoder: ConversationEncoder, config: DataConfig) -> Conversation:
+    is_chat = config.messages_key in row
+    text, spans = (
+        _chat(row[config.messages_key], where, encoder) if is_chat else _plain(row, where, encoder.end_of_text, config)
+    )
+    # A chat template brings its own special tokens.
+    token_ids, places = encoder.encode_with_places(text, config.add_special_tokens and not is_chat)
+    taught = [any(first <= place < last for first, last in spans) for place in places]
+    if taught:
+        taught[0] = False  # nothing precedes it that could predict it
+    return Conversation(tuple(token_ids), tuple(taught))
+
+
+def _chat(messages: Any, where: str, encoder: ConversationEncoder) -> tuple[str, list[tuple[int, int]]]:
+    """Text of the whole conversation, and the (start, stop) of every assistant's turn in it."""
+    is_list = isinstance(messages, list) and bool(messages)
+    if not is_list or not all(isinstance(m, dict) and "role" in m and "content" in m for m in messages):
+        raise DataError(f"{where}: messages must be a non-empty list of objects with role and content")
+    try:
+        whole = encoder.render_messages(messages, is_open=False)
+        spans: list[tuple[int, int]] = []
+        for turn, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = encoder.render_messages(messages[:turn], is_open=True)
+                after = encoder.render_messages(messages[: turn + 1], is_open=False)
+                if not (whole.startswith(before) and whole.startswith(after)):
+                    raise DataError(
+                        f"{where}: the chat template writes turn {turn + 1} in another way once later turns follow, so "
+                        "its tokens cannot be told apart; split the conversation, one row for each answer"
+                    )
+                spans.append((len(before), len(after)))
+    except DataError:
+        raise
+    except Exception as error:  # the edge to a tokenizer's own template code
+        raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {error}") from error
+    return whole, spans
+
+
+def _plain(row: dict[str, Any], where: str, end: str, config: DataConfig) -> tuple[str, list[tuple[int, int]]]:
+    for key, option in ((config.prompt_key, "data.prompt_key"), (config.response_key, "data.response_key")):
+        if not isinstance(row.get(key), str):
+            columns = ", ".join(sorted(map(str, row))) or "none"
+            raise DataError(
+                f"{where}: needs a column {config.messages_key!r} (data.messages_key), or text in column {key!r} "
+                f"({option}); the columns are {columns}"
+            )
+    prompt, response = row[config.prompt_key], row[config.response_key] + end
+    return prompt + response, [(len(prompt), len(prompt) + len(response))]

@@ -1,0 +1,93 @@
+"""Promises of orchestrator/conversations.py: exactly the assistant's tokens are taught, and every bad row is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conf.schema import DataConfig
+from orchestrator.conversations import read_conversations
+from orchestrator.prepare import TextEncoder, save_character_tokenizer
+from rollout.errors import DataError
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+FORGETFUL = (
+    "{% for m in messages %}[{{ m.role }}]{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A character tokenizer with a chat template."""
+    save_character_tokenizer(tmp_path, vocab_size=96)
+    _set_template(tmp_path, TEMPLATE)
+    return tmp_path
+
+
+def _set_template(folder: Path, template: str) -> None:
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": template}))
+
+
+def _read(folder: Path, rows: list[dict], config: DataConfig | None = None):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_conversations(str(path), TextEncoder(folder), config or DataConfig())
+
+
+def _taught_text(folder: Path, conversation) -> str:
+    encoder = TextEncoder(folder)
+    taught = [token for token, is_taught in zip(conversation.token_ids, conversation.is_taught) if is_taught]
+    assert encoder._tokenizer is not None
+    return encoder._tokenizer.decode(taught, skip_special_tokens=False)
+
+
+def test_every_assistant_turn_and_its_end_are_taught_and_nothing_else(folder):
+    turns = [("user", "2+2?"), ("assistant", "4"), ("user", "3+3?"), ("assistant", "it is 6")]
+    (conversation,) = _read(folder, [{"messages": [{"role": r, "content": c} for r, c in turns]}])
+    assert _taught_text(folder, conversation) == "4<eos>it is 6<eos>"
+    assert len(conversation.token_ids) == len(conversation.is_taught)
+
+
+def test_a_plain_row_teaches_the_response_and_the_end(folder):
+    (conversation,) = _read(folder, [{"prompt": "6d8=", "response": "d"}])
+    assert _taught_text(folder, conversation) == "d<eos>"
+    assert conversation.token_ids[0] == 1, "<bos> as prompts of rollouts have it"
+
+
+def test_the_sample_predicts_each_taught_token(folder):
+    (conversation,) = _read(folder, [{"prompt": "6d8=", "response": "d"}])
+    sample = conversation.sample(policy_version=7)
+    assert sample.num_valid_tokens == 2 and sample.oldest_version == 7
+    assert sample.loss_mask.tolist() == [False] * 5 + [True, True]
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"text": "a"}, "needs a column 'messages'"),
+        ({"messages": []}, "non-empty list"),
+        ({"messages": [{"role": "user"}]}, "role and content"),
+        ({"messages": [{"role": "user", "content": "hello"}]}, "nothing to learn"),
+        ({"prompt": "a", "response": "b" * 200}, r"data\.max_sequence_tokens allows 100"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line(folder, row, complaint):
+    good = {"prompt": "a", "response": "b"}
+    with pytest.raises(DataError, match=complaint) as caught:
+        _read(folder, [good, row], replace(DataConfig(), max_sequence_tokens=100))
+    assert "rows.jsonl:2" in str(caught.value)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(folder):
+    _set_template(folder, FORGETFUL)
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    with pytest.raises(DataError, match="another way once later turns follow"):
+        _read(folder, [{"messages": [{"role": r, "content": c} for r, c in turns]}])
