@@ -29,6 +29,13 @@ class DType(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class MlaNormEps(StrEnum):
+    """Which eps the norms of latent attention's low-rank projections take."""
+
+    rollout = "rollout"
+    hf = "hf"
+
+
 class TrainMode(StrEnum):
     """Which parameters the optimizer changes."""
 
@@ -125,6 +132,10 @@ class ModelConfig:
     """Standard deviation of random weights. Ignored when init=checkpoint."""
     dtype: DType = DType.bfloat16
     """Format of the frozen weights, of the engine's weights and of activations."""
+    mla_norm_eps: MlaNormEps = MlaNormEps.rollout
+    """eps of q_a_layernorm and kv_a_layernorm (DeepSeek-V3, Kimi-K2). rollout: rms_norm_eps of the config, as vLLM.
+    hf: 1e-6, as transformers. Read by no other architecture.
+    """
     tokenizer: str | None = None
     """Folder of a tokenizer, or `characters`: one token per printable character, made on the spot. null: the one in
     `path`.
@@ -164,9 +175,9 @@ class LoraConfig:
     """Format of the adapters' parameters and gradients. bfloat16 halves both; updates are then rounded stochastically.
     """
     attention: bool = True
-    """Adapt q, k, v and o projections."""
+    """Adapt every projection of the attention: q, k, v and o, or q_a, q_b, kv_a, kv_b and o of latent attention."""
     mlp: bool = True
-    """Adapt the dense feed-forward projections (gate, up, down) where a layer has them."""
+    """Adapt gate, up and down of the dense feed-forwards, shared experts among them, where a layer has one."""
     experts: bool = True
     """Adapt gate, up and down of every routed expert."""
 

@@ -69,7 +69,7 @@ def save_adapter(decoder: Decoder, folder: Path | str) -> None:
             lora = module.lora
             leaf = name.rsplit(".", 1)[-1]
             if decoder.spec.moe is not None and leaf in _NAMES_PEFT_REWRITES:
-                parameters.add(f"mlp.{leaf}.weight")
+                parameters.add(f"{name[name.index('mlp.') :]}.weight")
             else:
                 modules.add(leaf)
             for factor, parameter in (("A", module.lora_A), ("B", module.lora_B)):
@@ -230,12 +230,13 @@ def _merged_tensors(decoder: Decoder, tensors: Iterable[TensorMeta]) -> Iterator
         regions = gathered
     gathered_a = gather_lora_a(decoder)
     for meta in tensors:
-        merged = torch.empty(meta.shape, dtype=decoder.dtype) if layout.rank == 0 else None
+        dtype = getattr(torch, meta.dtype)
+        merged = torch.empty(meta.shape, dtype=dtype) if layout.rank == 0 else None
         for holder, regions_of_holder in enumerate(regions):
             region = regions_of_holder.get(meta.name)
             if region is None or layout.rank not in (0, holder):
                 continue
-            part = torch.empty(region.shape, dtype=decoder.dtype, device=layout.device)
+            part = torch.empty(region.shape, dtype=dtype, device=layout.device)
             if layout.rank == holder:
                 held[meta.name].read(region, part, gathered_a)
             if holder != 0:

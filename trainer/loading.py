@@ -23,7 +23,7 @@ from trainer.errors import CheckpointError
 from trainer.lora import Linear
 from trainer.model.spec import ModelSpec
 from trainer.moe.experts import Experts
-from trainer.parallel import local_part
+from trainer.parallel import local_part, replicated_parameters
 from trainer.shards import local_shards
 from weight_sync.layout import Region
 
@@ -113,7 +113,7 @@ class RandomReader:
         """One rectangle, float32."""
         if tensor.endswith("norm.weight"):
             return torch.ones(region.shape, device=self._device)
-        if tensor.endswith(".bias"):
+        if tensor.endswith((".bias", "_bias")):
             return torch.zeros(region.shape, device=self._device)
         generator = named_generator(self._seed, tensor, self._device)
         whole = torch.randn(self._shapes[tensor], generator=generator, device=self._device)
@@ -141,6 +141,8 @@ def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadRe
         base = held.base
         base.copy_(reader.read(held.tensor, held.region))
         num_tensors, num_bytes = num_tensors + 1, num_bytes + base.numel() * base.element_size()
+    for name, parameter in replicated_parameters(decoder).items():
+        parameter.copy_(reader.read(name, Region((0,) * parameter.dim(), tuple(parameter.shape))))
     init_adapters(decoder, seed=seed)
     offered = reader.names() or set()
     needed = {meta.name for meta in decoder.spec.checkpoint_tensors("float32")}

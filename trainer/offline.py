@@ -19,7 +19,7 @@ from math import prod
 from typing import ClassVar
 
 from conf.schema import Device, LoraConfig, TrainerConfig, TrainMode
-from trainer.model.spec import ModelSpec
+from trainer.model.spec import CORRECTION_BIAS, ModelSpec
 from weight_sync.layout import DTYPE_BYTES, Region, SourceLayout, SourceShard, TensorMeta
 
 MERGE_BLOCK_ROWS = 256
@@ -93,13 +93,16 @@ class TrainerMemory:
 def trainer_memory(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> TrainerMemory:
     """The fullest rank's share. See TrainerMemory.FORMULA."""
     tensors = {meta.name: meta for meta in spec.checkpoint_tensors(dtype)}
-    held = max(sum(shard.region.num_elements for shard in one.shards) for one in source_layouts(spec, dtype, trainer))
+    layouts = source_layouts(spec, dtype, trainer)
     if trainer.mode is TrainMode.full:
-        routers = 0 if trainer.train_router else sum(_router_elements(meta) for meta in tensors.values())
-        trained = held - routers // trainer.num_ranks
+        held = max(sum(shard.region.num_elements for shard in one.shards) for one in layouts)
+        frozen = sum(_frozen_elements(meta, trainer.train_router) for meta in tensors.values())
+        trained = held - frozen // trainer.num_ranks
         return TrainerMemory(4 * held, 0, 4 * trained, 8 * trained)
+    width = {name: DTYPE_BYTES[meta.dtype] for name, meta in tensors.items()}
+    held_bytes = max(sum(shard.region.num_elements * width[shard.tensor] for shard in one.shards) for one in layouts)
     trained = -(-adapter_elements(spec, trainer.lora) // trainer.num_ranks)
-    return TrainerMemory(DTYPE_BYTES[dtype] * held, 4 * trained, 4 * trained, 8 * trained)
+    return TrainerMemory(held_bytes, 4 * trained, 4 * trained, 8 * trained)
 
 
 def adapter_elements(spec: ModelSpec, lora: LoraConfig) -> int:
@@ -122,22 +125,22 @@ class _Adapter:
 def _adapters(spec: ModelSpec, lora: LoraConfig) -> Iterator[_Adapter]:
     """Every adapter of the model; those of experts per layer, with their count."""
     hidden = spec.hidden_size
-    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     for layer in range(spec.num_layers):
         if lora.attention:
-            yield _Adapter(hidden, q_size)
-            yield _Adapter(hidden, kv_size)
-            yield _Adapter(hidden, kv_size)
-            yield _Adapter(q_size, hidden)
+            for linear in spec.attention.linears(hidden):
+                yield _Adapter(linear.in_features, linear.out_features)
         if spec.moe is not None and spec.is_moe_layer(layer):
             if lora.experts:
-                width = spec.moe.intermediate_size
-                yield _Adapter(hidden, 2 * width, is_expert=True, count=spec.moe.num_experts)
-                yield _Adapter(width, hidden, is_expert=True, count=spec.moe.num_experts)
-        elif lora.mlp:
-            yield _Adapter(hidden, spec.intermediate_size)
-            yield _Adapter(hidden, spec.intermediate_size)
-            yield _Adapter(spec.intermediate_size, hidden)
+                expert_width = spec.moe.intermediate_size
+                yield _Adapter(hidden, 2 * expert_width, is_expert=True, count=spec.moe.num_experts)
+                yield _Adapter(expert_width, hidden, is_expert=True, count=spec.moe.num_experts)
+            width = spec.moe.shared_intermediate_size
+        else:
+            width = spec.intermediate_size
+        if lora.mlp and width:
+            yield _Adapter(hidden, width)
+            yield _Adapter(hidden, width)
+            yield _Adapter(width, hidden)
 
 
 def _expert_rank(spec: ModelSpec, trainer: TrainerConfig, expert: int) -> int:
@@ -155,5 +158,7 @@ def _rows(num_rows: int, num_ranks: int) -> Iterator[tuple[int, int]]:
         yield min(rank * rows_a_rank, num_rows), min((rank + 1) * rows_a_rank, num_rows)
 
 
-def _router_elements(meta: TensorMeta) -> int:
-    return prod(meta.shape) if meta.name.endswith(".mlp.gate.weight") else 0
+def _frozen_elements(meta: TensorMeta, train_router: bool) -> int:
+    """Elements that full training leaves alone."""
+    is_router = meta.name.endswith(".mlp.gate.weight") and not train_router
+    return prod(meta.shape) if is_router or meta.name.endswith(CORRECTION_BIAS) else 0

@@ -26,7 +26,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainer.errors import LayoutError
+from trainer.model.spec import CORRECTION_BIAS
 from trainer.moe.experts import Experts
+from trainer.moe.routing import Router
 
 if TYPE_CHECKING:
     from trainer.model.decoder import Decoder
@@ -116,10 +118,24 @@ def shard_decoder(decoder: Decoder, layout: ParallelLayout) -> None:
     if layout.expert_mesh is not None:
         for bank in banks:
             shard(bank, layout.expert_mesh, set())
-    local = {parameter for bank in banks for parameter in bank.parameters()}
+    local = {parameter for bank in banks for parameter in bank.parameters()} | set(
+        replicated_parameters(decoder).values()
+    )
     tables = [decoder.model.embed_tokens] if decoder.lm_head is None else [decoder.model.embed_tokens, decoder.lm_head]
     for module in (*tables, *decoder.model.layers, decoder):
         shard(module, layout.dense_mesh, local)
+
+
+def replicated_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
+    """Name -> parameter of what every rank holds whole: the routers' frozen float32 correction biases.
+
+    FSDP2 would gather them in the compute dtype, and bfloat16 moves tokens to other experts.
+    """
+    return {
+        f"{name}.{CORRECTION_BIAS}": module.e_score_correction_bias
+        for name, module in decoder.named_modules()
+        if isinstance(module, Router) and module.e_score_correction_bias is not None
+    }
 
 
 def dense_trainable(decoder: Decoder) -> list[tuple[str, nn.Parameter]]:
@@ -145,18 +161,22 @@ def local_part(tensor: Tensor) -> tuple[Tensor, int]:
     """This rank's rows (dim 0) of a parameter, live, and the first one's index in the whole. No communication."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0
-    # FSDP2 shards dim 0 as torch.chunk does: ceil(rows / ranks) rows a rank, the last ones short or empty.
     mesh = tensor.device_mesh
-    rows_a_rank = -(-tensor.shape[0] // mesh.size())
-    start = min(rows_a_rank * mesh.get_local_rank(), tensor.shape[0])
+    start, stop = rows_of_rank(tensor.shape[0], mesh.get_local_rank(), mesh.size())
     with torch.no_grad():
         local = tensor.to_local()
-    expected = min(rows_a_rank, tensor.shape[0] - start)
-    if local.shape[0] != expected:
+    if local.shape[0] != stop - start:
         raise LayoutError(
-            f"a shard has {local.shape[0]} rows where row sharding over {mesh.size()} ranks gives {expected}"
+            f"a shard has {local.shape[0]} rows where row sharding over {mesh.size()} ranks gives {stop - start}"
         )
     return local, start
+
+
+def rows_of_rank(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """First row and the one after the last, as FSDP2 and torch.chunk cut: ceil(rows / ranks) a rank, the last ones
+    short or empty."""
+    rows_a_rank = -(-num_rows // num_ranks)
+    return min(rows_a_rank * rank, num_rows), min(rows_a_rank * (rank + 1), num_rows)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class TrainerRank:
     def load(self) -> dict[str, Any]:
         """Build the decoder, fill its weights, set up the optimizer. Returns facts for the log."""
         started = time.perf_counter()
-        spec = ModelSpec.from_hf_config(self._hf_config)
+        spec = ModelSpec.from_hf_config(self._hf_config, self._model.mla_norm_eps)
         layout = ParallelLayout.create(self._world_size, self._trainer.ep_size, self._rank, self._device)
         dtype = getattr(torch, self._model.dtype.value)
         decoder = build_decoder(spec, dtype=dtype, device=self._device, trainer=self._trainer, layout=layout)

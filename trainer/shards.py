@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from trainer.lora import Linear
 from trainer.merge import merge_rows
+from trainer.model.spec import CORRECTION_BIAS
 from trainer.moe.experts import Experts
-from trainer.parallel import local_part, whole
+from trainer.parallel import ParallelLayout, local_part, replicated_parameters, rows_of_rank, whole
 from weight_sync.layout import Region
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def local_shards(decoder: Decoder) -> list[HeldTensor]:
 
     Views are live: they follow the optimizer.
     """
-    held: list[HeldTensor] = []
+    held = [_held_part(name, p, decoder.layout) for name, p in replicated_parameters(decoder).items()]
     for name, module in decoder.named_modules():
         if isinstance(module, Experts):
             held.extend(_held_experts(name, module))
@@ -170,7 +171,11 @@ def local_shards(decoder: Decoder) -> list[HeldTensor]:
             if module.bias is not None:
                 held.append(_held_rows(f"{name}.bias", module.bias))
         else:
-            held.extend(_held_rows(f"{name}.{leaf}", p) for leaf, p in module.named_parameters(recurse=False))
+            held.extend(
+                _held_rows(f"{name}.{leaf}", p)
+                for leaf, p in module.named_parameters(recurse=False)
+                if leaf != CORRECTION_BIAS
+            )
     return [one for one in held if one.region.num_elements > 0]
 
 
@@ -190,6 +195,12 @@ def _held_rows(tensor: str, parameter: nn.Parameter, delta: LoraDelta | None = N
     local, start = local_part(parameter)
     region = Region((start,) + (0,) * (local.dim() - 1), tuple(local.shape))
     return HeldTensor(tensor, region, parameter, 0, delta)
+
+
+def _held_part(tensor: str, parameter: nn.Parameter, layout: ParallelLayout) -> HeldTensor:
+    """Of what every rank holds whole, the rows that FSDP2 would have given this one: each row has one holder."""
+    start, stop = rows_of_rank(parameter.shape[0], layout.rank, layout.world_size)
+    return HeldTensor(tensor, Region((start,), (stop - start,)), parameter, start)
 
 
 def _linear_delta(name: str, module: Linear) -> LoraDelta | None:

@@ -17,7 +17,7 @@ from parallel_worker import Scenario, reference, run_ranks
 from tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
 
 from conf.schema import LoraConfig, TrainMode
-from trainer.model.attention import PackedSequences, padded_attention, varlen_attention
+from trainer.model.attend import PackedSequences, padded_attention, varlen_attention
 from trainer.moe.grouped import GroupedBackend, grouped_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -28,18 +28,19 @@ ALL_EXPERTS = {**MIXED, "num_experts_per_tok": MIXED["num_experts"]}
 """Every token sees every expert, so that rounding cannot flip a choice of the router."""
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_varlen_attention_is_padded_attention(kv_heads):
+@pytest.mark.parametrize(("kv_heads", "key_dim", "value_dim"), [(1, 64, 64), (2, 64, 64), (8, 64, 64), (8, 192, 128)])
+def test_varlen_attention_is_padded_attention(kv_heads, key_dim, value_dim):
     generator = torch.Generator("cuda").manual_seed(0)
     _, _, cu_seqlens = packed((70, 1, 130, 33))
     sequences = PackedSequences.from_cu_seqlens(cu_seqlens, 234, torch.device("cuda"))
-    shapes = [(234, heads, 64) for heads in (8, kv_heads, kv_heads)]
+    shapes = [(234, 8, key_dim), (234, kv_heads, key_dim), (234, kv_heads, value_dim)]
     inputs = [
         torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes
     ]
     wide = [x.detach().float().requires_grad_() for x in inputs]
-    weights = torch.randn(234, 8, 64, generator=generator, device="cuda")
-    fast, plain = varlen_attention(*inputs, sequences), padded_attention(*wide, sequences)
+    weights = torch.randn(234, 8, value_dim, generator=generator, device="cuda")
+    scale = 1.3 * key_dim**-0.5
+    fast, plain = varlen_attention(*inputs, sequences, scale), padded_attention(*wide, sequences, scale)
     assert relative_error(fast, plain) < 1e-2
     fast_grads = torch.autograd.grad((fast * weights).sum(), inputs)
     for mine, wanted in zip(fast_grads, torch.autograd.grad((plain * weights).sum(), wide), strict=True):

@@ -1,150 +1,118 @@
-"""Grouped-query causal attention over packed sequences.
+"""The decoder's attentions: projections, norms and RoPE around the kernels of attend.py.
 
-Owns the bookkeeping of a packed microbatch (`PackedSequences`) and the choice of kernel, made once a model and
-reported:
+    GqaSpec  GroupedQueryAttention  q, k, v, o; heads share keys and values in groups
+    MlaSpec  LatentAttention        q and kv through low-rank latents; one rotated key part for all heads
 
-    varlen  torch.nn.attention.varlen, flash attention on packed rows (CUDA, 16-bit)
-    padded  scaled_dot_product_attention over a right-padded batch (anything else). Causal attention needs no key mask
-            there: a query never looks right, and padding is on the right.
+Owns parameter names, which are the checkpoint's; ModelSpec lists their shapes. Every projection is a Linear, so
+adapters, merging and publishing know nothing of the kind of attention.
 
-Shapes: T packed tokens, N query heads, G key/value heads, D head_dim, B sequences, L longest sequence.
+Shapes: T packed tokens, H hidden, N query heads, G key/value heads, D query/key head_dim, V value head_dim.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import LoraConfig
 from trainer.lora import Linear
+from trainer.model.attend import AttentionBackend, PackedSequences, attend
 from trainer.model.norm import RMSNorm
 from trainer.model.rope import rotate
-from trainer.model.spec import ModelSpec
+from trainer.model.spec import GqaSpec, MlaSpec, ModelSpec
 
 
-class AttentionBackend(StrEnum):
-    """Kernel of the attention."""
-
-    varlen = "varlen"
-    padded = "padded"
-
-
-def choose_attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """varlen where flash attention can run: CUDA, a 16-bit dtype, head_dim a multiple of 8 up to 256."""
-    try:
-        importlib.import_module("torch.nn.attention.varlen")
-    except ImportError:
-        return AttentionBackend.padded
-    fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
-    return AttentionBackend.varlen if device.type == "cuda" and fits else AttentionBackend.padded
+def make_attention(
+    spec: ModelSpec, *, weight_dtype: torch.dtype, lora: LoraConfig | None, backend: AttentionBackend
+) -> nn.Module:
+    """The attention that the spec asks for."""
+    linears = {
+        shape.name: Linear(shape.in_features, shape.out_features, bias=shape.bias, weight_dtype=weight_dtype, lora=lora)
+        for shape in spec.attention.linears(spec.hidden_size)
+    }
+    if isinstance(spec.attention, MlaSpec):
+        return LatentAttention(spec, spec.attention, linears, weight_dtype, backend)
+    return GroupedQueryAttention(spec, spec.attention, linears, weight_dtype, backend)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedSequences:
-    """Where sequences lie in a microbatch: made once a forward, shared by all layers.
-
-    Example: lengths (2, 3) give cu_seqlens [0, 2, 5] and a padded (2, 3) batch, of which the tokens are rows
-    [0, 1, 3, 4, 5] once it is flattened.
-    """
-
-    cu_seqlens: Tensor
-    """int32 [B + 1] on the compute device."""
-    num_sequences: int
-    max_length: int
-    slots_T: Tensor
-    """int64 [T]; token t is row slots[t] of the padded batch flattened to [B * L]."""
-
-    @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> PackedSequences:
-        """Args: cu_seqlens int [B + 1], preferably on the CPU, because lengths decide shapes.
-
-        Raises:
-            ValueError: it does not rise from 0 to num_tokens.
-        """
-        starts = cu_seqlens.to("cpu", torch.int64)
-        lengths = starts.diff()
-        if starts.numel() == 0 or starts[0] != 0 or starts[-1] != num_tokens or bool((lengths < 0).any()):
-            raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens {num_tokens}, got {starts.tolist()}")
-        max_length = int(lengths.max()) if lengths.numel() else 0
-        shifts = torch.arange(lengths.numel()) * max_length - starts[:-1]
-        slots = torch.arange(num_tokens) + torch.repeat_interleave(shifts, lengths)
-        return cls(starts.to(device, torch.int32), lengths.numel(), max_length, slots.to(device))
-
-
-def padded_attention(q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, sequences: PackedSequences) -> Tensor:
-    """Causal attention by scaled_dot_product_attention over a right-padded batch. Returns [T, N, D]."""
-    batch, length, slots = sequences.num_sequences, sequences.max_length, sequences.slots_T
-
-    def pad(x: Tensor) -> Tensor:
-        rows = x.new_zeros(batch * length, *x.shape[1:]).index_copy(0, slots, x)
-        return rows.view(batch, length, *x.shape[1:]).transpose(1, 2)
-
-    out = F.scaled_dot_product_attention(
-        pad(q_TND), pad(k_TGD), pad(v_TGD), is_causal=True, enable_gqa=q_TND.shape[1] != k_TGD.shape[1]
-    )
-    return out.transpose(1, 2).reshape(batch * length, *q_TND.shape[1:]).index_select(0, slots)
-
-
-def varlen_attention(q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, sequences: PackedSequences) -> Tensor:
-    """Causal flash attention over packed rows. Returns [T, N, D].
-
-    torch 2.11 takes fewer key heads than query heads as they are; from 2.13 on that must be asked for.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    options: dict[str, Any] = {"window_size": (-1, 0)}
-    if q_TND.shape[1] != k_TGD.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = True
-    length, cu_seqlens = sequences.max_length, sequences.cu_seqlens
-    out = varlen_attn(q_TND, k_TGD, v_TGD, cu_seqlens, cu_seqlens, length, length, **options)
-    assert isinstance(out, Tensor)
-    return out
-
-
-class Attention(nn.Module):
+class GroupedQueryAttention(nn.Module):
     """q, k, v projections, q/k norms where the family has them, RoPE, attention, output projection."""
 
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    o_proj: Linear
+
     def __init__(
-        self, spec: ModelSpec, *, weight_dtype: torch.dtype, lora: LoraConfig | None, backend: AttentionBackend
+        self,
+        spec: ModelSpec,
+        gqa: GqaSpec,
+        linears: dict[str, Linear],
+        weight_dtype: torch.dtype,
+        backend: AttentionBackend,
     ) -> None:
         super().__init__()
-        self.q_heads, self.kv_heads = (spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim)
-        self.backend = backend
-        hidden, q_size, kv_size = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-
-        def projection(in_size: int, out_size: int) -> Linear:
-            return Linear(in_size, out_size, bias=spec.attention_bias, weight_dtype=weight_dtype, lora=lora)
-
-        self.q_proj = projection(hidden, q_size)
-        self.k_proj = projection(hidden, kv_size)
-        self.v_proj = projection(hidden, kv_size)
-        self.o_proj = projection(q_size, hidden)
-        if spec.qk_norm:
-            self.q_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps, weight_dtype=weight_dtype)
-            self.k_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps, weight_dtype=weight_dtype)
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
+        self.q_heads, self.kv_heads = (gqa.num_heads, gqa.head_dim), (gqa.num_kv_heads, gqa.head_dim)
+        self.scale, self.backend = gqa.softmax_scale, backend
+        for name, linear in linears.items():
+            self.add_module(name, linear)
+        self.q_norm = self.k_norm = None
+        if gqa.qk_norm:
+            self.q_norm = RMSNorm(gqa.head_dim, eps=spec.rms_norm_eps, weight_dtype=weight_dtype)
+            self.k_norm = RMSNorm(gqa.head_dim, eps=spec.rms_norm_eps, weight_dtype=weight_dtype)
 
     def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences) -> Tensor:
         """[T, H] -> [T, H]."""
-        q_TND = rotate(self.q_norm(self.q_proj(x_TH).unflatten(1, self.q_heads)), *rope)
-        k_TGD = rotate(self.k_norm(self.k_proj(x_TH).unflatten(1, self.kv_heads)), *rope)
+        q_TND = self.q_proj(x_TH).unflatten(1, self.q_heads)
+        k_TGD = self.k_proj(x_TH).unflatten(1, self.kv_heads)
         v_TGD = self.v_proj(x_TH).unflatten(1, self.kv_heads)
-        return self.o_proj(self._attend(q_TND, k_TGD, v_TGD, sequences).flatten(1))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_TND, k_TGD = self.q_norm(q_TND), self.k_norm(k_TGD)
+        q_TND, k_TGD = rotate(q_TND, *rope), rotate(k_TGD, *rope)
+        return self.o_proj(attend(q_TND, k_TGD, v_TGD, sequences, self.backend, self.scale).flatten(1))
 
-    def _attend(self, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, sequences: PackedSequences) -> Tensor:
-        if q_TND.shape[0] == 0:
-            # No kernel takes zero rows. All three stay in the graph: under FSDP2 a parameter without a gradient on
-            # one rank changes the size of that rank's reduce-scatter.
-            repeats = q_TND.shape[1] // k_TGD.shape[1]
-            return q_TND + (k_TGD + v_TGD).repeat_interleave(repeats, dim=1)
-        if self.backend is AttentionBackend.varlen:
-            return varlen_attention(q_TND, k_TGD, v_TGD, sequences)
-        return padded_attention(q_TND, k_TGD, v_TGD, sequences)
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention, unabsorbed: keys and values are expanded from their latent for every head.
+
+    Training sees a key once, so that the absorbed form, which an engine decodes with, would only cost more.
+    """
+
+    kv_a_proj_with_mqa: Linear
+    kv_b_proj: Linear
+    o_proj: Linear
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        mla: MlaSpec,
+        linears: dict[str, Linear],
+        weight_dtype: torch.dtype,
+        backend: AttentionBackend,
+    ) -> None:
+        super().__init__()
+        self.mla, self.interleaved, self.backend = mla, spec.rope.interleaved, backend
+        for name, linear in linears.items():
+            self.add_module(name, linear)
+        if mla.q_lora_rank is not None:
+            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, eps=mla.norm_eps, weight_dtype=weight_dtype)
+        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, eps=mla.norm_eps, weight_dtype=weight_dtype)
+
+    def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences) -> Tensor:
+        """[T, H] -> [T, H]."""
+        mla = self.mla
+        q_TND = self._queries(x_TH).unflatten(1, (mla.num_heads, mla.qk_head_dim))
+        q_fixed, q_turning = q_TND.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)
+        latent, k_turning = self.kv_a_proj_with_mqa(x_TH).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(1, (mla.num_heads, -1))
+        k_fixed, v_TNV = kv.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=-1)
+
+        q_turned = rotate(q_turning, *rope, interleaved=self.interleaved)
+        k_turned = rotate(k_turning[:, None], *rope, interleaved=self.interleaved).expand(-1, mla.num_heads, -1)
+        q_TND, k_TND = torch.cat((q_fixed, q_turned), dim=-1), torch.cat((k_fixed, k_turned), dim=-1)
+        return self.o_proj(attend(q_TND, k_TND, v_TNV, sequences, self.backend, mla.softmax_scale).flatten(1))
+
+    def _queries(self, x_TH: Tensor) -> Tensor:
+        if self.mla.q_lora_rank is None:
+            return self.get_submodule("q_proj")(x_TH)
+        return self.get_submodule("q_b_proj")(self.q_a_layernorm(self.get_submodule("q_a_proj")(x_TH)))

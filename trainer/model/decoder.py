@@ -25,14 +25,15 @@ from torch.utils.checkpoint import checkpoint
 from conf.errors import ConfigError
 from conf.schema import LoraConfig, TrainerConfig, TrainMode
 from trainer.lora import Linear
-from trainer.model.attention import Attention, AttentionBackend, PackedSequences, choose_attention_backend
+from trainer.model.attend import AttentionBackend, PackedSequences, choose_attention_backend
+from trainer.model.attention import make_attention
 from trainer.model.norm import RMSNorm
 from trainer.model.rope import RotaryEmbedding
 from trainer.model.spec import ModelSpec
 from trainer.moe.block import MoeBlock
 from trainer.moe.experts import Experts
 from trainer.moe.routing import Router
-from trainer.parallel import ParallelLayout, shard_decoder
+from trainer.parallel import ParallelLayout, replicated_parameters, shard_decoder
 
 Out = TypeVar("Out")
 
@@ -72,9 +73,9 @@ class VocabTable(nn.Module):
 class DenseMlp(nn.Module):
     """SwiGLU feed-forward (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, build: _Build) -> None:
+    def __init__(self, build: _Build, width: int) -> None:
         super().__init__()
-        hidden, width = build.spec.hidden_size, build.spec.intermediate_size
+        hidden = build.spec.hidden_size
         self.gate_proj = Linear(hidden, width, weight_dtype=build.weight_dtype, lora=build.mlp_lora)
         self.up_proj = Linear(hidden, width, weight_dtype=build.weight_dtype, lora=build.mlp_lora)
         self.down_proj = Linear(width, hidden, weight_dtype=build.weight_dtype, lora=build.mlp_lora)
@@ -95,13 +96,13 @@ class DecoderLayer(nn.Module):
         spec = build.spec
         self.checkpointing = build.checkpointing
         self.input_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps, weight_dtype=build.weight_dtype)
-        self.self_attn = Attention(
+        self.self_attn = make_attention(
             spec, weight_dtype=build.weight_dtype, lora=build.attention_lora, backend=build.attention_backend
         )
         self.post_attention_layernorm = RMSNorm(
             spec.hidden_size, eps=spec.rms_norm_eps, weight_dtype=build.weight_dtype
         )
-        self.mlp = _moe_block(build) if spec.is_moe_layer(layer) else DenseMlp(build)
+        self.mlp = _moe_block(build) if spec.is_moe_layer(layer) else DenseMlp(build, spec.intermediate_size)
 
     def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences) -> Tensor:
         """[T, H] -> [T, H]."""
@@ -140,7 +141,7 @@ class Decoder(nn.Module):
         self.attention_backend = build.attention_backend
         self.model = Trunk(build)
         self.lm_head = None if build.spec.tie_embeddings else VocabTable(build)
-        self._rotary = RotaryEmbedding(build.spec.head_dim, build.spec.rope_theta)
+        self._rotary = RotaryEmbedding(build.spec.rope)
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Run the decoder over one microbatch.
@@ -217,7 +218,7 @@ def build_decoder(
         attention_lora=lora if lora is not None and lora.attention else None,
         mlp_lora=lora if lora is not None and lora.mlp else None,
         expert_lora=lora if lora is not None and lora.experts else None,
-        attention_backend=choose_attention_backend(device, dtype, spec.head_dim),
+        attention_backend=choose_attention_backend(device, dtype, spec.attention.qk_head_dim),
         checkpointing=trainer.activation_checkpointing,
         layout=layout,
     )
@@ -238,9 +239,8 @@ def _check(spec: ModelSpec, lora: LoraConfig | None, layout: ParallelLayout) -> 
             f"trainer.ep_size must divide the number of experts {spec.moe.num_experts}, got {layout.ep_size}"
         )
     if lora is not None:
-        has_target = (
-            lora.attention or (lora.experts and num_moe_layers) or (lora.mlp and num_moe_layers < spec.num_layers)
-        )
+        has_dense = num_moe_layers < spec.num_layers or (spec.moe is not None and spec.moe.shared_intermediate_size > 0)
+        has_target = lora.attention or (lora.experts and num_moe_layers) or (lora.mlp and has_dense)
         if not has_target:
             raise ConfigError(
                 f"trainer.lora adapts nothing in this {spec.family} model, where {num_moe_layers} of {spec.num_layers} "
@@ -264,7 +264,8 @@ def _moe_block(build: _Build) -> MoeBlock:
         device=layout.device,
     )
     router = Router(moe, spec.hidden_size, weight_dtype=build.weight_dtype)
-    return MoeBlock(router, experts, num_experts=moe.num_experts, ep_group=layout.ep_group)
+    shared = DenseMlp(build, moe.shared_intermediate_size) if moe.shared_intermediate_size else None
+    return MoeBlock(router, experts, num_experts=moe.num_experts, ep_group=layout.ep_group, shared_experts=shared)
 
 
 def _choose_trainable(decoder: Decoder, trainer: TrainerConfig) -> None:
@@ -277,3 +278,5 @@ def _choose_trainable(decoder: Decoder, trainer: TrainerConfig) -> None:
             parameter.requires_grad_("lora_" in name.rsplit(".", 1)[-1])
         else:
             parameter.requires_grad_(trainer.train_router or id(parameter) not in routers)
+    for parameter in replicated_parameters(decoder).values():
+        parameter.requires_grad_(False)

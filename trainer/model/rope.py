@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), half-split layout, as in transformers.
+"""Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864) and its scaled variants, as in
+transformers.
 
 Frequencies are computed on the CPU in float32 (powers differ by an ulp between devices), angles in float32, and
 cosines are cast to the compute dtype before they are used.
@@ -6,27 +7,58 @@ cosines are cast to the compute dtype before they are used.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from trainer.model.spec import RopeSpec, YarnScaling
 
 
 class RotaryEmbedding:
     """Cosines and sines of packed positions. Holds no parameters and no buffers, so nothing of it is ever on meta."""
 
-    def __init__(self, head_dim: int, theta: float) -> None:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
-        self._inverse_frequencies = 1.0 / (theta**exponents)
+    def __init__(self, spec: RopeSpec) -> None:
+        exponents = torch.arange(0, spec.dim, 2, dtype=torch.int64, device="cpu").float() / spec.dim
+        self._inverse_frequencies = 1.0 / (spec.theta**exponents)
+        self._factor = 1.0
+        if spec.scaling is not None:
+            self._inverse_frequencies = _yarn(self._inverse_frequencies, spec, spec.scaling)
+            self._factor = spec.scaling.cos_sin_factor
 
     def __call__(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of shape [T, 1, head_dim] (the middle dim broadcasts over heads)."""
+        """cos and sin of shape [T, 1, dim / 2], one angle a pair (the middle dim broadcasts over heads)."""
         if self._inverse_frequencies.device != positions_T.device:
             self._inverse_frequencies = self._inverse_frequencies.to(positions_T.device)
-        angles = positions_T.float()[:, None] * self._inverse_frequencies
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        angles = (positions_T.float()[:, None] * self._inverse_frequencies)[:, None]
+        return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
 
 
-def rotate(x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotation to queries or keys: T tokens, N heads, D head_dim."""
-    first, second = x_TND.chunk(2, dim=-1)
-    return x_TND * cos + torch.cat((-second, first), dim=-1) * sin
+def rotate(x_TND: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Apply the rotation to queries or keys: T tokens, N heads, D head_dim.
+
+    Interleaved pairs come out in halves. Queries and keys do so alike, so that their products are those of pairs left
+    in place, and transformers' bit for bit.
+    """
+    first, second = (x_TND[..., 0::2], x_TND[..., 1::2]) if interleaved else x_TND.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _yarn(extrapolated: Tensor, spec: RopeSpec, yarn: YarnScaling) -> Tensor:
+    """Frequencies of fast dims stay, those of slow dims are divided by `factor`, with a ramp between."""
+
+    def dim_of(rotations: float) -> float:
+        """Which dim turns that often over the original context."""
+        return spec.dim * math.log(yarn.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = dim_of(yarn.beta_fast), dim_of(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    if low == high:
+        high += 0.001
+    kept = 1 - ((torch.arange(spec.dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    # transformers divides the power by the factor, not the inverse frequency: one rounding.
+    exponents = torch.arange(0, spec.dim, 2, device="cpu").float() / spec.dim
+    interpolated = 1.0 / (yarn.factor * spec.theta**exponents)
+    return interpolated * (1 - kept) + extrapolated * kept

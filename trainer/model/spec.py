@@ -1,17 +1,163 @@
-"""ModelSpec: what the decoder is built from, read from a Hugging Face config. Pure data, no torch.
+"""ModelSpec: what the decoder is built from. Pure data, no torch.
 
-A new architecture is one entry of `_FAMILIES`: a function from the config's dict to a ModelSpec. What a config asks
-for and the decoder cannot do (sliding windows, scaled RoPE, other activations) is refused here, by name.
+Owns the names and shapes of a checkpoint's tensors. Does not own how a Hugging Face config is read, nor what is
+refused (families.py). Invariant: the decoder, the loader, the publisher and the planner all read the same lists, so a
+projection is named in one place.
+Callers: all of trainer/, and the checks and the planner of orchestrator/.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from conf.errors import ConfigError
+from conf.schema import MlaNormEps
 from weight_sync.layout import TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """One projection of an attention: y = x W^T (+ bias)."""
+
+    name: str
+    out_features: int
+    in_features: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071), with DeepSeek's two mscale factors."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    """Multiplies cos and sin; None: from the other fields."""
+    truncate: bool = True
+    """Round the ends of the ramp to whole dims."""
+
+    def mscale_of(self, mscale: float = 1.0) -> float:
+        """0.1 * mscale * ln(factor) + 1."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    @property
+    def cos_sin_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.mscale_of(self.mscale) / self.mscale_of(self.mscale_all_dim)
+        return self.mscale_of()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Rotary embedding: which dims turn, how fast, and how they pair."""
+
+    dim: int
+    """Dims of a head that turn; the first ones where the head has more."""
+    theta: float
+    interleaved: bool = False
+    """Dims 2i and 2i + 1 make a pair (DeepSeek); else dims i and i + dim / 2."""
+    scaling: YarnScaling | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GqaSpec:
+    """Grouped-query attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bias: bool
+    """q, k, v and o projections have a bias."""
+    qk_norm: bool
+    """RMSNorm over head_dim on queries and keys, before RoPE."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of a query or key head."""
+        return self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of q . k."""
+        return self.head_dim**-0.5
+
+    def linears(self, hidden: int) -> tuple[LinearShape, ...]:
+        """Every projection, in checkpoint order."""
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return (
+            LinearShape("q_proj", q_size, hidden, self.bias),
+            LinearShape("k_proj", kv_size, hidden, self.bias),
+            LinearShape("v_proj", kv_size, hidden, self.bias),
+            LinearShape("o_proj", hidden, q_size, self.bias),
+        )
+
+    def vectors(self) -> dict[str, int]:
+        """Other parameters: name -> size."""
+        return {"q_norm.weight": self.head_dim, "k_norm.weight": self.head_dim} if self.qk_norm else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaSpec:
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): low-rank q, k and v."""
+
+    num_heads: int
+    q_lora_rank: int | None
+    """None: q_proj in one matrix."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    bias: bool
+    """q_a, kv_a and o projections have a bias."""
+    norm_eps: float
+    """Of q_a_layernorm and kv_a_layernorm; see the option model.mla_norm_eps."""
+    softmax_scale: float
+    """Factor of q . k."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of a query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def linears(self, hidden: int) -> tuple[LinearShape, ...]:
+        """Every projection, in checkpoint order."""
+        q_size, kv_size = self.num_heads * self.qk_head_dim, self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        if self.q_lora_rank is None:
+            queries = (LinearShape("q_proj", q_size, hidden),)
+        else:
+            queries = (
+                LinearShape("q_a_proj", self.q_lora_rank, hidden, self.bias),
+                LinearShape("q_b_proj", q_size, self.q_lora_rank),
+            )
+        return (
+            *queries,
+            LinearShape("kv_a_proj_with_mqa", self.kv_lora_rank + self.qk_rope_head_dim, hidden, self.bias),
+            LinearShape("kv_b_proj", kv_size, self.kv_lora_rank),
+            LinearShape("o_proj", hidden, self.num_heads * self.v_head_dim, self.bias),
+        )
+
+    def vectors(self) -> dict[str, int]:
+        """Other parameters: name -> size."""
+        queries = {} if self.q_lora_rank is None else {"q_a_layernorm.weight": self.q_lora_rank}
+        return queries | {"kv_a_layernorm.weight": self.kv_lora_rank}
+
+
+class RouterScore(StrEnum):
+    """What the router makes of its logits."""
+
+    softmax = "softmax"
+    """Softmax over all experts, then the largest (Qwen3): logits and weights in the compute dtype."""
+    sigmoid = "sigmoid"
+    """One sigmoid an expert, choice by score + correction bias (DeepSeek-V3): everything in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +169,17 @@ class MoeSpec:
     intermediate_size: int
     """Width of one expert."""
     norm_topk_prob: bool
-    """Divide the top-k probabilities by their sum."""
+    """Divide the top-k scores by their sum."""
     layers: tuple[bool, ...]
     """One entry per decoder layer: True where the feed-forward is a mixture of experts."""
+    score: RouterScore = RouterScore.softmax
+    num_groups: int = 1
+    """Experts come in this many groups; a token's are all from its best `top_groups`."""
+    top_groups: int = 1
+    scaling_factor: float = 1.0
+    """Multiplies the routing weights."""
+    shared_intermediate_size: int = 0
+    """Width of the feed-forward that every token passes beside its experts; 0: there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,34 +193,30 @@ class ModelSpec:
     vocab_size: int
     hidden_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     intermediate_size: int
     """Width of a dense feed-forward."""
     rms_norm_eps: float
-    rope_theta: float
     tie_embeddings: bool
-    qk_norm: bool
-    """RMSNorm over head_dim on queries and keys, before RoPE."""
-    attention_bias: bool
-    """q, k, v and o projections have a bias."""
+    attention: GqaSpec | MlaSpec
+    rope: RopeSpec
     moe: MoeSpec | None = None
+    num_mtp_layers: int = 0
+    """Multi-token prediction layers that a checkpoint holds behind the decoder's own; never loaded."""
 
     @staticmethod
-    def from_hf_config(config: dict[str, Any]) -> ModelSpec:
+    def from_hf_config(config: dict[str, Any], mla_norm_eps: MlaNormEps = MlaNormEps.rollout) -> ModelSpec:
         """Read a config.json's dict. Missing optional fields take transformers' defaults.
+
+        Args:
+            config: as in config.json.
+            mla_norm_eps: which eps the low-rank norms of latent attention take.
 
         Raises:
             ConfigError: unknown model_type, a missing size, or a feature that the decoder lacks.
         """
-        model_type = config.get("model_type")
-        if model_type not in _FAMILIES:
-            raise ConfigError(
-                f"model.hf_config.model_type must be one of {', '.join(sorted(_FAMILIES))}, got {model_type!r}; "
-                "a new architecture is one entry of trainer/model/spec.py"
-            )
-        return _FAMILIES[model_type](config)
+        from trainer.model.families import read_config
+
+        return read_config(config, mla_norm_eps)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether the feed-forward of this layer is a mixture of experts."""
@@ -76,7 +226,8 @@ class ModelSpec:
         """Every tensor of the Hugging Face checkpoint, in a fixed order; tied embeddings have no lm_head.weight.
 
         Args:
-            dtype: name as in weight_sync.layout.DTYPE_BYTES, e.g. "bfloat16".
+            dtype: name as in weight_sync.layout.DTYPE_BYTES, e.g. "bfloat16". A router's correction bias is float32
+                whatever the rest is: bfloat16 would move tokens to other experts.
         """
         hidden, vocab = self.hidden_size, self.vocab_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
@@ -89,32 +240,34 @@ class ModelSpec:
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_embeddings:
             shapes["lm_head.weight"] = (vocab, hidden)
-        return [TensorMeta(name, shape, dtype) for name, shape in shapes.items()]
+        return [
+            TensorMeta(name, shape, "float32" if name.endswith(CORRECTION_BIAS) else dtype)
+            for name, shape in shapes.items()
+        ]
 
     def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, out_size, in_size in (
-            ("q_proj", q_size, self.hidden_size),
-            ("k_proj", kv_size, self.hidden_size),
-            ("v_proj", kv_size, self.hidden_size),
-            ("o_proj", self.hidden_size, q_size),
-        ):
-            shapes[f"{name}.weight"] = (out_size, in_size)
-            if self.attention_bias:
-                shapes[f"{name}.bias"] = (out_size,)
-        if self.qk_norm:
-            shapes["q_norm.weight"] = (self.head_dim,)
-            shapes["k_norm.weight"] = (self.head_dim,)
-        return shapes
+        for linear in self.attention.linears(self.hidden_size):
+            shapes[f"{linear.name}.weight"] = (linear.out_features, linear.in_features)
+            if linear.bias:
+                shapes[f"{linear.name}.bias"] = (linear.out_features,)
+        return shapes | {name: (size,) for name, size in self.attention.vectors().items()}
 
     def _mlp_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         if self.moe is None or not self.moe.layers[layer]:
             return _swiglu_shapes("", self.hidden_size, self.intermediate_size)
         shapes: dict[str, tuple[int, ...]] = {"gate.weight": (self.moe.num_experts, self.hidden_size)}
+        if self.moe.score is RouterScore.sigmoid:
+            shapes[f"gate.{CORRECTION_BIAS}"] = (self.moe.num_experts,)
         for expert in range(self.moe.num_experts):
             shapes |= _swiglu_shapes(f"experts.{expert}.", self.hidden_size, self.moe.intermediate_size)
+        if self.moe.shared_intermediate_size:
+            shapes |= _swiglu_shapes("shared_experts.", self.hidden_size, self.moe.shared_intermediate_size)
         return shapes
+
+
+CORRECTION_BIAS = "e_score_correction_bias"
+"""Float32 leaf of a sigmoid router; the trainer never changes it."""
 
 
 def _swiglu_shapes(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
@@ -123,85 +276,3 @@ def _swiglu_shapes(prefix: str, hidden: int, intermediate: int) -> dict[str, tup
         f"{prefix}up_proj.weight": (intermediate, hidden),
         f"{prefix}down_proj.weight": (hidden, intermediate),
     }
-
-
-def _require(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"model.hf_config.{key} must be a positive whole number, got {value!r}")
-    return value
-
-
-def _refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
-    value = config.get(key, allowed[0])
-    if value not in allowed:
-        raise ConfigError(
-            f"model.hf_config.{key}={value!r} is not supported for {config['model_type']}; "
-            f"supported: {', '.join(repr(one) for one in allowed)}"
-        )
-
-
-def _rope_theta(config: dict[str, Any]) -> float:
-    """Base of the rotary frequencies, from `rope_parameters` (transformers 5) or `rope_theta` (before).
-
-    Scaled variants are refused.
-    """
-    rope = dict(config.get("rope_parameters") or {})
-    scaling = config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
-    if kind != "default":
-        raise ConfigError(f"model.hf_config: RoPE type {kind!r} is not supported; supported: 'default'")
-    return float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
-
-
-def _qwen3(config: dict[str, Any], *, moe: MoeSpec | None = None, head_dim: int = 128) -> ModelSpec:
-    """Qwen3 (transformers models/qwen3): GQA with q/k norms, SwiGLU, RMSNorm."""
-    _refuse(config, "hidden_act", ("silu",))
-    _refuse(config, "use_sliding_window", (False, None))
-    _refuse(config, "attention_dropout", (0.0, None))
-    heads = _require(config, "num_attention_heads")
-    kv_heads = _require(config, "num_key_value_heads")
-    if heads % kv_heads:
-        raise ConfigError(
-            f"model.hf_config.num_key_value_heads must divide num_attention_heads, got {kv_heads} and {heads}"
-        )
-    return ModelSpec(
-        family=config["model_type"],
-        hf_architecture="Qwen3ForCausalLM" if moe is None else "Qwen3MoeForCausalLM",
-        vocab_size=_require(config, "vocab_size"),
-        hidden_size=_require(config, "hidden_size"),
-        num_layers=_require(config, "num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=_require(config, "head_dim") if config.get("head_dim") is not None else head_dim,
-        intermediate_size=_require(config, "intermediate_size"),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=_rope_theta(config),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qk_norm=True,
-        attention_bias=bool(config.get("attention_bias", False)),
-        moe=moe,
-    )
-
-
-def _qwen3_moe(config: dict[str, Any]) -> ModelSpec:
-    """Qwen3-MoE (transformers models/qwen3_moe): Qwen3 whose feed-forwards are experts without a shared one."""
-    # transformers writes num_experts, or num_local_experts (its attribute map), into config.json
-    num_experts = _require(config, "num_experts" if "num_experts" in config else "num_local_experts")
-    top_k = _require(config, "num_experts_per_tok")
-    if top_k > num_experts:
-        raise ConfigError(f"model.hf_config.num_experts_per_tok must be <= num_experts, got {top_k} and {num_experts}")
-    num_layers = _require(config, "num_hidden_layers")
-    sparse_step, dense_layers = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-    moe = MoeSpec(
-        num_experts=num_experts,
-        top_k=top_k,
-        intermediate_size=_require(config, "moe_intermediate_size"),
-        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
-        layers=tuple(i not in dense_layers and (i + 1) % sparse_step == 0 for i in range(num_layers)),
-    )
-    return _qwen3(config, moe=moe, head_dim=_require(config, "hidden_size") // _require(config, "num_attention_heads"))
-
-
-_FAMILIES: dict[str, Callable[[dict[str, Any]], ModelSpec]] = {"qwen3": _qwen3, "qwen3_moe": _qwen3_moe}
-"""model_type -> how to read its config."""

@@ -18,18 +18,28 @@ from trainer.moe.routing import Router
 
 
 class MoeBlock(nn.Module):
-    """Parameters: gate.weight (the router) and experts.* (this rank's experts)."""
+    """Parameters: gate.* (the router), experts.* (this rank's experts), shared_experts.* where the family has them."""
 
-    def __init__(self, gate: Router, experts: Experts, *, num_experts: int, ep_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        gate: Router,
+        experts: Experts,
+        *,
+        num_experts: int,
+        ep_group: dist.ProcessGroup | None,
+        shared_experts: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.gate = gate
         self.experts = experts
         self.num_experts = num_experts
         self.ep_group = ep_group
+        self.shared_experts = shared_experts
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
         routing = self.gate(x_TH)
         plan = plan_dispatch(routing.experts_TK, self.num_experts, self.ep_group)
         rows_RH = self.experts(dispatch(x_TH, plan), plan.counts_e)
-        return combine(undispatch(rows_RH, plan), routing.weights_TK, plan.row_of_slot_TK)
+        out_TH = combine(undispatch(rows_RH, plan), routing.weights_TK, plan.row_of_slot_TK)
+        return out_TH if self.shared_experts is None else out_TH + self.shared_experts(x_TH)

@@ -1,8 +1,14 @@
 """Router: which experts see a token, and with what weight.
 
 Owns the numerics that decide routing; they match transformers and must, because one flipped expert is a different
-model: logits in the compute dtype, softmax over all experts in float32, top-k, renormalization in float32, weights
-rounded to the compute dtype. Callers: trainer.moe.block.
+model:
+
+    softmax   logits in the compute dtype, softmax over all experts in float32, top-k, renormalization in float32,
+              weights rounded to the compute dtype (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538)
+    sigmoid   all in float32: scores, choice by score + correction bias inside the best groups, weights from the
+              scores alone (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2)
+
+Callers: trainer.moe.block.
 """
 
 from __future__ import annotations
@@ -13,7 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.spec import MoeSpec
+from trainer.model.spec import MoeSpec, RouterScore
+
+NORM_EPS = 1e-20
+"""Added to the sum of a sigmoid router's top-k scores before they are divided by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,28 +30,49 @@ class Routing:
     """The choice for T tokens, K experts each, best first."""
 
     weights_TK: Tensor
-    """Compute dtype; differentiable."""
+    """Compute dtype (softmax) or float32 (sigmoid); differentiable."""
     experts_TK: Tensor
     """int64, ids in the whole model."""
 
 
 class Router(nn.Module):
-    """Top-k softmax router (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538).
+    """Parameters: weight (num_experts, H); e_score_correction_bias (num_experts), float32, of a sigmoid router.
 
-    Parameter: weight (num_experts, H).
+    The bias balances load in pre-training; no gradient reaches it and the trainer leaves it alone.
     """
 
     def __init__(self, moe: MoeSpec, hidden_size: int, *, weight_dtype: torch.dtype) -> None:
         super().__init__()
-        self.top_k = moe.top_k
-        self.norm_topk_prob = moe.norm_topk_prob
+        self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size, dtype=weight_dtype))
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if moe.score is RouterScore.sigmoid:
+            self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32))
 
     def forward(self, x_TH: Tensor) -> Routing:
         """Route every token."""
-        logits_TE = F.linear(x_TH, self.weight.to(x_TH.dtype))
-        probs_TE = logits_TE.softmax(-1, dtype=torch.float32)
-        weights_TK, experts_TK = probs_TE.topk(self.top_k, dim=-1)
-        if self.norm_topk_prob:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        return Routing(weights_TK.to(x_TH.dtype), experts_TK)
+        weight = self.weight.to(x_TH.dtype)  # as the engine has it; a no-op on frozen weights
+        if self.e_score_correction_bias is None:
+            scores_TE = F.linear(x_TH, weight).softmax(-1, dtype=torch.float32)
+            weights_TK, experts_TK = scores_TE.topk(self.moe.top_k, dim=-1)
+        else:
+            scores_TE = F.linear(x_TH.float(), weight.float()).sigmoid()
+            choice_TE = self._mask_groups(scores_TE.detach() + self.e_score_correction_bias)
+            experts_TK = choice_TE.topk(self.moe.top_k, dim=-1).indices
+            weights_TK = scores_TE.gather(1, experts_TK)
+        if self.moe.norm_topk_prob:
+            eps = 0.0 if self.e_score_correction_bias is None else NORM_EPS
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + eps)
+        if self.e_score_correction_bias is None:
+            return Routing(weights_TK.to(x_TH.dtype), experts_TK)
+        return Routing(weights_TK * self.moe.scaling_factor, experts_TK)
+
+    def _mask_groups(self, choice_TE: Tensor) -> Tensor:
+        """-inf outside each token's best groups; a group is as good as the sum of its best two experts."""
+        groups, kept = self.moe.num_groups, self.moe.top_groups
+        if kept == groups:
+            return choice_TE
+        choice_TGM = choice_TE.unflatten(1, (groups, -1))
+        best_TG = choice_TGM.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
+        allowed_TG = torch.zeros_like(choice_TGM[..., 0], dtype=torch.bool).scatter(1, best_TG, True)
+        return choice_TGM.masked_fill(~allowed_TG[..., None], -torch.inf).flatten(1)

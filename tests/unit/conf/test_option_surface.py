@@ -22,6 +22,7 @@ OPTIONS = [
     "model.hf_config",
     "model.init_std",
     "model.dtype",
+    "model.mla_norm_eps",
     "model.tokenizer",
     "trainer.num_ranks",
     "trainer.ep_size",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import (
+    DEEPSEEK,
     DENSE,
     MIXED,
     MOE,
@@ -21,7 +22,7 @@ from tiny_models import (
 )
 
 import trainer.adapter_io as adapter_io
-from conf.schema import LoraConfig, TrainMode
+from conf.schema import LoraConfig, MlaNormEps, TrainMode
 from trainer.adapter_io import load_adapter, save_adapter, save_merged
 from trainer.errors import CheckpointError
 
@@ -35,9 +36,9 @@ def peft_logits(hf_config, folder, batch):
     return hf_logits(PeftModel.from_pretrained(hf_model(hf_config), folder).eval(), batch)
 
 
-@pytest.mark.parametrize("hf_config", [MIXED, TIED], ids=["moe", "dense_tied"])
+@pytest.mark.parametrize("hf_config", [MIXED, TIED, DEEPSEEK], ids=["moe", "dense_tied", "deepseek"])
 def test_peft_reproduces_our_logits_from_the_saved_adapter(hf_config, tmp_path):
-    decoder, batch = make_decoder(hf_config), packed()
+    decoder, batch = make_decoder(hf_config, mla_norm_eps=MlaNormEps.hf), packed()
     save_adapter(decoder, tmp_path)
     assert relative_error(logits_of(decoder, batch), peft_logits(hf_config, tmp_path, batch)) < 1e-5
 
@@ -79,11 +80,11 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
-@pytest.mark.parametrize("hf_config", [MIXED, TIED], ids=["moe", "dense_tied"])
+@pytest.mark.parametrize("hf_config", [MIXED, TIED, DEEPSEEK], ids=["moe", "dense_tied", "deepseek"])
 def test_transformers_reproduces_our_logits_from_the_merged_model(hf_config, mode, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    decoder, batch = make_decoder(hf_config, trainer_config(mode)), packed()
+    decoder, batch = make_decoder(hf_config, trainer_config(mode), mla_norm_eps=MlaNormEps.hf), packed()
     save_merged(decoder, tmp_path, hf_config)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
     assert not info["missing_keys"]
@@ -101,6 +102,17 @@ def test_a_merged_model_has_the_checkpoints_tensors_in_the_models_format(tmp_pat
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["architectures"], config["dtype"]) == (["Qwen3MoeForCausalLM"], "bfloat16")
+
+
+def test_a_correction_bias_stays_float32_in_a_bfloat16_export(tmp_path):
+    decoder = make_decoder(DEEPSEEK, dtype=torch.bfloat16)
+    save_merged(decoder, tmp_path, DEEPSEEK)
+    tensors = load_file(tmp_path / "model.safetensors")
+    wide = {name for name, tensor in tensors.items() if tensor.dtype is torch.float32}
+    assert wide == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
+    for name in wide:
+        assert torch.equal(tensors[name], decoder.get_parameter(name)), name
+        assert not torch.equal(tensors[name], tensors[name].bfloat16().float()), name
 
 
 def test_a_large_model_is_cut_into_files_with_an_index(tmp_path, monkeypatch):

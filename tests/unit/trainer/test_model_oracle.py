@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_models import (
     COMMON,
+    DEEPSEEK,
     DENSE,
     LENGTHS,
     MIXED,
@@ -20,7 +21,7 @@ from tiny_models import (
     trainer_config,
 )
 
-from conf.schema import TrainMode
+from conf.schema import MlaNormEps, TrainMode
 
 CONFIGS = {
     "dense": DENSE,
@@ -36,6 +37,20 @@ CONFIGS = {
     "moe_not_renormalized": {**MOE, "norm_topk_prob": False},
     "moe_tied_top_3_of_5": {**MOE, "tie_word_embeddings": True, "num_experts": 5, "num_experts_per_tok": 3},
     "moe_with_a_dense_layer": MIXED,
+    "deepseek": DEEPSEEK,
+    "deepseek_without_q_lora_groups_and_yarn": {
+        **{key: value for key, value in DEEPSEEK.items() if key not in ("q_lora_rank", "rope_scaling")},
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+    },
+    "deepseek_bias_two_shared_half_rope": {
+        **DEEPSEEK,
+        "attention_bias": True,
+        "n_shared_experts": 2,
+        "rope_interleave": False,
+    },
 }
 FULL = trainer_config(TrainMode.full, train_router=True)
 
@@ -44,20 +59,20 @@ FULL = trainer_config(TrainMode.full, train_router=True)
 def test_logits_and_every_gradient_match_transformers(name):
     hf_config = CONFIGS[name]
     batch = packed()
-    ours, oracle = make_decoder(hf_config, FULL), hf_model(hf_config)
+    ours, oracle = make_decoder(hf_config, FULL, mla_norm_eps=MlaNormEps.hf), hf_model(hf_config)
     our_logits, oracle_logits = logits_of(ours, batch), hf_logits(oracle, batch)
     assert relative_error(our_logits, oracle_logits) < 1e-5
 
     probe_loss(our_logits, batch[0]).backward()
     probe_loss(oracle_logits, batch[0]).backward()
     expected = {name: parameter.grad for name, parameter in oracle.named_parameters()}
-    actual = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    actual = {name: parameter.grad for name, parameter in ours.named_parameters() if parameter.requires_grad}
     assert actual.keys() == expected.keys()
     errors = {name: relative_error(actual[name], expected[name]) for name in expected}
     assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
 
 
-@pytest.mark.parametrize("hf_config", [DENSE, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("hf_config", [DENSE, MOE, DEEPSEEK], ids=["dense", "moe", "deepseek"])
 def test_packed_equals_unpacked(hf_config):
     decoder = make_decoder(hf_config)
     token_ids, positions, cu_seqlens = batch = packed()
@@ -84,7 +99,7 @@ def test_recomputation_changes_no_bit(mode):
     assert all(torch.equal(grads_on[name], grads_off[name]) for name in grads_on)
 
 
-@pytest.mark.parametrize("hf_config", [DENSE, MIXED], ids=["dense", "moe"])
+@pytest.mark.parametrize("hf_config", [DENSE, MIXED, DEEPSEEK], ids=["dense", "moe", "deepseek"])
 def test_a_microbatch_without_tokens_gives_gradients_of_zeros(hf_config):
     for mode in (TrainMode.lora, TrainMode.full):
         decoder = make_decoder(hf_config, trainer_config(mode))
@@ -103,6 +118,37 @@ def test_a_wrong_rope_base_or_eps_is_seen_by_the_oracle():
     expected = hf_logits(hf_model(DENSE), batch)
     for wrong in ({"rope_theta": 9000.0}, {"rms_norm_eps": 1e-3}):
         assert relative_error(logits_of(make_decoder({**DENSE, **wrong}, FULL), batch), expected) > 1e-4
+
+
+DEEPSEEK_MISTAKES = {
+    "RoPE pairs": {"rope_interleave": False},
+    "no shared expert": {"n_shared_experts": 0},
+    "no mscale in the softmax scale": {"rope_scaling": {**DEEPSEEK["rope_scaling"], "mscale_all_dim": None}},
+    "no YaRN": {"rope_scaling": None},
+    "groups": {"n_group": 1, "topk_group": 1},
+    "routing scale": {"routed_scaling_factor": 1.0},
+}
+
+
+@pytest.mark.parametrize("mistake", DEEPSEEK_MISTAKES)
+def test_each_deepseek_mistake_is_seen_by_the_oracle(mistake):
+    batch = packed()
+    wrong = make_decoder({**DEEPSEEK, **DEEPSEEK_MISTAKES[mistake]}, FULL, mla_norm_eps=MlaNormEps.hf)
+    assert relative_error(logits_of(wrong, batch), hf_logits(hf_model(DEEPSEEK), batch)) > 1e-4
+
+
+def test_the_eps_of_latent_norms_follows_the_engine_or_transformers():
+    """transformers leaves them at 1e-6 whatever the config says; an engine takes rms_norm_eps."""
+    batch, config = packed(), {**DEEPSEEK, "rms_norm_eps": 1e-3}
+    oracle = hf_model(config)
+    expected = hf_logits(oracle, batch)
+    assert relative_error(logits_of(make_decoder(config, FULL, mla_norm_eps=MlaNormEps.hf), batch), expected) < 1e-5
+    rollout = logits_of(make_decoder(config, FULL), batch)
+    assert relative_error(rollout, expected) > 1e-4
+    for layer in oracle.model.layers:
+        layer.self_attn.q_a_layernorm.variance_epsilon = 1e-3
+        layer.self_attn.kv_a_layernorm.variance_epsilon = 1e-3
+    assert relative_error(rollout, hf_logits(oracle, batch)) < 1e-5
 
 
 def test_sequences_do_not_see_each_other_nor_the_future():

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from tiny_models import DENSE, MIXED, MOE, make_decoder, trainer_config
+from tiny_models import DEEPSEEK, DENSE, MIXED, MOE, make_decoder, trainer_config
 
 from conf.errors import ConfigError
-from trainer.model.spec import ModelSpec
+from trainer.model.spec import MlaSpec, ModelSpec
 from trainer.parallel import ParallelLayout
 from trainer.shards import local_shards
 
 
 @pytest.mark.parametrize(
-    "hf_config", [DENSE, MOE, MIXED, {**DENSE, "tie_word_embeddings": True, "attention_bias": True}]
+    "hf_config", [DENSE, MOE, MIXED, DEEPSEEK, {**DENSE, "tie_word_embeddings": True, "attention_bias": True}]
 )
 def test_the_model_holds_exactly_the_checkpoints_tensors(hf_config):
     spec = ModelSpec.from_hf_config(hf_config)
@@ -33,18 +35,86 @@ def test_a_config_written_by_transformers_reads_the_same():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "must be one of qwen3, qwen3_moe, got 'llama'"),
+        ({"model_type": "bert"}, "must be one of deepseek_v3, kimi_k2, qwen3, qwen3_moe, got 'bert'"),
         ({"hidden_size": None}, "hidden_size must be a positive whole number, got None"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not supported"),
+        ({"vision_config": {"depth": 2}}, "vision_config: models with towers"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq' is not supported"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok must be <= num_experts"),
     ],
 )
 def test_what_the_decoder_cannot_do_is_refused_by_name(changes, message):
     with pytest.raises(ConfigError, match=message):
         ModelSpec.from_hf_config({**MOE, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 2}, "num_key_value_heads must equal num_attention_heads 4"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ({"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy' is not supported"),
+        ({"n_group": 3}, "n_group must cut the 8 experts"),
+        ({"topk_group": 1}, "must hold num_experts_per_tok=3"),
+        ({"kv_lora_rank": None}, "kv_lora_rank must be a positive whole number"),
+    ],
+)
+def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelSpec.from_hf_config({**DEEPSEEK, **changes})
+
+
+def test_kimi_k2_is_deepseek_v3_with_its_own_numbers():
+    """The published shape: 61 layers, the first dense, 384 experts of 2048, 1.03 trillion parameters."""
+    config = {
+        "model_type": "kimi_k2",
+        "vocab_size": 163840,
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "routed_scaling_factor": 2.827,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262144,
+        "rope_theta": 50000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 64.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    }
+    spec = ModelSpec.from_hf_config(config)
+    tensors = {meta.name: meta for meta in spec.checkpoint_tensors("bfloat16")}
+    assert sum(math.prod(meta.shape) for meta in tensors.values()) == pytest.approx(1.026e12, rel=1e-3)
+    assert tensors["model.layers.60.self_attn.kv_a_proj_with_mqa.weight"].shape == (576, 7168)
+    assert tensors["model.layers.60.self_attn.kv_b_proj.weight"].shape == (16384, 512)
+    assert tensors["model.layers.60.mlp.gate.e_score_correction_bias"].dtype == "float32"
+    assert tensors["model.layers.60.mlp.gate.weight"].dtype == "bfloat16"
+    assert "model.layers.0.mlp.gate_proj.weight" in tensors
+    assert isinstance(spec.attention, MlaSpec)
+    assert spec.attention.norm_eps == 1e-5
+    # (128 + 64)^-0.5 * (0.1 ln 64 + 1)^2
+    assert spec.attention.softmax_scale == pytest.approx(0.144680, abs=1e-5)
 
 
 def test_an_expert_parallel_size_that_does_not_fit_is_refused():

@@ -5,6 +5,7 @@ Each world is spawned once; its tests read the results.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from parallel_worker import Scenario, reference, run_ranks
 from safetensors.torch import load_file
-from tiny_models import DENSE, MIXED, MOE, relative_error
+from tiny_models import DEEPSEEK, DENSE, MIXED, MOE, relative_error
 
 from conf.schema import TrainMode
 from trainer.loading import CheckpointReader, RandomReader
@@ -37,13 +38,16 @@ WORLD_2 = [
     # One token, two experts: six experts and, in some layer, maybe a whole rank without rows.
     Scenario("experts_without_rows_ep2", 2, ((0,), ()), lengths=(1,), hf_config=MOE),
     Scenario("full_experts_without_rows_ep2", 2, ((0,), ()), lengths=(1,), mode=TrainMode.full, hf_config=MOE),
+    Scenario("deepseek_ep2", 2, ((0, 1), (2, 3)), hf_config=DEEPSEEK),
+    Scenario("deepseek_full_ep1", 1, ((0, 1, 2, 3), ()), mode=TrainMode.full, hf_config=DEEPSEEK),
+    Scenario("deepseek_ep1_bfloat16", 1, ((0, 1, 2, 3), ()), hf_config=DEEPSEEK, dtype=torch.bfloat16),
     Scenario("no_tokens_at_all_ep2", 2, ((), ()), lengths=()),
 ]
 WORLD_4 = [
     Scenario("lora_ep2_of_4", 2, ((0,), (1, 2), (), (3,))),
     Scenario("full_ep2_of_4", 2, ((0,), (1, 2), (), (3,)), mode=TrainMode.full, hf_config=UNEVEN),
 ]
-FILE_MODELS_2, FILE_MODELS_4 = [(1, MIXED), (2, MIXED)], [(2, UNEVEN)]
+FILE_MODELS_2, FILE_MODELS_4 = [(1, MIXED), (2, MIXED)], [(2, UNEVEN), (4, DEEPSEEK)]
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +120,13 @@ def test_bfloat16_gradients_stay_near_float32(worlds):
             assert total < 0.1
 
 
+def test_a_correction_bias_is_not_rounded_under_fsdp(worlds):
+    """In bfloat16 the same products are taken on either layout, so that one token with other experts would show."""
+    scenario = next(s for s in WORLD_2 if s.name == "deepseek_ep1_bfloat16")
+    logits = torch.cat([results["logits"] for results in ranks_of(worlds, scenario)])
+    assert torch.equal(logits, reference(scenario)["logits"])
+
+
 def test_experts_without_rows_get_gradients_of_zeros(worlds):
     scenario = next(s for s in WORLD_2 if s.name == "full_experts_without_rows_ep2")
     for results in ranks_of(worlds, scenario):
@@ -129,19 +140,24 @@ def test_no_tokens_on_any_rank_gives_gradients_of_zeros(worlds):
         assert all(not grad.any() for grad in results["no_tokens_at_all_ep2"]["grads"].values())
 
 
-CASES = [(2, 1, MIXED), (2, 2, MIXED), (4, 2, UNEVEN)]
+CASES = [(2, 1, MIXED), (2, 2, MIXED), (4, 2, UNEVEN), (4, 4, DEEPSEEK)]
 
 
 @pytest.fixture(scope="module")
-def single_rank_files(tmp_path_factory) -> dict[int, Path]:
-    """Adapter and merged model of one rank, by world size of the layouts they are compared with."""
+def single_rank_files(tmp_path_factory) -> dict[str, Path]:
+    """Adapter and merged model of one rank, by `key_of` the model."""
     import parallel_worker
 
     folders = {}
-    for world, hf_config in ((2, MIXED), (4, UNEVEN)):
-        folders[world] = tmp_path_factory.mktemp("single")
-        parallel_worker.files(folders[world], 1, 1, 0, hf_config)
+    for hf_config in (MIXED, UNEVEN, DEEPSEEK):
+        folders[key_of(hf_config)] = tmp_path_factory.mktemp("single")
+        parallel_worker.files(folders[key_of(hf_config)], 1, 1, 0, hf_config)
     return folders
+
+
+def key_of(hf_config: dict[str, Any]) -> str:
+    """One key a model."""
+    return json.dumps(hf_config, sort_keys=True)
 
 
 @pytest.mark.parametrize(("world", "ep_size", "hf_config"), CASES)
@@ -149,7 +165,7 @@ def test_files_are_bitwise_the_same_for_any_layout(worlds, single_rank_files, wo
     """Random init, adapter init and both exports at once: the same seeds give the same bytes."""
     for file in ("merged/model.safetensors", "adapter/adapter_model.safetensors"):
         many = load_file(worlds[world][0] / f"world{world}_ep{ep_size}" / file)
-        one = load_file(single_rank_files[world] / "world1_ep1" / file)
+        one = load_file(single_rank_files[key_of(hf_config)] / "world1_ep1" / file)
         assert many.keys() == one.keys()
         assert all(torch.equal(many[name], one[name]) for name in one)
 

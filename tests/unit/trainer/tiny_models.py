@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conf.schema import LoraConfig, TrainerConfig, TrainMode
+from conf.schema import LoraConfig, MlaNormEps, TrainerConfig, TrainMode
 from trainer.loading import load_weights, named_generator
 from trainer.model.decoder import Decoder, build_decoder
 from trainer.model.spec import ModelSpec
@@ -40,6 +40,47 @@ MOE = {
 }
 MIXED = {**MOE, "num_hidden_layers": 3, "mlp_only_layers": [1]}
 """A Qwen3-MoE whose middle layer is dense."""
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+    },
+    "tie_word_embeddings": False,
+}
+"""Latent attention with YaRN, a dense first layer, groups of experts, a shared expert."""
 
 LENGTHS = (7, 1, 12, 4)
 """Sequences of one packed microbatch."""
@@ -79,9 +120,10 @@ def make_decoder(
     layout: ParallelLayout | None = None,
     device: torch.device | str = "cpu",
     nonzero_b: bool = True,
+    mla_norm_eps: MlaNormEps = MlaNormEps.rollout,
 ) -> Decoder:
     """A decoder with SpreadReader's weights; adapters with B drawn too, from (name, expert) alone."""
-    spec = ModelSpec.from_hf_config(hf_config)
+    spec = ModelSpec.from_hf_config(hf_config, mla_norm_eps)
     decoder = build_decoder(spec, dtype=dtype, device=device, trainer=trainer or trainer_config(), layout=layout)
     load_weights(decoder, SpreadReader(spec), seed=3)
     if nonzero_b:

@@ -1,0 +1,256 @@
+"""From a Hugging Face config to a ModelSpec: one function a family. Pure data, no torch.
+
+Owns the reading and the refusals: what a config asks for and the decoder cannot do (sliding windows, vision towers,
+quantized weights, other activations) is named here, before anything starts. A new architecture is one entry of
+`_FAMILIES`; see docs/new_architecture.md.
+Callers: ModelSpec.from_hf_config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from conf.errors import ConfigError
+from conf.schema import MlaNormEps
+from trainer.model.spec import GqaSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec, RouterScore, YarnScaling
+
+HF_MLA_NORM_EPS = 1e-6
+"""transformers builds q_a_layernorm and kv_a_layernorm of DeepSeek-V3 without an eps, so with this default."""
+
+
+def read_config(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """The spec of a config.json's dict.
+
+    Raises:
+        ConfigError: unknown model_type, a missing size, or a feature that the decoder lacks.
+    """
+    model_type = config.get("model_type")
+    if model_type not in _FAMILIES:
+        raise ConfigError(
+            f"model.hf_config.model_type must be one of {', '.join(sorted(_FAMILIES))}, got {model_type!r}; "
+            "a new architecture is one entry of trainer/model/families.py"
+        )
+    _refuse_out_of_scope(config)
+    return _FAMILIES[model_type](config, mla_norm_eps)
+
+
+def _qwen3(config: dict[str, Any], mla_norm_eps: MlaNormEps, *, moe: MoeSpec | None = None) -> ModelSpec:
+    """Qwen3 (transformers models/qwen3): GQA with q/k norms, SwiGLU, RMSNorm."""
+    _refuse(config, "use_sliding_window", (False, None))
+    # Only the dense family has a default head_dim of its own.
+    head_dim = _size(config, "head_dim", 128 if moe is None else _hidden_a_head(config))
+    return ModelSpec(
+        **_common(config, "Qwen3ForCausalLM" if moe is None else "Qwen3MoeForCausalLM"),
+        attention=_gqa(config, head_dim, qk_norm=True),
+        rope=_rope(config, head_dim),
+        moe=moe,
+    )
+
+
+def _qwen3_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """Qwen3-MoE (transformers models/qwen3_moe): Qwen3 whose feed-forwards are experts without a shared one."""
+    sparse_step, dense_layers = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    moe = MoeSpec(
+        **_experts(config),
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        layers=tuple(
+            i not in dense_layers and (i + 1) % sparse_step == 0 for i in range(_size(config, "num_hidden_layers"))
+        ),
+    )
+    return _qwen3(config, mla_norm_eps, moe=moe)
+
+
+def _deepseek_v3(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """DeepSeek-V3 (transformers models/deepseek_v3; https://arxiv.org/abs/2412.19437) and Kimi-K2: latent attention,
+    sigmoid router, a shared expert."""
+    heads = _size(config, "num_attention_heads")
+    if config.get("num_key_value_heads", heads) not in (heads, None):
+        raise ConfigError(
+            f"model.hf_config.num_key_value_heads must equal num_attention_heads {heads} for latent attention, "
+            f"got {config['num_key_value_heads']}"
+        )
+    nope, turning = _size(config, "qk_nope_head_dim"), _size(config, "qk_rope_head_dim")
+    rope = _rope(config, turning, interleaved=bool(config.get("rope_interleave", True)))
+    scale = (nope + turning) ** -0.5
+    if rope.scaling is not None and rope.scaling.mscale_all_dim:
+        scale *= rope.scaling.mscale_of(rope.scaling.mscale_all_dim) ** 2
+    rms_norm_eps = float(config.get("rms_norm_eps", 1e-6))
+    attention = MlaSpec(
+        num_heads=heads,
+        q_lora_rank=None if config.get("q_lora_rank") is None else _size(config, "q_lora_rank"),
+        kv_lora_rank=_size(config, "kv_lora_rank"),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=turning,
+        v_head_dim=_size(config, "v_head_dim"),
+        bias=bool(config.get("attention_bias", False)),
+        norm_eps=rms_norm_eps if mla_norm_eps is MlaNormEps.rollout else HF_MLA_NORM_EPS,
+        softmax_scale=scale,
+    )
+    return ModelSpec(
+        **_common(config, "DeepseekV3ForCausalLM"),
+        attention=attention,
+        rope=rope,
+        moe=_sigmoid_moe(config),
+        num_mtp_layers=int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0),
+    )
+
+
+def _sigmoid_moe(config: dict[str, Any]) -> MoeSpec:
+    """DeepSeek-V3's experts: the first layers dense, the others routed by sigmoid scores, in groups."""
+    _refuse(config, "scoring_func", ("sigmoid",))
+    _refuse(config, "topk_method", ("noaux_tc",))
+    _refuse(config, "moe_layer_freq", (1,))
+    experts = _experts(config)
+    groups, top_groups = _size(config, "n_group", 1), _size(config, "topk_group", 1)
+    group_size = experts["num_experts"] // groups
+    if experts["num_experts"] % groups or group_size < 2 or experts["top_k"] > group_size * top_groups:
+        raise ConfigError(
+            f"model.hf_config.n_group={groups}, topk_group={top_groups}: n_group must cut the "
+            f"{experts['num_experts']} experts into equal groups of two or more, and topk_group of them must hold "
+            f"num_experts_per_tok={experts['top_k']} experts"
+        )
+    first_dense = config.get("first_k_dense_replace", 0)
+    return MoeSpec(
+        **experts,
+        norm_topk_prob=bool(config.get("norm_topk_prob", True)),
+        layers=tuple(layer >= first_dense for layer in range(_size(config, "num_hidden_layers"))),
+        score=RouterScore.sigmoid,
+        num_groups=groups,
+        top_groups=top_groups,
+        scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+        shared_intermediate_size=(config.get("n_shared_experts") or 0) * experts["intermediate_size"],
+    )
+
+
+def _common(config: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """The fields of ModelSpec that every family reads alike."""
+    _refuse(config, "hidden_act", ("silu",))
+    _refuse(config, "attention_dropout", (0.0, None))
+    return {
+        "family": config["model_type"],
+        "hf_architecture": architecture,
+        "vocab_size": _size(config, "vocab_size"),
+        "hidden_size": _size(config, "hidden_size"),
+        "num_layers": _size(config, "num_hidden_layers"),
+        "intermediate_size": _size(config, "intermediate_size"),
+        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+    }
+
+
+def _gqa(config: dict[str, Any], head_dim: int, *, qk_norm: bool) -> GqaSpec:
+    heads = _size(config, "num_attention_heads")
+    kv_heads = _size(config, "num_key_value_heads")
+    if heads % kv_heads:
+        raise ConfigError(
+            f"model.hf_config.num_key_value_heads must divide num_attention_heads, got {kv_heads} and {heads}"
+        )
+    return GqaSpec(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        bias=bool(config.get("attention_bias", False)),
+        qk_norm=qk_norm,
+    )
+
+
+def _experts(config: dict[str, Any]) -> dict[str, Any]:
+    """num_experts, top_k and intermediate_size, under any of the names in use."""
+    # transformers writes a family's own name, or num_local_experts (its attribute map), into config.json
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    num_experts = _size(config, next((name for name in names if name in config), names[0]))
+    top_k = _size(config, "num_experts_per_tok")
+    if top_k > num_experts:
+        raise ConfigError(f"model.hf_config.num_experts_per_tok must be <= num_experts, got {top_k} and {num_experts}")
+    return {
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "intermediate_size": _size(config, "moe_intermediate_size"),
+    }
+
+
+def _rope(config: dict[str, Any], head_dim: int, *, interleaved: bool = False) -> RopeSpec:
+    """From `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before)."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _ROPE_SCALINGS:
+        raise ConfigError(
+            f"model.hf_config: RoPE type {kind!r} is not supported; supported: "
+            f"{', '.join(repr(one) for one in _ROPE_SCALINGS)}"
+        )
+    return RopeSpec(
+        dim=head_dim,
+        theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+        interleaved=interleaved,
+        scaling=_ROPE_SCALINGS[kind](config, rope),
+    )
+
+
+def _yarn(config: dict[str, Any], rope: dict[str, Any]) -> YarnScaling:
+    original = rope.get("original_max_position_embeddings") or _size(config, "max_position_embeddings")
+    factor = rope.get("factor") or _size(config, "max_position_embeddings") / original
+    return YarnScaling(
+        factor=float(factor),
+        original_max_positions=int(original),
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        mscale=rope.get("mscale"),
+        mscale_all_dim=rope.get("mscale_all_dim"),
+        attention_factor=rope.get("attention_factor"),
+        truncate=bool(rope.get("truncate", True)),
+    )
+
+
+def _hidden_a_head(config: dict[str, Any]) -> int:
+    return _size(config, "hidden_size") // _size(config, "num_attention_heads")
+
+
+def _size(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"model.hf_config.{key} must be a positive whole number, got {value!r}")
+    return value
+
+
+def _refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
+    value = config.get(key, allowed[0])
+    if value not in allowed:
+        raise ConfigError(
+            f"model.hf_config.{key}={value!r} is not supported for {config['model_type']}; "
+            f"supported: {', '.join(repr(one) for one in allowed)}"
+        )
+
+
+def _refuse_out_of_scope(config: dict[str, Any]) -> None:
+    """What no family can do."""
+    for key in ("vision_config", "audio_config", "text_config"):
+        if config.get(key):
+            raise ConfigError(
+                f"model.hf_config.{key}: models with towers beside the decoder are not supported; give a checkpoint "
+                "of the language model alone"
+            )
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown")
+        raise ConfigError(
+            f"model.hf_config.quantization_config.quant_method={method!r} is not supported: the trainer reads "
+            "bfloat16, float16 or float32 weights; give the checkpoint in one of them"
+        )
+
+
+_ROPE_SCALINGS: dict[str, Callable[[dict[str, Any], dict[str, Any]], YarnScaling | None]] = {
+    "default": lambda config, rope: None,
+    "yarn": _yarn,
+}
+"""rope_type -> how to read it."""
+
+_FAMILIES: dict[str, Callable[[dict[str, Any], MlaNormEps], ModelSpec]] = {
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
+}
+"""model_type -> how to read its config."""
