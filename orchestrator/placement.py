@@ -447,6 +447,8 @@ def _log_trainer(facts: Sequence[dict[str, Any]]) -> None:
         first["num_trainable_parameters"],
         ", ".join(f"{part} {backend}" for part, backend in first["backends"].items()),
     )
+    if first["mtp_tensors"]:
+        logger.info("%d tensors of multi-token prediction layers are left out: not the policy's", first["mtp_tensors"])
     ignored = first["ignored_tensors"]
     if ignored:
         logger.warning("%d tensors of the checkpoint have no place in the model: %s ...", len(ignored), ignored[:3])

@@ -53,7 +53,9 @@ class LoadReport:
     num_bytes: int
     """Bytes of base parameters filled on this rank."""
     ignored: tuple[str, ...]
-    """Tensors on offer that the model has no place for."""
+    """Tensors on offer that the model has no place for, without those of multi-token prediction."""
+    num_mtp_tensors: int
+    """Tensors on offer of multi-token prediction layers, which are not part of the policy."""
 
 
 class CheckpointReader:
@@ -146,7 +148,10 @@ def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadRe
     init_adapters(decoder, seed=seed)
     offered = reader.names() or set()
     needed = {meta.name for meta in decoder.spec.checkpoint_tensors("float32")}
-    return LoadReport(num_tensors, num_bytes, tuple(sorted(offered - needed)))
+    num_layers, num_mtp_layers = decoder.spec.num_layers, decoder.spec.num_mtp_layers
+    mtp = tuple(f"model.layers.{layer}." for layer in range(num_layers, num_layers + num_mtp_layers))
+    mtp_tensors = {name for name in offered if name.startswith(mtp)}
+    return LoadReport(num_tensors, num_bytes, tuple(sorted(offered - needed - mtp_tensors)), len(mtp_tensors))
 
 
 @torch.no_grad()

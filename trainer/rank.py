@@ -148,6 +148,7 @@ class TrainerRank:
             "loaded_tensors": report.num_tensors,
             "loaded_bytes": report.num_bytes,
             "ignored_tensors": list(report.ignored),
+            "mtp_tensors": report.num_mtp_tensors,
             "load_s": time.perf_counter() - started,
         }
 

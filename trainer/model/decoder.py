@@ -29,7 +29,7 @@ from trainer.model.attend import AttentionBackend, PackedSequences, choose_atten
 from trainer.model.attention import make_attention
 from trainer.model.norm import RMSNorm
 from trainer.model.rope import RotaryEmbedding
-from trainer.model.spec import ModelSpec
+from trainer.model.spec import ExpertFormat, ModelSpec
 from trainer.moe.block import MoeBlock
 from trainer.moe.experts import Experts
 from trainer.moe.routing import Router
@@ -234,6 +234,8 @@ def _check(spec: ModelSpec, lora: LoraConfig | None, layout: ParallelLayout) -> 
     num_moe_layers = sum(spec.is_moe_layer(layer) for layer in range(spec.num_layers))
     if num_moe_layers == 0 and layout.ep_size > 1:
         raise ConfigError(f"trainer.ep_size must be 1 for a model without experts, got {layout.ep_size}")
+    if spec.moe is not None and spec.moe.expert_format is not ExpertFormat.plain:
+        raise ConfigError(f"model.hf_config.quantization_config: {spec.moe.expert_format} experts cannot be trained on")
     if num_moe_layers and spec.moe is not None and spec.moe.num_experts % layout.ep_size:
         raise ConfigError(
             f"trainer.ep_size must divide the number of experts {spec.moe.num_experts}, got {layout.ep_size}"

@@ -8,12 +8,25 @@ Callers: ModelSpec.from_hf_config.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from conf.errors import ConfigError
 from conf.schema import MlaNormEps
-from trainer.model.spec import GqaSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec, RouterScore, YarnScaling
+from trainer.model.spec import (
+    INT4_GROUP,
+    ExpertFormat,
+    GqaSpec,
+    Llama3Scaling,
+    MlaSpec,
+    ModelSpec,
+    MoeSpec,
+    RopeSpec,
+    RouterScore,
+    YarnScaling,
+)
 
 HF_MLA_NORM_EPS = 1e-6
 """transformers builds q_a_layernorm and kv_a_layernorm of DeepSeek-V3 without an eps, so with this default."""
@@ -31,8 +44,27 @@ def read_config(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
             f"model.hf_config.model_type must be one of {', '.join(sorted(_FAMILIES))}, got {model_type!r}; "
             "a new architecture is one entry of trainer/model/families.py"
         )
-    _refuse_out_of_scope(config)
-    return _FAMILIES[model_type](config, mla_norm_eps)
+    for key in ("vision_config", "audio_config", "text_config"):
+        if config.get(key):
+            raise ConfigError(
+                f"model.hf_config.{key}: models with towers beside the decoder are not supported; give a checkpoint "
+                "of the language model alone"
+            )
+    spec = _FAMILIES[model_type](config, mla_norm_eps)
+    quantization = config.get("quantization_config")
+    return _quantized(spec, quantization) if quantization else spec
+
+
+def _llama(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """Llama 2 and 3 (transformers models/llama): GQA, SwiGLU, RMSNorm, no norms on q and k."""
+    _refuse(config, "mlp_bias", (False,))
+    head_dim = _size(config, "head_dim", _hidden_a_head(config))
+    bias = bool(config.get("attention_bias", False))
+    return ModelSpec(
+        **_common(config, "LlamaForCausalLM"),
+        attention=_gqa(config, head_dim, qkv_bias=bias, output_bias=bias, qk_norm=False),
+        rope=_rope(config, head_dim),
+    )
 
 
 def _qwen3(config: dict[str, Any], mla_norm_eps: MlaNormEps, *, moe: MoeSpec | None = None) -> ModelSpec:
@@ -40,9 +72,10 @@ def _qwen3(config: dict[str, Any], mla_norm_eps: MlaNormEps, *, moe: MoeSpec | N
     _refuse(config, "use_sliding_window", (False, None))
     # Only the dense family has a default head_dim of its own.
     head_dim = _size(config, "head_dim", 128 if moe is None else _hidden_a_head(config))
+    bias = bool(config.get("attention_bias", False))
     return ModelSpec(
         **_common(config, "Qwen3ForCausalLM" if moe is None else "Qwen3MoeForCausalLM"),
-        attention=_gqa(config, head_dim, qk_norm=True),
+        attention=_gqa(config, head_dim, qkv_bias=bias, output_bias=bias, qk_norm=True),
         rope=_rope(config, head_dim),
         moe=moe,
     )
@@ -73,7 +106,7 @@ def _deepseek_v3(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     nope, turning = _size(config, "qk_nope_head_dim"), _size(config, "qk_rope_head_dim")
     rope = _rope(config, turning, interleaved=bool(config.get("rope_interleave", True)))
     scale = (nope + turning) ** -0.5
-    if rope.scaling is not None and rope.scaling.mscale_all_dim:
+    if isinstance(rope.scaling, YarnScaling) and rope.scaling.mscale_all_dim:
         scale *= rope.scaling.mscale_of(rope.scaling.mscale_all_dim) ** 2
     rms_norm_eps = float(config.get("rms_norm_eps", 1e-6))
     attention = MlaSpec(
@@ -92,7 +125,27 @@ def _deepseek_v3(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
         attention=attention,
         rope=rope,
         moe=_sigmoid_moe(config),
-        num_mtp_layers=int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0),
+        num_mtp_layers=_num_mtp_layers(config),
+    )
+
+
+def _glm4_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """GLM-4.5 and later with experts (transformers models/glm4_moe): DeepSeek-V3's feed-forward under grouped-query
+    attention of which half of each head turns."""
+    head_dim = _size(config, "head_dim", _hidden_a_head(config))
+    attention = _gqa(
+        config,
+        head_dim,
+        qkv_bias=bool(config.get("attention_bias", False)),
+        output_bias=False,
+        qk_norm=bool(config.get("use_qk_norm", False)),
+    )
+    return ModelSpec(
+        **_common(config, "Glm4MoeForCausalLM", rms_norm_eps=1e-5),
+        attention=attention,
+        rope=_rope(config, head_dim, partial=0.5),
+        moe=_sigmoid_moe(config),
+        num_mtp_layers=_num_mtp_layers(config),
     )
 
 
@@ -123,7 +176,7 @@ def _sigmoid_moe(config: dict[str, Any]) -> MoeSpec:
     )
 
 
-def _common(config: dict[str, Any], architecture: str) -> dict[str, Any]:
+def _common(config: dict[str, Any], architecture: str, *, rms_norm_eps: float = 1e-6) -> dict[str, Any]:
     """The fields of ModelSpec that every family reads alike."""
     _refuse(config, "hidden_act", ("silu",))
     _refuse(config, "attention_dropout", (0.0, None))
@@ -134,14 +187,14 @@ def _common(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         "hidden_size": _size(config, "hidden_size"),
         "num_layers": _size(config, "num_hidden_layers"),
         "intermediate_size": _size(config, "intermediate_size"),
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rms_norm_eps": float(config.get("rms_norm_eps", rms_norm_eps)),
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
     }
 
 
-def _gqa(config: dict[str, Any], head_dim: int, *, qk_norm: bool) -> GqaSpec:
+def _gqa(config: dict[str, Any], head_dim: int, *, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> GqaSpec:
     heads = _size(config, "num_attention_heads")
-    kv_heads = _size(config, "num_key_value_heads")
+    kv_heads = _size(config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise ConfigError(
             f"model.hf_config.num_key_value_heads must divide num_attention_heads, got {kv_heads} and {heads}"
@@ -150,7 +203,8 @@ def _gqa(config: dict[str, Any], head_dim: int, *, qk_norm: bool) -> GqaSpec:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        bias=bool(config.get("attention_bias", False)),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
         qk_norm=qk_norm,
     )
 
@@ -170,8 +224,12 @@ def _experts(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rope(config: dict[str, Any], head_dim: int, *, interleaved: bool = False) -> RopeSpec:
-    """From `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before)."""
+def _rope(config: dict[str, Any], head_dim: int, *, interleaved: bool = False, partial: float = 1.0) -> RopeSpec:
+    """From `rope_parameters` (transformers 5), or `rope_scaling`, `rope_theta` and `partial_rotary_factor` (before).
+
+    Args:
+        partial: the part of each head that turns, where the config does not say.
+    """
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _ROPE_SCALINGS:
@@ -179,8 +237,11 @@ def _rope(config: dict[str, Any], head_dim: int, *, interleaved: bool = False) -
             f"model.hf_config: RoPE type {kind!r} is not supported; supported: "
             f"{', '.join(repr(one) for one in _ROPE_SCALINGS)}"
         )
+    dim = int(head_dim * rope.get("partial_rotary_factor", config.get("partial_rotary_factor", partial)))
+    if dim < 2 or dim % 2 or dim > head_dim:
+        raise ConfigError(f"model.hf_config: RoPE must turn an even number of at most {head_dim} dims, got {dim}")
     return RopeSpec(
-        dim=head_dim,
+        dim=dim,
         theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
         interleaved=interleaved,
         scaling=_ROPE_SCALINGS[kind](config, rope),
@@ -200,6 +261,19 @@ def _yarn(config: dict[str, Any], rope: dict[str, Any]) -> YarnScaling:
         attention_factor=rope.get("attention_factor"),
         truncate=bool(rope.get("truncate", True)),
     )
+
+
+def _llama3(config: dict[str, Any], rope: dict[str, Any]) -> Llama3Scaling:
+    return Llama3Scaling(
+        factor=float(_number(rope, "factor")),
+        low_freq_factor=float(_number(rope, "low_freq_factor")),
+        high_freq_factor=float(_number(rope, "high_freq_factor")),
+        original_max_positions=int(_number(rope, "original_max_position_embeddings")),
+    )
+
+
+def _num_mtp_layers(config: dict[str, Any]) -> int:
+    return int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0)
 
 
 def _hidden_a_head(config: dict[str, Any]) -> int:
@@ -224,25 +298,58 @@ def _refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
         )
 
 
-def _refuse_out_of_scope(config: dict[str, Any]) -> None:
-    """What no family can do."""
-    for key in ("vision_config", "audio_config", "text_config"):
-        if config.get(key):
-            raise ConfigError(
-                f"model.hf_config.{key}: models with towers beside the decoder are not supported; give a checkpoint "
-                "of the language model alone"
-            )
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown")
+def _number(rope: dict[str, Any], key: str) -> float:
+    value = rope.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise ConfigError(f"model.hf_config: RoPE's {key} must be a positive number, got {value!r}")
+    return value
+
+
+def _quantized(spec: ModelSpec, quantization: dict[str, Any]) -> ModelSpec:
+    """The spec of a checkpoint with packed experts; every other quantization is refused by name."""
+    method, layout = quantization.get("quant_method"), quantization.get("format")
+    groups = list((quantization.get("config_groups") or {}).values())
+    weights = groups[0].get("weights") or {} if len(groups) == 1 else {}
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": INT4_GROUP}
+    got = {key: weights.get(key) for key in wanted}
+    is_int4 = method == "compressed-tensors" and layout == "pack-quantized" and got == wanted
+    if not is_int4 or groups[0].get("input_activations") is not None or spec.moe is None:
         raise ConfigError(
-            f"model.hf_config.quantization_config.quant_method={method!r} is not supported: the trainer reads "
-            "bfloat16, float16 or float32 weights; give the checkpoint in one of them"
+            f"model.hf_config.quantization_config is not supported: quant_method={method!r}, format={layout!r}, "
+            f"weights={got}; the trainer reads float weights, and routed experts as compressed-tensors "
+            f"pack-quantized {wanted}: give the checkpoint in one of these (GPTQ, AWQ, bitsandbytes and FP8 are not "
+            "among them)"
         )
+    for linear in _other_linears(spec):
+        if not any(_matches(pattern, linear) for pattern in quantization.get("ignore") or ()):
+            raise ConfigError(
+                f"model.hf_config.quantization_config.ignore does not name {linear}: only routed experts may be packed"
+            )
+    if spec.hidden_size % INT4_GROUP or spec.moe.intermediate_size % INT4_GROUP:
+        raise ConfigError(
+            f"model.hf_config: hidden_size and moe_intermediate_size must be multiples of {INT4_GROUP} for packed "
+            f"experts, got {spec.hidden_size} and {spec.moe.intermediate_size}"
+        )
+    return replace(spec, moe=replace(spec.moe, expert_format=ExpertFormat.int4))
 
 
-_ROPE_SCALINGS: dict[str, Callable[[dict[str, Any], dict[str, Any]], YarnScaling | None]] = {
+def _other_linears(spec: ModelSpec) -> Iterator[str]:
+    """Module names of every linear layer that is no routed expert (routers are none, to compressed-tensors)."""
+    for meta in spec.checkpoint_tensors("bfloat16"):
+        module, _, leaf = meta.name.rpartition(".")
+        is_other = ".experts." in module or module.endswith((".gate", "embed_tokens"))
+        if leaf == "weight" and len(meta.shape) == 2 and not is_other:
+            yield module
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """As compressed-tensors matches: a whole name, or a regular expression from the name's start after "re:"."""
+    return re.match(pattern[3:], module) is not None if pattern.startswith("re:") else pattern == module
+
+
+_ROPE_SCALINGS: dict[str, Callable[[dict[str, Any], dict[str, Any]], YarnScaling | Llama3Scaling | None]] = {
     "default": lambda config, rope: None,
+    "llama3": _llama3,
     "yarn": _yarn,
 }
 """rope_type -> how to read it."""
@@ -251,6 +358,8 @@ _FAMILIES: dict[str, Callable[[dict[str, Any], MlaNormEps], ModelSpec]] = {
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
     "kimi_k2": _deepseek_v3,
+    "llama": _llama,
 }
 """model_type -> how to read its config."""

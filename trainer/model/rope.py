@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainer.model.spec import RopeSpec, YarnScaling
+from trainer.model.spec import Llama3Scaling, RopeSpec, YarnScaling
 
 
 class RotaryEmbedding:
@@ -23,7 +23,8 @@ class RotaryEmbedding:
         self._inverse_frequencies = 1.0 / (spec.theta**exponents)
         self._factor = 1.0
         if spec.scaling is not None:
-            self._inverse_frequencies = _yarn(self._inverse_frequencies, spec, spec.scaling)
+            scale = _yarn if isinstance(spec.scaling, YarnScaling) else _llama3
+            self._inverse_frequencies = scale(self._inverse_frequencies, spec)
             self._factor = spec.scaling.cos_sin_factor
 
     def __call__(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -38,14 +39,32 @@ def rotate(x_TND: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
     """Apply the rotation to queries or keys: T tokens, N heads, D head_dim.
 
     Interleaved pairs come out in halves. Queries and keys do so alike, so that their products are those of pairs left
-    in place, and transformers' bit for bit.
+    in place, and transformers' bit for bit. Dims past those that turn stay as they are.
     """
-    first, second = (x_TND[..., 0::2], x_TND[..., 1::2]) if interleaved else x_TND.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turning, fixed = x_TND.tensor_split((2 * cos.shape[-1],), dim=-1)
+    first, second = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, fixed), dim=-1)
 
 
-def _yarn(extrapolated: Tensor, spec: RopeSpec, yarn: YarnScaling) -> Tensor:
+def _llama3(extrapolated: Tensor, spec: RopeSpec) -> Tensor:
+    """Frequencies of long waves are divided by `factor`, those of short waves stay, with a ramp between."""
+    scaling = spec.scaling
+    assert isinstance(scaling, Llama3Scaling)
+    wavelength = 2 * math.pi / extrapolated
+    longest = scaling.original_max_positions / scaling.low_freq_factor
+    shortest = scaling.original_max_positions / scaling.high_freq_factor
+    kept = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    ramp = (1 - kept) * extrapolated / scaling.factor + kept * extrapolated
+    scaled = torch.where(wavelength > longest, extrapolated / scaling.factor, ramp)
+    return torch.where(wavelength < shortest, extrapolated, scaled)
+
+
+def _yarn(extrapolated: Tensor, spec: RopeSpec) -> Tensor:
     """Frequencies of fast dims stay, those of slow dims are divided by `factor`, with a ramp between."""
+    yarn = spec.scaling
+    assert isinstance(yarn, YarnScaling)
 
     def dim_of(rotations: float) -> float:
         """Which dim turns that often over the original context."""

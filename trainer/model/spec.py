@@ -57,6 +57,21 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1: slow dims are divided by `factor`, fast ones stay, with a ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+    @property
+    def cos_sin_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """Rotary embedding: which dims turn, how fast, and how they pair."""
 
@@ -65,7 +80,7 @@ class RopeSpec:
     theta: float
     interleaved: bool = False
     """Dims 2i and 2i + 1 make a pair (DeepSeek); else dims i and i + dim / 2."""
-    scaling: YarnScaling | None = None
+    scaling: YarnScaling | Llama3Scaling | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +90,10 @@ class GqaSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    bias: bool
-    """q, k, v and o projections have a bias."""
+    qkv_bias: bool
+    """q, k and v projections have a bias."""
+    output_bias: bool
+    """o_proj has a bias."""
     qk_norm: bool
     """RMSNorm over head_dim on queries and keys, before RoPE."""
 
@@ -94,10 +111,10 @@ class GqaSpec:
         """Every projection, in checkpoint order."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return (
-            LinearShape("q_proj", q_size, hidden, self.bias),
-            LinearShape("k_proj", kv_size, hidden, self.bias),
-            LinearShape("v_proj", kv_size, hidden, self.bias),
-            LinearShape("o_proj", hidden, q_size, self.bias),
+            LinearShape("q_proj", q_size, hidden, self.qkv_bias),
+            LinearShape("k_proj", kv_size, hidden, self.qkv_bias),
+            LinearShape("v_proj", kv_size, hidden, self.qkv_bias),
+            LinearShape("o_proj", hidden, q_size, self.output_bias),
         )
 
     def vectors(self) -> dict[str, int]:
@@ -160,6 +177,17 @@ class RouterScore(StrEnum):
     """One sigmoid an expert, choice by score + correction bias (DeepSeek-V3): everything in float32."""
 
 
+class ExpertFormat(StrEnum):
+    """How routed experts are stored in the checkpoint and held by the trainer."""
+
+    plain = "plain"
+    """One float tensor a projection, `weight`."""
+    int4 = "int4"
+    """compressed-tensors pack-quantized, symmetric, in groups of 32 (Kimi-K2-Thinking): eight weights to an int32 of
+    `weight_packed`, one `weight_scale` a group, `weight_shape` the two sizes.
+    """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
     """The mixture-of-experts layers."""
@@ -180,6 +208,7 @@ class MoeSpec:
     """Multiplies the routing weights."""
     shared_intermediate_size: int = 0
     """Width of the feed-forward that every token passes beside its experts; 0: there is none."""
+    expert_format: ExpertFormat = ExpertFormat.plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,8 +270,7 @@ class ModelSpec:
         if not self.tie_embeddings:
             shapes["lm_head.weight"] = (vocab, hidden)
         return [
-            TensorMeta(name, shape, "float32" if name.endswith(CORRECTION_BIAS) else dtype)
-            for name, shape in shapes.items()
+            TensorMeta(name, shape, _FIXED_DTYPES.get(name.rsplit(".", 1)[-1], dtype)) for name, shape in shapes.items()
         ]
 
     def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -260,7 +288,8 @@ class ModelSpec:
         if self.moe.score is RouterScore.sigmoid:
             shapes[f"gate.{CORRECTION_BIAS}"] = (self.moe.num_experts,)
         for expert in range(self.moe.num_experts):
-            shapes |= _swiglu_shapes(f"experts.{expert}.", self.hidden_size, self.moe.intermediate_size)
+            weights = _swiglu_shapes(f"experts.{expert}.", self.hidden_size, self.moe.intermediate_size)
+            shapes |= weights if self.moe.expert_format is ExpertFormat.plain else _int4_shapes(weights)
         if self.moe.shared_intermediate_size:
             shapes |= _swiglu_shapes("shared_experts.", self.hidden_size, self.moe.shared_intermediate_size)
         return shapes
@@ -269,6 +298,12 @@ class ModelSpec:
 CORRECTION_BIAS = "e_score_correction_bias"
 """Float32 leaf of a sigmoid router; the trainer never changes it."""
 
+INT4_GROUP = 32
+"""Weights that share a scale."""
+
+_FIXED_DTYPES = {CORRECTION_BIAS: "float32", "weight_packed": "int32", "weight_shape": "int64"}
+"""Leaves whose dtype is not the model's."""
+
 
 def _swiglu_shapes(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
     return {
@@ -276,3 +311,13 @@ def _swiglu_shapes(prefix: str, hidden: int, intermediate: int) -> dict[str, tup
         f"{prefix}up_proj.weight": (intermediate, hidden),
         f"{prefix}down_proj.weight": (hidden, intermediate),
     }
+
+
+def _int4_shapes(weights: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The three tensors of each packed weight; every row is whole groups (checked by families.py)."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns) in weights.items():
+        shapes[f"{name}_packed"] = (rows, columns // 8)
+        shapes[f"{name}_scale"] = (rows, columns // INT4_GROUP)
+        shapes[f"{name}_shape"] = (2,)
+    return shapes

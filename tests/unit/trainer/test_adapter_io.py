@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import (
     DEEPSEEK,
     DENSE,
+    GLM,
+    LLAMA,
     MIXED,
     MOE,
     hf_logits,
@@ -36,7 +38,9 @@ def peft_logits(hf_config, folder, batch):
     return hf_logits(PeftModel.from_pretrained(hf_model(hf_config), folder).eval(), batch)
 
 
-@pytest.mark.parametrize("hf_config", [MIXED, TIED, DEEPSEEK], ids=["moe", "dense_tied", "deepseek"])
+@pytest.mark.parametrize(
+    "hf_config", [MIXED, TIED, DEEPSEEK, GLM, LLAMA], ids=["moe", "dense_tied", "deepseek", "glm", "llama"]
+)
 def test_peft_reproduces_our_logits_from_the_saved_adapter(hf_config, tmp_path):
     decoder, batch = make_decoder(hf_config, mla_norm_eps=MlaNormEps.hf), packed()
     save_adapter(decoder, tmp_path)
@@ -80,7 +84,9 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
-@pytest.mark.parametrize("hf_config", [MIXED, TIED, DEEPSEEK], ids=["moe", "dense_tied", "deepseek"])
+@pytest.mark.parametrize(
+    "hf_config", [MIXED, TIED, DEEPSEEK, GLM, LLAMA], ids=["moe", "dense_tied", "deepseek", "glm", "llama"]
+)
 def test_transformers_reproduces_our_logits_from_the_merged_model(hf_config, mode, tmp_path):
     from transformers import AutoModelForCausalLM
 

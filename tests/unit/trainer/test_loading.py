@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import MIXED, SpreadReader, make_decoder
+from tiny_models import DEEPSEEK, MIXED, SpreadReader, make_decoder
 
 from conf.schema import Init, ModelConfig
 from trainer.adapter_io import save_merged
@@ -54,6 +54,17 @@ def test_a_missing_or_misshapen_tensor_is_named_and_an_extra_one_reported(checkp
         load_weights(decoder, with_tensors(checkpoint, tmp_path, turned), seed=0)
     extra = lambda tensors: tensors.update({"model.extra": torch.ones(1)})  # noqa: E731
     assert load_weights(decoder, with_tensors(checkpoint, tmp_path, extra), seed=0).ignored == ("model.extra",)
+
+
+def test_tensors_of_multi_token_prediction_are_counted_apart(tmp_path):
+    decoder = make_decoder(DEEPSEEK, nonzero_b=False)
+    save_merged(decoder, tmp_path, DEEPSEEK)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {"model.layers.3.eh_proj.weight": torch.ones(1), "model.layers.3.enorm.weight": torch.ones(1)}
+    tensors |= {"model.layers.4.eh_proj.weight": torch.ones(1)}  # the config names one such layer
+    save_file(tensors, tmp_path / "model.safetensors")
+    report = load_weights(decoder, CheckpointReader(tmp_path, decoder.spec), seed=0)
+    assert (report.num_mtp_tensors, report.ignored) == (2, ("model.layers.4.eh_proj.weight",))
 
 
 def test_a_folder_without_weights_or_with_a_broken_file_is_refused(tmp_path):

@@ -8,7 +8,9 @@ from tiny_models import (
     COMMON,
     DEEPSEEK,
     DENSE,
+    GLM,
     LENGTHS,
+    LLAMA,
     MIXED,
     MOE,
     hf_logits,
@@ -45,6 +47,14 @@ CONFIGS = {
         "topk_group": 1,
         "norm_topk_prob": False,
     },
+    "llama": LLAMA,
+    "llama_plain_tied_bias": {
+        **{key: value for key, value in LLAMA.items() if key != "rope_scaling"},
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+    },
+    "glm": GLM,
+    "glm_without_norms_and_bias": {**GLM, "use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 1.0},
     "deepseek_bias_two_shared_half_rope": {
         **DEEPSEEK,
         "attention_bias": True,
@@ -72,7 +82,7 @@ def test_logits_and_every_gradient_match_transformers(name):
     assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
 
 
-@pytest.mark.parametrize("hf_config", [DENSE, MOE, DEEPSEEK], ids=["dense", "moe", "deepseek"])
+@pytest.mark.parametrize("hf_config", [DENSE, MOE, DEEPSEEK, GLM], ids=["dense", "moe", "deepseek", "glm"])
 def test_packed_equals_unpacked(hf_config):
     decoder = make_decoder(hf_config)
     token_ids, positions, cu_seqlens = batch = packed()
@@ -135,6 +145,22 @@ def test_each_deepseek_mistake_is_seen_by_the_oracle(mistake):
     batch = packed()
     wrong = make_decoder({**DEEPSEEK, **DEEPSEEK_MISTAKES[mistake]}, FULL, mla_norm_eps=MlaNormEps.hf)
     assert relative_error(logits_of(wrong, batch), hf_logits(hf_model(DEEPSEEK), batch)) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (LLAMA, {"rope_scaling": None}),
+        (LLAMA, {"rope_scaling": {**LLAMA["rope_scaling"], "low_freq_factor": 2.0}}),
+        (GLM, {"partial_rotary_factor": 1.0}),
+        (GLM, {"n_shared_experts": 0}),
+        (GLM, {"use_qk_norm": False}),
+    ],
+)
+def test_each_llama_or_glm_mistake_is_seen_by_the_oracle(right, wrong):
+    batch = packed()
+    expected = hf_logits(hf_model(right), batch)
+    assert relative_error(logits_of(make_decoder({**right, **wrong}, FULL), batch), expected) > 1e-4
 
 
 def test_the_eps_of_latent_norms_follows_the_engine_or_transformers():

@@ -6,16 +6,17 @@ import math
 
 import pytest
 import torch
-from tiny_models import DEEPSEEK, DENSE, MIXED, MOE, make_decoder, trainer_config
+from tiny_models import DEEPSEEK, DENSE, GLM, LLAMA, MIXED, MOE, make_decoder, trainer_config
 
 from conf.errors import ConfigError
-from trainer.model.spec import MlaSpec, ModelSpec
+from trainer.model.spec import ExpertFormat, MlaSpec, ModelSpec
 from trainer.parallel import ParallelLayout
 from trainer.shards import local_shards
 
 
 @pytest.mark.parametrize(
-    "hf_config", [DENSE, MOE, MIXED, DEEPSEEK, {**DENSE, "tie_word_embeddings": True, "attention_bias": True}]
+    "hf_config",
+    [DENSE, MOE, MIXED, DEEPSEEK, LLAMA, GLM, {**DENSE, "tie_word_embeddings": True, "attention_bias": True}],
 )
 def test_the_model_holds_exactly_the_checkpoints_tensors(hf_config):
     spec = ModelSpec.from_hf_config(hf_config)
@@ -35,14 +36,16 @@ def test_a_config_written_by_transformers_reads_the_same():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, "must be one of deepseek_v3, kimi_k2, qwen3, qwen3_moe, got 'bert'"),
+        ({"model_type": "bert"}, "must be one of deepseek_v3, glm4_moe, kimi_k2, llama, qwen3, qwen3_moe, got 'bert'"),
         ({"hidden_size": None}, "hidden_size must be a positive whole number, got None"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not supported"),
         ({"vision_config": {"depth": 2}}, "vision_config: models with towers"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "is not supported: quant_method='gptq'"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "is not supported: quant_method='bitsandbytes'"),
+        ({"partial_rotary_factor": 0.2}, "must turn an even number of at most 16 dims, got 3"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok must be <= num_experts"),
     ],
 )
@@ -115,6 +118,58 @@ def test_kimi_k2_is_deepseek_v3_with_its_own_numbers():
     assert spec.attention.norm_eps == 1e-5
     # (128 + 64)^-0.5 * (0.1 ln 64 + 1)^2
     assert spec.attention.softmax_scale == pytest.approx(0.144680, abs=1e-5)
+
+
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+        }
+    },
+    "ignore": [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+    ],
+}
+KIMI_INT4 = {**DEEPSEEK, "model_type": "kimi_k2", "moe_intermediate_size": 32, "quantization_config": PACKED}
+
+
+def test_packed_experts_are_recognized_by_their_three_tensors():
+    spec = ModelSpec.from_hf_config(KIMI_INT4)
+    assert spec.moe is not None
+    assert spec.moe.expert_format is ExpertFormat.int4
+    tensors = {meta.name: (meta.shape, meta.dtype) for meta in spec.checkpoint_tensors("bfloat16")}
+    down = "model.layers.2.mlp.experts.7.down_proj.weight"
+    assert tensors[f"{down}_packed"] == ((64, 4), "int32")
+    assert tensors[f"{down}_scale"] == ((64, 1), "bfloat16")
+    assert tensors[f"{down}_shape"] == ((2,), "int64")
+    assert down not in tensors
+    assert tensors["model.layers.2.mlp.shared_experts.down_proj.weight"] == ((64, 32), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "int-quantized"}, "format='int-quantized'"),
+        ({"ignore": PACKED["ignore"][1:]}, "does not name lm_head: only routed experts"),
+        ({"ignore": [*PACKED["ignore"][:1], *PACKED["ignore"][2:]]}, "does not name model.layers.0.self_attn.q_a_proj"),
+        ({"config_groups": {"a": {"weights": {**PACKED["config_groups"]["group_0"]["weights"], "num_bits": 8}}}}, "8"),
+    ],
+)
+def test_other_packings_are_refused_by_name(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelSpec.from_hf_config({**KIMI_INT4, "quantization_config": {**PACKED, **changes}})
+
+
+def test_packed_rows_that_are_no_whole_groups_are_refused():
+    with pytest.raises(ConfigError, match="multiples of 32 for packed experts, got 64 and 24"):
+        ModelSpec.from_hf_config({**KIMI_INT4, "moe_intermediate_size": 24})
 
 
 def test_an_expert_parallel_size_that_does_not_fit_is_refused():

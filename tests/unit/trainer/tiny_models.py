@@ -41,6 +41,38 @@ MOE = {
 MIXED = {**MOE, "num_hidden_layers": 3, "mlp_only_layers": [1]}
 """A Qwen3-MoE whose middle layer is dense."""
 
+LLAMA = {
+    **{key: value for key, value in COMMON.items() if key != "rope_theta"},
+    "model_type": "llama",
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+GLM = {
+    **COMMON,
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+}
+"""Grouped-query attention of which half of each head turns, with DeepSeek's feed-forward."""
+
 DEEPSEEK = {
     "model_type": "deepseek_v3",
     "vocab_size": 96,
