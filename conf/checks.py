@@ -15,6 +15,8 @@ from conf.schema import Device, Init, Objective, RatioBaseline, RunConfig, Train
 
 CPU_ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that vLLM's CPU attention has kernels for (vLLM 0.32, `cpu_attn.py`)."""
+CPU_ENGINE_LATENT = (512, 64)
+"""kv_lora_rank and qk_rope_head_dim of vLLM's CPU kernel of latent attention (vLLM 0.32, `mla_decode.cpp`)."""
 
 
 def check_all(config: RunConfig) -> None:
@@ -150,10 +152,21 @@ def check_sequence_fits_model(config: RunConfig, hf_config: Mapping[str, Any]) -
 
 def check_head_dim_on_cpu(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     """The CPU engine has attention kernels for some head sizes only."""
+    if config.cluster.device is not Device.cpu:
+        return
+    latent, turning = hf_config.get("kv_lora_rank"), hf_config.get("qk_rope_head_dim")
+    if latent is not None:
+        if (latent, turning) != CPU_ENGINE_LATENT:
+            raise ConfigError(
+                f"the CPU engine's latent attention is made for kv_lora_rank={CPU_ENGINE_LATENT[0]} and "
+                f"qk_rope_head_dim={CPU_ENGINE_LATENT[1]}, this model has {latent} and {turning}; "
+                "choose another model, or cluster.device=cuda"
+            )
+        return
     heads, hidden = hf_config.get("num_attention_heads"), hf_config.get("hidden_size")
     derived = hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else None
     head_dim = hf_config.get("head_dim") or derived
-    if config.cluster.device is Device.cpu and isinstance(head_dim, int) and head_dim not in CPU_ENGINE_HEAD_DIMS:
+    if isinstance(head_dim, int) and head_dim not in CPU_ENGINE_HEAD_DIMS:
         raise ConfigError(
             f"the model's head_dim={head_dim} has no attention kernel in the CPU engine, which has "
             f"{_one_of(CPU_ENGINE_HEAD_DIMS)}; "
@@ -166,8 +179,13 @@ def check_lora_adapts_something(config: RunConfig, hf_config: Mapping[str, Any])
     lora, is_moe = config.trainer.lora, num_experts_of(hf_config) > 0
     if config.trainer.mode is TrainMode.full or lora.attention:
         return
-    has_dense_layers = (
-        not is_moe or bool(hf_config.get("mlp_only_layers")) or hf_config.get("decoder_sparse_step", 1) != 1
+    has_dense_layers = not is_moe or any(
+        (
+            hf_config.get("mlp_only_layers"),
+            hf_config.get("decoder_sparse_step", 1) != 1,
+            hf_config.get("first_k_dense_replace"),
+            hf_config.get("n_shared_experts"),
+        )
     )
     if not (lora.experts and is_moe) and not (lora.mlp and has_dense_layers):
         raise ConfigError(

@@ -8,7 +8,7 @@ carry their formula.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -169,6 +169,10 @@ class LoraConfig:
     """Rank of A and B. Experts: one rank-`rank` A is shared by gate and up of an expert, as in PEFT's fused expert
     parameters.
     """
+    attention_rank: int | None = None
+    """Rank in the attention; null: `rank`. The scale is alpha / `rank` everywhere."""
+    expert_rank: int | None = None
+    """Rank in routed experts, whose adapters are by far the most: their memory grows with it. null: `rank`."""
     alpha: float = 32.0
     """Numerator of the scale alpha / rank. A power-of-two scale is exact in bfloat16."""
     dtype: DType = DType.float32
@@ -186,6 +190,8 @@ class LoraConfig:
             self.rank >= 1,
             f"trainer.lora.rank must be >= 1, got {self.rank}; choose trainer.mode=full to train without LoRA",
         )
+        for name, rank in (("attention_rank", self.attention_rank), ("expert_rank", self.expert_rank)):
+            _require(rank is None or rank >= 1, f"trainer.lora.{name} must be >= 1 or null, got {rank}")
         _require(self.alpha > 0, f"trainer.lora.alpha must be > 0, got {self.alpha}")
         _require(
             self.attention or self.mlp or self.experts,
@@ -196,6 +202,25 @@ class LoraConfig:
     def scale(self) -> float:
         """alpha / rank."""
         return self.alpha / self.rank
+
+    @property
+    def for_attention(self) -> LoraConfig | None:
+        """Of attention projections: their rank, and the alpha that keeps the scale; None where not adapted."""
+        return self._of_rank(self.attention_rank) if self.attention else None
+
+    @property
+    def for_mlp(self) -> LoraConfig | None:
+        """Of dense feed-forwards."""
+        return self._of_rank(None) if self.mlp else None
+
+    @property
+    def for_experts(self) -> LoraConfig | None:
+        """Of routed experts."""
+        return self._of_rank(self.expert_rank) if self.experts else None
+
+    def _of_rank(self, rank: int | None) -> LoraConfig:
+        rank = self.rank if rank is None else rank
+        return replace(self, rank=rank, alpha=self.alpha * rank / self.rank, attention_rank=None, expert_rank=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from conf.schema import LoraConfig
 from trainer.errors import CheckpointError
 from trainer.loading import INDEX_FILE, SINGLE_FILE
 from trainer.lora import Linear
@@ -45,6 +46,16 @@ MAX_FILE_BYTES = 4 << 30
 # PEFT wraps gate_up_proj first and down_proj around it, so the inner wrapper is the outer one's base_layer.
 _EXPERT_MODULES = {"gate_up": ".base_layer", "down": ""}
 
+# PEFT matches the end of a module's name with these.
+_ATTENTION, _EXPERTS = r"self_attn\.\w+", r"mlp\.experts(\.\w+)?"
+_OPTIONS = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "rank_pattern": "attention_rank and expert_rank",
+    "alpha_pattern": "alpha, attention_rank and expert_rank",
+}
+"""Field of adapter_config.json -> options behind it."""
+
 # In a model type that has experts, PEFT reads these target_modules as the experts of transformers 4 and rewrites
 # them. Named as parameters, the dense feed-forwards of such a model keep their meaning; the tensors' names are the
 # same.
@@ -63,10 +74,13 @@ def save_adapter(decoder: Decoder, folder: Path | str) -> None:
     tensors: dict[str, Tensor] = {}
     modules: set[str] = set()
     parameters: set[str] = set()
-    lora = None
+    lora = decoder.lora
+    if lora is None:
+        raise CheckpointError(
+            "this policy has no adapters to save: it trains every weight; save the merged model instead"
+        )
     for name, module in decoder.named_modules():
         if isinstance(module, Linear) and module.lora is not None:
-            lora = module.lora
             leaf = name.rsplit(".", 1)[-1]
             if decoder.spec.moe is not None and leaf in _NAMES_PEFT_REWRITES:
                 parameters.add(f"{name[name.index('mlp.') :]}.weight")
@@ -77,7 +91,6 @@ def save_adapter(decoder: Decoder, folder: Path | str) -> None:
                 if layout.rank == 0:
                     tensors[f"{PREFIX}{name}.lora_{factor}.weight"] = values.cpu()
         elif isinstance(module, Experts) and module.lora is not None:
-            lora = module.lora
             parameters |= {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
             for leaf, suffix in _EXPERT_MODULES.items():
                 a_ERK = all_experts(decoder, getattr(module, f"{leaf}_lora_A"))
@@ -85,18 +98,13 @@ def save_adapter(decoder: Decoder, folder: Path | str) -> None:
                 if layout.rank == 0:
                     tensors[f"{PREFIX}{name}{suffix}.lora_A.weight"] = pack_expert_a(a_ERK).cpu()
                     tensors[f"{PREFIX}{name}{suffix}.lora_B.weight"] = pack_expert_b(b_ENR).cpu()
-    if lora is None:
-        raise CheckpointError(
-            "this policy has no adapters to save: it trains every weight; save the merged model instead"
-        )
     if layout.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": None,
-            "r": lora.rank,
-            "lora_alpha": lora.alpha,
+            **_ranks(lora),
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": False,
@@ -133,15 +141,16 @@ def load_adapter(decoder: Decoder, folder: Path | str) -> None:
             raise CheckpointError(f"{folder / ADAPTER_FILE}: {key} has shape {tuple(tensor.shape)}, expected {shape}")
         return tensor
 
-    for name, module in decoder.named_modules():
-        lora = module.lora if isinstance(module, Linear | Experts) else None
-        if lora is None:
-            continue
-        if (config["r"], config["lora_alpha"]) != (lora.rank, lora.alpha):
+    ranks = {} if decoder.lora is None else _ranks(decoder.lora)
+    for key, expected in ranks.items():
+        if config.get(key) != expected:
             raise CheckpointError(
-                f"{folder / ADAPTER_CONFIG} has r={config['r']}, lora_alpha={config['lora_alpha']}; "
-                f"trainer.lora has rank={lora.rank}, alpha={lora.alpha}"
+                f"{folder / ADAPTER_CONFIG} has {key}={config.get(key)!r}; trainer.lora, with {_OPTIONS[key]}, "
+                f"makes it {expected!r}"
             )
+    for name, module in decoder.named_modules():
+        if not isinstance(module, Linear | Experts) or module.lora is None:
+            continue
         if isinstance(module, Linear):
             for factor, parameter in (("A", module.lora_A), ("B", module.lora_B)):
                 stored = read(f"{PREFIX}{name}.lora_{factor}.weight", tuple(parameter.shape))
@@ -153,6 +162,18 @@ def load_adapter(decoder: Decoder, folder: Path | str) -> None:
         raise CheckpointError(
             f"{folder / ADAPTER_FILE} has tensors without a place in this policy: {sorted(unread)[:4]}"
         )
+
+
+def _ranks(lora: LoraConfig) -> dict[str, Any]:
+    """The fields of adapter_config.json that say rank and scale; the scale is the same for all."""
+    ranks = {_ATTENTION: lora.attention_rank, _EXPERTS: lora.expert_rank}
+    others = {pattern: rank for pattern, rank in ranks.items() if rank not in (None, lora.rank)}
+    return {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "rank_pattern": others,
+        "alpha_pattern": {pattern: lora.scale * rank for pattern, rank in others.items() if rank is not None},
+    }
 
 
 def _load_experts(decoder: Decoder, bank: Experts, prefix: str, read: ReadTensor) -> None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from trainer.model.decoder import Decoder
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+BLOCK_ELEMENTS = 1 << 20
+"""Elements, at most, that random weights draw from one seed (one row at least)."""
 
 
 class TensorReader(Protocol):
@@ -97,10 +99,11 @@ class CheckpointReader:
 
 
 class RandomReader:
-    """Normal weights of standard deviation `std`, norms 1, biases 0. Every tensor has its own seed, from (seed, name).
+    """Normal weights of standard deviation `std`, norms 1, biases 0.
 
-    A whole tensor is drawn to give a slice of it, on the device that will hold it; devices of another kind draw other
-    values.
+    Values are drawn in blocks of whole rows, each from a seed of its own: (seed, tensor, number of the block). So a
+    slice costs itself and at most two blocks more, and is the same whoever asks for it. Drawn on the device that will
+    hold it; devices of another kind draw other values.
     """
 
     def __init__(self, spec: ModelSpec, *, seed: int, std: float, device: torch.device | str) -> None:
@@ -117,10 +120,17 @@ class RandomReader:
             return torch.ones(region.shape, device=self._device)
         if tensor.endswith((".bias", "_bias")):
             return torch.zeros(region.shape, device=self._device)
-        generator = named_generator(self._seed, tensor, self._device)
-        whole = torch.randn(self._shapes[tensor], generator=generator, device=self._device)
-        window = tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))
-        return whole[window].mul_(self._std)
+        num_rows, *row_shape = self._shapes[tensor]
+        block_rows = max(1, BLOCK_ELEMENTS // math.prod(row_shape))
+        first, stop = region.start[0], region.stop[0]
+        blocks: list[Tensor] = []
+        for start in range(first - first % block_rows, stop, block_rows):
+            generator = named_generator(self._seed, f"{tensor}/{start // block_rows}", self._device)
+            shape = (min(block_rows, num_rows - start), *row_shape)
+            block = torch.randn(shape, generator=generator, device=self._device)
+            blocks.append(block[max(first - start, 0) : stop - start])
+        columns = tuple(slice(a, b) for a, b in zip(region.start[1:], region.stop[1:], strict=True))
+        return torch.cat(blocks)[(slice(None), *columns)].mul_(self._std)
 
 
 def open_reader(model: ModelConfig, spec: ModelSpec, *, seed: int, device: torch.device | str) -> TensorReader:

@@ -55,9 +55,9 @@ def temporary_bytes(spec: ModelSpec, trainer: TrainerConfig, device: Device) -> 
     """TrainerWeightSource.temporary_bytes: gathered A factors (several ranks), and the merge's scratch (CPU)."""
     if trainer.mode is not TrainMode.lora:
         return 0
-    rank = trainer.lora.rank
     gathered = scratch = 0
     for adapter in _adapters(spec, trainer.lora):
+        rank = adapter.rank
         if not adapter.is_expert and trainer.num_ranks > 1:
             gathered += 4 * rank * adapter.in_features
         if device is Device.cpu:
@@ -108,7 +108,7 @@ def trainer_memory(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> Train
 def adapter_elements(spec: ModelSpec, lora: LoraConfig) -> int:
     """Elements of all adapters of the model."""
     return sum(
-        lora.rank * (adapter.in_features + adapter.out_features) * adapter.count for adapter in _adapters(spec, lora)
+        adapter.rank * (adapter.in_features + adapter.out_features) * adapter.count for adapter in _adapters(spec, lora)
     )
 
 
@@ -116,6 +116,7 @@ def adapter_elements(spec: ModelSpec, lora: LoraConfig) -> int:
 class _Adapter:
     """One A and B, `count` times."""
 
+    rank: int
     in_features: int
     out_features: int
     is_expert: bool = False
@@ -124,23 +125,22 @@ class _Adapter:
 
 def _adapters(spec: ModelSpec, lora: LoraConfig) -> Iterator[_Adapter]:
     """Every adapter of the model; those of experts per layer, with their count."""
-    hidden = spec.hidden_size
+    hidden, attention, mlp, experts = spec.hidden_size, lora.for_attention, lora.for_mlp, lora.for_experts
     for layer in range(spec.num_layers):
-        if lora.attention:
+        if attention is not None:
             for linear in spec.attention.linears(hidden):
-                yield _Adapter(linear.in_features, linear.out_features)
+                yield _Adapter(attention.rank, linear.in_features, linear.out_features)
+        width = spec.intermediate_size
         if spec.moe is not None and spec.is_moe_layer(layer):
-            if lora.experts:
-                expert_width = spec.moe.intermediate_size
-                yield _Adapter(hidden, 2 * expert_width, is_expert=True, count=spec.moe.num_experts)
-                yield _Adapter(expert_width, hidden, is_expert=True, count=spec.moe.num_experts)
             width = spec.moe.shared_intermediate_size
-        else:
-            width = spec.intermediate_size
-        if lora.mlp and width:
-            yield _Adapter(hidden, width)
-            yield _Adapter(hidden, width)
-            yield _Adapter(width, hidden)
+            if experts is not None:
+                rank, num_experts, expert_width = experts.rank, spec.moe.num_experts, spec.moe.intermediate_size
+                yield _Adapter(rank, hidden, 2 * expert_width, is_expert=True, count=num_experts)
+                yield _Adapter(rank, expert_width, hidden, is_expert=True, count=num_experts)
+        if mlp is not None and width:
+            yield _Adapter(mlp.rank, hidden, width)
+            yield _Adapter(mlp.rank, hidden, width)
+            yield _Adapter(mlp.rank, width, hidden)
 
 
 def _expert_rank(spec: ModelSpec, trainer: TrainerConfig, expert: int) -> int:

@@ -45,9 +45,7 @@ class _Build:
     spec: ModelSpec
     compute_dtype: torch.dtype
     weight_dtype: torch.dtype
-    attention_lora: LoraConfig | None
-    mlp_lora: LoraConfig | None
-    expert_lora: LoraConfig | None
+    lora: LoraConfig | None
     attention_backend: AttentionBackend
     checkpointing: bool
     layout: ParallelLayout
@@ -76,9 +74,10 @@ class DenseMlp(nn.Module):
     def __init__(self, build: _Build, width: int) -> None:
         super().__init__()
         hidden = build.spec.hidden_size
-        self.gate_proj = Linear(hidden, width, weight_dtype=build.weight_dtype, lora=build.mlp_lora)
-        self.up_proj = Linear(hidden, width, weight_dtype=build.weight_dtype, lora=build.mlp_lora)
-        self.down_proj = Linear(width, hidden, weight_dtype=build.weight_dtype, lora=build.mlp_lora)
+        lora = None if build.lora is None else build.lora.for_mlp
+        self.gate_proj = Linear(hidden, width, weight_dtype=build.weight_dtype, lora=lora)
+        self.up_proj = Linear(hidden, width, weight_dtype=build.weight_dtype, lora=lora)
+        self.down_proj = Linear(width, hidden, weight_dtype=build.weight_dtype, lora=lora)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
@@ -97,7 +96,10 @@ class DecoderLayer(nn.Module):
         self.checkpointing = build.checkpointing
         self.input_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps, weight_dtype=build.weight_dtype)
         self.self_attn = make_attention(
-            spec, weight_dtype=build.weight_dtype, lora=build.attention_lora, backend=build.attention_backend
+            spec,
+            weight_dtype=build.weight_dtype,
+            lora=None if build.lora is None else build.lora.for_attention,
+            backend=build.attention_backend,
         )
         self.post_attention_layernorm = RMSNorm(
             spec.hidden_size, eps=spec.rms_norm_eps, weight_dtype=build.weight_dtype
@@ -137,6 +139,8 @@ class Decoder(nn.Module):
         self.spec = build.spec
         self.dtype = build.compute_dtype
         """Compute dtype (model.dtype): of activations, frozen weights and exports."""
+        self.lora = build.lora
+        """None in full training."""
         self.layout = build.layout
         self.attention_backend = build.attention_backend
         self.model = Trunk(build)
@@ -215,9 +219,7 @@ def build_decoder(
         spec=spec,
         compute_dtype=dtype,
         weight_dtype=torch.float32 if lora is None else dtype,
-        attention_lora=lora if lora is not None and lora.attention else None,
-        mlp_lora=lora if lora is not None and lora.mlp else None,
-        expert_lora=lora if lora is not None and lora.experts else None,
+        lora=lora,
         attention_backend=choose_attention_backend(device, dtype, spec.attention.qk_head_dim),
         checkpointing=trainer.activation_checkpointing,
         layout=layout,
@@ -262,7 +264,7 @@ def _moe_block(build: _Build) -> MoeBlock:
         num_local_experts=num_local_experts,
         compute_dtype=build.compute_dtype,
         weight_dtype=build.weight_dtype,
-        lora=build.expert_lora,
+        lora=None if build.lora is None else build.lora.for_experts,
         device=layout.device,
     )
     router = Router(moe, spec.hidden_size, weight_dtype=build.weight_dtype)

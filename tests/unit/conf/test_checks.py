@@ -31,6 +31,10 @@ CASES = [
     (["trainer=full", "trainer.lora.rank=8"], "trainer.lora.rank has no effect with trainer.mode=full"),
     (["model.hf_config.head_dim=48"], "head_dim=48 has no attention kernel in the CPU engine.*cluster.device=cuda"),
     (
+        ["model=tiny_deepseek_v3", "model.hf_config.kv_lora_rank=256"],
+        "latent attention is made for kv_lora_rank=512.*has 256 and 64.*cluster.device=cuda",
+    ),
+    (
         ["trainer.lora.attention=false", "trainer.lora.experts=false"],
         "leaves nothing to adapt.*trainer.lora.experts=true",
     ),
@@ -94,6 +98,8 @@ def test_contradictions_are_refused(words: list[str], message: str) -> None:
         ["trainer.num_ranks=4", "trainer.ep_size=2"],
         ["rollout.tp_size=2"],
         ["model=tiny_qwen3", "trainer.ep_size=1", "trainer.lora.attention=false"],
+        ["model=tiny_deepseek_v3"],
+        ["model=tiny_deepseek_v3", "trainer.lora.attention=false", "trainer.lora.experts=false"],  # the dense ones
     ],
 )
 def test_sensible_combinations_are_allowed(words: list[str]) -> None:

@@ -28,6 +28,8 @@ OPTIONS = [
     "trainer.ep_size",
     "trainer.mode",
     "trainer.lora.rank",
+    "trainer.lora.attention_rank",
+    "trainer.lora.expert_rank",
     "trainer.lora.alpha",
     "trainer.lora.dtype",
     "trainer.lora.attention",

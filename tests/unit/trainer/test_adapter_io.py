@@ -47,6 +47,25 @@ def test_peft_reproduces_our_logits_from_the_saved_adapter(hf_config, tmp_path):
     assert relative_error(logits_of(decoder, batch), peft_logits(hf_config, tmp_path, batch)) < 1e-5
 
 
+RANKS = LoraConfig(rank=4, alpha=8.0, attention_rank=6, expert_rank=2)
+
+
+def test_a_rank_of_its_own_for_attention_and_experts_changes_no_scale(tmp_path):
+    decoder, batch = make_decoder(DEEPSEEK, trainer_config(lora=RANKS), mla_norm_eps=MlaNormEps.hf), packed()
+    save_adapter(decoder, tmp_path)
+    shapes = {name: tuple(t.shape) for name, t in load_file(tmp_path / adapter_io.ADAPTER_FILE).items()}
+    layer = "base_model.model.model.layers.1."
+    assert shapes[layer + "self_attn.kv_b_proj.lora_A.weight"] == (6, 16)
+    assert shapes[layer + "mlp.shared_experts.down_proj.lora_B.weight"] == (64, 4)
+    assert shapes[layer + "mlp.experts.lora_A.weight"] == (8 * 2, 24)
+    assert relative_error(logits_of(decoder, batch), peft_logits(DEEPSEEK, tmp_path, batch)) < 1e-5
+    other = make_decoder(DEEPSEEK, trainer_config(lora=RANKS), nonzero_b=False)
+    load_adapter(other, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(decoder.parameters(), other.parameters(), strict=True))
+    with pytest.raises(CheckpointError, match=r"has rank_pattern=.*attention_rank and expert_rank"):
+        load_adapter(make_decoder(DEEPSEEK), tmp_path)
+
+
 def test_expert_b_in_the_other_order_is_caught_by_that_comparison(tmp_path):
     """The wrong reading, expert slowest, has the same shapes and loads without a complaint."""
     decoder, batch = make_decoder(MOE), packed()
@@ -71,7 +90,7 @@ def test_a_saved_adapter_loads_back_bit_for_bit(tmp_path):
 
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     save_adapter(make_decoder(MOE), tmp_path)
-    with pytest.raises(CheckpointError, match="rank=8"):
+    with pytest.raises(CheckpointError, match=r"has r=4; trainer\.lora, with rank, makes it 8"):
         load_adapter(make_decoder(MOE, trainer_config(lora=LoraConfig(rank=8, alpha=8.0))), tmp_path)
     with pytest.raises(CheckpointError, match="without a place"):
         load_adapter(make_decoder(MOE, trainer_config(lora=LoraConfig(rank=4, alpha=8.0, attention=False))), tmp_path)

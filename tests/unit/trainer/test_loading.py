@@ -10,10 +10,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import DEEPSEEK, MIXED, SpreadReader, make_decoder
 
 from conf.schema import Init, ModelConfig
+from trainer import loading
 from trainer.adapter_io import save_merged
 from trainer.errors import CheckpointError
 from trainer.loading import CheckpointReader, RandomReader, load_weights, open_reader
 from trainer.model.spec import ModelSpec
+from weight_sync.layout import Region
 
 SPEC = ModelSpec.from_hf_config(MIXED)
 
@@ -101,6 +103,27 @@ def test_fresh_adapters_are_kaiming_uniform_and_differ_by_expert_and_seed():
     before = {name: p.clone() for name, p in decoder.named_parameters() if "lora_A" in name}
     load_weights(decoder, SpreadReader(SPEC), seed=4)
     assert all(not torch.equal(p, before[n]) for n, p in decoder.named_parameters() if "lora_A" in n)
+
+
+def test_a_slice_of_random_weights_costs_its_blocks_and_is_the_slice_of_the_whole(monkeypatch):
+    drawn: list[int] = []
+    randn = torch.randn
+
+    def counting(shape, **options):
+        drawn.append(math.prod(shape))
+        return randn(shape, **options)
+
+    monkeypatch.setattr(loading, "BLOCK_ELEMENTS", 10 * 64)
+    monkeypatch.setattr(loading.torch, "randn", counting)
+    reader = RandomReader(SPEC, seed=0, std=1.0, device="cpu")
+    whole = reader.read("lm_head.weight", Region((0, 0), (96, 64)))  # ten blocks of ten rows, the last of six
+    assert drawn == [640] * 9 + [384]
+    assert whole.unique().numel() == pytest.approx(96 * 64, rel=0.01)  # no block repeats another
+    for start, rows, blocks in ((0, 1, 1), (9, 2, 2), (30, 10, 1), (88, 8, 2)):
+        drawn.clear()
+        part = reader.read("lm_head.weight", Region((start, 0), (rows, 64)))
+        assert torch.equal(part, whole[start : start + rows])
+        assert len(drawn) == blocks
 
 
 def test_another_seed_draws_other_weights():

@@ -194,6 +194,7 @@ def test_a_ranks_random_slice_is_the_slice_of_the_whole():
     whole = reader.read("lm_head.weight", Region((0, 0), (96, 64)))
     part = reader.read("lm_head.weight", Region((5, 0), (7, 64)))
     assert torch.equal(part, whole[5:12])
+    assert torch.equal(reader.read("lm_head.weight", Region((5, 3), (7, 9))), whole[5:12, 3:12])
     other = RandomReader(spec, seed=5, std=0.02, device="cpu").read("lm_head.weight", Region((0, 0), (96, 64)))
     assert not torch.equal(whole, other)
     assert float(whole.std()) == pytest.approx(0.02, rel=0.05)

@@ -107,11 +107,16 @@ def test_one_rank_holds_what_was_foretold(model, mode):
         assert 4 * adapter_elements(spec, trainer.lora) == trained
 
 
-@pytest.mark.parametrize("parts", [{"attention": False}, {"mlp": False}, {"experts": False}])
-def test_adapters_are_counted_by_their_targets(parts):
+@pytest.mark.parametrize("hf_config", [MIXED, DEEPSEEK], ids=["mixed", "deepseek"])
+@pytest.mark.parametrize(
+    "parts",
+    [{"attention": False}, {"mlp": False}, {"experts": False}, {"attention_rank": 5, "expert_rank": 2}],
+    ids=str,
+)
+def test_adapters_are_counted_by_their_targets(parts, hf_config):
     lora = LoraConfig(rank=3, **parts)
-    decoder = make_decoder(MIXED, trainer_config(lora=lora), nonzero_b=False)
-    spec = ModelSpec.from_hf_config(MIXED)
+    decoder = make_decoder(hf_config, trainer_config(lora=lora), nonzero_b=False)
+    spec = ModelSpec.from_hf_config(hf_config)
     assert adapter_elements(spec, lora) == sum(p.numel() for p in decoder.parameters() if p.requires_grad)
 
 
