@@ -1,0 +1,29 @@
+"""ExpertActivation: the gated activation between an expert's two projections. Pure data, no torch.
+
+    h = (clamp(up, -limit, limit) + up_offset) * g * sigmoid(alpha * g),   g = min(gate, limit)
+
+A new activation that is not of this family is a change to trainer/kernels/swiglu.py, which computes it. Callers:
+trainer.model.spec (which model has which), trainer.moe.experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertActivation:
+    """One member of the family."""
+
+    alpha: float = 1.0
+    """Slope inside the sigmoid."""
+    limit: float | None = None
+    """Bound on gate (above) and up (both sides) before anything else; None: none."""
+    up_offset: float = 0.0
+    """Added to up."""
+
+
+SWIGLU = ExpertActivation()
+"""silu(gate) * up (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+CLAMPED_SWIGLU = ExpertActivation(alpha=1.702, limit=7.0, up_offset=1.0)
+"""gpt-oss (transformers models/gpt_oss)."""
