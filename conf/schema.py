@@ -404,12 +404,19 @@ class WeightSyncConfig:
     """Compare a position-dependent 64-bit hash of every parameter at both ends before a version is committed."""
     timeout_s: float = 60.0
     """Deadline of one publish to one replica. A replica that misses it is out of service; the others commit."""
+    trace_every_steps: int = 0
+    """Write the timeline of every publish whose version is a multiple of this to traces/ in the run folder, for
+    ui.perfetto.dev. 0: never.
+    """
 
     def __post_init__(self) -> None:
         _require(
             self.watermark_bytes >= 1 << 16, f"weight_sync.watermark_bytes must be >= 65536, got {self.watermark_bytes}"
         )
         _require(self.timeout_s > 0, f"weight_sync.timeout_s must be > 0, got {self.timeout_s}")
+        _require(
+            self.trace_every_steps >= 0, f"weight_sync.trace_every_steps must be >= 0, got {self.trace_every_steps}"
+        )
         _require(
             not (self.keep_kv and self.pause_mode is not PauseMode.keep),
             f"weight_sync.keep_kv=true needs weight_sync.pause_mode=keep, got pause_mode={self.pause_mode}",

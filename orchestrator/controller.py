@@ -146,6 +146,7 @@ async def _run(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
             rewards=rewards,
             telemetry=telemetry,
             checkpoints=checkpoints,
+            traces=folder.traces,
             on_clock=log.context.set,
         )
         controller = Controller(config, rooms)
@@ -269,10 +270,13 @@ class Controller:
     async def publish(self) -> PublishReport:
         """Send the trainer's version to every replica. Who fails is out of service; the others go on."""
         supervisor, config = self.rooms.supervisor, self.config.weight_sync
+        is_traced = config.trace_every_steps > 0 and self.policy_version % config.trace_every_steps == 0
         await supervisor.hold()
         # Every replica has its own deadline inside; this one only catches a trainer that is lost.
         report = await self.rooms.trainer.publish(
-            timeout_s=2 * config.timeout_s + 60, exclude=supervisor.out_of_service
+            timeout_s=2 * config.timeout_s + 60,
+            exclude=supervisor.out_of_service,
+            trace=self.rooms.traces / f"publish-{self.policy_version:06d}.json" if is_traced else None,
         )
         await supervisor.settle(report.replicas)
         return report

@@ -147,9 +147,12 @@ class RayTrainerGroup:
         """Fetch the replicas' layouts, build the plan, bind it to their addresses."""
         await self._call("connect", [(list(endpoints),)] * self.num_ranks, timeout_s=timeout_s)
 
-    async def publish(self, timeout_s: float, exclude: Sequence[int] = ()) -> PublishReport:
-        """Send the current policy version to every replica but those excluded. Rank 0 speaks for all."""
-        return (await self._call("publish", [(list(exclude),)] * self.num_ranks, timeout_s=timeout_s))[0]
+    async def publish(self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
+        """Send the current policy version to every replica but those excluded. Rank 0 speaks for all, and writes the
+        timeline to `trace`.
+        """
+        orders = [(list(exclude), trace)] * self.num_ranks
+        return (await self._call("publish", orders, timeout_s=timeout_s))[0]
 
     async def export(self, folder: Path) -> None:
         """Write what was trained: the adapter in PEFT format, or the whole model when there is no adapter."""

@@ -31,7 +31,9 @@ class TrainerGroup(Protocol):
         self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
     ) -> list[LossStats]: ...
     async def optimizer_step(self) -> OptimStats: ...
-    async def publish(self, timeout_s: float, exclude: Sequence[int] = ()) -> PublishReport: ...
+    async def publish(
+        self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None
+    ) -> PublishReport: ...
     async def save_state(self, folder: Path) -> None: ...
     async def load_state(self, folder: Path) -> None: ...
 
@@ -63,6 +65,8 @@ class Rooms:
     rewards: Rewards
     telemetry: Telemetry
     checkpoints: CheckpointStore
+    traces: Path
+    """Folder of publishes' timelines."""
     on_clock: Callable[[int, int], None] = lambda step, policy_version: None
     """Told of every change of the clock; logs carry it."""
 

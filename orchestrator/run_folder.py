@@ -10,6 +10,7 @@
       curves.png         reward, evaluation, mismatch KL, entropy, sync seconds
       tensorboard/       the same numbers as events
       model/             config.json and tokenizer, as engines read them
+      traces/            timelines of publishes, where weight_sync.trace_every_steps asks for them
       checkpoints/step-000050/
       adapter/           the trained adapter, in PEFT format (merged/ when trainer.mode=full)
       rewards.log        whatever rewards print
@@ -104,6 +105,11 @@ class RunFolder:
     def model(self) -> Path:
         """What engines load: config.json and tokenizer, no weights."""
         return self.root / "model"
+
+    @property
+    def traces(self) -> Path:
+        """Timelines of publishes."""
+        return self.root / "traces"
 
     @property
     def checkpoints(self) -> Path:

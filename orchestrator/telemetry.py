@@ -48,6 +48,8 @@ METRICS: dict[str, str] = {
     "sync/publish_s": "the same number, by the name of the verb",
     "sync/pause_s": "longest time that a replica decoded nothing",
     "sync/begin_s": "pause engines, mark them dirty, collect their answers",
+    "sync/idle_s": "of begin_s: until the slowest engine stood still, its step in flight included",
+    "sync/mark_s": "of begin_s: until its ranks were marked dirty after that",
     "sync/prepare_s": "merge, cast and pack, on the slowest rank; overlaps with write_s",
     "sync/write_s": "one-sided writes, on the slowest rank",
     "sync/verify_s": "hashes compared at the receivers",
@@ -303,7 +305,7 @@ def _rollout_metrics(record: StepRecord) -> dict[str, Value]:
 
 
 def _sync_metrics(report: PublishReport) -> dict[str, Value]:
-    parts = ("pause_s", "begin_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s")
+    parts = ("pause_s", "begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s")
     seconds: dict[str, Value] = {f"sync/{name}": getattr(report, name) for name in parts}
     return {
         **seconds,

@@ -113,6 +113,23 @@ def stop_token_ids(folder: Path) -> list[int]:
     return []
 
 
+def warm_up_lengths(captured: int, largest: int) -> list[int]:
+    """Prompt lengths that make Triton compile every kernel a batch may need, above the captured sizes.
+
+    vLLM's tuned MoE kernels change at batch sizes between these (halfway between powers of two and the sizes in the
+    middle of those), and Triton compiles a kernel anew where a count stops being a multiple of 16, hence the odd
+    lengths.
+
+    Args:
+        captured: Largest batch with a CUDA graph; smaller ones are padded to one.
+        largest: Most tokens of one batch.
+    """
+    bases = [size for power in range(4, 31) for size in (1 << power, 3 << (power - 1))]
+    inside = [base for base in bases if captured < base < largest]
+    bases = [captured + 16, *inside, largest - 1]
+    return sorted({length for base in bases for length in (base, base + 1) if captured < length <= largest})
+
+
 class Engine:
     """See the module's docstring. All methods belong to one event loop.
 
@@ -191,6 +208,32 @@ class Engine:
             return outputs
 
         client.get_output_async = get_stamped_output
+
+    async def warm_up(self) -> None:
+        """Sample once at every batch size whose kernels vLLM's start leaves uncompiled.
+
+        vLLM runs its largest batch and those that it captures. A batch in between (a prefill) meets kernels that are
+        compiled while it waits, most of a second each; a publish that comes then waits for that step to end.
+        """
+        config: Any = self._running().vllm_config
+        if self._device is not Device.cuda:
+            return
+        lengths = warm_up_lengths(
+            config.compilation_config.max_cudagraph_capture_size or 0,
+            min(config.scheduler_config.max_num_batched_tokens, self._config.max_model_len - 1),
+        )
+        sampling = SamplingConfig(max_tokens=1, stop_at_eos=False)
+        num_tokens = config.model_config.get_vocab_size()
+        for length in lengths:
+            # No two prompts share a first block: it would not be computed again.
+            prompt = [(length + index) % num_tokens for index in range(length)]
+            try:
+                await self.generate_group(prompt, 1, sampling)
+            except EngineDied:
+                raise
+            except EngineError as e:  # with dummy weights anything may come out; the kernels have run
+                logger.info("the warm-up at %d tokens returned no sample: %s", length, e)
+        self.num_generated_tokens = 0
 
     async def generate_group(
         self, prompt_token_ids: Sequence[int], n: int, sampling: SamplingConfig, *, seed: int | None = None

@@ -36,6 +36,7 @@ from conf.errors import SlipstreamError
 from conf.schema import TransportKind
 from rollout.errors import UnsupportedWeights
 from rollout.lifeline import OWNER_VARIABLE, end_with
+from weight_sync.heap import freeze_heap
 from weight_sync.layout import PostLoad, TensorMeta
 from weight_sync.protocol import Expected, pack, unpack
 from weight_sync.receiver import Receiver
@@ -111,7 +112,9 @@ class WeightReceiver:
             repack=lambda name, tensor: repacks[name](tensor),
             synchronize=torch.cuda.synchronize if device == "cuda" else None,
         )
-        return pack(self._slipstream.describe())
+        described = pack(self._slipstream.describe())
+        freeze_heap()  # vLLM froze this process's heap before there was a layout
+        return described
 
     @_replies
     def slipstream_begin(self, version: int, epoch: int, digest: str) -> bytes:

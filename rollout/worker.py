@@ -7,7 +7,8 @@ handler methods below one at a time).
 Invariant: generate_group() starts requests in phase CLEAN only; tokens are stamped with the version that sampled them.
 Callers: the Ray actor around it (generate_group, health), the endpoint (describe ... abort).
 
-    begin(v)     no new groups; pause the engine; every rank DIRTY -> addresses to write to
+    pause(v)     no new groups; the engine stands still
+    begin(v)     every rank DIRTY -> addresses to write to
     verify       every rank proves its bytes
     commit(v)    every rank CLEAN(v); outputs of before the pause are stamped; the version moves; the engine resumes
     abort        stays paused and DIRTY until a later begin..commit succeeds; requests in flight stay frozen
@@ -28,6 +29,7 @@ from rollout.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import Prompt, Rollout
 from weight_sync.endpoint import ReplicaEndpoint
+from weight_sync.heap import freeze_heap
 from weight_sync.layout import Binding, TensorMeta
 from weight_sync.protocol import EngineRank, Expected, VersionState, pack, unpack
 
@@ -113,6 +115,8 @@ class RolloutWorker:
                 "slipstream_describe", self._tensors, str(self._sync.transport), self._host, self._sync.timeout_s
             )
             self._ranks = [unpack(EngineRank, reply) for reply in replies]
+            await self._engine.warm_up()
+            freeze_heap()
             return await self._endpoint.start()
         except BaseException:
             self._engine.shutdown()
@@ -182,11 +186,14 @@ class RolloutWorker:
         """What every engine rank must receive, and where."""
         return self._ranks
 
-    async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
-        """Stop serving, then the engine, then let the bytes change: in this order nobody samples from a mixture."""
+    async def pause(self, version: int, epoch: int, digest: str) -> None:
+        """Stop serving, then the engine; begin() lets the bytes change. In this order nobody samples from a mixture."""
         self._state = self._state.begin(version, epoch, digest)
         self._serving.clear()
         await self._engine.pause(self._sync.pause_mode, clear_cache=not self._sync.keep_kv)
+
+    async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
+        """Every rank gives up its bytes."""
         replies = await self._engine.call_ranks("slipstream_begin", version, epoch, digest)
         return [unpack(Binding, reply) for reply in replies]
 

@@ -293,11 +293,11 @@ class TrainerRank:
         )
         return asdict(self._publisher.connect(endpoints))
 
-    def publish(self, exclude: Sequence[int] = ()) -> PublishReport:
+    def publish(self, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
         """Write the current policy version into every connected engine but those excluded (see Publisher.publish)."""
         if self._publisher is None:
             raise TrainerError(f"rank {self._rank}: publish() before connect()")
-        return self._publisher.publish(self._policy_version, exclude=exclude)
+        return self._publisher.publish(self._policy_version, exclude=exclude, trace=trace)
 
     # ------------------------------------------------------------------------------------------------------------ save
 

@@ -6,7 +6,8 @@ of its engine ranks together). Does not own what a request does: that is the `Re
 
     Publisher (rank 0)                        ReplicaEndpoint                  ReplicaHandler
       Describe  ------------------------------->  describe()  --------------->  layout and binding of every engine rank
-      Begin     ------------------------------->  begin()     state DIRTY  -->  pause, receivers begin; where to write
+      Begin     ------------------------------->  begin()     state DIRTY  -->  pause(): the engine stands still
+                                                                           -->  begin(): ranks DIRTY; where to write
          ... one-sided writes ...
       Commit    ------------------------------->  verify()  --------------->    every rank proves its bytes
                                                   commit()  state CLEAN   -->   repack, recompute, drop caches, resume
@@ -70,8 +71,12 @@ class ReplicaHandler(Protocol):
         """Layout, binding and link of every engine rank (Receiver.describe)."""
         ...
 
+    async def pause(self, version: int, epoch: int, digest: str) -> None:
+        """Stop serving and wait until the engine stands still."""
+        ...
+
     async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
-        """Pause the engine, wait until its device is idle, Receiver.begin on every rank. Returns where to write."""
+        """Receiver.begin on every rank, after pause(). Returns where to write."""
         ...
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
@@ -211,8 +216,11 @@ class ReplicaEndpoint:
     async def _begin(self, request: Begin) -> Message:
         self._state = self._state.begin(request.version, request.epoch, request.digest)
         self._began = time.monotonic()
+        await self._handler.pause(request.version, request.epoch, request.digest)
+        idle = time.monotonic()
         bindings = await self._handler.begin(request.version, request.epoch, request.digest)
-        return self._reply(Begun, request, bindings=tuple(bindings))
+        marked = time.monotonic()
+        return self._reply(Begun, request, bindings=tuple(bindings), idle_s=idle - self._began, mark_s=marked - idle)
 
     async def _commit(self, request: Commit) -> Message:
         state = self._state.verified(request.version, request.epoch, request.digest)

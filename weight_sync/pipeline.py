@@ -7,9 +7,10 @@ caller).
 
     schedule:  [t0 t1 t2 | t3 t4 | t5 t6 t7 ...]          a load = consecutive tasks that fit one slot; static, cut once
 
+                      prepare(): while engines pause            run(): once they stand still
     caller's thread   pack+hash load 0 -> slot 0 | load 1 -> slot 1 | (slot 0 free?) load 2 -> slot 0 | ...
-    writer thread                                | write load 0     | write load 1    | ...
-    link threads                                   one batched write a session, all sessions of a load at once
+    writer thread                                                   | write load 0    | write load 1  | ...
+    link threads                                     one batched write a session, all sessions of a load at once
 
 Watermark. Everything temporary counts, and all of it is known before a byte moves:
 
@@ -47,6 +48,7 @@ from weight_sync.packing import (
 )
 from weight_sync.plan import Task
 from weight_sync.source import WeightSource
+from weight_sync.trace import Span, Tracer
 from weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -86,12 +88,15 @@ class PipelineResult:
     """Seconds during which something was being written."""
     peak_bytes: int = 0
     """Most temporary memory held at once."""
+    spans: list[Span] = field(default_factory=list)
+    """What it spent its time on; empty unless asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
     """What one slot carries at once, how it is filled, and the packets' hashes in either slot."""
 
+    number: int
     packets: tuple[Packet, ...]
     fill: FillSlot
     hashes: tuple[RangeHashes, ...]
@@ -108,14 +113,25 @@ class _Batch:
     sizes: list[int]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Filled:
-    """A packed slot on its way to the writer."""
+    """A packed slot; the device may still be at work on it."""
 
     slot: int
     load: _Load
-    batches: Mapping[Destination, _Batch]
     ready: torch.cuda.Event | None
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """What stands ready before a byte may be written."""
+
+    version: int
+    tracer: Tracer
+    filled: list[_Filled] = field(default_factory=list)
+    peak_bytes: int = 0
+    prepare_s: float = 0.0
+    error: Exception | None = None
 
 
 class Pipeline:
@@ -153,6 +169,7 @@ class Pipeline:
         self._slot_bytes = 0
         self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._quarantined: dict[int, list[str]] = {}
+        self._prepared: _Prepared | None = None
         self._links: ThreadPoolExecutor | None = None
 
     @property
@@ -193,8 +210,8 @@ class Pipeline:
         if self._slot_bytes:
             self._transport.register([self._staging])
         self._loads = [
-            _Load(packets, compile_reads(self._source, packed_reads(packets)), self._hashes(packets))
-            for packets in _cut(tasks, self._slot_bytes)
+            _Load(number, packets, compile_reads(self._source, packed_reads(packets)), self._hashes(packets))
+            for number, packets in enumerate(_cut(tasks, self._slot_bytes))
         ]
         self._close_links()
         num_destinations = len({(task.replica, task.dest_rank) for task in tasks})
@@ -204,10 +221,28 @@ class Pipeline:
             initializer=self._enter_thread,
         )
 
+    def prepare(self, version: int, *, trace: bool = False) -> None:
+        """Begin the source and pack the first loads, one a slot, before it is known who will receive them.
+
+        Collective in source.begin(). What goes wrong is kept for run(), which must follow.
+        """
+        self._prepared = prepared = _Prepared(version, Tracer(self._device, is_on=trace))
+        try:
+            with prepared.tracer.host("gather", "source.begin"):
+                held = self._source.begin(version)
+            prepared.peak_bytes = self._account(held)
+            self._recover_slots()
+            began = time.monotonic()
+            for slot, load in enumerate(self._loads[:NUM_SLOTS]):
+                prepared.filled.append(self._pack(slot, load, prepared.tracer))
+            prepared.prepare_s = time.monotonic() - began
+        except Exception as e:  # a value for now: the other ranks go on to a collective
+            prepared.error = e
+
     def run(
         self, version: int, bindings: Mapping[Destination, Binding], budgets_s: Mapping[int, float]
     ) -> PipelineResult:
-        """Send `version` to every destination in `bindings`. Collective only in source.begin().
+        """Send `version` to every destination in `bindings`, after prepare(version).
 
         Args:
             bindings: Where the live replicas' ranks are. Tasks for replicas without an entry are skipped.
@@ -217,15 +252,18 @@ class Pipeline:
             What was done. It does not raise for what can be blamed on a replica, nor for a source that raises: then
             every replica gets that error.
         """
-        run = _Run(self, bindings, budgets_s)
+        if self._prepared is None or self._prepared.version != version:
+            raise PlanError(f"run(version {version}) without prepare(version {version})")
+        prepared, self._prepared = self._prepared, None
+        run = _Run(self, bindings, budgets_s, prepared)
         alive = {replica for replica, _ in bindings}
         try:
-            held = self._source.begin(version)
             try:
-                run.result.peak_bytes = self._account(held)
-                self._recover_slots()
+                if prepared.error is not None:
+                    raise prepared.error
                 run.replay(self._loads)
             finally:
+                run.result.spans = prepared.tracer.finish()
                 self._source.end()
         except Exception as e:  # the boundary of this rank's part: peers wait in a collective for its result
             logger.exception("version %d: this rank's part of the publish failed", version)
@@ -258,6 +296,27 @@ class Pipeline:
 
     def _view(self, slot: int, packet: Packet) -> torch.Tensor:
         return self._slot(slot)[packet.offset_bytes : packet.offset_bytes + packet.tasks[0].num_bytes]
+
+    def _pack(self, slot: int, load: _Load, tracer: Tracer) -> _Filled:
+        """Fill a slot from the source and hash it; the device may still be at work on return."""
+        began = time.monotonic()
+        start = tracer.mark()
+        with torch.no_grad():
+            load.fill(self._slot(slot))
+        packed = tracer.mark()
+        tracer.device(f"pack slot {slot}", f"load {load.number}", start, packed)
+        if load.hashes:
+            sums = self._sums[slot, : len(load.packets)]
+            sums.zero_()
+            load.hashes[slot].add_to(sums)
+            self._host_sums[slot, : len(load.packets)].copy_(sums, non_blocking=True)
+            tracer.device(f"hash slot {slot}", f"load {load.number}", packed, tracer.mark())
+        ready = None
+        if self._device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        tracer.add("prepare (host)", f"load {load.number}", began, time.monotonic())
+        return _Filled(slot, load, ready)
 
     def _account(self, held_bytes: int) -> int:
         declared = self._source.temporary_bytes
@@ -293,33 +352,48 @@ class _Run:
     """The state of one Pipeline.run: the slots in turn, the writer thread, who is out, what was sent."""
 
     def __init__(
-        self, owner: Pipeline, bindings: Mapping[Destination, Binding], budgets_s: Mapping[int, float]
+        self,
+        owner: Pipeline,
+        bindings: Mapping[Destination, Binding],
+        budgets_s: Mapping[int, float],
+        prepared: _Prepared,
     ) -> None:
         self._owner = owner
         self._bindings = bindings
         self._budgets_s = budgets_s
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._filled: queue.SimpleQueue[_Filled | None] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[tuple[_Filled, dict[Destination, _Batch]] | None] = queue.SimpleQueue()
+        self._prepared = prepared
+        self._tracer = prepared.tracer
         self._writer_error: BaseException | None = None
         self._written: list[tuple[Destination, _Batch, list[int]]] = []
-        self.result = PipelineResult()
+        self.result = PipelineResult(peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
 
     def replay(self, loads: Sequence[_Load]) -> None:
-        """Pack every load in order while the writer thread sends the one before."""
+        """Send what is prepared, and pack every other load in order while the writer thread sends the one before."""
+        ready = {filled.load.number: filled for filled in self._prepared.filled}
+        loads = [load for load in loads if any(self._wanted(packet.tasks) for packet in load.packets)]
         if not loads:
             return
-        for slot in range(NUM_SLOTS):
+        sent = {load.number for load in loads}
+        taken = {filled.slot for number, filled in ready.items() if number in sent}
+        for slot in set(range(NUM_SLOTS)) - taken:
             self._free.put(slot)
         writer = threading.Thread(target=self._write_all, name="weight-sync-writer", daemon=True)
         writer.start()
         try:
             for load in loads:
-                if not any(self._wanted(packet.tasks) for packet in load.packets):
-                    continue
-                slot = self._next_slot()
-                if slot is None:
-                    break
-                self._filled.put(self._pack(slot, load))
+                filled = ready.get(load.number)
+                if filled is None:
+                    if not any(self._wanted(packet.tasks) for packet in load.packets):  # who wanted it has failed
+                        continue
+                    slot = self._next_slot()
+                    if slot is None:
+                        break
+                    began = time.monotonic()
+                    filled = self._owner._pack(slot, load, self._tracer)
+                    self.result.prepare_s += time.monotonic() - began
+                self._filled.put((filled, self._batches(filled)))
         finally:
             self._filled.put(None)
             writer.join()
@@ -344,29 +418,11 @@ class _Run:
                     "packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, self.result.write_s
                 )
 
-    def _pack(self, slot: int, load: _Load) -> _Filled:
-        """Fill a slot from the source and hash it; the device may still be at work on return."""
-        began = time.monotonic()
-        owner = self._owner
-        with torch.no_grad():
-            load.fill(owner._slot(slot))
-        if load.hashes:
-            sums = owner._sums[slot, : len(load.packets)]
-            sums.zero_()
-            load.hashes[slot].add_to(sums)
-            owner._host_sums[slot, : len(load.packets)].copy_(sums, non_blocking=True)
-        ready = None
-        if owner._device.type == "cuda":
-            ready = torch.cuda.Event()
-            ready.record()
-        self.result.prepare_s += time.monotonic() - began
-        return _Filled(slot, load, self._batches(slot, load), ready)
-
-    def _batches(self, slot: int, load: _Load) -> dict[Destination, _Batch]:
-        """The writes of a load. Made here, so that the link waits for nothing but bytes."""
-        first_address = self._owner._slot(slot).data_ptr()
+    def _batches(self, filled: _Filled) -> dict[Destination, _Batch]:
+        """The writes of a load. Made by the caller's thread, so that the link waits for nothing but bytes."""
+        first_address = self._owner._slot(filled.slot).data_ptr()
         batches: dict[Destination, _Batch] = {}
-        for number, packet in enumerate(load.packets):
+        for number, packet in enumerate(filled.load.packets):
             for task in self._wanted(packet.tasks):
                 dest = (task.replica, task.dest_rank)
                 batch = batches.get(dest)
@@ -383,8 +439,9 @@ class _Run:
         """The writer thread: loads in order, each to all its sessions at once. Never leaves packing waiting."""
         try:
             self._owner._enter_thread()
-            while (filled := self._filled.get()) is not None:
-                self._write_load(filled)
+            while (item := self._filled.get()) is not None:
+                filled, batches = item
+                self._write_load(filled, batches)
                 if filled.slot not in self._owner._quarantined:
                     self._free.put(filled.slot)
                 elif len(self._owner._quarantined) == NUM_SLOTS:
@@ -393,15 +450,23 @@ class _Run:
             self._writer_error = e
             self._free.put(None)
 
-    def _write_load(self, filled: _Filled) -> None:
+    def _write_load(self, filled: _Filled, batches: Mapping[Destination, _Batch]) -> None:
         if filled.ready is not None:
             began = time.monotonic()
             filled.ready.synchronize()
             self.result.prepare_s += time.monotonic() - began
-        batches = {dest: batch for dest, batch in filled.batches.items() if dest[0] not in self.result.errors}
+        batches = {dest: batch for dest, batch in batches.items() if dest[0] not in self.result.errors}
         began = time.monotonic()
         outcomes = self._write_destinations(batches)
         self.result.busy_write_s += time.monotonic() - began
+        for dest, (seconds, _) in outcomes.items() if self._tracer.is_on else ():
+            self._tracer.add(
+                f"write replica {dest[0]} rank {dest[1]}",
+                f"load {filled.load.number}",
+                began,
+                began + seconds,
+                bytes=sum(batches[dest].sizes),
+            )
         hashes: list[int] = self._owner._host_sums[filled.slot, : len(filled.load.packets)].tolist()
         spent: dict[int, float] = {}
         for dest, (seconds, error) in outcomes.items():

@@ -152,9 +152,14 @@ class Begin(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun(Message):
-    """Every rank is idle and DIRTY. `bindings`: where to write, one per rank (they move after a failed epoch)."""
+    """Every rank is idle and DIRTY. `bindings`: where to write, one per rank (they move after a failed epoch).
+
+    Seconds: until the engine stood still, and until every rank had marked itself DIRTY after that.
+    """
 
     bindings: tuple[Binding, ...]
+    idle_s: float
+    mark_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ publish() returns).
 
     rank 0                                    every rank                              replica (each on its own)
     ------                                    ----------                              -------------------------
-    Begin to all, wait for acks        ->                                             pause, DIRTY
+    Begin to all, wait for acks        ->     pipeline: gather, pack first loads      pause, DIRTY
                                        bcast  who is alive, and where
                                               pipeline: pack, hash, write  =====>     live parameters change
                                        gather sums and errors
@@ -30,7 +30,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -39,12 +41,14 @@ import torch.distributed as dist
 from conf.schema import WeightSyncConfig
 from weight_sync.endpoint import ReplicaClients
 from weight_sync.errors import LinkMismatch, ProtocolError, TransportError, WeightSyncError
+from weight_sync.heap import freeze_heap
 from weight_sync.integrity import HASH_MASK
 from weight_sync.layout import Binding, SourceLayout
 from weight_sync.pipeline import Destination, Pipeline, PipelineResult
 from weight_sync.plan import PlanSummary, TransferPlan, build_plan, rank_plan_from_wire
 from weight_sync.protocol import Abort, Begin, Begun, Commit, Committed, Describe, Described, Expected
 from weight_sync.source import WeightSource
+from weight_sync.trace import ReplicaTimes, write_trace
 from weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -79,8 +83,13 @@ class PublishReport:
     pause_s: float
     """Longest pause of a replica that committed."""
     begin_s: float
+    """Until every replica stood still and was marked dirty, or was given up. The first loads are packed meanwhile."""
+    idle_s: float
+    """Of begin_s: until the slowest engine stood still, its step in flight included."""
+    mark_s: float
+    """Of begin_s: until the slowest engine's ranks were marked dirty after that."""
     prepare_s: float
-    """Packing and hashing; overlaps write_s."""
+    """Packing and hashing; overlaps begin_s and write_s."""
     write_s: float
     verify_s: float
     commit_s: float
@@ -107,6 +116,7 @@ class _Alive:
     epoch: int
     bindings: dict[Destination, Binding]
     budgets_s: dict[int, float]
+    begin_s: float
 
 
 @dataclass(slots=True)
@@ -115,6 +125,8 @@ class _Replica:
 
     endpoint: str
     spent_s: float = 0.0
+    times: ReplicaTimes | None = None
+    """None before it answered Begin."""
     error: str | None = None
     committed: Committed | None = None
     sums: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
@@ -161,6 +173,8 @@ class Publisher:
         self._digest = ""
         self._epoch = 0
         self._clients: ReplicaClients | None = None
+        # Asks replicas to begin while this rank packs. One call at a time: their sockets are no thread's own.
+        self._asking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync-begin")
         self._plan: TransferPlan | None = None
         self._last_sums: dict[Destination, dict[str, tuple[int, int]]] = {}
         self._open_sessions: dict[Destination, str] = {}
@@ -186,15 +200,17 @@ class Publisher:
                 summary.num_bytes,
                 summary.digest[:12],
             )
+        freeze_heap()
         return summary
 
-    def publish(self, version: int, *, exclude: Collection[int] = ()) -> PublishReport:
+    def publish(self, version: int, *, exclude: Collection[int] = (), trace: Path | None = None) -> PublishReport:
         """Bring `version` to every replica. Collective. Replicas' failures are in the report.
 
         Args:
             version: Policy version of the source's weights.
             exclude: Replicas (positions among the endpoints) that are known to be out of service; the same on every
                 rank. Each one that hangs would cost all others a pause of `timeout_s`, publish after publish.
+            trace: Where rank 0 writes the timeline of all ranks and replicas (see trace.py); None on all ranks or none.
 
         Raises:
             ProtocolError: connect() was not called, or `exclude` names a replica that does not exist.
@@ -209,11 +225,12 @@ class Publisher:
             _Replica(endpoint, error=EXCLUDED if number in exclude else None)
             for number, endpoint in enumerate(self._endpoints)
         ]
-        alive = self._on_rank0(lambda: self._begin_all(version, replicas))
-        begin_s = time.monotonic() - began
-        result = self._pipeline.run(version, alive.bindings, alive.budgets_s) if alive.bindings else PipelineResult()
+        asked = self._asking.submit(self._begin_all, version, replicas) if self._rank == 0 else None
+        self._pipeline.prepare(version, trace=trace is not None)
+        alive = self._on_rank0(lambda: _answer(asked))
+        result = self._pipeline.run(version, alive.bindings, alive.budgets_s)
         results = self._gather(result)
-        report = self._on_rank0(lambda: self._finish(version, alive, replicas, results, began, begin_s))
+        report = self._on_rank0(lambda: self._finish(version, alive, replicas, results, began, trace))
         self._close_failed(alive, report)
         return report
 
@@ -222,6 +239,7 @@ class Publisher:
         if self._clients is not None:
             self._clients.close()
             self._clients = None
+        self._asking.shutdown()
         self._pipeline.close()
 
     # ---- rank 0 ----
@@ -280,6 +298,7 @@ class Publisher:
                 replica.error = _text(reply)
                 continue
             replica.spent_s = self._clients.answer_s[number]
+            replica.times = ReplicaTimes(began, reply.idle_s, reply.mark_s)
             budgets_s[number] = max(0.0, self._config.timeout_s - replica.spent_s)
             bindings.update({(number, dest_rank): binding for dest_rank, binding in enumerate(reply.bindings)})
         logger.debug(
@@ -290,7 +309,7 @@ class Publisher:
             len(numbers),
             time.monotonic() - began,
         )
-        return _Alive(self._epoch, bindings, budgets_s)
+        return _Alive(self._epoch, bindings, budgets_s, time.monotonic() - began)
 
     def _finish(
         self,
@@ -299,7 +318,7 @@ class Publisher:
         replicas: list[_Replica],
         results: Sequence[PipelineResult],
         began: float,
-        begin_s: float,
+        trace: Path | None,
     ) -> PublishReport:
         """Add up what the ranks did, commit who was served in full, abort the others."""
         sums = _add_sums(results)
@@ -323,7 +342,8 @@ class Publisher:
         num_changed = self._count_changed(
             {destination: params for destination, params in sums.items() if replicas[destination[0]].committed}
         )
-        return PublishReport(
+        times = [replica.times for replica in replicas if replica.times is not None]
+        report = PublishReport(
             version=version,
             epoch=alive.epoch,
             replicas=tuple(
@@ -331,7 +351,9 @@ class Publisher:
                 for r in replicas
             ),
             pause_s=max((c.pause_s for c in done), default=0.0),
-            begin_s=begin_s,
+            begin_s=alive.begin_s,
+            idle_s=max((one.idle_s for one in times), default=0.0),
+            mark_s=max((one.mark_s for one in times), default=0.0),
             prepare_s=max(r.prepare_s for r in results),
             write_s=max(r.busy_write_s for r in results),
             verify_s=max((c.verify_s for c in done), default=0.0),
@@ -342,6 +364,10 @@ class Publisher:
             watermark_bytes=self._config.watermark_bytes,
             num_changed_params=num_changed,
         )
+        if trace is not None:
+            ranks = {f"trainer rank {rank}": result.spans for rank, result in enumerate(results)}
+            write_trace(trace, ranks | {f"replica {r.endpoint}": r.times.spans() for r in replicas if r.times})
+        return report
 
     def _commit_all(
         self,
@@ -358,12 +384,15 @@ class Publisher:
             for number in ready
         }
         timeouts_s = {number: max(MIN_COMMIT_S, self._config.timeout_s - replicas[number].spent_s) for number in ready}
+        told = time.monotonic()
         replies = self._clients.call(
             Commit, fields, timeouts_s, version=version, epoch=alive.epoch, digest=self._digest
         )
         for number, reply in replies.items():
             if isinstance(reply, Committed):
-                replicas[number].committed = reply
+                replicas[number].committed, times = reply, replicas[number].times
+                if times is not None:
+                    times.told_s, times.verify_s, times.commit_s = told, reply.verify_s, reply.commit_s
             else:
                 replicas[number].error = _text(reply)
 
@@ -446,6 +475,11 @@ class Publisher:
         if error is not None:
             raise error
         return value
+
+
+def _answer(asked: Future[_Alive] | None) -> _Alive:
+    assert asked is not None, "rank 0 asks"
+    return asked.result()
 
 
 def _add_sums(results: Sequence[PipelineResult]) -> dict[Destination, dict[str, tuple[int, int]]]:

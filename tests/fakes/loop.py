@@ -51,6 +51,8 @@ class Report:
     replicas: list[Outcome]
     pause_s: float = 0.01
     begin_s: float = 0.01
+    idle_s: float = 0.01
+    mark_s: float = 0.0
     prepare_s: float = 0.01
     write_s: float = 0.01
     verify_s: float = 0.01
@@ -86,6 +88,7 @@ class FakeTrainer:
         self.failing_replicas: dict[int, set[int]] = {}
         """version -> replicas that do not commit it."""
         self.trained: list[tuple[int, list[Sample]]] = []
+        self.traced: dict[int, Path] = {}
         self.excluded: list[tuple[int, list[int]]] = []
         """Per publish: its version, and the replicas it was told to leave out."""
         self.num_changed_params: int | None = 5
@@ -112,8 +115,10 @@ class FakeTrainer:
         self.world.version += int(is_finite)
         return OptimStats(self.world.version, 1.0 if is_finite else math.nan, 1e-3, is_finite)
 
-    async def publish(self, timeout_s: float, exclude: Sequence[int] = ()) -> Report:
+    async def publish(self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None) -> Report:
         version = self.world.version
+        if trace is not None:
+            self.traced[version] = trace
         self.world.diary.append(("publish", version))
         self.excluded.append((version, list(exclude)))
         await asyncio.sleep(0)

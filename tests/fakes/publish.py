@@ -179,6 +179,10 @@ class PlainEngine:
         self._note("describe")
         return [receiver.describe() for receiver in self.receivers]
 
+    async def pause(self, version: int, epoch: int, digest: str) -> None:
+        """See ReplicaHandler."""
+        self._note("pause")
+
     async def begin(self, version: int, epoch: int, digest: str) -> list[Binding]:
         """See ReplicaHandler."""
         self._note("begin")

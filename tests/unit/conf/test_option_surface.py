@@ -68,6 +68,7 @@ OPTIONS = [
     "weight_sync.keep_kv",
     "weight_sync.verify_hashes",
     "weight_sync.timeout_s",
+    "weight_sync.trace_every_steps",
     "algorithm.objective",
     "algorithm.sequences_per_step",
     "algorithm.group_size",

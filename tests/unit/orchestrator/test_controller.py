@@ -61,6 +61,7 @@ class Loop:
                 rewards=self.rewards,
                 telemetry=telemetry,
                 checkpoints=self.checkpoints,
+                traces=Path("traces"),
             )
             controller = Controller(self.config, rooms)
             async with asyncio.timeout(20):
@@ -95,6 +96,15 @@ async def test_strictly_on_policy_trains_on_its_own_version_only(tmp_path: Path)
         assert {(e[0], e[2]) for e in part[1:4]} == {("sample", step)}
         assert part[4] == ("train", step)
     assert [row["staleness/max"] for row in loop.rows] == [None, 0, 0, 0, 0]
+
+
+async def test_publishes_are_traced_as_often_as_asked(tmp_path: Path) -> None:
+    for every, traced in ((0, []), (2, [0, 2, 4])):
+        config = replace(make_config(), weight_sync=WeightSyncConfig(trace_every_steps=every))
+        (tmp_path / str(every)).mkdir()
+        loop = Loop(tmp_path / str(every), config)
+        await loop.run()
+        assert loop.trainer.traced == {v: Path("traces") / f"publish-{v:06d}.json" for v in traced}
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])
@@ -280,7 +290,7 @@ async def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> Non
     first.trainer.not_finite = set()
     real_publish = first.trainer.publish
 
-    async def dies_at_version_4(timeout_s: float, exclude=()):  # type: ignore[no-untyped-def]
+    async def dies_at_version_4(timeout_s: float, exclude=(), trace=None):  # type: ignore[no-untyped-def]
         if first.world.version == 4:
             raise ConnectionError("power cut")
         return await real_publish(timeout_s, exclude)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conf.schema import Device, DType, RolloutConfig
-from rollout.engine import Engine, engine_arguments, engine_environment, stop_token_ids
+from rollout.engine import Engine, engine_arguments, engine_environment, stop_token_ids, warm_up_lengths
 from rollout.engine import _error_class as error_class
 from rollout.errors import EngineError, UnsupportedWeights
 from weight_sync.errors import IntegrityError
@@ -42,6 +42,22 @@ def test_a_cpu_engine_is_eager_in_two_processes_with_a_fixed_cache():
     assert arguments["kv_cache_memory_bytes"] == 256 << 20
     assert engine_environment(Device.cpu)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in engine_environment(Device.cuda)
+
+
+def test_a_warm_up_meets_every_batch_size_between_the_captured_and_the_largest():
+    # vLLM's tuned kernels for H200 change at the sizes of its table; a batch takes those of the nearest one.
+    table = (512, 1024, 1536, 2048, 3072, 4096)
+    for captured, largest in ((512, 2047), (512, 8191), (64, 2048), (0, 4096)):
+        lengths = warm_up_lengths(captured, largest)
+        assert max(lengths) == largest
+        assert min(lengths) > captured
+
+        def tuned(size: int) -> int:
+            return min(table, key=lambda entry: abs(entry - size))
+
+        kernels = {(tuned(size), size % 2) for size in range(captured + 17, largest + 1)}
+        assert kernels == {(tuned(length), length % 2) for length in lengths}
+    assert warm_up_lengths(512, 400) == []
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,9 @@ class NotingEngine:
     async def start(self) -> None:
         self.calls.append("start")
 
+    async def warm_up(self) -> None:
+        self.calls.append("warm up")
+
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         self.calls.append(f"pause {mode} clear={clear_cache}")
 
@@ -91,6 +94,7 @@ def make(monkeypatch: pytest.MonkeyPatch, folder: Path, **sync: Any) -> tuple[Ro
 
 
 async def publish(worker: RolloutWorker, version: int, epoch: int) -> None:
+    await worker.pause(version, epoch, "digest")
     assert list(await worker.begin(version, epoch, "digest")) == [BINDING, BINDING]
     await worker.verify(version, epoch, "digest", [{"w": (8, 1)}] * 2)
     await worker.commit(version, epoch)
@@ -105,7 +109,7 @@ async def test_start_describes_every_rank_and_stop_ends_the_engine(monkeypatch, 
         assert [rank.binding for rank in await worker.describe()] == [BINDING, BINDING]
     finally:
         await worker.stop()
-    assert engine.calls == ["start", "slipstream_describe", "shutdown"]
+    assert engine.calls == ["start", "slipstream_describe", "warm up", "shutdown"]
     assert not worker.health().is_alive
 
 
@@ -143,6 +147,7 @@ async def test_a_publish_pauses_before_bytes_change_and_moves_the_version_before
 )
 async def test_pause_follows_the_configuration(monkeypatch, tmp_path, sync, call):
     worker, engine = make(monkeypatch, tmp_path, **sync)
+    await worker.pause(0, 1, "digest")
     await worker.begin(0, 1, "digest")
     assert engine.calls[0] == call
 
@@ -156,12 +161,14 @@ async def test_no_phase_but_clean_samples(monkeypatch, tmp_path):
         return True
 
     assert await refuses()
+    await worker.pause(0, 1, "digest")
     await worker.begin(0, 1, "digest")
     assert await refuses()
     await worker.verify(0, 1, "digest", [{}, {}])
     assert await refuses()
     await worker.commit(0, 1)
     await worker.generate_group(PROMPT, 1)
+    await worker.pause(1, 2, "digest")
     await worker.begin(1, 2, "digest")
     assert await refuses()
     await worker.stop()
@@ -190,7 +197,8 @@ async def test_steps_out_of_order_are_refused(monkeypatch, tmp_path):
     worker, _ = make(monkeypatch, tmp_path)
     await publish(worker, 0, 2)
     with pytest.raises(StaleEpoch):
-        await worker.begin(1, 2, "digest")
+        await worker.pause(1, 2, "digest")
+    await worker.pause(1, 3, "digest")
     await worker.begin(1, 3, "digest")
     with pytest.raises(ProtocolError):
         await worker.commit(1, 3)
@@ -205,6 +213,7 @@ async def test_a_group_that_a_publish_aborted_is_sampled_again_under_the_new_ver
     group = asyncio.create_task(worker.generate_group(PROMPT, 2))
     while not engine.calls[-1].startswith("generate"):
         await asyncio.sleep(0)
+    await worker.pause(1, 2, "digest")
     await worker.begin(1, 2, "digest")
     engine.gate.set()
     while worker.health().num_aborted_groups == 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from fakes.publish import DictSource, PlainEngine, engine_bytes, engine_layout, 
 from weight_sync.errors import PlanError, TransferTimeout, WatermarkError
 from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
 from weight_sync.layout import Binding
-from weight_sync.pipeline import SUMS_BYTES, Destination, Pipeline
+from weight_sync.pipeline import SUMS_BYTES, Destination, Pipeline, PipelineResult, _Load
 from weight_sync.plan import build_plan
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
 
@@ -47,6 +49,11 @@ class World:
             for rank, receiver in enumerate(engine.receivers)
         }
 
+    def run(self, version: int, bindings: dict[Destination, Binding] | None = None) -> PipelineResult:
+        """Prepare and run."""
+        self.pipeline.prepare(version)
+        return self.pipeline.run(version, self.bindings() if bindings is None else bindings, self.budgets_s)
+
     def arrived(self, replica: int, version: int) -> bool:
         """Whether a replica holds a version's wire bytes."""
         for rank, params in enumerate(self.engines[replica].params):
@@ -60,7 +67,7 @@ class World:
 
 def test_every_byte_arrives_and_is_counted_and_hashed() -> None:
     world = World()
-    result = world.pipeline.run(3, world.bindings(), world.budgets_s)
+    result = world.run(3)
     assert result.errors == {}
     assert world.arrived(0, 3)
     for rank in range(NUM_RANKS):
@@ -77,7 +84,7 @@ def test_every_byte_arrives_and_is_counted_and_hashed() -> None:
 @pytest.mark.parametrize("temporary_bytes", [0, 100])
 def test_temporary_memory_stays_under_the_watermark(watermark_bytes: int, temporary_bytes: int) -> None:
     world = World(2, watermark_bytes + temporary_bytes, temporary_bytes)
-    result = world.pipeline.run(1, world.bindings(), world.budgets_s)
+    result = world.run(1)
     assert result.errors == {}
     assert 0 < result.peak_bytes <= watermark_bytes + temporary_bytes
     assert world.arrived(0, 1)
@@ -86,8 +93,8 @@ def test_temporary_memory_stays_under_the_watermark(watermark_bytes: int, tempor
 
 def test_replicas_share_one_packing() -> None:
     one, three = World(1), World(3)
-    one.pipeline.run(1, one.bindings(), one.budgets_s)
-    three.pipeline.run(1, three.bindings(), three.budgets_s)
+    one.run(1)
+    three.run(1)
     assert three.source.num_reads == one.source.num_reads
 
 
@@ -113,7 +120,7 @@ def test_a_task_larger_than_a_slot_is_refused() -> None:
 def test_a_source_that_holds_more_than_it_declared_fails_the_publish() -> None:
     world = World()
     world.source.begin = lambda version: 77  # type: ignore[method-assign]
-    result = world.pipeline.run(1, world.bindings(), world.budgets_s)
+    result = world.run(1)
     assert "holds 77 temporary bytes" in result.errors[0]
     assert world.source.num_ends == 1
 
@@ -128,11 +135,11 @@ def test_a_source_that_raises_fails_all_replicas_and_is_ended() -> None:
         read(tensor, *rest)  # type: ignore[arg-type]
 
     world.source.read = broken  # type: ignore[method-assign]
-    result = world.pipeline.run(1, world.bindings(), world.budgets_s)
+    result = world.run(1)
     assert result.errors == {0: "RuntimeError: merge broke", 1: "RuntimeError: merge broke"}
     assert world.source.num_ends == 1
     world.source.read = read  # type: ignore[method-assign]
-    assert world.pipeline.run(2, world.bindings(), world.budgets_s).errors == {}
+    assert world.run(2).errors == {}
     assert world.arrived(1, 2)
 
 
@@ -141,7 +148,7 @@ def test_one_replicas_failure_spares_the_others(fault: Fault) -> None:
     world = World(3)
     world.budgets_s = dict.fromkeys(range(3), 0.05)
     world.fabric.inject(world.sessions[1][0].session, fault)
-    result = world.pipeline.run(1, world.bindings(), world.budgets_s)
+    result = world.run(1)
     assert set(result.errors) == {1}
     assert world.arrived(0, 1)
     assert world.arrived(2, 1)
@@ -152,15 +159,15 @@ def test_one_replicas_failure_spares_the_others(fault: Fault) -> None:
 def test_a_failed_replica_is_served_again_after_its_session_was_reset() -> None:
     world = World(2)
     world.fabric.inject(world.sessions[1][1].session, Fault(refuse=True))
-    assert set(world.pipeline.run(1, world.bindings(), world.budgets_s).errors) == {1}
-    assert world.pipeline.run(2, world.bindings(), world.budgets_s).errors == {}
+    assert set(world.run(1).errors) == {1}
+    assert world.run(2).errors == {}
     assert world.arrived(1, 2)
 
 
 def test_a_skipped_replica_gets_nothing() -> None:
     world = World(2)
     bindings = {dest: binding for dest, binding in world.bindings().items() if dest[0] == 1}
-    result = world.pipeline.run(1, bindings, world.budgets_s)
+    result = world.run(1, bindings)
     assert {replica for replica, _ in result.sums} == {1}
     assert not world.arrived(0, 1)
     assert world.arrived(1, 1)
@@ -186,7 +193,7 @@ def test_a_slot_whose_write_cannot_be_closed_is_not_packed_again() -> None:
     world.pipeline.load(world.plan.tasks_of(0))
     world.budgets_s = {0: 5.0, 1: 0.05}
     world.fabric.inject(world.sessions[1][0].session, Fault(stall=True))
-    result = world.pipeline.run(1, world.bindings(), world.budgets_s)
+    result = world.run(1)
     assert set(result.errors) == {1}
     assert world.arrived(0, 1)
 
@@ -194,28 +201,81 @@ def test_a_slot_whose_write_cannot_be_closed_is_not_packed_again() -> None:
     staging = world.pipeline._staging
     (slot,) = world.pipeline._quarantined
     before = staging[slot * len(staging) // 2 :][: len(staging) // 2].clone()
-    blocked = world.pipeline.run(2, world.bindings(), world.budgets_s)
+    blocked = world.run(2)
     assert "still draining" in blocked.errors[0]
     assert torch.equal(staging[slot * len(staging) // 2 :][: len(staging) // 2], before)
 
     world.transport.is_stuck = False
-    assert world.pipeline.run(3, world.bindings(), world.budgets_s).errors == {}
+    assert world.run(3).errors == {}
     assert world.fabric.land_late_writes() == 0
     assert world.arrived(1, 3)
 
 
 class GatedTransport(MemoryTransport):
-    """Holds its first write until told to go on."""
+    """Lets some writes pass and holds the others until told to go on."""
 
     def __init__(self, fabric: MemoryFabric) -> None:
         super().__init__(fabric)
+        self.num_passing = 0
         self.is_writing = threading.Event()
         self.go_on = threading.Event()
+        self._lock = threading.Lock()
 
     def write(self, *args: object, **kwargs: object) -> None:
-        self.is_writing.set()
-        assert self.go_on.wait(timeout=20)
+        with self._lock:
+            self.num_passing -= 1
+            is_held = self.num_passing < 0
+        if is_held:
+            self.is_writing.set()
+            assert self.go_on.wait(timeout=20)
         super().write(*args, **kwargs)  # type: ignore[arg-type]
+
+
+def num_reads(loads: Sequence[_Load]) -> int:
+    return sum(len(packet.tasks[0].pieces) for load in loads for packet in load.packets)
+
+
+def test_one_load_a_slot_is_packed_before_it_is_known_who_receives_it() -> None:
+    world = World()
+    assert len(world.pipeline._loads) > 2
+    world.pipeline.prepare(1)
+    assert world.source.num_reads == num_reads(world.pipeline._loads[:2])
+    result = world.pipeline.run(1, {}, {})
+    assert result.num_bytes == 0
+    assert world.source.num_reads == num_reads(world.pipeline._loads[:2])
+    assert world.source.num_ends == 1
+    assert world.run(2).errors == {}
+    assert world.arrived(0, 2)
+
+
+def test_a_run_follows_its_own_prepare() -> None:
+    world = World()
+    with pytest.raises(PlanError, match="without prepare"):
+        world.pipeline.run(1, world.bindings(), world.budgets_s)
+    world.pipeline.prepare(1)
+    with pytest.raises(PlanError, match="without prepare"):
+        world.pipeline.run(2, world.bindings(), world.budgets_s)
+
+
+def test_a_traced_run_has_a_span_for_every_stage_of_every_load() -> None:
+    world = World()
+    callbacks = list(gc.callbacks)
+    world.pipeline.prepare(1, trace=True)
+    gc.collect()
+    spans = world.pipeline.run(1, world.bindings(), world.budgets_s).spans
+    names = {track: [span.name for span in spans if span.track == track] for track in {s.track for s in spans}}
+    every_load = [f"load {number}" for number in range(len(world.pipeline._loads))]
+    assert names["gather"] == ["source.begin"]
+    assert names["prepare (host)"] == every_load
+    assert "generation 2" in names["gc"]
+    writes = [span for span in spans if span.track.startswith("write ")]
+    assert {span.track for span in writes} == {"write replica 0 rank 0", "write replica 0 rank 1"}
+    assert sorted({span.name for span in writes}) == sorted(every_load)
+    assert sum(int(span.facts["bytes"]) for span in writes) == world.plan.summary().num_bytes
+    packed = {span.name: span.stop_s for span in spans if span.track == "prepare (host)"}
+    assert all(packed[span.name] <= span.start_s <= span.stop_s for span in writes)
+    assert gc.callbacks == callbacks, "a trace leaves nothing behind"
+    assert world.run(2).spans == []
 
 
 def test_packing_goes_on_while_a_load_is_written() -> None:
@@ -224,18 +284,20 @@ def test_packing_goes_on_while_a_load_is_written() -> None:
     world.pipeline = Pipeline(world.source, gated, device="cpu", watermark_bytes=SMALL_WATERMARK, verify_hashes=True)
     world.pipeline.load(world.plan.tasks_of(0))
     assert len(world.pipeline._loads) > 2
-    first_load_reads = sum(len(packet.tasks[0].pieces) for packet in world.pipeline._loads[0].packets)
+    loads = world.pipeline._loads
+    gated.num_passing = len({(task.replica, task.dest_rank) for packet in loads[0].packets for task in packet.tasks})
+    prepared_reads = num_reads(loads[:2])
     read, during_write = world.source.read, threading.Event()
 
     def watched(tensor: str, *rest: object) -> None:
-        if world.source.num_reads == first_load_reads:  # load 1 is packed while the gate holds load 0 in its write
+        if world.source.num_reads == prepared_reads:  # load 2 is packed while the gate holds load 1 in its write
             assert gated.is_writing.wait(timeout=20)
             during_write.set()
             gated.go_on.set()
         read(tensor, *rest)  # type: ignore[arg-type]
 
     world.source.read = watched  # type: ignore[method-assign]
-    result = world.pipeline.run(1, world.bindings(), world.budgets_s)
+    result = world.run(1)
     assert during_write.is_set()
     assert result.errors == {}
     assert world.arrived(0, 1)

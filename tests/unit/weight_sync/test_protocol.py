@@ -117,7 +117,7 @@ def messages(signer: Signer) -> list[protocol.Message]:
         protocol.Describe(**head),
         Described(**head, ranks=(rank,), own_epoch=3, own_version=2),
         Begin(**head),
-        Begun(**head, bindings=(rank.binding, rank.binding)),
+        Begun(**head, bindings=(rank.binding, rank.binding), idle_s=0.02, mark_s=0.001),
         Commit(**head, expected=({"qk": (40, (1 << 64) - 1), "norm": (10, None)}, {})),
         Committed(**head, verify_s=0.5, commit_s=1, pause_s=2.25),
         protocol.Abort(**head, reason="because"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -114,7 +117,7 @@ def test_a_refused_write_costs_one_replica_which_is_told(world: World) -> None:
     assert world.endpoints[0].endpoint.state.epoch == report.epoch
 
 
-@pytest.mark.parametrize("verb", ["begin", "verify", "commit"])
+@pytest.mark.parametrize("verb", ["pause", "begin", "verify", "commit"])
 def test_a_replica_that_raises_is_named_with_its_error(world: World, verb: str) -> None:
     world.engines[0].fail_on[verb] = RuntimeError(f"no {verb} today")
     report = world.publisher.publish(0)
@@ -143,12 +146,33 @@ def test_a_replica_that_left_is_out_without_waiting_for_its_deadline(world: Worl
         assert "is gone" in (report.replicas[0].error or "")
 
 
-def test_when_no_replica_is_left_the_source_is_not_asked(world: World) -> None:
+def test_when_no_replica_is_left_the_source_is_ended_and_not_read_further(world: World) -> None:
     for endpoint in world.endpoints:
         endpoint.run(endpoint.endpoint.close())
     report = world.publisher.publish(0)
     assert committed(report) == [False, False]
-    assert world.source.num_ends == 0
+    assert world.source.num_ends == 1
+
+
+def test_a_traced_publish_writes_one_process_a_rank_and_replica(world: World, tmp_path: Path) -> None:
+    world.endpoints[1].run(world.endpoints[1].endpoint.close())
+    report = world.publisher.publish(0, trace=tmp_path / "traces" / "publish.json")
+    events = json.loads((tmp_path / "traces" / "publish.json").read_text())["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(processes.values()) == [f"replica {world.endpoints[0].address}", "trainer rank 0"]
+    spans: dict[str, list[dict]] = {name: [] for name in processes.values()}
+    for event in events:
+        if event["ph"] == "X":
+            spans[processes[event["pid"]]].append(event)
+    phases = spans[f"replica {world.endpoints[0].address}"]
+    assert [event["name"] for event in phases] == ["pause", "mark dirty", "writes arrive", "verify", "commit"]
+    for earlier, later in itertools.pairwise(phases):
+        assert earlier["ts"] + earlier["dur"] == pytest.approx(later["ts"], abs=1)
+    writes = [event for event in spans["trainer rank 0"] if event["cat"].startswith("write ")]
+    assert sum(event["args"]["bytes"] for event in writes) == report.num_bytes
+    arriving = phases[2]
+    for event in writes:
+        assert arriving["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= arriving["ts"] + arriving["dur"]
 
 
 def test_an_excluded_replica_is_neither_asked_nor_waited_for(world: World) -> None:
