@@ -1,29 +1,35 @@
-"""A publish of merged weights from one trainer rank into one engine, stage by stage, beside the bare wire.
+"""Publishes of merged weights into a live engine, stage by stage, beside the bare wire and beside peers.
 
-    python bench/weight_sync.py                                       Qwen3-30B-A3B's shape, GPU 0 -> GPU 1
-    python bench/weight_sync.py --engine vllm --requests 256 --settle-s 1     into a live vLLM engine under load
-    python bench/weight_sync.py --layers 2 --experts 8 --hidden 256 --width 128 --vocab 1000      a CPU will do
+    python bench/weight_sync.py --tiny                            everything once on a CPU, with real processes
+    python bench/weight_sync.py --plan 1x1                        2 GPUs: one trainer rank -> vLLM TP=1, 256 requests
+    python bench/weight_sync.py --plan 2x2                        4 GPUs: two ranks, EP=2 + FSDP2 -> vLLM TP=2 with EP,
+                                                                  then TP=2 without
+    python bench/weight_sync.py --plan 4x4                        8 GPUs
+    python bench/weight_sync.py --plan 1x1 --cold                 without the warm-up: which kernels a pause waits for
 
-The source is the trainer's own decoder with random weights and LoRA on attention and all experts; A and B are drawn
-anew before every publish. `--engine plain` is a process with vLLM's parameter layout and nothing else; `vllm` is a
-rollout worker. Figures are medians over the publishes after the warm-up. "wire" is Mooncake's transfer_sync_write
-between the same two processes, in the same run, into the engine's largest parameter. "parts" are what packing and
-hashing cost alone, without a write beside them. Writes bench/results/weight_sync-<device>.json.
+The model has Qwen3-30B-A3B's shape (61 GB) unless told otherwise. The source is the product's own decoder with random
+weights and LoRA on attention and all experts; A and B are drawn anew before every publish, all parameters are sent.
+Figures are medians over the publishes after the warm-up. "wire" is Mooncake's transfer_sync_write between the same two
+processes into the engine's largest parameter; with several ranks it is one rank's. "of wire" compares the writes of
+one rank with it. "excess" is the pause minus the publish. Memory is the growth of device memory over what was in use
+before staging was allocated, sampled every millisecond (NVML), trainer and engine GPUs apart. What peers' figures
+include is in bench/peers.py and in the output. Per publish, "held up" lists garbage collections, compilations and busy
+event loops.
+
+Writes a table, bench/results/weight_sync-<plan>.json, a timeline for ui.perfetto.dev and, where matplotlib is, a PNG.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import multiprocessing
 import os
-import re
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,18 +37,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where this file hides the package weight_sync
 
+from bench import peers  # noqa: E402
+from bench.engine_side import EngineSpec, run_engine  # noqa: E402
+from bench.memory import MemorySampler  # noqa: E402
+from bench.plots import plot, show  # noqa: E402
 from bench.runs import environment  # noqa: E402
+from bench.trainer_side import MIB, Row, TrainerSpec, run_rank  # noqa: E402
 
-KEY = b"slipstream-bench-weight-sync-key"
-MIB = 1 << 20
-STAGES = ("pause_s", "begin_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s")
-FUSIONS = (
-    (r"(.*)\.[qkv]_proj\.weight", r"\1.qkv_proj.weight"),
-    (r"(.*\.experts)\.\d+\.(?:gate|up)_proj\.weight", r"\1.w13_weight"),
-    (r"(.*\.experts)\.\d+\.down_proj\.weight", r"\1.w2_weight"),
-    (r"(.*\.mlp)\.(?:gate|up)_proj\.weight", r"\1.gate_up_proj.weight"),
-)
-"""Checkpoint tensors that vLLM lays one below the other in one parameter."""
+STAGES = ("begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s", "pause_s")
+START_TIMEOUT_S = 240.0
+ROW_TIMEOUT_S = 180.0
 
 
 def model_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -74,311 +78,174 @@ def model_config(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# ---- the engine's process ----
+class Child:
+    """A spawned process that sees some GPUs, and the pipe to it."""
+
+    def __init__(self, target: Any, spec: Any, gpus: list[int]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(spec, theirs))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        self.process.start()
+        theirs.close()
+
+    def answer(self, timeout_s: float) -> Any:
+        """What it says next; an error if it dies or says one."""
+        end = time.monotonic() + timeout_s
+        while not self.pipe.poll(1):
+            if not self.process.is_alive():
+                raise RuntimeError(f"{self.process.name} ended with code {self.process.exitcode}")
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self.process.name}: no answer within {timeout_s:g} s")
+        return peers.answer(self.pipe)
 
 
-def run_engine(kind: str, config: dict[str, Any], device: str, num_requests: int, pipe: Connection) -> None:
-    """Serve one replica until told to end."""
-    plain = kind == "plain"
-    asyncio.run(serve_plain(config, device, pipe) if plain else serve_vllm(config, device, num_requests, pipe))
+class Bench:
+    """The trainer's ranks, which live as long as the bench, and one engine at a time."""
 
+    def __init__(self, args: argparse.Namespace, num_ranks: int, device: str, folder: str) -> None:
+        self.args, self.device, self.num_ranks = args, device, num_ranks
+        self.hf_config = model_config(args)
+        self.sampler = MemorySampler()
+        rendezvous = f"file://{folder}/rendezvous"
+        specs = [
+            TrainerSpec(self.hf_config, device, rank, num_ranks, rendezvous, args.rank) for rank in range(num_ranks)
+        ]
+        self.ranks = [Child(run_rank, spec, [spec.rank]) for spec in specs]
 
-async def serve_plain(config: dict[str, Any], device: str, pipe: Connection) -> None:
-    """Parameters in vLLM's layout behind an endpoint."""
-    import torch
+    def everywhere(self, *order: Any, timeout_s: float = ROW_TIMEOUT_S) -> list[Any]:
+        """The same order to all ranks; their answers."""
+        for rank in self.ranks:
+            rank.pipe.send(order)
+        return [rank.answer(timeout_s) for rank in self.ranks]
 
-    from weight_sync.endpoint import ReplicaEndpoint
-    from weight_sync.receiver import Receiver
-    from weight_sync.transport.mooncake import MooncakeTransport
-
-    layout = plain_layout(config)
-    params = {p.name: torch.zeros(p.shape, dtype=torch.bfloat16, device=device) for p in layout.params}
-    synchronize = torch.cuda.synchronize if device == "cuda" else None
-    receiver = Receiver(params, layout, MooncakeTransport(device=device), synchronize=synchronize)
-    endpoint = ReplicaEndpoint(PlainReplica(receiver), KEY)
-    pipe.send(await endpoint.start())
-    await asyncio.to_thread(pipe.recv)
-    pipe.send(0)
-    await endpoint.close()
-
-
-class PlainReplica:
-    """ReplicaHandler over one Receiver; there is no engine to pause."""
-
-    def __init__(self, receiver: Any) -> None:
-        self._receiver = receiver
-
-    async def describe(self) -> list[Any]:
-        """See ReplicaHandler."""
-        return [self._receiver.describe()]
-
-    async def begin(self, version: int, epoch: int, digest: str) -> list[Any]:
-        """See ReplicaHandler."""
-        return [self._receiver.begin(version, epoch, digest)]
-
-    async def verify(self, version: int, epoch: int, digest: str, expected: Any) -> None:
-        """See ReplicaHandler."""
-        self._receiver.verify(version, epoch, digest, expected[0])
-
-    async def commit(self, version: int, epoch: int) -> None:
-        """See ReplicaHandler."""
-        self._receiver.commit(version, epoch)
-
-    async def abort(self, epoch: int, reason: str) -> None:
-        """See ReplicaHandler."""
-        self._receiver.abort(epoch, reason)
-
-
-def plain_layout(config: dict[str, Any]) -> Any:
-    """What vLLM's loader does at tp_size=1: fused projections, stacked experts, all else as in the checkpoint."""
-    from trainer.model.spec import ModelSpec
-    from weight_sync.layout import DestLayout, Load, Param, Region
-
-    rows: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    loads = []
-    for meta in ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16"):
-        name = meta.name
-        for pattern, fused in FUSIONS:
-            name = re.sub(f"^{pattern}$", fused, name)
-        first, row = rows.get(name, 0), meta.shape[1] if len(meta.shape) == 2 else 1
-        stride = (row, 1) if len(meta.shape) == 2 else (1,)
-        region = Region((0,) * len(meta.shape), meta.shape)
-        loads.append(Load(meta.name, region, tuple(range(len(meta.shape))), name, first * row, stride))
-        rows[name] = first + meta.shape[0]
-        shapes[name] = (rows[name], *meta.shape[1:])
-    return DestLayout(0, tuple(Param(name, shape, "bfloat16") for name, shape in shapes.items()), tuple(loads))
-
-
-async def serve_vllm(config: dict[str, Any], device: str, num_requests: int, pipe: Connection) -> None:
-    """A rollout worker with CUDA graphs, from the first version on with so many requests at work."""
-    from conf.schema import DType, RolloutConfig, SamplingConfig, WeightSyncConfig
-    from rollout.engine import engine_environment
-    from rollout.worker import Device, RolloutWorker
-    from trainer.model.spec import ModelSpec
-
-    os.environ.update(engine_environment(Device(device)))
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        worker = RolloutWorker(
-            Path(folder),
-            config=RolloutConfig(max_model_len=2048, sampling=SamplingConfig(max_tokens=1024, stop_at_eos=False)),
-            weight_sync=WeightSyncConfig(),
-            dtype=DType.bfloat16,
-            device=device,
-            seed=0,
-            tensors=ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16"),
-            key=KEY,
-        )
-        pipe.send(await worker.start())
-        requests = [asyncio.create_task(keep_sampling(worker, index)) for index in range(num_requests)]
-        await asyncio.to_thread(pipe.recv)
-        for request in requests:
-            request.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
-        pipe.send(worker.health().num_generated_tokens)
-        await worker.stop()
-
-
-async def keep_sampling(worker: Any, index: int) -> None:
-    """One response after the other, whenever the worker serves."""
-    from rollout.errors import ReplicaNotServing
-    from rollout.types import Prompt
-
-    prompt = Prompt(index, tuple((index * 7 + i) % 900 + 1 for i in range(128)), "")
-    while True:
+    def measure(self, spec: EngineSpec, rows: dict[str, Row], *, is_last: bool) -> dict[str, Any]:
+        """All rows into one engine, then the peers."""
+        gpus = list(range(self.num_ranks, self.num_ranks + spec.tp_size))
+        began = time.monotonic()
+        engine = Child(run_engine, spec, gpus)
         try:
-            await worker.generate_group(prompt, 1)
-        except ReplicaNotServing:
-            await asyncio.sleep(0.01)
-
-
-# ---- the trainer's side ----
-
-
-def build_source(config: dict[str, Any], device: str, rank: int) -> tuple[Any, Any]:
-    """(decoder, weight source) with random values, drawn where they stay."""
-    import torch
-
-    from conf.schema import LoraConfig, TrainerConfig
-    from trainer.model.decoder import build_decoder
-    from trainer.model.spec import ModelSpec
-    from trainer.weight_source import TrainerWeightSource
-
-    decoder = build_decoder(
-        ModelSpec.from_hf_config(config),
-        dtype=torch.bfloat16,
-        device=device,
-        trainer=TrainerConfig(lora=LoraConfig(rank=rank, alpha=2.0 * rank)),
-    )
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.normal_(0.0, 0.02)
-    return decoder, TrainerWeightSource(decoder, rank=0)
-
-
-def draw_adapters(decoder: Any) -> None:
-    """Another policy: every A and B anew."""
-    import torch
-
-    with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0.0, 0.02)
-
-
-def measure_wire(transport: Any, endpoint: str, repeats: int) -> dict[str, Any]:
-    """GB/s of Mooncake's own synchronous write, into the engine's largest parameter, for a few sizes."""
-    import torch
-
-    from weight_sync.endpoint import ReplicaClients
-    from weight_sync.protocol import Describe, Described
-
-    clients = ReplicaClients([endpoint], KEY)
-    reply = clients.call(Describe, {0: {}}, {0: 60.0})[0]
-    clients.close()
-    if not isinstance(reply, Described):
-        raise reply if isinstance(reply, Exception) else RuntimeError(f"{endpoint} answered {reply}")
-    item = reply.ranks[0]
-    largest = max(item.layout.params, key=lambda param: param.num_bytes)
-    device = "cpu" if transport.link == "tcp" else "cuda"
-    source = torch.zeros(largest.num_bytes, dtype=torch.uint8, device=device)
-    transport.register([source])
-    figures: dict[str, Any] = {}
-    for size in sorted({min(size, largest.num_bytes) for size in (16 * MIB, 256 * MIB, 1024 * MIB)}):
-        seconds = []
-        for _ in range(repeats + 2):
-            began = time.perf_counter()
-            code = transport._engine.transfer_sync_write(
-                item.binding.session, source.data_ptr(), item.binding.addresses[largest.name], size
-            )
-            seconds.append(time.perf_counter() - began)
-            if code != 0:
-                raise RuntimeError(f"the bare write failed with code {code}")
-        figures[str(size)] = size / statistics.median(seconds[2:]) / 1e9
-    return {"link": transport.link, "gb_per_s_by_bytes": figures, "gb_per_s": max(figures.values())}
-
-
-def measure_publishes(
-    decoder: Any, source: Any, transport: Any, endpoint: str, device: str, watermark_bytes: int, args: Any
-) -> dict[str, Any]:
-    """Connect under one watermark, warm up, publish."""
-    from conf.schema import WeightSyncConfig
-    from weight_sync.publisher import Publisher
-
-    sync = WeightSyncConfig(watermark_bytes=watermark_bytes, verify_hashes=not args.no_hashes)
-    publisher = Publisher(source, transport, rank=0, world_size=1, group=None, config=sync, key=KEY, device=device)
-    began = time.perf_counter()
-    summary = publisher.connect([endpoint])
-    connect_s = time.perf_counter() - began
-    pipeline_s = time_calls(publisher._pipeline, "run")
-    reports = []
-    for version in range(args.warm_up + args.publishes):
-        draw_adapters(decoder)
-        wait(device)
-        time.sleep(args.settle_s)
-        report = publisher.publish(version)
-        if report.num_committed != 1:
-            raise RuntimeError(report.replicas[0].error)
-        print(" ".join(f"{stage}={getattr(report, stage):.4f}" for stage in STAGES), flush=True)
-        reports.append(asdict(report))
-    measured = reports[args.warm_up :]
-    figures: dict[str, Any] = {stage: statistics.median(r[stage] for r in measured) for stage in STAGES}
-    num_bytes = measured[0]["num_bytes"]
-    parts = measure_parts(publisher, device)
-    publisher.close()
-    return {
-        "watermark_bytes": watermark_bytes,
-        "peak_bytes": measured[0]["peak_bytes"],
-        "num_tasks": summary.num_tasks,
-        "num_loads": parts.pop("num_loads"),
-        "connect_s": connect_s,
-        "num_bytes": num_bytes,
-        **figures,
-        "pipeline_s": statistics.median(pipeline_s[args.warm_up :]),
-        "total_s_min": min(r["total_s"] for r in measured),
-        "total_s_max": max(r["total_s"] for r in measured),
-        "write_gb_per_s": num_bytes / figures["write_s"] / 1e9,
-        "total_gb_per_s": num_bytes / figures["total_s"] / 1e9,
-        "parts": parts,
-        "reports": reports,
-    }
-
-
-def time_calls(owner: Any, method: str) -> list[float]:
-    """Seconds of every later call of a method, as they are made."""
-    inner, seconds = getattr(owner, method), []
-
-    def timed(*args: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return inner(*args)
+            if not hasattr(self, "are_ready"):
+                for rank in self.ranks:
+                    rank.answer(START_TIMEOUT_S)
+                self.are_ready = True
+            endpoint = engine.answer(START_TIMEOUT_S)
+            found: dict[str, Any] = {"engine": spec.title, "num_requests": spec.num_requests, "is_cold": spec.is_cold}
+            found["start_s"] = time.monotonic() - began
+            print(f"{spec.title}: started in {found['start_s']:.1f} s", flush=True)
+            self.ranks[0].pipe.send(("wire", endpoint, 5))
+            found["wire"] = self.ranks[0].answer(ROW_TIMEOUT_S)
+            first = Row(watermark_bytes=64 * MIB if self.device == "cuda" else 16 * MIB, warm_up=0, publishes=1)
+            self.everywhere("row", first, endpoint)  # loads kernels and opens links: not a growth by publishing
+            found["rows"] = [self.row(title, row, endpoint) for title, row in rows.items()]
+            found["held_up"] = held_up(ask(engine, "events"), found["rows"])
+            found["num_generated_tokens"] = ask(engine, "tokens")
+            found["peers"] = self.peers(spec, engine.pipe, gpus) if is_last and not self.args.no_peers else {}
+            engine.pipe.send(("end",))
+            engine.process.join(20)
         finally:
-            seconds.append(time.perf_counter() - began)
+            engine.process.kill()
+            engine.process.join()
+        return found
 
-    setattr(owner, method, timed)
-    return seconds
+    def row(self, title: str, row: Row, endpoint: str) -> dict[str, Any]:
+        """One set of options."""
+        self.everywhere("settle_memory")
+        self.sampler.baseline()
+        answers = self.everywhere("row", row, endpoint)
+        memory = self.sampler.growth()
+        reports = answers[0]["reports"]
+        measured = reports[row.warm_up :]
+        figures = {stage: statistics.median(report[stage] for report in measured) for stage in STAGES}
+        num_bytes = measured[0]["num_bytes"]
+        growth: Any = memory["growth_bytes"]
+        found = {
+            "title": title,
+            "watermark_bytes": row.watermark_bytes,
+            "verify_hashes": row.verify_hashes,
+            **{key: value for key, value in answers[0].items() if key != "reports"},
+            "num_bytes": num_bytes,
+            **figures,
+            "total_s_min": min(report["total_s"] for report in measured),
+            "total_s_max": max(report["total_s"] for report in measured),
+            "excess_pause_s": max(report["pause_s"] - report["total_s"] for report in measured),
+            "write_gb_per_s_per_rank": num_bytes / self.num_ranks / figures["write_s"] / 1e9,
+            "accounted_peak_bytes": measured[0]["peak_bytes"],
+            "trainer_growth_bytes": max(growth[: self.num_ranks], default=None),
+            "engine_growth_bytes": max(growth[self.num_ranks :], default=None),
+            "memory_sampling": {key: value for key, value in memory.items() if key != "growth_bytes"},
+            "reports": reports,
+        }
+        for report in reports:
+            print(title, " ".join(f"{stage}={report[stage]:.4f}" for stage in STAGES), flush=True)
+        return found
+
+    def peers(self, spec: EngineSpec, engine: Connection, gpus: list[int]) -> dict[str, Any]:
+        """Both, each on its own."""
+        repeats, pipes = self.args.peer_updates, [engine, self.ranks[0].pipe]
+        return {
+            "vllm_nccl": peers.attempt(
+                "vllm_nccl",
+                pipes,
+                lambda: peers.vllm_nccl(self.hf_config, engine, self.ranks[0].pipe, spec.tp_size, repeats),
+            ),
+            "checkpoint_engine": peers.attempt(
+                "checkpoint_engine", pipes, lambda: peers.checkpoint_engine(self.hf_config, engine, gpus, repeats)
+            ),
+        }
+
+    def close(self) -> None:
+        """End everything."""
+        self.sampler.close()
+        for rank in self.ranks:
+            if rank.process.is_alive():
+                rank.pipe.send(("end",))
+        for rank in self.ranks:
+            rank.process.join(20)
+            rank.process.kill()
 
 
-def measure_parts(publisher: Any, device: str) -> dict[str, Any]:
-    """What packing and hashing take with nothing beside them: the host's time, and until the device is done."""
-    import torch
-
-    pipeline = publisher._pipeline
-    slot, sums = pipeline._slot(0), pipeline._sums[0]
-
-    def pack() -> None:
-        with torch.no_grad():
-            for load in pipeline._loads:
-                load.fill(slot)
-
-    def hash_all() -> None:
-        for load in pipeline._loads:
-            for hashes in load.hashes[:1]:
-                hashes.add_to(sums[: len(load.packets)])
-
-    figures: dict[str, Any] = {"num_loads": len(pipeline._loads)}
-    pipeline._source.begin(0)
-    try:
-        for name, work in (("pack", pack), ("hash", hash_all)):
-            for _ in range(2):
-                wait(device)
-                began = time.perf_counter()
-                work()
-                figures[f"{name}_host_s"] = time.perf_counter() - began
-                wait(device)
-                figures[f"{name}_s"] = time.perf_counter() - began
-    finally:
-        pipeline._source.end()
-    return figures
+def ask(engine: Child, *order: Any) -> Any:
+    """One order to the engine and its answer."""
+    engine.pipe.send(order)
+    return engine.answer(60)
 
 
-def wait(device: str) -> None:
-    """Until the device is idle."""
-    if device == "cuda":
-        import torch
+def held_up(events: list[tuple[str, str, float, float]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per publish: what was noted in the engine's processes while it was under way, longest first."""
+    found = []
+    for row in rows:
+        for report in row["reports"]:
+            start, stop = report["began"], report["began"] + report["total_s"]
+            mine = [(where, what, s) for where, what, when, s in events if when < stop and when + s > start]
+            if mine:
+                mine.sort(key=lambda event: -event[2])
+                notes = [{"where": where, "what": what, "seconds": s} for where, what, s in mine[:5]]
+                found.append({"row": row["title"], "version": report["version"], "events": notes})
+    return found
 
-        torch.cuda.synchronize()
 
-
-def show(report: dict[str, Any]) -> None:
-    """The table."""
-    wire = report["wire"]["gb_per_s"]
-    print(f"\n{report['bytes'] / 1e9:.2f} GB; wire ({report['wire']['link']}) {wire:.1f} GB/s")
-    columns = ("watermark MiB", *STAGES, "pipeline_s", "write GB/s", "of wire", "pack_s", "hash_s")
-    print(" ".join(f"{column:>13}" for column in columns))
-    for row in report["results"]:
-        cells = [f"{row['watermark_bytes'] / MIB:.0f}", *(f"{row[stage]:.4f}" for stage in (*STAGES, "pipeline_s"))]
-        cells += [f"{row['write_gb_per_s']:.1f}", f"{row['write_gb_per_s'] / wire:.0%}"]
-        cells += [f"{row['parts']['pack_s']:.4f}", f"{row['parts']['hash_s']:.4f}"]
-        print(" ".join(f"{cell:>13}" for cell in cells))
+def rows_of(args: argparse.Namespace, is_first: bool, folder: Path, title: str) -> dict[str, Row]:
+    """What is measured in one engine."""
+    base = Row(warm_up=args.warm_up, publishes=args.publishes, settle_s=args.settle_s)
+    if args.tiny:
+        base = replace(base, watermark_bytes=16 * MIB)
+    trace = folder / f"weight_sync-{args.name}-{title.replace(' ', '-')}-trace.json"
+    rows = {"hashes": replace(base, trace=trace), "no hashes": replace(base, verify_hashes=False)}
+    for mib in args.watermark_mib if is_first else ():
+        few = replace(base, watermark_bytes=mib * MIB, publishes=max(1, args.publishes // 2), warm_up=1)
+        rows[f"{mib} MiB"] = few
+    return rows
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=("plain", "vllm"), default="plain")
-    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--plan", choices=("1x1", "2x2", "4x4"), default="1x1", help="trainer ranks x engine GPUs")
+    parser.add_argument("--tiny", action="store_true", help="a small model; what a CPU can do")
+    parser.add_argument("--engine", choices=("plain", "vllm"), default="vllm")
+    parser.add_argument("--cold", action="store_true", help="leave out warm-up and freezing in the rollout worker")
+    parser.add_argument("--only", choices=("EP", "TP"), help="of 2x2 and 4x4: one of the two engines")
     for name, value in (("layers", 48), ("experts", 128), ("hidden", 2048), ("width", 768), ("vocab", 151936)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--heads", type=int, default=32)
@@ -386,67 +253,53 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=32, help="of the adapters")
     parser.add_argument("--publishes", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--watermark-mib", type=int, nargs="+", default=[1024])
-    parser.add_argument("--requests", type=int, default=0, help="requests at work in the vLLM engine meanwhile")
-    parser.add_argument("--settle-s", type=float, default=0.0, help="wait before every publish, for requests to run")
-    parser.add_argument("--no-hashes", action="store_true")
-    parser.add_argument("--out", type=Path, help="where the JSON goes; default bench/results/weight_sync-<device>.json")
+    parser.add_argument("--watermark-mib", type=int, nargs="*", default=[64, 256, 1024, 4096])
+    parser.add_argument("--requests", type=int, default=256, help="at work in the engine meanwhile")
+    parser.add_argument("--settle-s", type=float, default=1.0, help="wait before every publish, for requests to run")
+    parser.add_argument("--peer-updates", type=int, default=3)
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
-    return parser.parse_args()
-
-
-def start_engine(args: argparse.Namespace, config: dict[str, Any], device: str) -> tuple[Any, Connection]:
-    """The engine's process sees GPU 1 alone, this one from now on GPU 0 alone."""
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=run_engine, args=(args.engine, config, device, args.requests, theirs))
-    os.environ["CUDA_VISIBLE_DEVICES"] = "1"
-    process.start()
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-    theirs.close()
-    return process, pipe
+    args = parser.parse_args()
+    if args.tiny:
+        args.layers, args.experts, args.hidden, args.width, args.vocab = 2, 8, 256, 128, 1000
+        args.heads, args.head_dim, args.rank = 8, 32, 4
+        args.requests, args.settle_s, args.publishes, args.warm_up = min(args.requests, 4), 0.2, 3, 1
+        args.watermark_mib = [4, 16]
+    args.name = ("tiny-" if args.tiny else "") + args.plan + ("-cold" if args.cold else "")
+    return args
 
 
 def main() -> None:
     """Measure and print."""
     args = parse()
     facts = environment(args.commit)
-    device = args.device or ("cuda" if facts["gpus"] else "cpu")
-    config = model_config(args)
-    report: dict[str, Any] = {
-        "environment": facts,
-        "model": config,
-        "lora_rank": args.rank,
-        "engine": args.engine,
-        "num_requests": args.requests,
-    }
+    device = "cuda" if facts["gpus"] else "cpu"
+    num_ranks, tp_size = map(int, args.plan.split("x"))
+    if facts["gpus"] and len(facts["gpus"]) < num_ranks + tp_size:
+        sys.exit(f"--plan {args.plan} needs {num_ranks + tp_size} GPUs, this host has {len(facts['gpus'])}")
+    base = EngineSpec(args.engine, model_config(args), device, num_requests=args.requests, is_cold=args.cold)
+    engines = [base]
+    if tp_size > 1:
+        both = {"EP": replace(base, tp_size=tp_size, expert_parallel=True), "TP": replace(base, tp_size=tp_size)}
+        engines = [spec for name, spec in both.items() if args.only in (None, name)]
     print(json.dumps(facts, indent=2), flush=True)
-    process, pipe = start_engine(args, config, device)
-    try:
-        from weight_sync.transport.mooncake import MooncakeTransport
-
-        decoder, source = build_source(config, device, args.rank)
-        while not pipe.poll(5):
-            if not process.is_alive():
-                raise RuntimeError(f"the engine's process ended with code {process.exitcode}")
-        endpoint = pipe.recv()
-        transport = MooncakeTransport(device=device)
-        report["wire"] = measure_wire(transport, endpoint, args.publishes)
-        report["results"] = [
-            measure_publishes(decoder, source, transport, endpoint, device, mib * MIB, args)
-            for mib in args.watermark_mib
-        ]
-        report["bytes"] = report["results"][0]["num_bytes"]
-        pipe.send("end")
-        report["num_generated_tokens"] = pipe.recv() if pipe.poll(60) else None
-        process.join(60)
-    finally:
-        process.kill()
+    report: dict[str, Any] = {"environment": facts, "model": base.hf_config, "lora_rank": args.rank, "plan": args.plan}
+    report |= {"peers_include": peers.__doc__, "engines": []}
+    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out / f"weight_sync-{args.name}.json"
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args, num_ranks, device, folder)
+        try:
+            for number, spec in enumerate(engines):
+                rows = rows_of(args, number == 0, args.out, spec.title)
+                report["engines"].append(bench.measure(spec, rows, is_last=number == len(engines) - 1))
+                out.write_text(json.dumps(report, indent=2, default=str) + "\n")  # a later engine may fail
+        finally:
+            bench.close()
     show(report)
-    out: Path = args.out or ROOT / "bench" / "results" / f"weight_sync-{'gpu' if device == 'cuda' else 'cpu'}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=2) + "\n")
     print(f"written: {out}")
+    plot(report, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

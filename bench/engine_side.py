@@ -1,0 +1,231 @@
+"""The engine's process of bench/weight_sync.py: a live vLLM rollout worker under load, or plain parameters.
+
+Owns its start, the load, and the orders that the bench sends over a pipe. Does not own what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+KEY = b"slipstream-bench-weight-sync-key"
+KV_CACHE_BYTES = 24 << 30
+"""On a GPU: enough for the load, and room beside it for what a peer allocates."""
+FUSIONS = (
+    (r"(.*)\.[qkv]_proj\.weight", r"\1.qkv_proj.weight"),
+    (r"(.*\.experts)\.\d+\.(?:gate|up)_proj\.weight", r"\1.w13_weight"),
+    (r"(.*\.experts)\.\d+\.down_proj\.weight", r"\1.w2_weight"),
+    (r"(.*\.mlp)\.(?:gate|up)_proj\.weight", r"\1.gate_up_proj.weight"),
+)
+"""Checkpoint tensors that vLLM lays one below the other in one parameter."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine. Example: EngineSpec("vllm", hf_config, "cuda", tp_size=2, expert_parallel=True, num_requests=256)."""
+
+    kind: str
+    hf_config: dict[str, Any]
+    device: str
+    tp_size: int = 1
+    expert_parallel: bool = False
+    num_requests: int = 0
+    is_cold: bool = False
+    """Leave out what the product does at start against slow pauses (the warm-up and freezing the heap)."""
+
+    @property
+    def title(self) -> str:
+        """For tables."""
+        return f"{self.kind} TP={self.tp_size}" + (" EP" if self.expert_parallel else "")
+
+
+def run_engine(spec: EngineSpec, pipe: Connection) -> None:
+    """Serve one replica until told to end."""
+    asyncio.run(serve_plain(spec, pipe) if spec.kind == "plain" else serve_vllm(spec, pipe))
+
+
+async def serve_plain(spec: EngineSpec, pipe: Connection) -> None:
+    """Parameters in vLLM's layout behind an endpoint."""
+    import torch
+
+    from weight_sync.endpoint import ReplicaEndpoint
+    from weight_sync.receiver import Receiver
+    from weight_sync.transport.mooncake import MooncakeTransport
+
+    layout = plain_layout(spec.hf_config)
+    params = {p.name: torch.zeros(p.shape, dtype=torch.bfloat16, device=spec.device) for p in layout.params}
+    synchronize = torch.cuda.synchronize if spec.device == "cuda" else None
+    receiver = Receiver(params, layout, MooncakeTransport(device=spec.device), synchronize=synchronize)
+    endpoint = ReplicaEndpoint(PlainReplica(receiver), KEY)
+    pipe.send(await endpoint.start())
+    known: dict[str, Any] = {"events": [], "tokens": 0}
+    while (order := await asyncio.to_thread(pipe.recv))[0] != "end":
+        pipe.send(known.get(order[0], RuntimeError("plain parameters have no loader")))
+    await endpoint.close()
+
+
+class PlainReplica:
+    """ReplicaHandler over one Receiver; there is no engine to pause."""
+
+    def __init__(self, receiver: Any) -> None:
+        self._receiver = receiver
+
+    async def describe(self) -> list[Any]:
+        """See ReplicaHandler."""
+        return [self._receiver.describe()]
+
+    async def pause(self, version: int, epoch: int, digest: str) -> None:
+        """See ReplicaHandler."""
+
+    async def begin(self, version: int, epoch: int, digest: str) -> list[Any]:
+        """See ReplicaHandler."""
+        return [self._receiver.begin(version, epoch, digest)]
+
+    async def verify(self, version: int, epoch: int, digest: str, expected: Any) -> None:
+        """See ReplicaHandler."""
+        self._receiver.verify(version, epoch, digest, expected[0])
+
+    async def commit(self, version: int, epoch: int) -> None:
+        """See ReplicaHandler."""
+        self._receiver.commit(version, epoch)
+
+    async def abort(self, epoch: int, reason: str) -> None:
+        """See ReplicaHandler."""
+        self._receiver.abort(epoch, reason)
+
+
+def plain_layout(config: dict[str, Any]) -> Any:
+    """What vLLM's loader does at tp_size=1: fused projections, stacked experts, all else as in the checkpoint."""
+    from trainer.model.spec import ModelSpec
+    from weight_sync.layout import DestLayout, Load, Param, Region
+
+    rows: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    loads = []
+    for meta in ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16"):
+        name = meta.name
+        for pattern, fused in FUSIONS:
+            name = re.sub(f"^{pattern}$", fused, name)
+        first, row = rows.get(name, 0), meta.shape[1] if len(meta.shape) == 2 else 1
+        stride = (row, 1) if len(meta.shape) == 2 else (1,)
+        region = Region((0,) * len(meta.shape), meta.shape)
+        loads.append(Load(meta.name, region, tuple(range(len(meta.shape))), name, first * row, stride))
+        rows[name] = first + meta.shape[0]
+        shapes[name] = (rows[name], *meta.shape[1:])
+    return DestLayout(0, tuple(Param(name, shape, "bfloat16") for name, shape in shapes.items()), tuple(loads))
+
+
+async def serve_vllm(spec: EngineSpec, pipe: Connection) -> None:
+    """A rollout worker with so many requests at work from its first version on; orders come over the pipe."""
+    from conf.schema import Device
+    from rollout.engine import engine_environment
+
+    os.environ.update(engine_environment(Device(spec.device)))
+    with tempfile.TemporaryDirectory() as folder:
+        worker = build_worker(spec, Path(folder))
+        address = await worker.start()
+        await worker._engine._running().collective_rpc("probe_start")
+        from bench.probe import Probe
+
+        probe = Probe()
+        tasks = [asyncio.create_task(keep_sampling(worker, index)) for index in range(spec.num_requests)]
+        tasks.append(asyncio.create_task(probe.watch_loop()))
+        pipe.send(address)
+        while (order := await asyncio.to_thread(pipe.recv))[0] != "end":
+            try:
+                pipe.send(await obey(worker, probe, *order))
+            except Exception as e:  # the boundary of one order
+                pipe.send(RuntimeError(f"{type(e).__name__}: {e}"))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await worker.stop()
+
+
+def build_worker(spec: EngineSpec, folder: Path) -> Any:
+    """The product's rollout worker, with the bench's extension in its engine."""
+    import rollout.worker
+    from conf.schema import DType, RolloutConfig, SamplingConfig, WeightSyncConfig
+    from trainer.model.spec import ModelSpec
+
+    (folder / "config.json").write_text(json.dumps(spec.hf_config))
+    is_gpu = spec.device == "cuda"
+    worker = rollout.worker.RolloutWorker(
+        folder,
+        config=RolloutConfig(
+            max_model_len=2048 if is_gpu else 256,
+            tp_size=spec.tp_size,
+            enable_expert_parallel=spec.expert_parallel,
+            kv_cache_bytes=KV_CACHE_BYTES if is_gpu else None,
+            sampling=SamplingConfig(max_tokens=1024 if is_gpu else 32, stop_at_eos=False),
+        ),
+        weight_sync=WeightSyncConfig(),
+        dtype=DType.bfloat16,
+        device=spec.device,
+        seed=0,
+        tensors=ModelSpec.from_hf_config(spec.hf_config).checkpoint_tensors("bfloat16"),
+        key=KEY,
+    )
+    worker._engine._arguments["worker_extension_cls"] = "bench.probe.ProbedReceiver"
+    if is_gpu:
+        from vllm.config.weight_transfer import WeightTransferConfig
+
+        worker._engine._arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
+    if spec.is_cold:
+
+        async def nothing() -> None:
+            return None
+
+        worker._engine.warm_up = nothing
+        rollout.worker.freeze_heap = lambda: None
+    return worker
+
+
+async def keep_sampling(worker: Any, index: int) -> None:
+    """One response after the other, whenever the worker serves."""
+    from rollout.errors import ReplicaNotServing
+    from rollout.types import Prompt
+
+    prompt = Prompt(index, tuple((index * 7 + i) % 900 + 1 for i in range(128)), "")
+    while True:
+        try:
+            await worker.generate_group(prompt, 1)
+        except ReplicaNotServing:
+            await asyncio.sleep(0.01)
+
+
+async def obey(worker: Any, probe: Any, order: str, *args: Any) -> Any:
+    """One order. The updates are a peer's, from the engine's pause until it goes on: what a publish is measured by."""
+    llm = worker._engine._running()
+    if order == "events":
+        ranks = await llm.collective_rpc("probe_events")
+        named = [(f"engine rank {rank}", *event) for rank, events in enumerate(ranks) for event in events]
+        return [*named, *(("rollout worker", *event) for event in probe.events)]
+    if order == "tokens":
+        return worker.health().num_generated_tokens
+    if order == "nccl_init":
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        return await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=args[0]))
+    if order not in ("nccl_update", "ipc_update"):
+        raise ValueError(order)
+    began = time.perf_counter()
+    await worker._engine.pause("keep", clear_cache=True)
+    if order == "nccl_update":
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info=args[0]))
+        await llm.finish_weight_update()
+    else:
+        await llm.collective_rpc("update_weights_from_ipc", args=(args[0],))
+    await worker._engine.resume()
+    return time.perf_counter() - began

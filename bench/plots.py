@@ -1,0 +1,97 @@
+"""The table and the picture of bench/weight_sync.py's JSON.
+
+python bench/plots.py bench/results/weight_sync-1x1.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+PARTS = (("begin", "#56B4E9"), ("transfer", "#0072B2"), ("verify", "#E69F00"), ("commit", "#009E73"))
+"""Consecutive parts of a publish; the transfer is what is left: packing, gathering and writing, overlapped."""
+
+
+def show(report: dict[str, Any]) -> None:
+    """The table."""
+    for engine in report["engines"]:
+        wire = engine["wire"]["gb_per_s"]
+        num_bytes = engine["rows"][0]["num_bytes"]
+        print(f"\n{report['plan']} -> {engine['engine']}, {engine['num_requests']} requests; {num_bytes / 1e9:.2f} GB")
+        print(f"bare wire ({engine['wire']['link']}): {wire:.1f} GB/s a rank, {engine['num_generated_tokens']} tokens")
+        _line("row", "total_s", "min", "max", "begin", "idle", "mark", "prepare", "write", "GB/s", "of wire", "verify",
+              "commit", "pause", "excess", "budget", "account", "trainer", "engine")  # fmt: skip
+        for row in engine["rows"]:
+            seconds = [row[f"{name}_s"] for name in ("begin", "idle", "mark", "prepare", "write")]
+            memory = [row[name] for name in ("watermark_bytes", "accounted_peak_bytes", "trainer_growth_bytes")]
+            memory.append(row["engine_growth_bytes"])
+            rate = row["write_gb_per_s_per_rank"]
+            _line(row["title"], *(f"{row[f'total_s{end}']:.4f}" for end in ("", "_min", "_max")),
+                  *(f"{value:.4f}" for value in seconds), f"{rate:.1f}", f"{rate / wire:.0%}",
+                  *(f"{row[f'{name}_s']:.4f}" for name in ("verify", "commit", "pause", "excess_pause")),
+                  *("-" if value is None else f"{value / MIB:.0f}M" for value in memory))  # fmt: skip
+        with_hashes, without = (next(r for r in engine["rows"] if r["title"] == t) for t in ("hashes", "no hashes"))
+        print(f"hashes cost {with_hashes['total_s'] / without['total_s'] - 1:+.1%} of a publish")
+        for held in engine["held_up"]:
+            notes = ", ".join(f"{n['what']} {n['seconds']:.3f} s in {n['where']}" for n in held["events"])
+            print(f"held up: version {held['version']} ({held['row']}): {notes}")
+        for name, peer in engine["peers"].items():
+            if "failed" in peer:
+                print(f"peer {name}: failed: {peer['failed']}")
+            else:
+                times = peer["median_s"] / with_hashes["total_s"]
+                print(f"peer {name}: {peer['median_s']:.3f} s, {times:.1f} times a publish ({peer})")
+    print(report["peers_include"])
+
+
+def _line(*cells: str) -> None:
+    print(" ".join(f"{cell:>9}" for cell in cells))
+
+
+def plot(report: dict[str, Any], file: Path) -> None:
+    """Stacked bars of every row, and the peers."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        print(f"no matplotlib here: python bench/plots.py {file.with_suffix('.json')} draws the picture elsewhere")
+        return
+    bars: list[tuple[str, dict[str, float]]] = []
+    for engine in report["engines"]:
+        for row in engine["rows"]:
+            known = {name: row[f"{name}_s"] for name in ("begin", "verify", "commit")}
+            parts = known | {"transfer": row["total_s"] - sum(known.values())}
+            bars.append((f"{engine['engine']}, {row['title']}", parts))
+        for name, peer in engine["peers"].items():
+            if "median_s" in peer:
+                bars.append((name, {"peer": peer["median_s"]}))
+    figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(bars) + 1.2))
+    colors = dict(PARTS) | {"peer": "#999999"}
+    for index, (_, parts) in enumerate(bars):
+        left = 0.0
+        for name in [name for name in colors if name in parts]:
+            axes.barh(index, parts[name], left=left, color=colors[name])
+            left += parts[name]
+        axes.text(left, index, f" {left:.3f} s", va="center", fontsize=8)
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds, median")
+    num_bytes = report["engines"][0]["rows"][0]["num_bytes"]
+    axes.set_title(f"{report['plan']}: {num_bytes / 1e9:.1f} GB into a live engine", fontsize=10)
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
+    axes.legend(handles, list(colors), fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
+    print(f"written: {file}")
+
+
+if __name__ == "__main__":
+    source = Path(sys.argv[1])
+    found = json.loads(source.read_text())
+    show(found)
+    plot(found, source.with_suffix(".png"))

@@ -1,0 +1,69 @@
+"""What may hold up a process while an engine pauses: garbage collections, kernels compiled then, a busy event loop.
+
+Owns the note-taking, in this process (Probe) and inside an engine's ranks (ProbedReceiver, which bench/weight_sync.py
+gives to vLLM instead of the product's extension). Times are time.monotonic(), which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from typing import Any
+
+from rollout.weight_receiver import WeightReceiver
+
+try:
+    from checkpoint_engine.worker import VllmColocateWorkerExtension as Colocated
+except ImportError:  # only the peer needs it
+    Colocated = object  # type: ignore[assignment,misc]
+
+STALL_S = 0.02
+
+
+class Probe:
+    """Notes (kind, when, seconds) of collections of the oldest generation, kernel compilations and stalls."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, float, float]] = []
+        self._began = 0.0
+        gc.callbacks.append(self._note_collection)
+        try:
+            from triton import knobs
+
+            knobs.compilation.listener = self._note_compilation
+        except (ImportError, AttributeError):  # no Triton, or one without the hook
+            pass
+
+    async def watch_loop(self) -> None:
+        """Note how late a task of the running loop gets its turn."""
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.002)
+            late = time.monotonic() - began - 0.002
+            if late > STALL_S:
+                self.events.append(("stall", began, late))
+
+    def _note_collection(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.monotonic()
+        elif info["generation"] == 2:
+            self.events.append(("gc", self._began, time.monotonic() - self._began))
+
+    def _note_compilation(self, *, times: Any, cache_hit: bool, **_: Any) -> None:
+        seconds = float(getattr(times, "total", 0)) / 1e6
+        self.events.append(("kernel from cache" if cache_hit else "kernel", time.monotonic() - seconds, seconds))
+
+
+class ProbedReceiver(WeightReceiver, Colocated):
+    """The product's worker extension, a probe beside it, and what checkpoint-engine asks of a worker."""
+
+    _probe: Probe
+
+    def probe_start(self) -> None:
+        """Take notes from here on."""
+        self._probe = Probe()
+
+    def probe_events(self) -> list[tuple[str, float, float]]:
+        """All notes."""
+        return self._probe.events

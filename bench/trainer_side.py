@@ -1,0 +1,247 @@
+"""The trainer's processes of bench/weight_sync.py: the product's decoder, weight source and Publisher, rank by rank.
+
+Owns one rank's orders: connect and publish under one set of options, write over the bare wire, send the weights as the
+NCCL peer does. Does not own engines nor figures. All weights are random and stay where they are drawn; A and B of every
+adapter are drawn anew before each publish.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bench.engine_side import KEY
+
+MIB = 1 << 20
+POOL_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """One rank of a trainer. Example: TrainerSpec(hf_config, "cuda", rank=1, world_size=2, rendezvous="file:///x")."""
+
+    hf_config: dict[str, Any]
+    device: str
+    rank: int
+    world_size: int
+    rendezvous: str
+    lora_rank: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table."""
+
+    watermark_bytes: int = 1 << 30
+    verify_hashes: bool = True
+    warm_up: int = 2
+    publishes: int = 10
+    settle_s: float = 0.0
+    """Wait before every publish, for requests to run."""
+    trace: Path | None = None
+    """Where one more publish, the last, leaves its timeline."""
+
+
+def run_rank(spec: TrainerSpec, pipe: Connection) -> None:
+    """Obey until told to end. Every answer is (error, result)."""
+    rank = _Rank(spec)
+    pipe.send((None, None))
+    while (order := pipe.recv())[0] != "end":
+        try:
+            pipe.send((None, getattr(rank, order[0])(*order[1:])))
+        except Exception as e:  # the boundary of one order
+            pipe.send((f"{type(e).__name__}: {e}", None))
+    rank.control.leave()
+
+
+class _Rank:
+    def __init__(self, spec: TrainerSpec) -> None:
+        import torch
+
+        from conf.schema import LoraConfig, TrainerConfig
+        from trainer.control import ControlGroup
+        from trainer.model.decoder import build_decoder
+        from trainer.model.spec import ModelSpec
+        from trainer.parallel import ParallelLayout, local_part
+        from trainer.weight_source import TrainerWeightSource
+        from weight_sync.transport.mooncake import MooncakeTransport
+
+        torch.set_num_threads(1)
+        self.spec = spec
+        self.device = torch.device(spec.device, 0) if spec.device == "cuda" else torch.device("cpu")
+        self.control = ControlGroup(spec.rank, spec.world_size, spec.rendezvous, self.device)
+        self.decoder = build_decoder(
+            ModelSpec.from_hf_config(spec.hf_config),
+            dtype=torch.bfloat16,
+            device=self.device,
+            trainer=TrainerConfig(
+                num_ranks=spec.world_size,
+                ep_size=spec.world_size,
+                lora=LoraConfig(rank=spec.lora_rank, alpha=2.0 * spec.lora_rank),
+            ),
+            layout=ParallelLayout.create(spec.world_size, spec.world_size, spec.rank, self.device),
+        )
+        torch.manual_seed(spec.rank)
+        with torch.no_grad():
+            for parameter in self.decoder.parameters():
+                local_part(parameter)[0].normal_(0.0, 0.02)
+        self.adapters = [local_part(p)[0] for name, p in self.decoder.named_parameters() if "lora_" in name]
+        self.source = TrainerWeightSource(self.decoder, rank=spec.rank)
+        self.transport = MooncakeTransport(device=spec.device)
+        self.version = 0
+        self.sender: Any = None
+
+    def wait(self) -> None:
+        """Until the device is idle."""
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def settle_memory(self) -> None:
+        """Give back what the allocator keeps, before a baseline."""
+        import torch
+
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            self.wait()
+
+    def row(self, row: Row, endpoint: str) -> dict[str, Any]:
+        """Connect under one set of options, warm up, publish."""
+        from conf.schema import WeightSyncConfig
+        from weight_sync.publisher import Publisher
+
+        publisher = Publisher(
+            self.source,
+            self.transport,
+            rank=self.spec.rank,
+            world_size=self.spec.world_size,
+            group=self.control.group,
+            config=WeightSyncConfig(watermark_bytes=row.watermark_bytes, verify_hashes=row.verify_hashes),
+            key=KEY,
+            device=self.device,
+        )
+        try:
+            began = time.perf_counter()
+            summary = publisher.connect([endpoint])
+            connect_s = time.perf_counter() - began
+            reports = [self._publish(publisher, row, None) for _ in range(row.warm_up + row.publishes)]
+            if row.trace is not None:
+                self._publish(publisher, row, row.trace)
+            return {
+                "connect_s": connect_s,
+                "num_tasks": summary.num_tasks,
+                "num_loads": len(publisher._pipeline._loads),
+                "reports": reports,
+                "parts": self._parts(publisher) if self.spec.world_size == 1 else {},
+            }
+        finally:
+            publisher.close()
+
+    def _publish(self, publisher: Any, row: Row, trace: Path | None) -> dict[str, Any]:
+        import torch
+
+        with torch.no_grad():
+            for values in self.adapters:
+                values.normal_(0.0, 0.02)
+        self.wait()
+        time.sleep(row.settle_s)
+        began = time.monotonic()
+        report = publisher.publish(self.version, trace=trace)
+        self.version += 1
+        if report.num_committed != 1:
+            raise RuntimeError(report.replicas[0].error)
+        return {"began": began, **asdict(report)}
+
+    def _parts(self, publisher: Any) -> dict[str, float]:
+        """What packing and hashing take with nothing beside them: the host's time, and until the device is done."""
+        import torch
+
+        pipeline = publisher._pipeline
+        slot, sums = pipeline._slot(0), pipeline._sums[0]
+
+        def pack() -> None:
+            with torch.no_grad():
+                for load in pipeline._loads:
+                    load.fill(slot)
+
+        def hash_all() -> None:
+            for load in pipeline._loads:
+                for hashes in load.hashes[:1]:
+                    hashes.add_to(sums[: len(load.packets)])
+
+        figures: dict[str, float] = {}
+        pipeline._source.begin(0)
+        try:
+            for name, work in (("pack", pack), ("hash", hash_all)):
+                for _ in range(2):
+                    self.wait()
+                    began = time.perf_counter()
+                    work()
+                    figures[f"{name}_host_s"] = time.perf_counter() - began
+                    self.wait()
+                    figures[f"{name}_s"] = time.perf_counter() - began
+        finally:
+            pipeline._source.end()
+        return figures
+
+    def wire(self, endpoint: str, repeats: int) -> dict[str, Any]:
+        """GB/s of Mooncake's own synchronous write from this rank into the engine's largest parameter, by size."""
+        import torch
+
+        from weight_sync.endpoint import ReplicaClients
+        from weight_sync.protocol import Describe, Described
+
+        clients = ReplicaClients([endpoint], KEY)
+        reply = clients.call(Describe, {0: {}}, {0: 60.0})[0]
+        clients.close()
+        if not isinstance(reply, Described):
+            raise reply if isinstance(reply, Exception) else RuntimeError(f"{endpoint} answered {reply}")
+        item = reply.ranks[self.spec.rank % len(reply.ranks)]
+        largest = max(item.layout.params, key=lambda param: param.num_bytes)
+        source = torch.zeros(largest.num_bytes, dtype=torch.uint8, device=self.device)
+        self.transport.register([source])
+        figures: dict[str, float] = {}
+        for size in sorted({min(size, largest.num_bytes) for size in (16 * MIB, 256 * MIB, 1024 * MIB)}):
+            seconds = []
+            for _ in range(repeats + 2):
+                began = time.perf_counter()
+                code = self.transport._engine.transfer_sync_write(
+                    item.binding.session, source.data_ptr(), item.binding.addresses[largest.name], size
+                )
+                seconds.append(time.perf_counter() - began)
+                if code != 0:
+                    raise RuntimeError(f"the bare write failed with code {code}")
+            figures[str(size)] = size / statistics.median(seconds[2:]) / 1e9
+        return {"link": self.transport.link, "gb_per_s_by_bytes": figures, "gb_per_s": max(figures.values())}
+
+    def nccl_init(self, info: dict[str, Any]) -> None:
+        """Meet the engine's ranks as vLLM's trainer side does."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        self.sender = NCCLWeightTransferEngine.trainer_init(info)
+
+    def nccl_send(self, names: list[str], shapes: list[list[int]]) -> None:
+        """Every checkpoint tensor, packed. Views of one pool of random bytes: there is nothing to gather or merge."""
+        import torch
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
+
+        pool = torch.empty(POOL_BYTES // 2, dtype=torch.bfloat16, device=self.device).normal_(0.0, 0.02)
+
+        def tensors() -> Any:
+            for name, shape in zip(names, shapes, strict=True):
+                num_elements = 1
+                for size in shape:
+                    num_elements *= size
+                yield name, pool[:num_elements].view(shape)
+
+        NCCLWeightTransferEngine.trainer_send_weights(
+            tensors(), NCCLTrainerSendWeightsArgs(group=self.sender, packed=True)
+        )
+        self.wait()
