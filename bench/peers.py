@@ -85,7 +85,7 @@ def checkpoint_engine(hf_config: dict[str, Any], engine: Connection, gpus: list[
             process.start()
             theirs.close()
             servers.append((process, ours))
-        register_s = max(answer(pipe) for _, pipe in servers)
+        register_s = max(answer(pipe, 2 * TIMEOUT_S) for _, pipe in servers)
         seconds = []
         for _ in range(1 + repeats):
             for _, pipe in servers:

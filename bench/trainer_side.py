@@ -7,6 +7,7 @@ adapter are drawn anew before each publish.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
@@ -69,7 +70,6 @@ class _Rank:
         from trainer.model.spec import ModelSpec
         from trainer.parallel import ParallelLayout, local_part
         from trainer.weight_source import TrainerWeightSource
-        from weight_sync.transport.mooncake import MooncakeTransport
 
         torch.set_num_threads(1)
         self.spec = spec
@@ -92,9 +92,14 @@ class _Rank:
                 local_part(parameter)[0].normal_(0.0, 0.02)
         self.adapters = [local_part(p)[0] for name, p in self.decoder.named_parameters() if "lora_" in name]
         self.source = TrainerWeightSource(self.decoder, rank=spec.rank)
-        self.transport = MooncakeTransport(device=spec.device)
         self.version = 0
         self.sender: Any = None
+
+    def link(self) -> Any:
+        """A transport of its own for every row: what one leaves registered, the next would not see allocated."""
+        from weight_sync.transport.mooncake import MooncakeTransport
+
+        return contextlib.closing(MooncakeTransport(device=self.spec.device))
 
     def wait(self) -> None:
         """Until the device is idle."""
@@ -114,12 +119,16 @@ class _Rank:
 
     def row(self, row: Row, endpoint: str) -> dict[str, Any]:
         """Connect under one set of options, warm up, publish."""
+        with self.link() as transport:
+            return self._row(row, endpoint, transport)
+
+    def _row(self, row: Row, endpoint: str, transport: Any) -> dict[str, Any]:
         from conf.schema import WeightSyncConfig
         from weight_sync.publisher import Publisher
 
         publisher = Publisher(
             self.source,
-            self.transport,
+            transport,
             rank=self.spec.rank,
             world_size=self.spec.world_size,
             group=self.control.group,
@@ -206,20 +215,24 @@ class _Rank:
         item = reply.ranks[self.spec.rank % len(reply.ranks)]
         largest = max(item.layout.params, key=lambda param: param.num_bytes)
         source = torch.zeros(largest.num_bytes, dtype=torch.uint8, device=self.device)
-        self.transport.register([source])
+        with self.link() as transport:
+            transport.register([source])
+            return self._time_writes(transport, item, largest, source, repeats)
+
+    def _time_writes(self, transport: Any, item: Any, largest: Any, source: Any, repeats: int) -> dict[str, Any]:
         figures: dict[str, float] = {}
         for size in sorted({min(size, largest.num_bytes) for size in (16 * MIB, 256 * MIB, 1024 * MIB)}):
             seconds = []
             for _ in range(repeats + 2):
                 began = time.perf_counter()
-                code = self.transport._engine.transfer_sync_write(
+                code = transport._engine.transfer_sync_write(
                     item.binding.session, source.data_ptr(), item.binding.addresses[largest.name], size
                 )
                 seconds.append(time.perf_counter() - began)
                 if code != 0:
                     raise RuntimeError(f"the bare write failed with code {code}")
             figures[str(size)] = size / statistics.median(seconds[2:]) / 1e9
-        return {"link": self.transport.link, "gb_per_s_by_bytes": figures, "gb_per_s": max(figures.values())}
+        return {"link": transport.link, "gb_per_s_by_bytes": figures, "gb_per_s": max(figures.values())}
 
     def nccl_init(self, info: dict[str, Any]) -> None:
         """Meet the engine's ranks as vLLM's trainer side does."""

@@ -224,7 +224,7 @@ class Pipeline:
     def prepare(self, version: int, *, trace: bool = False) -> None:
         """Begin the source and pack the first loads, one a slot, before it is known who will receive them.
 
-        Collective in source.begin(). What goes wrong is kept for run(), which must follow.
+        Collective in source.begin(). What goes wrong is kept for run(); either that or cancel() must follow.
         """
         self._prepared = prepared = _Prepared(version, Tracer(self._device, is_on=trace))
         try:
@@ -238,6 +238,13 @@ class Pipeline:
             prepared.prepare_s = time.monotonic() - began
         except Exception as e:  # a value for now: the other ranks go on to a collective
             prepared.error = e
+
+    def cancel(self) -> None:
+        """Drop what prepare() made, where run() will not follow. Rank-local; harmless when nothing is prepared."""
+        if self._prepared is not None:
+            self._prepared.tracer.finish()
+            self._prepared = None
+            self._source.end()
 
     def run(
         self, version: int, bindings: Mapping[Destination, Binding], budgets_s: Mapping[int, float]
@@ -277,6 +284,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop the link threads and drop staging. The transport stays the caller's."""
+        self.cancel()
         self._close_links()
         self._loads = []
         self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)

@@ -227,7 +227,11 @@ class Publisher:
         ]
         asked = self._asking.submit(self._begin_all, version, replicas) if self._rank == 0 else None
         self._pipeline.prepare(version, trace=trace is not None)
-        alive = self._on_rank0(lambda: _answer(asked))
+        try:
+            alive = self._on_rank0(lambda: _answer(asked))
+        except BaseException:
+            self._pipeline.cancel()
+            raise
         result = self._pipeline.run(version, alive.bindings, alive.budgets_s)
         results = self._gather(result)
         report = self._on_rank0(lambda: self._finish(version, alive, replicas, results, began, trace))

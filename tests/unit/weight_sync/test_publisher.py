@@ -154,6 +154,18 @@ def test_when_no_replica_is_left_the_source_is_ended_and_not_read_further(world:
     assert world.source.num_ends == 1
 
 
+def test_a_publish_that_cannot_begin_leaves_nothing_prepared(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> None:
+        raise RuntimeError("no socket")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.publisher, "_begin_all", breaks)
+        with pytest.raises(WeightSyncError, match="RuntimeError: no socket"):
+            world.publisher.publish(0)
+    assert world.source.num_ends == 1
+    assert committed(world.publisher.publish(0)) == [True, True]
+
+
 def test_a_traced_publish_writes_one_process_a_rank_and_replica(world: World, tmp_path: Path) -> None:
     world.endpoints[1].run(world.endpoints[1].endpoint.close())
     report = world.publisher.publish(0, trace=tmp_path / "traces" / "publish.json")
