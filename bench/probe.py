@@ -50,9 +50,11 @@ class Probe:
         elif info["generation"] == 2:
             self.events.append(("gc", self._began, time.monotonic() - self._began))
 
-    def _note_compilation(self, *, times: Any, cache_hit: bool, **_: Any) -> None:
-        seconds = float(getattr(times, "total", 0)) / 1e6
-        self.events.append(("kernel from cache" if cache_hit else "kernel", time.monotonic() - seconds, seconds))
+    def _note_compilation(self, *, metadata: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        seconds = times.total / 1e6
+        name = metadata.get("name", "?") if isinstance(metadata, dict) else "?"
+        what = f"{'loading' if cache_hit else 'compiling'} {name}"
+        self.events.append((what, time.monotonic() - seconds, seconds))
 
 
 class ProbedReceiver(WeightReceiver, Colocated):

@@ -282,6 +282,8 @@ def main() -> None:
     engines = [base]
     if tp_size > 1:
         both = {"EP": replace(base, tp_size=tp_size, expert_parallel=True), "TP": replace(base, tp_size=tp_size)}
+        if device == "cpu":  # vLLM 0.32's CPU worker dies in its first step with expert parallelism
+            both["EP"] = replace(both["EP"], num_requests=0)
         engines = [spec for name, spec in both.items() if args.only in (None, name)]
     print(json.dumps(facts, indent=2), flush=True)
     report: dict[str, Any] = {"environment": facts, "model": base.hf_config, "lora_rank": args.rank, "plan": args.plan}
