@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -20,6 +21,8 @@ from bench.engine_side import KEY
 
 MIB = 1 << 20
 POOL_BYTES = 1 << 30
+NCCL_MODULE = "vllm.distributed.weight_transfer.nccl_engine"
+"""As of vLLM 0.25.1."""
 
 
 @dataclass(frozen=True)
@@ -236,15 +239,14 @@ class _Rank:
 
     def nccl_init(self, info: dict[str, Any]) -> None:
         """Meet the engine's ranks as vLLM's trainer side does."""
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-        self.sender = NCCLWeightTransferEngine.trainer_init(info)
+        nccl: Any = importlib.import_module(NCCL_MODULE)
+        self.sender = nccl.NCCLWeightTransferEngine.trainer_init(info)
 
     def nccl_send(self, names: list[str], shapes: list[list[int]]) -> None:
         """Every checkpoint tensor, packed. Views of one pool of random bytes: there is nothing to gather or merge."""
         import torch
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
 
+        nccl: Any = importlib.import_module(NCCL_MODULE)
         pool = torch.empty(POOL_BYTES // 2, dtype=torch.bfloat16, device=self.device).normal_(0.0, 0.02)
 
         def tensors() -> Any:
@@ -254,7 +256,7 @@ class _Rank:
                     num_elements *= size
                 yield name, pool[:num_elements].view(shape)
 
-        NCCLWeightTransferEngine.trainer_send_weights(
-            tensors(), NCCLTrainerSendWeightsArgs(group=self.sender, packed=True)
+        nccl.NCCLWeightTransferEngine.trainer_send_weights(
+            tensors(), nccl.NCCLTrainerSendWeightsArgs(group=self.sender, packed=True)
         )
         self.wait()
