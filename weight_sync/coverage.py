@@ -2,31 +2,34 @@
 
 Owns: checking, from the tasks alone, that every byte of every parameter that is not derived and not a declared fill
 is written exactly once, and with the element that the engine's own loader put there. Does not own: how tasks come
-about; it shares no code with that.
+about; it shares no reasoning with that, only the columns that hold tasks and loads.
 
-The argument, per parameter of every engine rank:
-  1. loads and fills have as many elements as the parameter, and tasks and fills, sorted by offset, tile it without
+The argument, per engine rank:
+  1. loads and fills have as many elements as each parameter, and tasks and fills, sorted by offset, tile it without
      gap or overlap: so every byte is written once;
   2. a piece lies inside the region of a load of the same tensor, and the two affine maps (tensor coordinates ->
      element of the parameter) agree on it: so every byte is the right one. By 1 and 2 the loads do not overlap either;
   3. the source rank holds every piece that it is to pack.
+What holds for one replica holds for another that has the same layout and gets the same rows.
 
 Callers: plan.py, on every plan that it builds; tests, on plans that were broken on purpose.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
-from math import prod
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
+import numpy as np
+
+from weight_sync.columns import Flags, Ints, LoadTable, axes_of, padded, walk_orders, widened
 from weight_sync.errors import PlanError
-from weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, Region, SourceLayout
+from weight_sync.layout import DTYPE_BYTES, DestLayout, Param, PostLoad, Region, SourceLayout
+from weight_sync.tasks import DTYPES, MESH_GROUPS, PieceColumns, Task, TaskTable
 
 if TYPE_CHECKING:
-    from weight_sync.chunks import Piece
-    from weight_sync.plan import Task, TransferPlan
+    from weight_sync.plan import TransferPlan
 
 
 def prove_coverage(
@@ -41,179 +44,391 @@ def prove_coverage(
         PlanError: at the first thing that is wrong; names the replica, rank, parameter, offset and tensor.
     """
     wanted = {(replica, layout.rank): layout for replica, layouts in enumerate(replicas) for layout in layouts}
-    tasks: dict[tuple[int, int], dict[str, list[Task]]] = {where: {} for where in wanted}
-    for rank, rank_tasks in plan.tasks.items():
-        for task in rank_tasks:
-            if task.source_rank != rank:
-                raise PlanError(f"source rank {rank} is given a task of source rank {task.source_rank}: {task}")
-            params = tasks.get((task.replica, task.dest_rank))
-            if params is None:
-                raise PlanError(
-                    f"a task of source rank {rank} goes to replica {task.replica} rank {task.dest_rank}, unknown"
-                )
-            params.setdefault(task.param, []).append(task)
-    proven: dict[DestLayout, set[_Facts]] = {}
-    for where, layout in wanted.items():
-        _Proof(plan, where, layout, proven.setdefault(layout, set())).run(tasks[where])
+    tables = list(plan.tables.values())
+    for table in tables:
+        pairs = np.unique(np.stack([table.replicas, table.dest_rank], axis=1), axis=0).tolist()
+        for number, dest_rank in pairs:
+            for replica in table.replica_sets[number]:
+                if (replica, dest_rank) not in wanted:
+                    raise PlanError(
+                        f"a task of source rank {table.source_rank} goes to replica {replica} rank {dest_rank}, unknown"
+                    )
+    for dest_rank in sorted({rank for _, rank in wanted}):
+        rows = _Rows.of(plan, dest_rank, len(replicas))
+        proven: set[tuple[int, bytes]] = set()
+        for where, layout in wanted.items():
+            if where[1] != dest_rank:
+                continue
+            gets = rows.gets[:, where[0]]
+            facts = (id(layout), gets.tobytes())
+            if facts not in proven:
+                _Proof(plan, where, layout, rows, np.flatnonzero(gets)).run()
+                proven.add(facts)
+            _check_expected(plan, where, layout)
     if sources is not None:
         _prove_held(plan, sources)
 
 
-_Facts = tuple[object, ...]
-"""All that the proof of one parameter depends on, besides its rank's layout; pieces by identity."""
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Every row that goes to engine ranks of one number, of all sources; names numbered anew, the same for all."""
+
+    params: Mapping[str, int]
+    tensors: Mapping[str, int]
+    param: Ints
+    offset: Ints
+    num_bytes: Ints
+    dtype: Ints
+    group: Ints
+    source: Ints
+    gets: Flags
+    """(rows, replicas); counts twice where a replica is named twice, which the row's own repeats show."""
+    piece_row: Ints
+    pieces: PieceColumns
+
+    @classmethod
+    def of(cls, plan: TransferPlan, dest_rank: int, num_replicas: int) -> _Rows:
+        params: dict[str, int] = {}
+        tensors: dict[str, int] = {}
+        numberings: dict[int, Ints] = {}
+
+        def numbered(names: Sequence[str], numbers: dict[str, int]) -> Ints:
+            if id(names) not in numberings:
+                found = [numbers.setdefault(name, len(numbers)) for name in names]
+                numberings[id(names)] = np.array(found, np.int64)
+            return numberings[id(names)]
+
+        columns: list[tuple[Ints, ...]] = []
+        pieces: list[tuple[Ints, ...]] = []
+        num_rows = 0
+        width = max((table.pieces.start.shape[1] for table in plan.tables.values()), default=1)
+        for table in plan.tables.values():
+            own = np.flatnonzero(table.dest_rank == dest_rank)
+            member = np.zeros((len(table.replica_sets), num_replicas), np.int64)
+            for number, members in enumerate(table.replica_sets):
+                np.add.at(member[number], [one for one in members if one < num_replicas], 1)
+            gets = member[table.replicas[own]]
+            for row in own[(gets > 1).any(axis=1)][:1].tolist():
+                raise PlanError(
+                    f"source rank {table.source_rank}: {table.params[int(table.param[row])]}: written twice: a row "
+                    f"names replicas {table.replica_sets[int(table.replicas[row])]}"
+                )
+            columns.append(
+                (
+                    numbered(table.params, params)[table.param[own]],
+                    table.dest_offset_bytes[own],
+                    table.num_bytes[own],
+                    table.dtype[own],
+                    table.group[own],
+                    np.full(len(own), table.source_rank),
+                    gets > 0,
+                )
+            )
+            counts = table.num_pieces[own]
+            within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+            taken = table.pieces.take(np.repeat(table.first_piece[own], counts) + within)
+            pieces.append(
+                (
+                    np.repeat(np.arange(len(own)) + num_rows, counts),
+                    numbered(taken.names, tensors)[taken.tensor],
+                    widened(taken.start, width, 0),
+                    widened(taken.shape, width, 1),
+                    taken.axes,
+                    taken.offset,
+                )
+            )
+            num_rows += len(own)
+        piece_row, *piece_columns = (np.concatenate(column) for column in zip(*pieces))
+        return cls(
+            params,
+            tensors,
+            *(np.concatenate(column) for column in zip(*columns)),
+            piece_row,
+            PieceColumns(tuple(tensors), *piece_columns),
+        )
+
+    def task(self, row: int) -> Task:
+        """A row as an object, for messages."""
+        mine = np.flatnonzero(self.piece_row == row)
+        return Task(
+            MESH_GROUPS[int(self.group[row])],
+            int(self.source[row]),
+            int(self.gets[row].argmax()),
+            -1,
+            next(name for name, number in self.params.items() if number == self.param[row]),
+            int(self.offset[row]),
+            int(self.num_bytes[row]),
+            DTYPES[int(self.dtype[row])],
+            self.pieces.expanded(int(mine[0]), len(mine)) if len(mine) else (),
+        )
 
 
 class _Proof:
-    """The proof for one engine rank. `proven` keeps what was proven of equal ranks of other replicas."""
+    """The proof for one engine rank, over the rows that it gets."""
 
-    def __init__(self, plan: TransferPlan, where: tuple[int, int], layout: DestLayout, proven: set[_Facts]) -> None:
-        self.plan = plan
-        self.where = where
-        self.layout = layout
-        self.proven = proven
+    def __init__(
+        self, plan: TransferPlan, where: tuple[int, int], layout: DestLayout, rows: _Rows, own: Ints
+    ) -> None:
+        self.plan, self.layout, self.rows = plan, layout, rows
         self.name = f"replica {where[0]} rank {where[1]}"
+        self.loads = LoadTable.of(layout.loads)
+        numbers = {param.name: number for number, param in enumerate(layout.params)}
+        known = np.array([numbers.get(name, -1) for name in rows.params], np.int64)
+        param = known[rows.param[own]] if len(own) else own
+        if (param < 0).any():
+            strange = sorted({rows.task(int(row)).param for row in own[param < 0]})
+            raise PlanError(f"{self.name}: tasks write parameters that it does not have: {', '.join(strange)}")
+        order = np.lexsort((rows.offset[own], param))
+        self.own, self.param = own[order], param[order]
+        self.load_param = self.loads.numbers_in(self.loads.param, numbers)
+        self.sizes = np.array([DTYPE_BYTES[one.dtype] for one in layout.params], np.int64)
 
-    def run(self, tasks: dict[str, list[Task]]) -> None:
+    def run(self) -> None:
         """Check every parameter, and that nothing else is written."""
-        loads: dict[str, list[Load]] = {}
-        fills: dict[str, list[tuple[int, int]]] = {}
-        for load in self.layout.loads:
-            loads.setdefault(load.param, []).append(load)
-        for fill in self.layout.fills:
-            fills.setdefault(fill.param, []).append((fill.offset, fill.num_elements))
-        expected: dict[str, int] = {}
-        for param in self.layout.params:
-            found = tasks.pop(param.name, [])
-            if param.post_load is PostLoad.derived:
-                if found:
-                    raise PlanError(f"{self.name}: {param.name} is derived, and {found[0]} writes it")
-                continue
-            filled = fills.get(param.name, [])
-            found.sort(key=lambda task: task.dest_offset_bytes)
-            facts: _Facts = (
-                param.name,
-                *((t.dest_offset_bytes, t.num_bytes, t.dtype, t.mesh_group, id(t.pieces)) for t in found),
-            )
-            if facts not in self.proven:
-                self.check_tiling(param, loads.get(param.name, []), filled, found)
-                self.check_pieces(param, loads.get(param.name, []), found)
-                self.proven.add(facts)
-            expected[param.name] = param.num_bytes - sum(n for _, n in filled) * DTYPE_BYTES[param.dtype]
-        if tasks:
-            raise PlanError(f"{self.name}: tasks write parameters that it does not have: {', '.join(sorted(tasks))}")
-        if dict(self.plan.expected.get(self.where, {})) != expected:
-            raise PlanError(f"{self.name}: the expected bytes per parameter differ from what its layout needs")
+        derived = np.array([one.post_load is PostLoad.derived for one in self.layout.params], np.bool_)
+        for index in np.flatnonzero(derived[self.param])[:1].tolist():
+            name = self.layout.params[int(self.param[index])].name
+            raise PlanError(f"{self.name}: {name} is derived, and {self.rows.task(int(self.own[index]))} writes it")
+        self.check_tiling(derived)
+        self.check_rows()
+        self.check_pieces()
 
-    def check_tiling(self, param: Param, loads: list[Load], fills: list[tuple[int, int]], tasks: list[Task]) -> None:
+    def check_tiling(self, derived: Flags) -> None:
         """Step 1: counts add up, ranges tile."""
-        size = DTYPE_BYTES[param.dtype]
-        loaded = sum(load.region.num_elements for load in loads)
-        filled = sum(count for _, count in fills)
-        if loaded + filled != param.num_elements:
+        params = self.layout.params
+        numbers = {param.name: number for number, param in enumerate(params)}
+        elements = np.array([param.num_elements for param in params], np.int64)
+        fill_param = np.array([numbers[fill.param] for fill in self.layout.fills], np.int64)
+        fill_at = np.array([[fill.offset, fill.num_elements] for fill in self.layout.fills], np.int64).reshape(-1, 2)
+        loaded, filled = np.zeros_like(elements), np.zeros_like(elements)
+        np.add.at(loaded, self.load_param, self.loads.shape.prod(axis=1))
+        np.add.at(filled, fill_param, fill_at[:, 1])
+        for index in np.flatnonzero(~derived & (loaded + filled != elements))[:1].tolist():
+            tensors = {self.loads.names[i] for i in self.loads.tensor[self.load_param == index].tolist()}
             raise PlanError(
-                f"{self.name}: {param.name} has {param.num_elements} elements, its loads bring {loaded} "
-                f"and its fills {filled}; tensors: {', '.join(sorted({load.tensor for load in loads})) or 'none'}"
+                f"{self.name}: {params[index].name} has {elements[index]} elements, its loads bring {loaded[index]} "
+                f"and its fills {filled[index]}; tensors: {', '.join(sorted(tensors)) or 'none'}"
             )
-        ranges = [(offset * size, count * size, "a fill") for offset, count in fills]
-        ranges += [(task.dest_offset_bytes, task.num_bytes, task.pieces[0].tensor) for task in tasks]
-        end, previous = 0, "the start"
-        for offset, num_bytes, what in sorted(ranges):
-            if offset != end:
-                kind = "nobody writes" if offset > end else "written twice:"
-                raise PlanError(
-                    f"{self.name}: {param.name}: {kind} bytes {min(offset, end)}..{max(offset, end) - 1} "
-                    f"(between {previous} and {what})"
-                )
-            end, previous = offset + num_bytes, what
-        if end != param.num_bytes:
-            raise PlanError(f"{self.name}: {param.name}: tasks and fills end at byte {end} of {param.num_bytes}")
+        # Every parameter ends with an empty range: then each range must begin where the one before it ended.
+        kept = np.flatnonzero(~derived)
+        of_fill = ~derived[fill_param]
+        param = np.concatenate([self.param, fill_param[of_fill], kept])
+        begin = np.concatenate(
+            [
+                self.rows.offset[self.own],
+                (fill_at[:, 0] * self.sizes[fill_param])[of_fill],
+                (elements * self.sizes)[kept],
+            ]
+        )
+        size = np.concatenate(
+            [
+                self.rows.num_bytes[self.own],
+                (fill_at[:, 1] * self.sizes[fill_param])[of_fill],
+                np.zeros(len(kept), np.int64),
+            ]
+        )
+        is_end = np.arange(len(param)) >= len(param) - len(kept)
+        order = np.lexsort((size, begin, is_end, param))
+        first = np.append(True, np.diff(param[order]) != 0)
+        end_before = np.append(0, (begin + size)[order][:-1])
+        wrong = np.flatnonzero(begin[order] != np.where(first, 0, end_before))
+        for index in wrong[:1].tolist():
+            self.raise_gap(params[int(param[order[index]])], order, index, bool(first[index]), is_end, begin, size)
 
-    def check_pieces(self, param: Param, loads: list[Load], tasks: list[Task]) -> None:
-        """Step 2: every piece is where a load puts it."""
-        size = DTYPE_BYTES[param.dtype]
-        by_tensor: dict[str, list[Load]] = {}
-        for load in sorted(loads, key=lambda load: load.offset):
-            by_tensor.setdefault(load.tensor, []).append(load)
-        for task in tasks:
-            if task.dtype != param.dtype or task.num_bytes > self.plan.max_task_bytes or task.dest_offset_bytes % size:
-                raise PlanError(
-                    f"{self.called(task)}: {task.num_bytes} bytes of {task.dtype}, the parameter is {param.dtype}, the "
-                    f"bound {self.plan.max_task_bytes} bytes"
-                )
-            packed = 0
-            for piece in task.pieces:
-                if piece.offset_elements != packed:
-                    raise PlanError(
-                        f"{self.called(task)}: {piece.tensor} is packed at {piece.offset_elements}, not at {packed}"
-                    )
-                if task.mesh_group != ("experts" if ".experts." in piece.tensor else "dense"):
-                    raise PlanError(f"{self.called(task)}: {piece.tensor} is sent in mesh group {task.mesh_group}")
-                at = task.dest_offset_bytes // size + packed
-                if not _is_loaded_at(piece, at, by_tensor.get(piece.tensor, [])):
-                    raise PlanError(
-                        f"{self.called(task)}: no load puts {piece.tensor} start {list(piece.region.start)} shape "
-                        f"{list(piece.region.shape)} axes {list(piece.axes)} at element {at}"
-                    )
-                packed += piece.region.num_elements
-            if packed * size != task.num_bytes:
-                raise PlanError(
-                    f"{self.called(task)}: its pieces pack to {packed * size} bytes, it says {task.num_bytes}"
-                )
+    def raise_gap(
+        self, param: Param, order: Ints, index: int, is_first: bool, is_end: Flags, begin: Ints, size: Ints
+    ) -> NoReturn:
+        """Say where ranges do not meet."""
+
+        def named(position: int) -> str:
+            row = int(order[position])
+            if row >= len(self.own):
+                return "a fill"
+            pieces = self.rows.task(int(self.own[row])).pieces
+            return pieces[0].tensor if pieces else "nothing"
+
+        at, before = int(begin[order[index]]), 0
+        if not is_first:
+            before = int(begin[order[index - 1]] + size[order[index - 1]])
+        if is_end[order[index]]:
+            raise PlanError(f"{self.name}: {param.name}: tasks and fills end at byte {before} of {param.num_bytes}")
+        kind = "nobody writes" if at > before else "written twice:"
+        previous = "the start" if is_first else named(index - 1)
+        raise PlanError(
+            f"{self.name}: {param.name}: {kind} bytes {min(at, before)}..{max(at, before) - 1} "
+            f"(between {previous} and {named(index)})"
+        )
+
+    def check_rows(self) -> None:
+        """Every task has its parameter's dtype, keeps the bound, and begins on an element."""
+        rows, own = self.rows, self.own
+        dtypes = np.array([DTYPES.index(one.dtype) for one in self.layout.params], np.int64)
+        wrong = rows.dtype[own] != dtypes[self.param]
+        wrong |= rows.num_bytes[own] > self.plan.max_task_bytes
+        wrong |= rows.offset[own] % self.sizes[self.param] != 0
+        for index in np.flatnonzero(wrong)[:1].tolist():
+            task = rows.task(int(own[index]))
+            raise PlanError(
+                f"{self.called(task)}: {task.num_bytes} bytes of {task.dtype}, the parameter is "
+                f"{self.layout.params[int(self.param[index])].dtype}, the bound {self.plan.max_task_bytes} bytes"
+            )
+
+    def check_pieces(self) -> None:
+        """Step 2: every piece is packed behind the one before it, and is where a load puts it."""
+        rows = self.rows
+        place = np.full(len(rows.num_bytes), -1)
+        place[self.own] = np.arange(len(self.own))
+        mine = np.flatnonzero(place[rows.piece_row] >= 0) if len(rows.piece_row) else rows.piece_row
+        pieces, row = rows.pieces.take(mine), rows.piece_row[mine]
+        start, shape = pieces.start.astype(np.int64), pieces.shape.astype(np.int64)
+        elements = shape.prod(axis=1)
+        size = self.sizes[self.param][place[row]]
+        behind = np.cumsum(elements) - elements
+        first = np.append(True, np.diff(row) != 0)[: len(row)]
+        packed = behind - np.maximum.accumulate(np.where(first, behind, 0))
+        totals = np.bincount(row, elements, minlength=len(rows.num_bytes)).astype(np.int64)[self.own]
+        experts = np.array([".experts." in name for name in pieces.names], np.int64)
+
+        def fail(wrong: Flags, say: Callable[[int], str]) -> None:
+            for index in np.flatnonzero(wrong)[:1].tolist():
+                raise PlanError(f"{self.called(rows.task(int(row[index])))}: {say(index)}")
+
+        def tensor(index: int) -> str:
+            return pieces.names[int(pieces.tensor[index])]
+
+        def group(index: int) -> str:
+            return MESH_GROUPS[int(rows.group[row[index]])]
+
+        def block(index: int) -> str:
+            dims = int(pieces.axes[index]) & 7
+            return (
+                f"no load puts {tensor(index)} start {start[index, :dims].tolist()} shape "
+                f"{shape[index, :dims].tolist()} axes {list(axes_of(int(pieces.axes[index])))} at element {at[index]}"
+            )
+
+        fail(
+            pieces.offset != packed,
+            lambda i: f"{tensor(i)} is packed at {pieces.offset[i]}, not at {packed[i]}",
+        )
+        fail(
+            experts[pieces.tensor] != rows.group[row] if len(row) else first,
+            lambda i: f"{tensor(i)} is sent in mesh group {group(i)}",
+        )
+        at = rows.offset[row] // size + packed
+        fail(~self.loaded_at(pieces, start, shape, place[row], at), block)
+        wrong = totals * self.sizes[self.param] != rows.num_bytes[self.own]
+        for index in np.flatnonzero(wrong)[:1].tolist():
+            task = rows.task(int(self.own[index]))
+            packs = int(totals[index] * self.sizes[self.param[index]])
+            raise PlanError(f"{self.called(task)}: its pieces pack to {packs} bytes, it says {task.num_bytes}")
+
+    def loaded_at(self, pieces: PieceColumns, start: Ints, shape: Ints, place: Ints, at: Ints) -> Flags:
+        """Whether one of the loads of the piece's tensor into its parameter puts it at element `at`, packed."""
+        loads, width = self.loads, max(start.shape[1], self.loads.start.shape[1])
+        start, shape = widened(start, width, 0), widened(shape, width, 1)
+        numbers = loads.number_of
+        tensor = np.array([numbers.get(name, -1) for name in pieces.names], np.int64)[pieces.tensor]
+        # Loads by (parameter, tensor, lowest element). A load begins at its lowest element, so only those up to `at`
+        # qualify; nearly always it is the last of these.
+        span = len(loads.names) + 1
+        order = np.lexsort((loads.offset, loads.tensor, self.load_param))
+        pair = (self.load_param * span + loads.tensor)[order]
+        wanted = self.param[place] * span + tensor
+        pairs, first = np.unique(pair, return_index=True)
+        reach = max(int(loads.offset.max(initial=0)), int(at.max(initial=0))) + 1
+        which = np.minimum(np.searchsorted(pairs, wanted), max(len(pairs) - 1, 0))
+        exists = (tensor >= 0) & (pairs[which] == wanted) if len(pairs) else np.zeros(len(wanted), np.bool_)
+        ranked = np.repeat(np.arange(len(pairs)), np.diff(np.append(first, len(pair)))) * reach + loads.offset[order]
+        last = np.searchsorted(ranked, which * reach + at, side="right") - 1
+
+        found = np.zeros(len(at), np.bool_)
+        open_pieces = np.flatnonzero(exists)
+        while len(open_pieces):
+            candidate = last[open_pieces]
+            open_pieces = open_pieces[candidate >= first[which[open_pieces]]]
+            load = order[last[open_pieces]]
+            found[open_pieces] = _agree(
+                start[open_pieces], shape[open_pieces], pieces.axes[open_pieces], at[open_pieces], loads, load, width
+            )
+            last[open_pieces] -= 1
+            open_pieces = open_pieces[~found[open_pieces]]
+        return found
 
     def called(self, task: Task) -> str:
         """How messages call a task."""
         return f"{self.name}: {task.param}: task at byte {task.dest_offset_bytes} of source rank {task.source_rank}"
 
 
-def _is_loaded_at(piece: Piece, at: int, loads: list[Load]) -> bool:
-    """Whether one of the loads (of this tensor, sorted by offset) puts this piece at element `at`, packed."""
-    # A load begins at its lowest element, so only loads up to `at` qualify; nearly always the last one does.
-    last = bisect_right(loads, at, key=lambda load: load.offset)
-    return any(_agree(piece, at, load) for load in reversed(loads[max(last - 8, 0) : last])) or any(
-        _agree(piece, at, load) for load in loads[: max(last - 8, 0)]
-    )
+def _agree(start: Ints, shape: Ints, axes: Ints, at: Ints, loads: LoadTable, load: Ints, width: int) -> Flags:
+    """Whether a piece lies inside a load's region and both map it to the same elements of the parameter."""
+    low, size = widened(loads.start, width, 0)[load], widened(loads.shape, width, 1)[load]
+    stride = widened(loads.stride, width, 0)[load]
+    agrees = ((low <= start) & (start + shape <= low + size)).all(axis=1)
+    agrees &= loads.offset[load] + ((start - low) * stride).sum(axis=1) == at
+    agrees &= (axes & 7) == (loads.axes[load] & 7)
+    order = walk_orders(axes, width)
+    inside = np.ones(len(at), np.int64)
+    for position in range(width - 1, -1, -1):
+        dim = order[:, position : position + 1]
+        sizes, steps = (np.take_along_axis(one, dim, axis=1)[:, 0] for one in (shape, stride))
+        agrees &= (sizes == 1) | (steps == inside)
+        inside = inside * sizes
+    return agrees
 
 
-def _agree(piece: Piece, at: int, load: Load) -> bool:
-    """Whether the piece lies inside the load's region and both map it to the same elements of the parameter."""
-    if not _is_inside(piece.region, load.region):
-        return False
-    stride_of = dict(zip(load.axes, load.stride))
-    start = load.offset + sum(
-        (mine - first) * stride_of[dim] for dim, (mine, first) in enumerate(zip(piece.region.start, load.region.start))
-    )
-    if start != at or sorted(piece.axes) != sorted(load.axes):
-        return False
-    shape = [piece.region.shape[axis] for axis in piece.axes]
-    return all(
-        size == 1 or prod(shape[position + 1 :]) == stride_of[axis]
-        for position, (axis, size) in enumerate(zip(piece.axes, shape))
-    )
-
-
-def _is_inside(inner: Region, outer: Region) -> bool:
-    """Whether a rectangle lies in another one of the same tensor."""
-    return len(inner.start) == len(outer.start) and all(
-        low <= first and first + size <= low + bound
-        for first, size, low, bound in zip(inner.start, inner.shape, outer.start, outer.shape)
-    )
+def _check_expected(plan: TransferPlan, where: tuple[int, int], layout: DestLayout) -> None:
+    """What the plan says of every parameter is what its layout needs."""
+    needed = {param.name: param.num_bytes for param in layout.params if param.post_load is not PostLoad.derived}
+    sizes = {param.name: DTYPE_BYTES[param.dtype] for param in layout.params}
+    for fill in layout.fills:
+        if fill.param in needed:
+            needed[fill.param] -= fill.num_elements * sizes[fill.param]
+    if dict(plan.expected.get(where, {})) != needed:
+        raise PlanError(
+            f"replica {where[0]} rank {where[1]}: the expected bytes per parameter differ from what its layout needs"
+        )
 
 
 def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout]) -> None:
     """Step 3: every source holds what it packs."""
-    held: dict[tuple[int, str], list[Region]] = {}
-    for source in sources:
-        for shard in source.shards:
-            held.setdefault((source.rank, shard.tensor), []).append(shard.region)
-    for rank, tasks in plan.tasks.items():
-        previous: tuple[Piece, ...] = ()
-        for task in tasks:
-            if task.pieces is previous:  # the same block, to another replica
-                continue
-            previous = task.pieces
-            for piece in task.pieces:
-                if not any(_is_inside(piece.region, region) for region in held.get((rank, piece.tensor), ())):
-                    raise PlanError(
-                        f"source rank {rank} is to send {piece.tensor} start {list(piece.region.start)} shape "
-                        f"{list(piece.region.shape)} to {task.param}, and does not hold it"
-                    )
+    held = {source.rank: source for source in sources}
+    for rank, table in plan.tables.items():
+        row, pieces = _own_pieces(table)
+        shards = held[rank].shards if rank in held else ()
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(shard.tensor for shard in shards))}
+        tensor = np.array([numbers[shard.tensor] for shard in shards], np.int64)
+        order = np.argsort(tensor, kind="stable")
+        low = padded([shard.region.start for shard in shards], 0)[order]
+        high = low + padded([shard.region.shape for shard in shards], 1)[order]
+        width = max(low.shape[1], pieces.start.shape[1])
+        low, high = widened(low, width, 0), widened(high, width, 1)
+        start = widened(pieces.start.astype(np.int64), width, 0)
+        stop = start + widened(pieces.shape.astype(np.int64), width, 1)
+        used, which = np.unique(pieces.tensor, return_inverse=True)
+        wanted = np.array([numbers.get(pieces.names[number], -1) for number in used.tolist()], np.int64)[which]
+        candidate = np.searchsorted(tensor[order], wanted, side="left")
+        last = np.searchsorted(tensor[order], wanted, side="right")
+        todo = np.arange(len(wanted))
+        while len(todo):
+            for index in todo[candidate[todo] >= last[todo]][:1].tolist():
+                _raise_not_held(table, int(row[index]), pieces, index)
+            shard = candidate[todo]
+            inside = ((low[shard] <= start[todo]) & (stop[todo] <= high[shard])).all(axis=1)
+            candidate[todo] += 1
+            todo = todo[~inside]
+
+
+def _own_pieces(table: TaskTable) -> tuple[Ints, PieceColumns]:
+    """The pieces of one rank's rows, and the row of each."""
+    row = np.repeat(np.arange(table.num_rows), table.num_pieces)
+    before = np.cumsum(table.num_pieces) - table.num_pieces
+    return row, table.pieces.take(table.first_piece[row] + np.arange(len(row)) - before[row])
+
+
+def _raise_not_held(table: TaskTable, row: int, pieces: PieceColumns, index: int) -> NoReturn:
+    (piece,) = pieces.expanded(index, 1)
+    region: Region = piece.region
+    raise PlanError(
+        f"source rank {table.source_rank} is to send {piece.tensor} start {list(region.start)} shape "
+        f"{list(region.shape)} to {table.params[int(table.param[row])]}, and does not hold it"
+    )

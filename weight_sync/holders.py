@@ -1,61 +1,144 @@
 """Which trainer ranks hold which part of a checkpoint tensor: disjoint cells, each with its holders.
 
-Owns: turning the ranks' rectangles, which may repeat, overlap or leave holes, into a grid of disjoint cells. Does not
-own: which holder sends (plan.py). Invariant: the parts that `cover` yields are disjoint and make up the region.
+Owns: turning the ranks' rectangles, which may repeat, overlap or leave holes, into a grid of disjoint cells per
+tensor, all tensors at once. Does not own: which holder sends (plan.py). Invariant: the parts that `cover` yields are
+disjoint and make up the regions.
 
     rank 0 holds rows 0..7, rank 1 rows 4..11       cuts 0, 4, 8, 12   ->   [0,4): {0}   [4,8): {0, 1}   [8,12): {1}
 
-Callers: plan.py.
+Callers: plan.py, chunks.py.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+
+from weight_sync.columns import Ints, changes, padded, spread
 from weight_sync.errors import PlanError
 from weight_sync.layout import Region, SourceLayout, TensorMeta
 
+NOBODY = -1
+"""Number of the empty set of holders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Disjoint parts of regions: which region, where, and the number of the holders' set."""
+
+    owner: Ints
+    start: Ints
+    shape: Ints
+    holders: Ints
+
 
 class Holders:
-    """The holders of one checkpoint tensor. A lookup bisects the cuts of each dim: its cost is that of its answer."""
+    """The holders of every tensor of a checkpoint.
 
-    def __init__(self, meta: TensorMeta, shards: Iterable[tuple[int, Region]]) -> None:
-        shards = [(rank, region) for rank, region in shards if region.num_elements]
-        self._cuts: list[list[int]] = []
-        for dim, size in enumerate(meta.shape):
-            edges = {0, size}
-            for _, region in shards:
-                edges.add(region.start[dim])
-                edges.add(region.start[dim] + region.shape[dim])
-            self._cuts.append(sorted(edges))
-        found: dict[tuple[int, ...], set[int]] = {}
-        for rank, region in shards:
-            for cell in product(*self._cells_of(region)):
-                found.setdefault(cell, set()).add(rank)
-        self._ranks = {cell: tuple(sorted(ranks)) for cell, ranks in found.items()}
+    Cuts of dim d of all tensors lie in one sorted array, each as tensor * span + coordinate, so that one binary search
+    finds the cells of any number of regions.
+    """
 
-    def _cells_of(self, region: Region) -> list[range]:
-        """The grid indices that a region touches, per dim."""
-        return [
-            range(bisect_right(cuts, start) - 1, bisect_left(cuts, start + size))
-            for cuts, start, size in zip(self._cuts, region.start, region.shape)
+    def __init__(self, metas: Sequence[TensorMeta], shapes: Ints, rank: Ints, tensor: Ints, shards: Ints) -> None:
+        """`shapes` (tensors, D); shard i, with start and shape in shards[i] (2, D), is held by rank[i]."""
+        self.metas = metas
+        self.shapes = shapes
+        self.sets: list[tuple[int, ...]] = []
+        """The ranks that hold a cell, ascending; cells refer to them by number."""
+        self._span = int(shapes.max(initial=0)) + 1
+        filled = (shards[:, 1] > 0).all(axis=1)
+        rank, tensor, start, stop = rank[filled], tensor[filled], shards[filled, 0], shards[filled].sum(axis=1)
+        all_tensors = np.arange(len(metas)) * self._span
+        at = tensor * self._span
+        self._cuts = [
+            np.unique(np.concatenate([all_tensors, all_tensors + shapes[:, d], at + start[:, d], at + stop[:, d]]))
+            for d in range(shapes.shape[1])
         ]
+        first = [np.searchsorted(cuts, all_tensors) for cuts in self._cuts]
+        last = [np.searchsorted(cuts, all_tensors + shapes[:, d]) for d, cuts in enumerate(self._cuts)]
+        self._first = np.stack(first, axis=1).astype(np.int64)
+        counts = np.stack(last, axis=1) - self._first
+        self._step = np.ones_like(counts)
+        for d in range(counts.shape[1] - 2, -1, -1):
+            self._step[:, d] = self._step[:, d + 1] * counts[:, d + 1]
+        cells = counts.prod(axis=1)
+        self._base = np.cumsum(cells) - cells
+        owner, cell, _ = self._cells(tensor, start, stop)
+        self._set_of_cell = self._sets_of(cell, rank[owner], int(cells.sum()))
 
-    def cover(self, region: Region) -> Iterator[tuple[Region, tuple[int, ...]]]:
-        """Cut a region of the tensor along the cells: (part, ranks that hold it, ascending; empty when nobody does)."""
-        for cell in product(*self._cells_of(region)):
-            start: list[int] = []
-            shape: list[int] = []
-            for index, cuts, first, size in zip(cell, self._cuts, region.start, region.shape):
-                low = max(cuts[index], first)
-                start.append(low)
-                shape.append(min(cuts[index + 1], first + size) - low)
-            yield Region(tuple(start), tuple(shape)), self._ranks.get(cell, ())
+    def _cells(self, tensor: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, list[Ints]]:
+        """The cells that regions touch: which region, number of the cell, and its cut per dim."""
+        at = tensor * self._span
+        low = [
+            np.searchsorted(cuts, at + start[:, d], side="right").astype(np.int64) - 1
+            for d, cuts in enumerate(self._cuts)
+        ]
+        counts = [
+            np.searchsorted(cuts, at + stop[:, d], side="left").astype(np.int64) - low[d]
+            for d, cuts in enumerate(self._cuts)
+        ]
+        owner, rest = spread(np.prod(counts, axis=0))
+        cell = self._base[tensor][owner]
+        cuts_of: list[Ints] = [np.zeros(0, np.int64)] * len(low)
+        for d in range(len(low) - 1, -1, -1):
+            rest, index = np.divmod(rest, counts[d][owner])
+            cuts_of[d] = low[d][owner] + index
+            cell = cell + (cuts_of[d] - self._first[tensor[owner], d]) * self._step[tensor[owner], d]
+        return owner, cell, cuts_of
+
+    def _sets_of(self, cell: Ints, rank: Ints, num_cells: int) -> Ints:
+        """Number the sets of ranks that share cells. Nearly always there is one rank a cell."""
+        order = np.lexsort((rank, cell))
+        cell, rank = cell[order], rank[order]
+        once = changes(cell, rank)
+        cell, rank = cell[once], rank[once]
+        begins = np.flatnonzero(changes(cell))
+        sizes = np.diff(np.append(begins, len(cell)))
+        found = np.full(num_cells, NOBODY, np.int64)
+        alone = sizes == 1
+        ranks, which = np.unique(rank[begins[alone]], return_inverse=True)
+        self.sets = [(one,) for one in ranks.tolist()]
+        found[cell[begins[alone]]] = which
+        numbers: dict[tuple[int, ...], int] = {}
+        for begin, size in zip(begins[~alone].tolist(), sizes[~alone].tolist()):
+            members = tuple(rank[begin : begin + size].tolist())
+            number = numbers.get(members)
+            if number is None:
+                number = numbers[members] = len(self.sets)
+                self.sets.append(members)
+            found[cell[begin]] = number
+        return found
+
+    @cached_property
+    def set_sizes(self) -> Ints:
+        """Ranks in each set."""
+        return np.array([len(members) for members in self.sets], np.int64)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the checkpoint's tensors, in order."""
+        return tuple(meta.name for meta in self.metas)
+
+    @cached_property
+    def number_of(self) -> dict[str, int]:
+        """Position of each tensor in the checkpoint."""
+        return {meta.name: number for number, meta in enumerate(self.metas)}
+
+    def cover(self, tensor: Ints, start: Ints, shape: Ints) -> Parts:
+        """Cut non-empty regions of the tensors along the cells, region by region, cells in row-major order."""
+        owner, cell, cuts_of = self._cells(tensor, start, start + shape)
+        at, begin, stop = (tensor * self._span)[owner], start[owner], (start + shape)[owner]
+        low, high = np.empty_like(begin), np.empty_like(begin)
+        for d, (cuts, index) in enumerate(zip(self._cuts, cuts_of)):
+            low[:, d] = np.maximum(cuts[index] - at, begin[:, d])
+            high[:, d] = np.minimum(cuts[index + 1] - at, stop[:, d])
+        return Parts(owner, low, high - low, self._set_of_cell[cell])
 
 
-def find_holders(sources: Sequence[SourceLayout]) -> dict[str, Holders]:
+def find_holders(sources: Sequence[SourceLayout]) -> Holders:
     """Check the trainer ranks' layouts and index them by checkpoint tensor.
 
     Raises:
@@ -64,24 +147,44 @@ def find_holders(sources: Sequence[SourceLayout]) -> dict[str, Holders]:
     if not sources:
         raise PlanError("a plan needs at least one source rank, got none")
     tensors = sources[0].tensors
-    metas = {meta.name: meta for meta in tensors}
-    if len(metas) != len(tensors):
+    numbers = {meta.name: number for number, meta in enumerate(tensors)}
+    if len(numbers) != len(tensors):
         raise PlanError("the checkpoint lists a tensor name twice")
-    shards: dict[str, list[tuple[int, Region]]] = {name: [] for name in metas}
-    ranks: set[int] = set()
+    shapes = padded([meta.shape for meta in tensors], 1)
+    seen: set[int] = set()
+    columns: list[tuple[Ints, Ints, Ints]] = []
     for source in sources:
-        if source.rank in ranks:
+        if source.rank in seen:
             raise PlanError(f"two source layouts claim rank {source.rank}")
-        ranks.add(source.rank)
-        if source.tensors != tensors:
+        seen.add(source.rank)
+        if source.tensors is not tensors and source.tensors != tensors:
             raise PlanError(_first_difference(sources[0], source))
-        for shard in source.shards:
-            meta = metas.get(shard.tensor)
-            if meta is None:
-                raise PlanError(f"source rank {source.rank} holds {shard.tensor!r}, which the checkpoint does not have")
-            check_inside(shard.region, meta, f"source rank {source.rank}")
-            shards[shard.tensor].append((source.rank, shard.region))
-    return {name: Holders(metas[name], found) for name, found in shards.items()}
+        columns.append(_shards_of(source, numbers, shapes))
+    rank, tensor, shards = (np.concatenate(column) for column in zip(*columns))
+    return Holders(tensors, shapes, rank, tensor, shards)
+
+
+def _shards_of(source: SourceLayout, numbers: dict[str, int], shapes: Ints) -> tuple[Ints, Ints, Ints]:
+    """(rank, tensor, [start, shape]) of one rank's shards, checked."""
+    for shard in source.shards:
+        number = numbers.get(shard.tensor)
+        if number is None:
+            raise PlanError(f"source rank {source.rank} holds {shard.tensor!r}, which the checkpoint does not have")
+        if len(shard.region.start) != len(source.tensors[number].shape):
+            check_inside(shard.region, source.tensors[number], f"source rank {source.rank}")
+    tensor = np.array([numbers[shard.tensor] for shard in source.shards], np.int64)
+    found = np.empty((len(tensor), 2, shapes.shape[1]), np.int64)
+    found[:, 0], found[:, 1] = 0, 1
+    start, shape = (padded([getattr(s.region, name) for s in source.shards], i) for i, name in enumerate(_BOUNDS))
+    found[:, 0, : start.shape[1]], found[:, 1, : shape.shape[1]] = start, shape
+    outside = (found < 0).any(axis=(1, 2)) | (found.sum(axis=1) > shapes[tensor]).any(axis=1)
+    for index in np.flatnonzero(outside)[:1].tolist():
+        shard = source.shards[index]
+        check_inside(shard.region, source.tensors[numbers[shard.tensor]], f"source rank {source.rank}")
+    return np.full(len(tensor), source.rank), tensor, found
+
+
+_BOUNDS = ("start", "shape")
 
 
 def check_inside(region: Region, meta: TensorMeta, who: str) -> None:

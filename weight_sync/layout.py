@@ -13,6 +13,7 @@ engine's own loader did it once under `weight_sync.recorder`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -148,7 +149,8 @@ class DestLayout:
 
     rank: int
     params: tuple[Param, ...]
-    loads: tuple[Load, ...]
+    loads: Sequence[Load]
+    """A tuple, or the columns of one (`columns.LoadTable`)."""
     fills: tuple[Fill, ...] = ()
 
 

@@ -12,6 +12,9 @@ chunks.py), addresses (an engine's `Binding` joins them at run time), moving byt
                                                 |   a source each: least bytes so far among the holders
                                               tasks, per source: dense before experts, layer order, destinations rotated
 
+A cluster's plan has millions of tasks; here they are rows of columns (tasks.py), and objects only where they are used.
+Equal ranks of several replicas are cut once and share their rows.
+
 Invariant: every byte of every parameter that is not derived and not a declared fill is written by exactly one task,
 and is the byte that the engine's own loader would have put there. No task is longer than `max_task_bytes`.
 
@@ -23,48 +26,29 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
+import numpy as np
 
-from weight_sync.chunks import Chunk, Piece, check_layout, cut_layout
+from weight_sync.chunks import Chunks, TensorFacts, check_layout, cut_layout
+from weight_sync.columns import COLUMNS, Flags, Ints, LoadTable, changes, starts_of
 from weight_sync.coverage import prove_coverage
 from weight_sync.errors import PlanError
-from weight_sync.holders import find_holders
-from weight_sync.layout import DTYPE_BYTES, DestLayout, Param, PostLoad, Region, SourceLayout
+from weight_sync.holders import Holders, find_holders
+from weight_sync.layout import DTYPE_BYTES, DestLayout, PostLoad, SourceLayout
+from weight_sync.tasks import DTYPES, MESH_GROUPS, PieceColumns, Task, TaskTable
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the wire form and of the digest; the two ends of a publish must agree on it."""
-
-MESH_GROUPS: tuple[str, str] = ("dense", "experts")
-"""Sending order. A tensor belongs to "experts" when its name contains ".experts."."""
 
 SHARES_PER_SOURCE = 64
 """A chunk with several holders is cut to 1/64 of a source's fair share: greedy choice then ends within 2 % of even."""
 
 MIN_SHARED_BYTES = 1 << 20
-"""... but never finer than this: below it a write costs its latency, not its bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One contiguous range of one parameter of one engine rank, written by one trainer rank with one one-sided write.
-
-    The source packs the pieces, in order and without gaps, cast to `dtype`. Tasks that differ in `replica` alone
-    carry the same bytes; they share the `pieces` object and follow each other in the schedule, so a pipeline may pack
-    and hash them once.
-    """
-
-    mesh_group: str
-    source_rank: int
-    replica: int
-    dest_rank: int
-    param: str
-    dest_offset_bytes: int
-    num_bytes: int
-    dtype: str
-    pieces: tuple[Piece, ...]
+"""... but never finer than this: below it a write costs its latency, not its bytes. Smaller chunks of one engine rank
+and layer that the same sources hold are given to one of them together, up to so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +82,15 @@ class RankPlan:
     """In schedule order."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TransferPlan:
     """The whole plan: every source rank's tasks in schedule order."""
 
     digest: str
     """sha256, hex, over the format, the bound, the checkpoint, every destination layout and every task."""
     max_task_bytes: int
-    tasks: Mapping[int, tuple[Task, ...]]
-    """Schedule per source rank, in ascending order of rank; every source rank has an entry."""
+    tasks: Mapping[int, Sequence[Task]]
+    """Schedule per source rank, in ascending order of rank; every source rank has an entry. Kept as `TaskTable`s."""
     expected: Mapping[tuple[int, int], Mapping[str, int]]
     """(replica, destination rank) -> parameter -> bytes that a publish writes into it; derived ones are absent."""
     layouts_digest: str
@@ -114,7 +98,15 @@ class TransferPlan:
     rank_digests: Mapping[int, str]
     """sha256, hex, over each source rank's tasks; part of `digest`, so that a rank can check its own part."""
 
-    def tasks_of(self, rank: int) -> tuple[Task, ...]:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tasks", {rank: TaskTable.of(rank, tasks) for rank, tasks in self.tasks.items()})
+
+    @property
+    def tables(self) -> Mapping[int, TaskTable]:
+        """`tasks`, as columns."""
+        return cast(Mapping[int, TaskTable], self.tasks)
+
+    def tasks_of(self, rank: int) -> Sequence[Task]:
         """The tasks of one source rank, in schedule order."""
         return self.tasks[rank]
 
@@ -132,16 +124,26 @@ class TransferPlan:
         group_bytes: dict[str, int] = dict.fromkeys(MESH_GROUPS, 0)
         sent = dict.fromkeys(self.tasks, 0)
         received = dict.fromkeys(self.expected, 0)
-        largest = 0
-        for rank, tasks in self.tasks.items():
-            for task in tasks:
-                group_bytes[task.mesh_group] += task.num_bytes
-                sent[rank] += task.num_bytes
-                received[task.replica, task.dest_rank] += task.num_bytes
-                largest = max(largest, task.num_bytes)
+        largest = num_tasks = 0
+        num_dests = 1 + max((rank for _, rank in self.expected), default=0)
+        for rank, table in self.tables.items():
+            num_tasks += len(table)
+            if not table.num_rows:
+                continue
+            rows = table.num_bytes * table.num_replicas
+            for number, name in enumerate(MESH_GROUPS):
+                group_bytes[name] += int(rows[table.group == number].sum())
+            sent[rank] = int(rows.sum())
+            largest = max(largest, int(table.num_bytes.max()))
+            to, at = np.unique(table.replicas * num_dests + table.dest_rank, return_inverse=True)
+            sums = np.zeros(len(to), np.int64)
+            np.add.at(sums, at, table.num_bytes)
+            for key, size in zip(to.tolist(), sums.tolist()):
+                for replica in table.replica_sets[key // num_dests]:
+                    received[replica, key % num_dests] += size
         return PlanSummary(
             digest=self.digest,
-            num_tasks=self.num_tasks,
+            num_tasks=num_tasks,
             num_bytes=sum(sent.values()),
             largest_task_bytes=largest,
             group_bytes=group_bytes,
@@ -160,7 +162,7 @@ class TransferPlan:
             "max_task_bytes": self.max_task_bytes,
             "rank_digests": [[source, digest] for source, digest in self.rank_digests.items()],
             "rank": rank,
-            "tasks": _tasks_to_wire(self.tasks[rank]),
+            "tasks": self.tables[rank].to_wire(),
         }
 
 
@@ -174,7 +176,8 @@ def rank_plan_from_wire(wire: Mapping[str, Any]) -> RankPlan:
         raise PlanError(f"the tasks of source rank {rank} differ from those that plan {wire['digest']} names")
     if _plan_digest(bound, wire["layouts_digest"], rank_digests) != wire["digest"]:
         raise PlanError(f"source rank {rank}: the parts of the plan do not add up to its digest {wire['digest']}")
-    return RankPlan(digest=wire["digest"], rank=rank, max_task_bytes=bound, tasks=_tasks_from_wire(wire["tasks"], rank))
+    tasks = tuple(TaskTable.from_wire(rank, wire["tasks"]))
+    return RankPlan(digest=wire["digest"], rank=rank, max_task_bytes=bound, tasks=tasks)
 
 
 def build_plan(
@@ -194,34 +197,22 @@ def build_plan(
         raise PlanError(f"max_task_bytes must be >= 1, got {max_task_bytes}")
     holders = find_holders(sources)
     ranks = sorted(source.rank for source in sources)
-    destinations = _check_destinations(sources[0], replicas)
-    expected = {where: _expected_bytes(layout) for where, layout in destinations.items()}
-    fair_share = sum(sum(params.values()) for params in expected.values()) // len(ranks)
-    # Replicas are alike: equal ranks of them are cut once, and their tasks share their pieces.
-    alike: dict[tuple[int, DestLayout], list[int]] = {}
-    for (replica, dest_rank), layout in destinations.items():
-        alike.setdefault((dest_rank, layout), []).append(replica)
-    needs: list[_Need] = []
-    for (dest_rank, layout), members in alike.items():
-        chunks = cut_layout(
-            layout,
-            holders,
-            _name(members[0], dest_rank),
-            max_task_bytes=max_task_bytes,
-            max_shared_bytes=max(MIN_SHARED_BYTES, fair_share // SHARES_PER_SOURCE),
-        )
-        for chunk in chunks:
-            param = layout.params[chunk.param_index]
-            needs.append(_Need(tuple(members), dest_rank, param, chunk, chunk.num_elements * DTYPE_BYTES[param.dtype]))
-    schedule = _schedule(_choose_sources(needs, ranks), num_replicas=len(replicas))
+    destinations = _check_destinations(holders, replicas)
+    alike = _alike(destinations)
+    expected: dict[tuple[int, int], dict[str, int]] = {}
+    for one in alike:
+        expected |= dict.fromkeys(((replica, one.dest_rank) for replica in one.replicas), _expected_bytes(one.layout))
+    num_bytes = sum(sum(params.values()) for params in expected.values())
+    needs = _cut(alike, holders, max_task_bytes, max(MIN_SHARED_BYTES, num_bytes // len(ranks) // SHARES_PER_SOURCE))
+    schedule = _schedule(needs, _choose_sources(needs, holders, ranks), ranks, num_replicas=len(replicas))
 
-    layouts_digest = _layouts_digest(sources[0], destinations)
-    rank_digests = {rank: _digest(_tasks_to_wire(tasks)) for rank, tasks in schedule.items()}
+    layouts_digest = _layouts_digest(holders, alike)
+    rank_digests = {rank: _digest(table.to_wire()) for rank, table in schedule.items()}
     plan = TransferPlan(
         digest=_plan_digest(max_task_bytes, layouts_digest, rank_digests),
         max_task_bytes=max_task_bytes,
         tasks=schedule,
-        expected=expected,
+        expected={where: expected[where] for where in destinations},
         layouts_digest=layouts_digest,
         rank_digests=rank_digests,
     )
@@ -230,24 +221,39 @@ def build_plan(
 
 
 @dataclass(frozen=True, slots=True)
-class _Need:
-    """A chunk that an engine rank needs from somebody, in each of the replicas."""
+class _Alike:
+    """Engine ranks that need the same bytes: equal ranks of several replicas."""
 
-    replicas: tuple[int, ...]
     dest_rank: int
-    param: Param
-    chunk: Chunk
-    num_bytes: int
+    layout: DestLayout
+    digest: str
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """All chunks that engine ranks need from somebody, in columns."""
+
+    alike: Sequence[_Alike]
+    params: tuple[str, ...]
+    member: Ints
+    """Position in `alike`."""
+    chunks: Chunks
+    """Their `param` numbers `params`."""
+    param: Ints
+    offset_bytes: Ints
+    num_bytes: Ints
     """Of one replica."""
+    dtype: Ints
 
 
 def _check_destinations(
-    source: SourceLayout, replicas: Sequence[Sequence[DestLayout]]
+    holders: Holders, replicas: Sequence[Sequence[DestLayout]]
 ) -> dict[tuple[int, int], DestLayout]:
     """Check every destination layout and key it by (replica, rank)."""
-    metas = {meta.name: meta for meta in source.tensors}
+    metas = {meta.name: meta for meta in holders.metas}
     destinations: dict[tuple[int, int], DestLayout] = {}
-    checked: set[tuple[object, ...]] = set()
+    checked: set[int] = set()
     for replica, layouts in enumerate(replicas):
         if not layouts:
             raise PlanError(f"replica {replica} has no engine rank")
@@ -256,11 +262,24 @@ def _check_destinations(
             if where in destinations:
                 raise PlanError(f"replica {replica}: two layouts claim rank {layout.rank}")
             destinations[where] = layout
-            key = (layout.params, layout.loads, layout.fills)
-            if key not in checked:
-                check_layout(layout, metas, _name(*where))
-                checked.add(key)
+            if id(layout) not in checked:
+                check_layout(layout, metas, f"replica {replica} rank {layout.rank}")
+                checked.add(id(layout))
     return destinations
+
+
+def _alike(destinations: Mapping[tuple[int, int], DestLayout]) -> list[_Alike]:
+    """Group the engine ranks by rank and layout; layouts are equal when their digests are."""
+    digests: dict[int, str] = {}
+    groups: dict[tuple[int, str], list[tuple[int, DestLayout]]] = {}
+    for (replica, rank), layout in destinations.items():
+        if id(layout) not in digests:
+            digests[id(layout)] = _layout_digest(layout)
+        groups.setdefault((rank, digests[id(layout)]), []).append((replica, layout))
+    return [
+        _Alike(rank, members[0][1], digest, tuple(replica for replica, _ in members))
+        for (rank, digest), members in groups.items()
+    ]
 
 
 def _expected_bytes(layout: DestLayout) -> dict[str, int]:
@@ -273,142 +292,190 @@ def _expected_bytes(layout: DestLayout) -> dict[str, int]:
     return expected
 
 
-def _choose_sources(needs: list[_Need], ranks: list[int]) -> dict[int, list[_Need]]:
+def _cut(alike: Sequence[_Alike], holders: Holders, max_task_bytes: int, max_shared_bytes: int) -> _Needs:
+    """Cut what every group of equal engine ranks needs, once."""
+    facts = TensorFacts.of(holders.metas)
+    names: dict[str, int] = {}
+    found: list[tuple[Chunks, Ints, Ints]] = []
+    for one in alike:
+        who = f"replica {one.replicas[0]} rank {one.dest_rank}"
+        chunks = cut_layout(
+            one.layout, holders, facts, who, max_task_bytes=max_task_bytes, max_shared_bytes=max_shared_bytes
+        )
+        numbers = np.array([names.setdefault(param.name, len(names)) for param in one.layout.params], np.int64)
+        dtypes = np.array([DTYPES.index(param.dtype) for param in one.layout.params], np.int64)
+        found.append((chunks, numbers[chunks.param], dtypes[chunks.param]))
+
+    def joined(column: str) -> Any:
+        return np.concatenate([getattr(chunks, column) for chunks, _, _ in found])
+
+    def pieces(column: str) -> Any:
+        return np.concatenate([getattr(chunks.pieces, column) for chunks, _, _ in found])
+
+    columns = {name: joined(name) for name in Chunks.__slots__ if name != "pieces"}
+    piece_columns = {name: pieces(name) for name in PieceColumns.__slots__ if name != "names"}
+    chunks = Chunks(**columns, pieces=PieceColumns(holders.names, **piece_columns))
+    dtype = np.concatenate([dtypes for _, _, dtypes in found])
+    size = np.array([DTYPE_BYTES[name] for name in DTYPES], np.int64)[dtype]
+    return _Needs(
+        alike,
+        tuple(names),
+        np.repeat(np.arange(len(alike)), [len(chunks.param) for chunks, _, _ in found]),
+        chunks,
+        np.concatenate([params for _, params, _ in found]),
+        chunks.offset * size,
+        chunks.num_elements * size,
+        dtype,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Who sends what: a row per need and source, and the replicas (by number of their set) that it sends to."""
+
+    need: Ints
+    source: Ints
+    """Position among the ranks."""
+    replicas: Ints
+    replica_sets: list[tuple[int, ...]]
+
+
+def _choose_sources(needs: _Needs, holders: Holders, ranks: list[int]) -> _Choice:
     """Give every need to one holder: the only one, or the one with the least bytes so far (lowest rank on a tie).
 
     Bytes that leave no choice are counted before any choice is made; choices are made for the largest needs first.
     """
-    chosen: dict[int, list[_Need]] = {rank: [] for rank in ranks}
-    total = dict.fromkeys(ranks, 0)
-    open_needs: list[_Need] = []
-    for need in needs:
-        if len(need.chunk.holders) == 1:
-            rank = need.chunk.holders[0]
-            chosen[rank].append(need)
-            total[rank] += need.num_bytes * len(need.replicas)
-        else:
-            open_needs.extend(replace(need, replicas=(replica,)) for replica in need.replicas)
-    open_needs.sort(key=lambda need: -need.num_bytes)  # stable, so the order of needs breaks ties
-    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for need in open_needs:
-        holders = need.chunk.holders
-        heap = heaps.get(holders)
+    position = {rank: index for index, rank in enumerate(ranks)}
+    only = np.array([position[members[0]] if len(members) == 1 else -1 for members in holders.sets], np.int64)
+    source = only[needs.chunks.holders]
+    is_open = source < 0
+    sizes = np.array([len(one.replicas) for one in needs.alike], np.int64)[needs.member]
+    total = np.zeros(len(ranks), np.int64)
+    np.add.at(total, source[~is_open], (needs.num_bytes * sizes)[~is_open])
+    sets = {one.replicas: 0 for one in needs.alike}
+    sets = {members: number for number, members in enumerate(sets)}
+    whole = np.array([sets[one.replicas] for one in needs.alike], np.int64)
+    rows = [(np.flatnonzero(~is_open), source[~is_open], whole[needs.member[~is_open]])]
+    chosen = _share_out(needs, np.flatnonzero(is_open), holders, position, total.tolist())
+    if chosen:
+        members = np.array([sets.setdefault((replica,), len(sets)) for _, _, replica in chosen], np.int64)
+        rows.append((np.array([need for need, _, _ in chosen]), np.array([who for _, who, _ in chosen]), members))
+    return _Choice(*(np.concatenate(column) for column in zip(*rows)), list(sets))
+
+
+def _share_out(
+    needs: _Needs, open_needs: Ints, holders: Holders, position: Mapping[int, int], total: list[int]
+) -> list[tuple[int, int, int]]:
+    """(need, position of the source, replica) of every need with several holders."""
+    chosen: list[tuple[int, int, int]] = []
+    parcels = _parcels(needs, open_needs)
+    jobs = [(size, parcel, replica) for size, parcel, members in parcels for replica in needs.alike[members].replicas]
+    jobs.sort(key=lambda job: -job[0])  # stable, so the order of needs breaks ties
+    heaps: dict[int, list[tuple[int, int]]] = {}
+    for size, parcel, replica in jobs:
+        number = int(needs.chunks.holders[parcel[0]])
+        heap = heaps.get(number)
         if heap is None:
-            heap = heaps[holders] = [(total[rank], rank) for rank in holders]
+            heap = heaps[number] = [(total[position[rank]], position[rank]) for rank in holders.sets[number]]
             heapq.heapify(heap)
         # Totals only grow: an entry that another set of holders made stale is pushed down until the top is current.
         while heap[0][0] != total[heap[0][1]]:
             heapq.heapreplace(heap, (total[heap[0][1]], heap[0][1]))
-        rank = heap[0][1]
-        chosen[rank].append(need)
-        total[rank] += need.num_bytes
-        heapq.heapreplace(heap, (total[rank], rank))
+        source = heap[0][1]
+        chosen.extend((need, source, replica) for need in parcel)
+        total[source] += size
+        heapq.heapreplace(heap, (total[source], source))
     return chosen
 
 
-def _schedule(chosen: Mapping[int, list[_Need]], num_replicas: int) -> dict[int, tuple[Task, ...]]:
-    """Order every source's needs: dense before experts, then by layer.
+def _parcels(needs: _Needs, open_needs: Ints) -> list[tuple[int, list[int], int]]:
+    """(bytes, needs, position among the alike): what goes to one source as one. Small needs of a layer go together."""
+    parcels: list[tuple[int, list[int], int]] = []
+    open_parcel: dict[tuple[int, int, int, bool], int] = {}
+    chunks = needs.chunks
+    for need in open_needs.tolist():
+        size, member = int(needs.num_bytes[need]), int(needs.member[need])
+        key = (member, int(chunks.holders[need]), int(chunks.layer[need]), bool(chunks.is_expert[need]))
+        index = open_parcel.get(key)
+        if index is not None and parcels[index][0] + size <= MIN_SHARED_BYTES:
+            parcels[index] = (parcels[index][0] + size, [*parcels[index][1], need], member)
+            continue
+        open_parcel[key] = len(parcels)
+        parcels.append((size, [need], member))
+    return parcels
+
+
+def _schedule(needs: _Needs, choice: _Choice, ranks: list[int], num_replicas: int) -> dict[int, TaskTable]:
+    """Order every source's rows: dense before experts, then by layer.
 
     Inside a layer source i begins with destination i, so that no engine rank is hit by all at once. Equal chunks of
-    several replicas follow each other.
+    several replicas follow each other, and source i begins with replica i / destinations.
     """
-    num_dests = 1 + max((need.dest_rank for needs in chosen.values() for need in needs), default=0)
-    schedule: dict[int, tuple[Task, ...]] = {}
-    for index, (rank, needs) in enumerate(chosen.items()):
-        first_replica = index // num_dests % num_replicas
+    dest_rank = np.array([one.dest_rank for one in needs.alike], np.int64)[needs.member]
+    num_dests = 1 + int(dest_rank.max(initial=0))
+    chunks, source, need = needs.chunks, choice.source, choice.need
+    layer = chunks.layer - int(chunks.layer.min(initial=0))
+    key = (source * 2 + chunks.is_expert[need]) * (int(layer.max(initial=0)) + 1) + layer[need]
+    key = key * num_dests + (dest_rank[need] - source) % num_dests
+    first_replica = np.arange(len(ranks)) // num_dests % num_replicas
+    lowest = np.array([members[0] for members in choice.replica_sets], np.int64)[choice.replicas]
+    # Needs are in the order of parameters and their bytes; a row of several replicas is alone with its need.
+    turn = (lowest - first_replica[source]) % num_replicas
+    order = np.lexsort((turn, need, key)) if (np.diff(need) <= 0).any() else np.argsort(key, kind="stable")
+    source, need = source[order], need[order]
+    replica_sets, replicas, heads = _rotated(choice.replica_sets, choice.replicas[order], source, need, first_replica)
+    source, need = source[heads], need[heads]
 
-        def order(need: _Need, index: int = index, first_replica: int = first_replica) -> tuple[int, ...]:
-            chunk = need.chunk
-            turn = (need.dest_rank - index) % num_dests
-            replica = (need.replicas[0] - first_replica) % num_replicas
-            return (chunk.is_expert, chunk.layer, turn, chunk.param_index, chunk.offset, replica)
-
-        needs.sort(key=order)
-        schedule[rank] = tuple(
-            Task(
-                mesh_group=MESH_GROUPS[need.chunk.is_expert],
-                source_rank=rank,
-                replica=replica,
-                dest_rank=need.dest_rank,
-                param=need.param.name,
-                dest_offset_bytes=need.chunk.offset * DTYPE_BYTES[need.param.dtype],
-                num_bytes=need.num_bytes,
-                dtype=need.param.dtype,
-                pieces=need.chunk.pieces,
-            )
-            for need in needs
-            for replica in sorted(
-                need.replicas, key=lambda member, first=first_replica: (member - first) % num_replicas
-            )
+    first_piece = starts_of(chunks.num_pieces)
+    edges = np.searchsorted(source, np.arange(len(ranks) + 1))
+    schedule: dict[int, TaskTable] = {}
+    for index, rank in enumerate(ranks):
+        window = slice(edges[index], edges[index + 1])
+        own = need[window]
+        schedule[rank] = TaskTable(
+            rank,
+            needs.params,
+            replica_sets,
+            replicas[window],
+            chunks.is_expert[own].astype(np.int64),
+            dest_rank[own],
+            needs.param[own],
+            needs.offset_bytes[own],
+            needs.num_bytes[own],
+            needs.dtype[own],
+            chunks.num_pieces[own],
+            first_piece[own],
+            chunks.pieces,
         )
     return schedule
 
 
-_PieceRow = tuple[int, list[int], list[int], list[int], int]
-"""Tensor (as a position among the names), start, shape, axes, offset_elements."""
-_TaskRow = tuple[list[int], int, int, int, int, int, int, list[_PieceRow]]
-"""Replicas, mesh group, dest_rank, param (a name), dest_offset_bytes, num_bytes, dtype (a name), pieces."""
-
-
-def _tasks_to_wire(tasks: Sequence[Task]) -> list[Any]:
-    """Plain lists: the names used, and a row per block of pieces with where it goes and the replicas that get it."""
-    names: dict[str, int] = {}
-    rows: list[Any] = []
-    previous: Task | None = None
-    for task in tasks:
-        if (
-            previous is not None
-            and task.pieces is previous.pieces
-            and task.dest_offset_bytes == previous.dest_offset_bytes
-            and task.dest_rank == previous.dest_rank
-            and task.param == previous.param
-        ):
-            rows[-1][0].append(task.replica)
-            continue
-        previous = task
-        rows.append(
-            [
-                [task.replica],
-                MESH_GROUPS.index(task.mesh_group),
-                task.dest_rank,
-                names.setdefault(task.param, len(names)),
-                task.dest_offset_bytes,
-                task.num_bytes,
-                names.setdefault(task.dtype, len(names)),
-                [
-                    [names.setdefault(p.tensor, len(names)), p.region.start, p.region.shape, p.axes, p.offset_elements]
-                    for p in task.pieces
-                ],
-            ]
-        )
-    return [list(names), rows]
-
-
-def _tasks_from_wire(wire: Sequence[Any], rank: int) -> tuple[Task, ...]:
-    """Inverse of `_tasks_to_wire`; tasks of several replicas share their pieces again."""
-    names: list[str] = wire[0]
-    rows: list[_TaskRow] = wire[1]
-    tasks: list[Task] = []
-    for replicas, group, dest_rank, param, offset, num_bytes, dtype, piece_rows in rows:
-        pieces = tuple(
-            Piece(names[tensor], Region(tuple(start), tuple(shape)), tuple(axes), at)
-            for tensor, start, shape, axes, at in piece_rows
-        )
-        for replica in replicas:
-            tasks.append(
-                Task(
-                    mesh_group=MESH_GROUPS[group],
-                    source_rank=rank,
-                    replica=replica,
-                    dest_rank=dest_rank,
-                    param=names[param],
-                    dest_offset_bytes=offset,
-                    num_bytes=num_bytes,
-                    dtype=names[dtype],
-                    pieces=pieces,
-                )
-            )
-    return tuple(tasks)
+def _rotated(
+    sets: list[tuple[int, ...]], replicas: Ints, source: Ints, need: Ints, first_replica: Ints
+) -> tuple[list[tuple[int, ...]], Ints, Flags]:
+    """Join neighbouring rows of one source and need, and let each source begin with its own first replica."""
+    heads = changes(source, need)
+    group = np.cumsum(heads) - 1
+    numbers: dict[tuple[int, ...], int] = {}
+    found = np.empty(int(heads.sum()), np.int64)
+    alone = np.bincount(group, minlength=len(found)) == 1
+    first = first_replica[source]
+    pairs = replicas * (int(first.max(initial=0)) + 1) + first
+    is_alone = alone[group]
+    distinct, which = np.unique(pairs[is_alone], return_inverse=True)
+    own: list[int] = []
+    for pair in distinct.tolist():
+        number, begin = divmod(pair, int(first.max(initial=0)) + 1)
+        members = sets[number]
+        turned = (*(one for one in members if one >= begin), *(one for one in members if one < begin))
+        own.append(numbers.setdefault(turned, len(numbers)))
+    found[group[is_alone]] = np.array(own, np.int64)[which] if own else which
+    joined: dict[int, tuple[int, ...]] = {}
+    for row in np.flatnonzero(~is_alone).tolist():
+        joined[int(group[row])] = (*joined.get(int(group[row]), ()), *sets[int(replicas[row])])
+    for at, members in joined.items():
+        found[at] = numbers.setdefault(members, len(numbers))
+    return list(numbers), found, heads
 
 
 def _digest(plain: object) -> str:
@@ -417,25 +484,35 @@ def _digest(plain: object) -> str:
     return hashlib.sha256(packed).hexdigest()
 
 
-def _layouts_digest(source: SourceLayout, destinations: Mapping[tuple[int, int], DestLayout]) -> str:
+def _layout_digest(layout: DestLayout) -> str:
+    """Digest of a layout but for its rank, whatever form its loads have."""
+    table = LoadTable.of(layout.loads)
+    numbers: dict[str, int] = {}
+    for name in (*(table.names[i] for i in _in_order(table.tensor)), *(table.names[i] for i in _in_order(table.param))):
+        numbers.setdefault(name, len(numbers))
+    columns = {name: getattr(table, name) for name in COLUMNS}
+    columns |= {name: table.numbers_in(columns[name], numbers) for name in ("tensor", "param")}
+    dims = int((table.axes & 7).max(initial=1))
+    columns |= {name: np.ascontiguousarray(columns[name][:, :dims]) for name in ("start", "shape", "stride")}
+    return _digest(
+        [
+            [[p.name, p.shape, p.dtype, p.post_load.value] for p in layout.params],
+            [list(numbers), *(column.astype("<i8").tobytes() for column in columns.values())],
+            [[f.param, f.offset, f.num_elements, f.value] for f in layout.fills],
+        ]
+    )
+
+
+def _in_order(column: Ints) -> list[int]:
+    """The distinct numbers of a column, in order of first use."""
+    used, first = np.unique(column, return_index=True)
+    return used[np.argsort(first)].tolist()
+
+
+def _layouts_digest(holders: Holders, alike: Sequence[_Alike]) -> str:
     """Digest of the checkpoint and of every destination."""
-    seen: dict[tuple[object, ...], str] = {}
-    rows: list[object] = [[[meta.name, meta.shape, meta.dtype] for meta in source.tensors]]
-    for where, layout in destinations.items():
-        key = (layout.params, layout.loads, layout.fills)
-        if key not in seen:
-            seen[key] = _digest(
-                [
-                    [[p.name, p.shape, p.dtype, p.post_load.value] for p in layout.params],
-                    [
-                        [x.tensor, x.region.start, x.region.shape, x.axes, x.param, x.offset, x.stride]
-                        for x in layout.loads
-                    ],
-                    [[f.param, f.offset, f.num_elements, f.value] for f in layout.fills],
-                ]
-            )
-        rows.append([where, seen[key]])
-    return _digest(rows)
+    checkpoint = [[meta.name, meta.shape, meta.dtype] for meta in holders.metas]
+    return _digest([checkpoint, sorted([replica, one.dest_rank, one.digest] for one in alike for replica in one.replicas)])
 
 
 def _plan_digest(max_task_bytes: int, layouts_digest: str, rank_digests: Mapping[int, str]) -> str:
@@ -448,8 +525,3 @@ def _max_over_mean(values: Iterable[int]) -> float:
     numbers = list(values)
     total = sum(numbers)
     return max(numbers) * len(numbers) / total if total else 1.0
-
-
-def _name(replica: int, dest_rank: int) -> str:
-    """How messages call an engine rank."""
-    return f"replica {replica} rank {dest_rank}"

@@ -25,19 +25,25 @@ Callers: orchestrator/plan_command.py, tests.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.links import Destination, Faults, LinkRates, Placement, Port, nic_of
-from weight_sync.plan import MESH_GROUPS, Task, TransferPlan
+from weight_sync.plan import TransferPlan
+from weight_sync.tasks import MESH_GROUPS, Task, TaskTable
 
 NUM_SLOTS = 2
 SLOT_ALIGNMENT_BYTES = 64
 TASKS_A_SLOT = 4
 MAX_PACKETS = 1024
 MAX_LINK_THREADS = 8
-"""These five as in pipeline.py, which needs torch and cannot be imported here."""
+MAX_SLOT_BYTES = 1 << 30
+"""These six as in pipeline.py, which needs torch and cannot be imported here."""
 _CPU_SCRATCH_BYTES = 4 << 20
 _MIN_SCRATCH_BYTES = 16 << 10
 """Hash scratch, as in integrity.py."""
@@ -70,7 +76,7 @@ class Staging:
                 f"weight_sync.watermark_bytes={self.watermark_bytes} leaves no room for staging beside "
                 f"{self.reserved_bytes} other temporary bytes; raise the watermark"
             )
-        return slot_bytes
+        return min(slot_bytes, MAX_SLOT_BYTES)
 
     @property
     def max_task_bytes(self) -> int:
@@ -218,7 +224,7 @@ def simulate(
     limit = staging.max_slot_bytes
     senders = [
         _Sender(rank, placement.trainer_gpus[rank], run.faults.slow_ranks.get(rank, 1.0), *cut_loads(tasks, limit))
-        for rank, tasks in plan.tasks.items()
+        for rank, tasks in plan.tables.items()
     ]
     run.begin(senders)
     groups = MESH_GROUPS if has_group_barriers else (None,)
@@ -254,49 +260,38 @@ def cut_loads(tasks: Sequence[Task], max_slot_bytes: int) -> tuple[list[SlotLoad
     Raises:
         PlanError: a task is larger than a slot.
     """
-    starts: list[int] = []  # positions where other bytes begin: neighbours that differ in the replica share a packet
-    total = largest = 0
-    previous: Task | None = None
-    for position, task in enumerate(tasks):
-        if (
-            previous is None
-            or task.dest_offset_bytes != previous.dest_offset_bytes
-            or task.dest_rank != previous.dest_rank
-            or task.param != previous.param
-            or (task.num_bytes, task.dtype) != (previous.num_bytes, previous.dtype)
-            or (task.pieces is not previous.pieces and task.pieces != previous.pieces)
-        ):
-            starts.append(position)
-            size = _aligned(task.num_bytes)
-            total += size
-            largest = max(largest, size)
-            if task.num_bytes > max_slot_bytes:
-                raise PlanError(
-                    f"a task of {task.num_bytes} bytes for {task.param} does not fit a slot of {max_slot_bytes} bytes"
-                )
-        previous = task
-    slot_bytes = min(max_slot_bytes, max(largest, _aligned(-(-total // 4))))
+    if not tasks:
+        return [], 0
+    table = tasks if isinstance(tasks, TaskTable) else TaskTable.of(tasks[0].source_rank, tasks)
+    sizes = table.num_bytes
+    for row in np.flatnonzero(sizes > max_slot_bytes)[:1].tolist():
+        raise PlanError(
+            f"a task of {sizes[row]} bytes for {table.params[int(table.param[row])]} does not fit a slot of "
+            f"{max_slot_bytes} bytes"
+        )
+    padded = _aligned(sizes)
+    total, largest = int(padded.sum()), int(padded.max())
+    slot_bytes = min(max_slot_bytes, max(largest, int(_aligned(-(-total // 4)))))
+    before = np.cumsum(padded) - padded
+    reach = before + sizes  # where each row's bytes end, if all were in one slot
+    edges = [0]
+    while (first := edges[-1]) < len(sizes):
+        last = int(np.searchsorted(reach, before[first] + slot_bytes, side="right"))
+        edges.append(min(last, first + MAX_PACKETS))
     loads: list[SlotLoad] = []
-    flows: dict[Destination, tuple[int, int]] = {}
-    used = packed = num_packets = 0
-    group = ""
-    for index, first in enumerate(starts):
-        size = tasks[first].num_bytes
-        if num_packets and (used + size > slot_bytes or num_packets == MAX_PACKETS):
-            loads.append(SlotLoad(group, packed, num_packets, flows))
-            flows, used, packed, num_packets = {}, 0, 0, 0
-        if not num_packets:
-            group = tasks[first].mesh_group
-        used += _aligned(size)
-        packed += size
-        num_packets += 1
-        stop = starts[index + 1] if index + 1 < len(starts) else len(tasks)
-        for task in tasks[first:stop]:
-            where = (task.replica, task.dest_rank)
-            num_bytes, num_ops = flows.get(where, (0, 0))
-            flows[where] = (num_bytes + size, num_ops + 1)
-    if num_packets:
-        loads.append(SlotLoad(group, packed, num_packets, flows))
+    num_dests = 1 + int(table.dest_rank.max())
+    keys = table.replicas * num_dests + table.dest_rank
+    for first, last in itertools.pairwise(edges):
+        flows: dict[Destination, tuple[int, int]] = {}
+        used, which = np.unique(keys[first:last], return_inverse=True)
+        num_bytes = np.bincount(which, sizes[first:last]).astype(np.int64).tolist()  # exact: far below 2^53
+        for key, size, num_ops in zip(used.tolist(), num_bytes, np.bincount(which).tolist()):
+            for replica in table.replica_sets[key // num_dests]:
+                where = (replica, key % num_dests)
+                held, ops = flows.get(where, (0, 0))
+                flows[where] = (held + size, ops + num_ops)
+        group = MESH_GROUPS[int(table.group[first])]
+        loads.append(SlotLoad(group, int(sizes[first:last].sum()), last - first, flows))
     return loads, slot_bytes
 
 
@@ -444,5 +439,6 @@ def _check(plan: TransferPlan, placement: Placement) -> None:
         raise PlanError(f"the placement lacks {', '.join(missing[:3])}" + (", ..." if len(missing) > 3 else ""))
 
 
-def _aligned(num_bytes: int) -> int:
+def _aligned(num_bytes: Any) -> Any:
+    """Of one size, or of each in a column."""
     return -(-num_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES

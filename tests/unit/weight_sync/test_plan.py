@@ -27,7 +27,8 @@ from weight_sync.chunks import MAX_RUNS
 from weight_sync.coverage import prove_coverage
 from weight_sync.errors import PlanError
 from weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, SourceLayout, SourceShard, TensorMeta
-from weight_sync.plan import MESH_GROUPS, Task, TransferPlan, build_plan, rank_plan_from_wire
+from weight_sync.plan import TransferPlan, build_plan, rank_plan_from_wire
+from weight_sync.tasks import MESH_GROUPS, Task
 
 PROPERTY = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -169,7 +170,7 @@ def test_sources_begin_with_different_destinations():
 def test_equal_tasks_of_several_replicas_are_neighbours_and_share_their_pieces():
     plan = build_plan(*small_system(num_replicas=2), max_task_bytes=1 << 20)
     for tasks in plan.tasks.values():
-        for first, second in zip(tasks[::2], tasks[1::2], strict=True):
+        for first, second in zip(*[iter(tasks)] * 2, strict=True):
             assert first.pieces is second.pieces
             assert dataclasses.replace(first, replica=0) == dataclasses.replace(second, replica=0)
     part = rank_plan_from_wire(plan.to_wire(0))
@@ -314,7 +315,7 @@ def test_a_tampered_wire_part_is_refused():
     sources, replicas = small_system()
     plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
     for path, pattern in (
-        (("tasks", 1, 0, 4), "differ"),
+        (("tasks", "num_rows"), "differ"),
         (("max_task_bytes",), "add up"),
         (("format_version",), "format"),
     ):

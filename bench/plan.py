@@ -1,0 +1,351 @@
+"""The planner on one core, at the size of Kimi-K2: 256 trainer GPUs to 128 rollout GPUs.
+
+    taskset -c 0 python bench/plan.py                merged FP8 weights into TP16 replicas
+    taskset -c 0 python bench/plan.py --experts ep   ... experts whole, spread over the 16 ranks
+    taskset -c 0 python bench/plan.py --adapter      r=32 adapters of all experts into EP16 slots, nothing else
+    python bench/plan.py --layers 2 --experts-per-layer 32 --sources 16 --replicas 2         a small one
+
+Both layouts are written down here by hand from the architecture (config.json of Kimi-K2) and vLLM's parallel layers,
+so that planner and simulator can be judged without an engine: MLA with heads split and low-rank projections
+replicated, shared expert and dense layer split, block-FP8 128x128 weights with float32 scales. The engine's own
+recorded layouts are what `slipstream plan` uses. Prints seconds, memory, balance and the simulated publish, writes
+bench/results/plan-<case>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # instead of this folder, where this file hides nothing yet but could
+
+import numpy as np  # noqa: E402
+
+from weight_sync.layout import (  # noqa: E402
+    DestLayout,
+    Load,
+    Param,
+    Region,
+    SourceLayout,
+    SourceShard,
+    TensorMeta,
+)
+from weight_sync.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
+from weight_sync.links import LinkRates, place  # noqa: E402
+from weight_sync.plan import TransferPlan, build_plan  # noqa: E402
+from weight_sync.simulate import Staging, reserved_bytes, simulate  # noqa: E402
+
+FP8, BF16, F32 = "float8_e4m3fn", "bfloat16", "float32"
+HIDDEN, HEADS, Q_RANK, KV_RANK, NOPE, ROPE, V = 7168, 64, 1536, 512, 128, 64, 128
+WIDTH, DENSE_WIDTH, VOCAB, BLOCK = 2048, 18432, 163840, 128
+
+
+@dataclass
+class Model:
+    """The checkpoint, and an engine's parameters as the loader fills them."""
+
+    layers: int
+    experts: int
+    tensors: list[TensorMeta] = field(default_factory=list)
+
+    def add(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        """A tensor; block-FP8 brings its scales."""
+        self.tensors.append(TensorMeta(name, shape, dtype))
+        if dtype == FP8:
+            scales = tuple(-(-size // BLOCK) for size in shape)
+            self.tensors.append(TensorMeta(f"{name}_scale_inv", scales, F32))
+
+
+def kimi_k2(layers: int, experts: int) -> list[TensorMeta]:
+    """Kimi-K2's FP8 checkpoint: the first layer dense, the others of experts and a shared one."""
+    model = Model(layers, experts)
+    model.add("model.embed_tokens.weight", (VOCAB, HIDDEN), BF16)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        attention = f"{prefix}.self_attn"
+        model.add(f"{prefix}.input_layernorm.weight", (HIDDEN,), BF16)
+        model.add(f"{prefix}.post_attention_layernorm.weight", (HIDDEN,), BF16)
+        model.add(f"{attention}.q_a_proj.weight", (Q_RANK, HIDDEN), FP8)
+        model.add(f"{attention}.q_a_layernorm.weight", (Q_RANK,), BF16)
+        model.add(f"{attention}.q_b_proj.weight", (HEADS * (NOPE + ROPE), Q_RANK), FP8)
+        model.add(f"{attention}.kv_a_proj_with_mqa.weight", (KV_RANK + ROPE, HIDDEN), FP8)
+        model.add(f"{attention}.kv_a_layernorm.weight", (KV_RANK,), BF16)
+        model.add(f"{attention}.kv_b_proj.weight", (HEADS * (NOPE + V), KV_RANK), FP8)
+        model.add(f"{attention}.o_proj.weight", (HIDDEN, HEADS * V), FP8)
+        if layer == 0:
+            add_mlp(model, f"{prefix}.mlp", DENSE_WIDTH)
+            continue
+        model.add(f"{prefix}.mlp.gate.weight", (experts, HIDDEN), BF16)
+        model.add(f"{prefix}.mlp.gate.e_score_correction_bias", (experts,), F32)
+        add_mlp(model, f"{prefix}.mlp.shared_experts", WIDTH)
+        for expert in range(experts):
+            add_mlp(model, f"{prefix}.mlp.experts.{expert}", WIDTH)
+    model.add("model.norm.weight", (HIDDEN,), BF16)
+    model.add("lm_head.weight", (VOCAB, HIDDEN), BF16)
+    return model.tensors
+
+
+def add_mlp(model: Model, prefix: str, width: int) -> None:
+    """gate, up and down."""
+    model.add(f"{prefix}.gate_proj.weight", (width, HIDDEN), FP8)
+    model.add(f"{prefix}.up_proj.weight", (width, HIDDEN), FP8)
+    model.add(f"{prefix}.down_proj.weight", (HIDDEN, width), FP8)
+
+
+def kimi_k2_adapters(layers: int, experts: int, rank: int) -> list[TensorMeta]:
+    """Factors of all routed experts; gate and up share A."""
+    tensors: list[TensorMeta] = []
+    for layer in range(1, layers):
+        for expert in range(experts):
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+            shapes = {"gate_up.lora_A": (rank, HIDDEN), "gate_proj.lora_B": (WIDTH, rank)}
+            shapes |= {"up_proj.lora_B": (WIDTH, rank), "down_proj.lora_A": (rank, WIDTH)}
+            shapes |= {"down_proj.lora_B": (HIDDEN, rank)}
+            tensors += [TensorMeta(f"{prefix}.{name}", shape, BF16) for name, shape in shapes.items()]
+    return tensors
+
+
+class Engine:
+    """Collects one rank's parameters as the loader fills them."""
+
+    def __init__(self, rank: int, tp_size: int) -> None:
+        self.rank, self.tp_size = rank, tp_size
+        self.params: dict[str, tuple[list[int], str]] = {}
+        self.loads: list[Load] = []
+
+    def layout(self) -> DestLayout:
+        """What was collected."""
+        params = tuple(Param(name, tuple(shape), dtype) for name, (shape, dtype) in self.params.items())
+        return DestLayout(self.rank, params, tuple(self.loads))
+
+    def put(self, param: str, meta: TensorMeta, split: int | None) -> None:
+        """Load this rank's part (along dim `split`, or all) below what the parameter holds already."""
+        start, shape = [0] * len(meta.shape), list(meta.shape)
+        if split is not None:
+            shape[split] //= self.tp_size
+            start[split] = self.rank * shape[split]
+        stride = (shape[1], 1) if len(shape) == 2 else (1,)
+        held, _ = self.params.setdefault(param, ([0, *shape[1:]], meta.dtype))
+        region = Region(tuple(start), tuple(shape))
+        self.loads.append(Load(meta.name, region, tuple(range(len(shape))), param, prod(held), stride))
+        held[0] += shape[0]
+
+
+def engine_rank(
+    metas: dict[str, TensorMeta], layers: int, experts: int, rank: int, tp_size: int, expert_parallel: bool
+) -> DestLayout:
+    """vLLM's DeepSeek-V3 classes, one rank of tp_size."""
+    engine = Engine(rank, tp_size)
+
+    def put(param: str, names: list[str], split: int | None) -> None:
+        for suffix in ("", "_scale_inv"):
+            for name in names:
+                if name + suffix in metas:
+                    engine.put(param + suffix, metas[name + suffix], split)
+
+    put("model.embed_tokens.weight", ["model.embed_tokens.weight"], 0)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            put(f"{prefix}.{name}.weight", [f"{prefix}.{name}.weight"], None)
+        low = [f"{attention}.q_a_proj.weight", f"{attention}.kv_a_proj_with_mqa.weight"]
+        put(f"{attention}.fused_qkv_a_proj.weight", low, None)
+        for name, split in (("q_a_layernorm", None), ("kv_a_layernorm", None), ("q_b_proj", 0), ("kv_b_proj", 0)):
+            put(f"{attention}.{name}.weight", [f"{attention}.{name}.weight"], split)
+        put(f"{attention}.o_proj.weight", [f"{attention}.o_proj.weight"], 1)
+        dense = mlp if layer == 0 else f"{mlp}.shared_experts"
+        put(f"{dense}.gate_up_proj.weight", [f"{dense}.gate_proj.weight", f"{dense}.up_proj.weight"], 0)
+        put(f"{dense}.down_proj.weight", [f"{dense}.down_proj.weight"], 1)
+        if layer == 0:
+            continue
+        put(f"{mlp}.gate.weight", [f"{mlp}.gate.weight"], None)
+        put(f"{mlp}.gate.e_score_correction_bias", [f"{mlp}.gate.e_score_correction_bias"], None)
+        put_experts(engine, metas, f"{mlp}.experts", experts, expert_parallel)
+    put("model.norm.weight", ["model.norm.weight"], None)
+    put("lm_head.weight", ["lm_head.weight"], 0)
+    return engine.layout()
+
+
+def put_experts(
+    engine: Engine, metas: dict[str, TensorMeta], prefix: str, experts: int, expert_parallel: bool
+) -> None:
+    """w13 (gate above up) and w2, with their scales."""
+    local = range(experts)
+    if expert_parallel:
+        local = range(engine.rank * experts // engine.tp_size, (engine.rank + 1) * experts // engine.tp_size)
+    for suffix in ("", "_scale_inv"):
+        for param, names, split in (("w13_weight", ("gate_proj", "up_proj"), 0), ("w2_weight", ("down_proj",), 1)):
+            for at, expert in enumerate(local):
+                for part, name in enumerate(names):
+                    meta = metas[f"{prefix}.{expert}.{name}.weight{suffix}"]
+                    shape, start = list(meta.shape), [0, 0]
+                    if not expert_parallel:
+                        shape[split] //= engine.tp_size
+                        start[split] = engine.rank * shape[split]
+                    full = [len(local), len(names) * shape[0], shape[1]]
+                    engine.params.setdefault(f"{prefix}.{param}{suffix}", (full, meta.dtype))
+                    offset = (at * len(names) + part) * prod(shape)
+                    region = Region(tuple(start), tuple(shape))
+                    stride = (shape[1], 1)
+                    engine.loads.append(Load(meta.name, region, (0, 1), f"{prefix}.{param}{suffix}", offset, stride))
+
+
+def adapter_slot(metas: dict[str, TensorMeta], layers: int, experts: int, rank: int, ep_size: int) -> DestLayout:
+    """One slot of vLLM's expert LoRA buffers under expert parallelism; gate and up have an A each."""
+    parts = (
+        ("w13_lora_a_stacked.0", "gate_up.lora_A"),
+        ("w13_lora_a_stacked.1", "gate_up.lora_A"),
+        ("w13_lora_b_stacked.0", "gate_proj.lora_B"),
+        ("w13_lora_b_stacked.1", "up_proj.lora_B"),
+        ("w2_lora_a_stacked", "down_proj.lora_A"),
+        ("w2_lora_b_stacked", "down_proj.lora_B"),
+    )
+    local = range(rank * experts // ep_size, (rank + 1) * experts // ep_size)
+    params: list[Param] = []
+    loads: list[Load] = []
+    for layer in range(1, layers):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for param, name in parts:
+            shape = metas[f"{prefix}.0.{name}"].shape
+            params.append(Param(f"{prefix}.{param}", (len(local), *shape), BF16))
+            for at, expert in enumerate(local):
+                whole = Region((0, 0), shape)
+                name_of = f"{prefix}.{expert}.{name}"
+                loads.append(Load(name_of, whole, (0, 1), params[-1].name, at * prod(shape), (shape[1], 1)))
+    return DestLayout(rank, tuple(params), tuple(loads))
+
+
+def trainer_ranks(tensors: list[TensorMeta], num_ranks: int, experts: int, ep_size: int) -> list[SourceLayout]:
+    """Dense tensors by rows over all ranks; an expert's rows over the ranks of its EP rank, where they divide."""
+    frozen = tuple(tensors)
+    held: list[list[SourceShard]] = [[] for _ in range(num_ranks)]
+    sharers = num_ranks // ep_size
+    for meta in tensors:
+        rest, rows = meta.shape[1:], meta.shape[0]
+        if ".experts." not in meta.name:
+            owners = range(num_ranks)
+        else:
+            expert = int(meta.name.split(".experts.")[1].split(".")[0])
+            owners = range(expert * ep_size // experts, num_ranks, ep_size)
+            assert len(owners) == sharers
+        step = -(-rows // len(owners))
+        for index, rank in enumerate(owners):
+            first, last = min(index * step, rows), min((index + 1) * step, rows)
+            if first < last:
+                held[rank].append(SourceShard(meta.name, Region((first, *(0,) * len(rest)), (last - first, *rest))))
+    return [SourceLayout(rank, frozen, tuple(shards)) for rank, shards in enumerate(held)]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Build the layouts, plan, simulate."""
+    if args.adapter:
+        tensors = kimi_k2_adapters(args.layers, args.experts_per_layer, args.rank)
+    else:
+        tensors = kimi_k2(args.layers, args.experts_per_layer)
+    metas = {meta.name: meta for meta in tensors}
+    sources = trainer_ranks(tensors, args.sources, args.experts_per_layer, args.ep_size)
+    with tempfile.NamedTemporaryFile() as cache:
+        if args.adapter:
+            ranks = [adapter_slot(metas, args.layers, args.experts_per_layer, r, args.tp) for r in range(args.tp)]
+        else:
+            shape = (metas, args.layers, args.experts_per_layer)
+            ranks = [engine_rank(*shape, r, args.tp, args.experts == "ep") for r in range(args.tp)]
+        Path(cache.name).write_bytes(layouts_to_bytes(ranks))
+        return figures(args, sources, Path(cache.name))
+
+
+def figures(args: argparse.Namespace, sources: list[SourceLayout], cache: Path) -> dict[str, Any]:
+    """What is measured: from a cached layout to a proven plan, and its simulation."""
+    began = time.perf_counter()
+    layouts = layouts_from_bytes(cache.read_bytes())
+    read_s = time.perf_counter() - began
+    held = reserved_bytes("cuda", args.watermark, 0)
+    staging = Staging(watermark_bytes=args.watermark, reserved_bytes=held)
+    began = time.perf_counter()
+    plan = build_plan(sources, [layouts] * args.replicas, max_task_bytes=staging.max_task_bytes)
+    plan_s = time.perf_counter() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    summary = plan.summary()
+    placement = place(list(plan.tasks), list(plan.expected), 8)
+    found: dict[str, Any] = {
+        "tensors": len(sources[0].tensors),
+        "rows": sum(table.num_rows for table in plan.tables.values()),
+        "tasks": summary.num_tasks,
+        "cache_bytes": cache.stat().st_size,
+        "read_s": read_s,
+        "plan_s": plan_s,
+        "peak_rss_bytes": peak,
+        "bytes": summary.num_bytes,
+        "send_balance": summary.send_balance,
+        "receive_balance": summary.receive_balance,
+        "receiver_bytes": summary.num_bytes / len(summary.received_bytes),
+        "node_duplicates": node_duplicates(plan),
+    }
+    for rate in (50e9, 44e9):
+        began = time.perf_counter()
+        simulation = simulate(plan, placement, LinkRates(nic_bytes_s=rate), staging)
+        found[f"simulated_{rate / 1e9:g}"] = {
+            key: value for key, value in asdict_shallow(simulation).items() if isinstance(value, float)
+        } | {"seconds_to_simulate": time.perf_counter() - began, "peak_bytes": simulation.peak_bytes}
+    return found
+
+
+def asdict_shallow(value: Any) -> dict[str, Any]:
+    """Fields, and the floor."""
+    return {name: getattr(value, name) for name in value.__slots__} | {"floor_s": value.floor_s}
+
+
+def node_duplicates(plan: TransferPlan, ranks_per_node: int = 8) -> float:
+    """Part of the bytes that a relay inside the node would spare the NICs: equal bytes to several GPUs of a node.
+
+    Rows count as equal when they have the same source, dtype and pieces; replica and node are those of the GPU.
+    """
+    spared = total = 0
+    for table in plan.tables.values():
+        row, pieces = table.own_pieces
+        marks = np.zeros(table.num_rows, np.uint64)
+        with np.errstate(over="ignore"):
+            mixed = pieces.tensor.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+            for d in range(pieces.start.shape[1]):
+                for column, odd in ((pieces.start[:, d], 0xBF58476D1CE4E5B9), (pieces.shape[:, d], 0x94D049BB133111EB)):
+                    mixed = (mixed ^ column.astype(np.uint64)) * np.uint64(odd + 2 * d)
+            np.add.at(marks, row, mixed ^ pieces.offset.astype(np.uint64))
+        node = table.dest_rank // ranks_per_node
+        sizes = table.num_bytes * table.num_replicas
+        key = np.stack([marks, node.astype(np.uint64), table.num_bytes.astype(np.uint64)], axis=1)
+        _, first = np.unique(key, axis=0, return_index=True)
+        total += int(sizes.sum())
+        spared += int(sizes.sum() - sizes[first].sum())
+    return spared / total
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experts", choices=("tp", "ep"), default="tp")
+    parser.add_argument("--adapter", action="store_true")
+    for name, value in (("layers", 61), ("experts-per-layer", 384), ("sources", 256), ("replicas", 8), ("tp", 16)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--ep-size", type=int, default=128, help="of the trainer")
+    parser.add_argument("--rank", type=int, default=32, help="of the adapters")
+    parser.add_argument("--watermark", type=int, default=1 << 30)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found = measure(args)
+    print(json.dumps(found, indent=2))
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
