@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import resource
 import sys
 import tempfile
@@ -31,6 +32,7 @@ sys.path[0] = str(ROOT)  # instead of this folder, where this file hides nothing
 import numpy as np  # noqa: E402
 
 from weight_sync.layout import (  # noqa: E402
+    DTYPE_BYTES,
     DestLayout,
     Load,
     Param,
@@ -225,7 +227,9 @@ def adapter_slot(metas: dict[str, TensorMeta], layers: int, experts: int, rank: 
     return DestLayout(rank, tuple(params), tuple(loads))
 
 
-def trainer_ranks(tensors: list[TensorMeta], num_ranks: int, experts: int, ep_size: int) -> list[SourceLayout]:
+def trainer_ranks(
+    tensors: list[TensorMeta], num_ranks: int, experts: int, ep_size: int, replicate_below: int = 0
+) -> list[SourceLayout]:
     """Dense tensors by rows over all ranks; an expert's rows over the ranks of its EP rank, where they divide."""
     frozen = tuple(tensors)
     held: list[list[SourceShard]] = [[] for _ in range(num_ranks)]
@@ -234,6 +238,11 @@ def trainer_ranks(tensors: list[TensorMeta], num_ranks: int, experts: int, ep_si
         rest, rows = meta.shape[1:], meta.shape[0]
         if ".experts." not in meta.name:
             owners = range(num_ranks)
+            if prod(meta.shape) * DTYPE_BYTES[meta.dtype] < replicate_below:
+                whole = SourceShard(meta.name, Region((0,) * len(meta.shape), meta.shape))
+                for shards in held:
+                    shards.append(whole)
+                continue
         else:
             expert = int(meta.name.split(".experts.")[1].split(".")[0])
             owners = range(expert * ep_size // experts, num_ranks, ep_size)
@@ -246,21 +255,31 @@ def trainer_ranks(tensors: list[TensorMeta], num_ranks: int, experts: int, ep_si
     return [SourceLayout(rank, frozen, tuple(shards)) for rank, shards in enumerate(held)]
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Build the layouts, plan, simulate."""
+def record(args: argparse.Namespace, cache: Path) -> None:
+    """Write the engine's layouts where a cache would hold them."""
+    metas = {meta.name: meta for meta in checkpoint(args)}
     if args.adapter:
-        tensors = kimi_k2_adapters(args.layers, args.experts_per_layer, args.rank)
+        ranks = [adapter_slot(metas, args.layers, args.experts_per_layer, r, args.tp) for r in range(args.tp)]
     else:
-        tensors = kimi_k2(args.layers, args.experts_per_layer)
-    metas = {meta.name: meta for meta in tensors}
-    sources = trainer_ranks(tensors, args.sources, args.experts_per_layer, args.ep_size)
+        shape = (metas, args.layers, args.experts_per_layer)
+        ranks = [engine_rank(*shape, r, args.tp, args.experts == "ep") for r in range(args.tp)]
+    cache.write_bytes(layouts_to_bytes(ranks))
+
+
+def checkpoint(args: argparse.Namespace) -> list[TensorMeta]:
+    """What the trainer's ranks hold together."""
+    if args.adapter:
+        return kimi_k2_adapters(args.layers, args.experts_per_layer, args.rank)
+    return kimi_k2(args.layers, args.experts_per_layer)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Record in a process of its own, whose memory does not count; plan, simulate."""
     with tempfile.NamedTemporaryFile() as cache:
-        if args.adapter:
-            ranks = [adapter_slot(metas, args.layers, args.experts_per_layer, r, args.tp) for r in range(args.tp)]
-        else:
-            shape = (metas, args.layers, args.experts_per_layer)
-            ranks = [engine_rank(*shape, r, args.tp, args.experts == "ep") for r in range(args.tp)]
-        Path(cache.name).write_bytes(layouts_to_bytes(ranks))
+        recorder = multiprocessing.get_context("spawn").Process(target=record, args=(args, Path(cache.name)))
+        recorder.start()
+        recorder.join()
+        sources = trainer_ranks(checkpoint(args), args.sources, args.experts_per_layer, args.ep_size, args.replicate_below)
         return figures(args, sources, Path(cache.name))
 
 
@@ -271,9 +290,9 @@ def figures(args: argparse.Namespace, sources: list[SourceLayout], cache: Path) 
     read_s = time.perf_counter() - began
     held = reserved_bytes("cuda", args.watermark, 0)
     staging = Staging(watermark_bytes=args.watermark, reserved_bytes=held)
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.process_time()
     plan = build_plan(sources, [layouts] * args.replicas, max_task_bytes=staging.max_task_bytes)
-    plan_s = time.perf_counter() - began
+    plan_s, plan_cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     summary = plan.summary()
     placement = place(list(plan.tasks), list(plan.expected), 8)
@@ -284,6 +303,7 @@ def figures(args: argparse.Namespace, sources: list[SourceLayout], cache: Path) 
         "cache_bytes": cache.stat().st_size,
         "read_s": read_s,
         "plan_s": plan_s,
+        "plan_cpu_s": plan_cpu_s,
         "peak_rss_bytes": peak,
         "bytes": summary.num_bytes,
         "send_balance": summary.send_balance,
@@ -339,6 +359,7 @@ def main() -> None:
     parser.add_argument("--ep-size", type=int, default=128, help="of the trainer")
     parser.add_argument("--rank", type=int, default=32, help="of the adapters")
     parser.add_argument("--watermark", type=int, default=1 << 30)
+    parser.add_argument("--replicate-below", type=int, default=0, help="bytes; smaller dense tensors are on every rank")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found = measure(args)

@@ -91,7 +91,7 @@ class TensorFacts:
         return cls(experts, np.array([layer_of(meta.name) for meta in metas], np.int64))
 
 
-def check_layout(layout: DestLayout, metas: Mapping[str, TensorMeta], who: str) -> None:
+def check_layout(layout: DestLayout, holders: Holders, who: str) -> None:
     """Raise PlanError unless every load and fill of the layout names real things and stays inside them."""
     params = {param.name: param for param in layout.params}
     if len(params) != len(layout.params):
@@ -103,7 +103,9 @@ def check_layout(layout: DestLayout, metas: Mapping[str, TensorMeta], who: str) 
             raise PlanError(
                 f"{who}: {param.name} is empty (shape {list(param.shape)}); its engine hides the real weight"
             )
-    for load in _suspects(layout.loads, metas, params):
+    suspects = _suspects(layout.loads, holders, layout.params)
+    metas = {meta.name: meta for meta in holders.metas} if suspects else {}
+    for load in suspects:
         _check_load(load, metas, params, who)
     for fill in layout.fills:
         param = params.get(fill.param)
@@ -116,21 +118,20 @@ def check_layout(layout: DestLayout, metas: Mapping[str, TensorMeta], who: str) 
             raise PlanError(f"{who}: fill {fill} does not lie inside a parameter")
 
 
-def _suspects(loads: Sequence[Load], metas: Mapping[str, TensorMeta], params: Mapping[str, Param]) -> Sequence[Load]:
+def _suspects(loads: Sequence[Load], holders: Holders, params: Sequence[Param]) -> Sequence[Load]:
     """The loads that must be looked at one by one: all, or those of a table that do not fit."""
     if not isinstance(loads, LoadTable):
         return loads
-    tensors = [metas.get(name) for name in loads.names]
-    dims = np.array([-1 if meta is None else len(meta.shape) for meta in tensors], np.int64)
-    bounds = np.ones((len(tensors), loads.shape.shape[1]), np.int64)
-    for number, meta in enumerate(tensors):
-        if meta is not None and len(meta.shape) <= bounds.shape[1]:
-            bounds[number, : len(meta.shape)] = meta.shape
-    sizes = np.array([params[name].num_elements if name in params else 0 for name in loads.names], np.int64)
+    tensor = holders.tensors_of(loads)
+    param = loads.params_in({param.name: number for number, param in enumerate(params)})
+    width = max(loads.shape.shape[1], holders.shapes.shape[1])
+    bounds = widened(holders.shapes, width, 1)[tensor]
+    sizes = np.array([param.num_elements for param in params], np.int64)
     last = loads.offset + ((loads.shape - 1) * loads.stride).sum(axis=1)
-    fits = (dims[loads.tensor] == loads.axes & 7) & (loads.offset >= 0) & (last < sizes[loads.param])
+    fits = (tensor >= 0) & (param >= 0) & (loads.offset >= 0) & (last < sizes[param])
+    fits &= holders.num_dims[tensor] == loads.axes & 7
     fits &= ((loads.start >= 0) & (loads.shape > 0) & (loads.stride >= 0)).all(axis=1)
-    fits &= (loads.start + loads.shape <= bounds[loads.tensor]).all(axis=1)
+    fits &= (widened(loads.start + loads.shape, width, 1) <= bounds).all(axis=1)
     return [loads[index] for index in np.flatnonzero(~fits).tolist()]
 
 
@@ -183,9 +184,9 @@ def _runs(layout: DestLayout, holders: Holders, wanted: Flags, who: str) -> _Run
     """Cut the loads along the source cells, and each part into runs that are contiguous in the parameter."""
     table = LoadTable.of(layout.loads)
     width = holders.shapes.shape[1]
-    param = table.numbers_in(table.param, {param.name: number for number, param in enumerate(layout.params)})
+    param = table.params_in({param.name: number for number, param in enumerate(layout.params)})
     rows = np.flatnonzero(wanted[param])
-    tensor = table.numbers_in(table.tensor, holders.number_of)[rows]
+    tensor = holders.tensors_of(table)[rows]
     start, shape = widened(table.start[rows], width, 0), widened(table.shape[rows], width, 1)
     stride = widened(table.stride[rows], width, 0)
     axes = _outermost_first(table.axes[rows], shape, stride)

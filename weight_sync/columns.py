@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import chain
 from typing import Any, overload
 
@@ -65,15 +65,14 @@ class LoadTable(Sequence[Load]):
             np.array([axes_code(walk) for walk in walks], np.int64),
         )
 
-    @cached_property
-    def number_of(self) -> dict[str, int]:
-        """Inverse of `names`."""
-        return {name: number for number, name in enumerate(self.names)}
-
-    def numbers_in(self, column: Ints, numbers: Mapping[str, int]) -> Ints:
-        """A column of names in another numbering; -1 where that one lacks the name."""
-        known = np.array([numbers.get(name, -1) for name in self.names], np.int64)
-        return known[column] if len(column) else column
+    def params_in(self, numbers: Mapping[str, int]) -> Ints:
+        """The parameters in another numbering; -1 where that one lacks the name."""
+        known = np.full(len(self.names), -1, np.int64)
+        used = np.zeros(len(self.names), np.bool_)
+        used[self.param] = True
+        for number in np.flatnonzero(used).tolist():
+            known[number] = numbers.get(self.names[number], -1)
+        return known[self.param]
 
     def __len__(self) -> int:
         return len(self.tensor)

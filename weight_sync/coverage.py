@@ -53,8 +53,9 @@ def prove_coverage(
                     raise PlanError(
                         f"a task of source rank {table.source_rank} goes to replica {replica} rank {dest_rank}, unknown"
                     )
+    numbering = _Numbering({}, {}, {})
     for dest_rank in sorted({rank for _, rank in wanted}):
-        rows = _Rows.of(plan, dest_rank, len(replicas))
+        rows = _Rows.of(plan, dest_rank, len(replicas), numbering)
         proven: set[tuple[int, bytes]] = set()
         for where, layout in wanted.items():
             if where[1] != dest_rank:
@@ -70,11 +71,31 @@ def prove_coverage(
 
 
 @dataclass(frozen=True, slots=True)
+class _Numbering:
+    """Numbers for names, the same for all tables and loads; lists of names are told apart by identity."""
+
+    params: dict[str, int]
+    tensors: dict[str, int]
+    columns: dict[tuple[int, int], Ints]
+
+    @property
+    def experts(self) -> Ints:
+        """Whether a tensor belongs to the routed experts."""
+        return np.array([".experts." in name for name in self.tensors], np.int64)
+
+    def column(self, names: Sequence[str], numbers: dict[str, int]) -> Ints:
+        """The number of every name of a list, which outlives this."""
+        key = (id(names), id(numbers))
+        if key not in self.columns:
+            self.columns[key] = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
+        return self.columns[key]
+
+
+@dataclass(frozen=True, slots=True)
 class _Rows:
     """Every row that goes to engine ranks of one number, of all sources; names numbered anew, the same for all."""
 
-    params: Mapping[str, int]
-    tensors: Mapping[str, int]
+    names: _Numbering
     param: Ints
     offset: Ints
     num_bytes: Ints
@@ -87,17 +108,8 @@ class _Rows:
     pieces: PieceColumns
 
     @classmethod
-    def of(cls, plan: TransferPlan, dest_rank: int, num_replicas: int) -> _Rows:
-        params: dict[str, int] = {}
-        tensors: dict[str, int] = {}
-        numberings: dict[int, Ints] = {}
-
-        def numbered(names: Sequence[str], numbers: dict[str, int]) -> Ints:
-            if id(names) not in numberings:
-                found = [numbers.setdefault(name, len(numbers)) for name in names]
-                numberings[id(names)] = np.array(found, np.int64)
-            return numberings[id(names)]
-
+    def of(cls, plan: TransferPlan, dest_rank: int, num_replicas: int, names: _Numbering) -> _Rows:
+        """Collect them."""
         columns: list[tuple[Ints, ...]] = []
         pieces: list[tuple[Ints, ...]] = []
         num_rows = 0
@@ -115,7 +127,7 @@ class _Rows:
                 )
             columns.append(
                 (
-                    numbered(table.params, params)[table.param[own]],
+                    names.column(table.params, names.params)[table.param[own]],
                     table.dest_offset_bytes[own],
                     table.num_bytes[own],
                     table.dtype[own],
@@ -130,7 +142,7 @@ class _Rows:
             pieces.append(
                 (
                     np.repeat(np.arange(len(own)) + num_rows, counts),
-                    numbered(taken.names, tensors)[taken.tensor],
+                    names.column(taken.names, names.tensors)[taken.tensor],
                     widened(taken.start, width, 0),
                     widened(taken.shape, width, 1),
                     taken.axes,
@@ -140,11 +152,10 @@ class _Rows:
             num_rows += len(own)
         piece_row, *piece_columns = (np.concatenate(column) for column in zip(*pieces))
         return cls(
-            params,
-            tensors,
+            names,
             *(np.concatenate(column) for column in zip(*columns)),
             piece_row,
-            PieceColumns(tuple(tensors), *piece_columns),
+            PieceColumns(list(names.tensors), *piece_columns),
         )
 
     def task(self, row: int) -> Task:
@@ -155,7 +166,7 @@ class _Rows:
             int(self.source[row]),
             int(self.gets[row].argmax()),
             -1,
-            next(name for name, number in self.params.items() if number == self.param[row]),
+            next(name for name, number in self.names.params.items() if number == self.param[row]),
             int(self.offset[row]),
             int(self.num_bytes[row]),
             DTYPES[int(self.dtype[row])],
@@ -173,14 +184,14 @@ class _Proof:
         self.name = f"replica {where[0]} rank {where[1]}"
         self.loads = LoadTable.of(layout.loads)
         numbers = {param.name: number for number, param in enumerate(layout.params)}
-        known = np.array([numbers.get(name, -1) for name in rows.params], np.int64)
+        known = np.array([numbers.get(name, -1) for name in rows.names.params], np.int64)
         param = known[rows.param[own]] if len(own) else own
         if (param < 0).any():
             strange = sorted({rows.task(int(row)).param for row in own[param < 0]})
             raise PlanError(f"{self.name}: tasks write parameters that it does not have: {', '.join(strange)}")
         order = np.lexsort((rows.offset[own], param))
         self.own, self.param = own[order], param[order]
-        self.load_param = self.loads.numbers_in(self.loads.param, numbers)
+        self.load_param = self.loads.params_in(numbers)
         self.sizes = np.array([DTYPE_BYTES[one.dtype] for one in layout.params], np.int64)
 
     def run(self) -> None:
@@ -287,7 +298,7 @@ class _Proof:
         first = np.append(True, np.diff(row) != 0)[: len(row)]
         packed = behind - np.maximum.accumulate(np.where(first, behind, 0))
         totals = np.bincount(row, elements, minlength=len(rows.num_bytes)).astype(np.int64)[self.own]
-        experts = np.array([".experts." in name for name in pieces.names], np.int64)
+        experts = self.rows.names.experts
 
         def fail(wrong: Flags, say: Callable[[int], str]) -> None:
             for index in np.flatnonzero(wrong)[:1].tolist():
@@ -326,18 +337,18 @@ class _Proof:
         """Whether one of the loads of the piece's tensor into its parameter puts it at element `at`, packed."""
         loads, width = self.loads, max(start.shape[1], self.loads.start.shape[1])
         start, shape = widened(start, width, 0), widened(shape, width, 1)
-        numbers = loads.number_of
-        tensor = np.array([numbers.get(name, -1) for name in pieces.names], np.int64)[pieces.tensor]
+        names = self.rows.names
+        tensor, load_tensor = pieces.tensor, names.column(loads.names, names.tensors)[loads.tensor]
         # Loads by (parameter, tensor, lowest element). A load begins at its lowest element, so only those up to `at`
         # qualify; nearly always it is the last of these.
-        span = len(loads.names) + 1
-        order = np.lexsort((loads.offset, loads.tensor, self.load_param))
-        pair = (self.load_param * span + loads.tensor)[order]
+        span = len(names.tensors)
+        order = np.lexsort((loads.offset, load_tensor, self.load_param))
+        pair = (self.load_param * span + load_tensor)[order]
         wanted = self.param[place] * span + tensor
         pairs, first = np.unique(pair, return_index=True)
         reach = max(int(loads.offset.max(initial=0)), int(at.max(initial=0))) + 1
         which = np.minimum(np.searchsorted(pairs, wanted), max(len(pairs) - 1, 0))
-        exists = (tensor >= 0) & (pairs[which] == wanted) if len(pairs) else np.zeros(len(wanted), np.bool_)
+        exists = pairs[which] == wanted if len(pairs) else np.zeros(len(wanted), np.bool_)
         ranked = np.repeat(np.arange(len(pairs)), np.diff(np.append(first, len(pair)))) * reach + loads.offset[order]
         last = np.searchsorted(ranked, which * reach + at, side="right") - 1
 

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from weight_sync.columns import Ints, changes, padded, spread
+from weight_sync.columns import Ints, LoadTable, changes, padded, spread
 from weight_sync.errors import PlanError
 from weight_sync.layout import Region, SourceLayout, TensorMeta
 
@@ -46,8 +46,10 @@ class Holders:
         """`shapes` (tensors, D); shard i, with start and shape in shards[i] (2, D), is held by rank[i]."""
         self.metas = metas
         self.shapes = shapes
+        self.num_dims = np.array([len(meta.shape) for meta in metas], np.int64)
         self.sets: list[tuple[int, ...]] = []
         """The ranks that hold a cell, ascending; cells refer to them by number."""
+        self._known: dict[int, tuple[Sequence[str], Ints]] = {}
         self._span = int(shapes.max(initial=0)) + 1
         filled = (shards[:, 1] > 0).all(axis=1)
         rank, tensor, start, stop = rank[filled], tensor[filled], shards[filled, 0], shards[filled].sum(axis=1)
@@ -123,9 +125,16 @@ class Holders:
         return tuple(meta.name for meta in self.metas)
 
     @cached_property
-    def number_of(self) -> dict[str, int]:
-        """Position of each tensor in the checkpoint."""
+    def _number_of(self) -> dict[str, int]:
         return {meta.name: number for number, meta in enumerate(self.metas)}
+
+    def tensors_of(self, loads: LoadTable) -> Ints:
+        """The position in the checkpoint of each load's tensor; -1 where it has none. Names are looked up once."""
+        known = self._known.get(id(loads.names))
+        if known is None:
+            numbers = np.array([self._number_of.get(name, -1) for name in loads.names], np.int64)
+            known = self._known[id(loads.names)] = (loads.names, numbers)
+        return known[1][loads.tensor]
 
     def cover(self, tensor: Ints, start: Ints, shape: Ints) -> Parts:
         """Cut non-empty regions of the tensors along the cells, region by region, cells in row-major order."""

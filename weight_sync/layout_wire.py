@@ -39,12 +39,10 @@ def layouts_to_bytes(layouts: Sequence[DestLayout]) -> bytes:
         params = [[number(p.name), p.shape, number(p.dtype), number(p.post_load.value)] for p in layout.params]
         fills = [[number(f.param), f.offset, f.num_elements, f.value] for f in layout.fills]
         table = LoadTable.of(layout.loads)
-        used = np.unique(np.concatenate([table.tensor, table.param]))
-        for name in used.tolist():
-            number(table.names[name])
         columns = {name: getattr(table, name) for name in COLUMNS}
-        columns["tensor"] = table.numbers_in(table.tensor, names)
-        columns["param"] = table.numbers_in(table.param, names)
+        for name in ("tensor", "param"):
+            used, which = np.unique(columns[name], return_inverse=True)
+            columns[name] = np.array([number(table.names[one]) for one in used.tolist()], np.int64)[which]
         rows.append([layout.rank, params, [block(column) for column in columns.values()], fills])
     return cast(bytes, msgpack.packb([list(names), list(blocks), rows]))  # pyright: ignore[reportUnknownMemberType]
 

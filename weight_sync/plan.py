@@ -198,7 +198,7 @@ def build_plan(
     holders = find_holders(sources)
     ranks = sorted(source.rank for source in sources)
     destinations = _check_destinations(holders, replicas)
-    alike = _alike(destinations)
+    alike = _alike(destinations, holders)
     expected: dict[tuple[int, int], dict[str, int]] = {}
     for one in alike:
         expected |= dict.fromkeys(((replica, one.dest_rank) for replica in one.replicas), _expected_bytes(one.layout))
@@ -251,7 +251,6 @@ def _check_destinations(
     holders: Holders, replicas: Sequence[Sequence[DestLayout]]
 ) -> dict[tuple[int, int], DestLayout]:
     """Check every destination layout and key it by (replica, rank)."""
-    metas = {meta.name: meta for meta in holders.metas}
     destinations: dict[tuple[int, int], DestLayout] = {}
     checked: set[int] = set()
     for replica, layouts in enumerate(replicas):
@@ -263,18 +262,18 @@ def _check_destinations(
                 raise PlanError(f"replica {replica}: two layouts claim rank {layout.rank}")
             destinations[where] = layout
             if id(layout) not in checked:
-                check_layout(layout, metas, f"replica {replica} rank {layout.rank}")
+                check_layout(layout, holders, f"replica {replica} rank {layout.rank}")
                 checked.add(id(layout))
     return destinations
 
 
-def _alike(destinations: Mapping[tuple[int, int], DestLayout]) -> list[_Alike]:
+def _alike(destinations: Mapping[tuple[int, int], DestLayout], holders: Holders) -> list[_Alike]:
     """Group the engine ranks by rank and layout; layouts are equal when their digests are."""
     digests: dict[int, str] = {}
     groups: dict[tuple[int, str], list[tuple[int, DestLayout]]] = {}
     for (replica, rank), layout in destinations.items():
         if id(layout) not in digests:
-            digests[id(layout)] = _layout_digest(layout)
+            digests[id(layout)] = _layout_digest(layout, holders)
         groups.setdefault((rank, digests[id(layout)]), []).append((replica, layout))
     return [
         _Alike(rank, members[0][1], digest, tuple(replica for replica, _ in members))
@@ -484,29 +483,21 @@ def _digest(plain: object) -> str:
     return hashlib.sha256(packed).hexdigest()
 
 
-def _layout_digest(layout: DestLayout) -> str:
-    """Digest of a layout but for its rank, whatever form its loads have."""
+def _layout_digest(layout: DestLayout, holders: Holders) -> str:
+    """Digest of a layout but for its rank, whatever form its loads have; tensors by their place in the checkpoint."""
     table = LoadTable.of(layout.loads)
-    numbers: dict[str, int] = {}
-    for name in (*(table.names[i] for i in _in_order(table.tensor)), *(table.names[i] for i in _in_order(table.param))):
-        numbers.setdefault(name, len(numbers))
     columns = {name: getattr(table, name) for name in COLUMNS}
-    columns |= {name: table.numbers_in(columns[name], numbers) for name in ("tensor", "param")}
+    columns["tensor"] = holders.tensors_of(table)
+    columns["param"] = table.params_in({param.name: number for number, param in enumerate(layout.params)})
     dims = int((table.axes & 7).max(initial=1))
     columns |= {name: np.ascontiguousarray(columns[name][:, :dims]) for name in ("start", "shape", "stride")}
     return _digest(
         [
             [[p.name, p.shape, p.dtype, p.post_load.value] for p in layout.params],
-            [list(numbers), *(column.astype("<i8").tobytes() for column in columns.values())],
+            [column.astype("<i8", copy=False).tobytes() for column in columns.values()],
             [[f.param, f.offset, f.num_elements, f.value] for f in layout.fills],
         ]
     )
-
-
-def _in_order(column: Ints) -> list[int]:
-    """The distinct numbers of a column, in order of first use."""
-    used, first = np.unique(column, return_index=True)
-    return used[np.argsort(first)].tolist()
 
 
 def _layouts_digest(holders: Holders, alike: Sequence[_Alike]) -> str:
