@@ -178,9 +178,7 @@ def engine_rank(
     return engine.layout()
 
 
-def put_experts(
-    engine: Engine, metas: dict[str, TensorMeta], prefix: str, experts: int, expert_parallel: bool
-) -> None:
+def put_experts(engine: Engine, metas: dict[str, TensorMeta], prefix: str, experts: int, expert_parallel: bool) -> None:
     """w13 (gate above up) and w2, with their scales."""
     local = range(experts)
     if expert_parallel:
@@ -279,7 +277,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         recorder = multiprocessing.get_context("spawn").Process(target=record, args=(args, Path(cache.name)))
         recorder.start()
         recorder.join()
-        sources = trainer_ranks(checkpoint(args), args.sources, args.experts_per_layer, args.ep_size, args.replicate_below)
+        sources = trainer_ranks(
+            checkpoint(args), args.sources, args.experts_per_layer, args.ep_size, args.replicate_below
+        )
         return figures(args, sources, Path(cache.name))
 
 

@@ -562,6 +562,14 @@ class ClusterConfig:
 
     device: Device = Device.auto
     """Kind of device for trainer ranks and rollout workers."""
+    trainer_gpus: int | None = None
+    """`slipstream plan` alone: carry the trainer to so many GPUs, a multiple of trainer.ep_size. null:
+    trainer.num_ranks.
+    """
+    rollout_gpus: int | None = None
+    """`slipstream plan` alone: carry the rollout workers to so many GPUs, a multiple of rollout.tp_size. null:
+    rollout.num_workers x rollout.tp_size.
+    """
     ray_address: str | None = None
     """Address of a running Ray cluster (its processes must land on one machine: they meet over loopback), or `auto`
     for the one that runs here. null: start one on this machine, bound to loopback, and stop it at the end.
@@ -576,6 +584,9 @@ class ClusterConfig:
     """Longest wait for trainer ranks and engines to come up."""
 
     def __post_init__(self) -> None:
+        for name in ("trainer_gpus", "rollout_gpus"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"cluster.{name} must be >= 1 or null, got {value}")
         _require(
             1024 <= self.dashboard_port <= 65535,
             f"cluster.dashboard_port must lie in [1024, 65535], got {self.dashboard_port}",

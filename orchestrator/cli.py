@@ -158,6 +158,8 @@ def _plan(words: list[str]) -> int:
     parser.add_argument("--nic-gb-s", type=float)
     parser.add_argument("--nvlink-gb-s", type=float)
     parser.add_argument("--hbm-gb-s", type=float)
+    parser.add_argument("--op-us", type=float)
+    parser.add_argument("--adapter-decode-loss", type=float, default=0.21)
     parser.add_argument("--slow-rank", action="append", default=[])
     parser.add_argument("--lost-nic", type=int, action="append", default=[])
     flags, overrides = parser.parse_known_args(words)
@@ -172,7 +174,10 @@ def _plan(words: list[str]) -> int:
 
     config = load_run_config(overrides, flags.config_dir)
     hardware = plan_command.Hardware(
-        rates=plan_command.link_rates(nic_gb_s=flags.nic_gb_s, nvlink_gb_s=flags.nvlink_gb_s, hbm_gb_s=flags.hbm_gb_s),
+        rates=plan_command.link_rates(
+            nic_gb_s=flags.nic_gb_s, nvlink_gb_s=flags.nvlink_gb_s, hbm_gb_s=flags.hbm_gb_s, op_us=flags.op_us
+        ),
+        adapter_decode_loss=flags.adapter_decode_loss,
         ranks_per_node=flags.ranks_per_node,
         faults=plan_command.parse_faults(flags.slow_rank, flags.lost_nic),
         layout_cache=flags.layout_cache,

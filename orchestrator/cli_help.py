@@ -80,8 +80,11 @@ examples
 flags: the cluster
   --ranks-per-node N        GPUs of a node, 8; trainer ranks fill nodes first, then the engines
   --nic-gb-s RATE           one NIC a GPU, each direction, 10^9 bytes/s; 50
-  --nvlink-gb-s RATE        one-sided writes inside a node; 390
-  --hbm-gb-s RATE           device memory traffic of packing, merging and hashing; 3000
+  --nvlink-gb-s RATE        one-sided writes inside a node; 396
+  --hbm-gb-s RATE           device memory traffic of packing, merging and hashing; 3870
+  --op-us MICROSECONDS      one entry of a batched write, beside its bytes; 1
+  --adapter-decode-loss F   part of its decode speed that an engine loses by serving an expert adapter; 0.21, seen
+                            once on vLLM 0.25.1
   --slow-rank RANK=FACTOR   a trainer rank whose links and memory are FACTOR times slower; may be given again
   --lost-nic GPU            a GPU without a NIC, which shares its neighbour's; may be given again
 

@@ -13,25 +13,28 @@ Callers: `orchestrator.cli`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from conf.checks import check_architecture
 from conf.errors import ConfigError
-from conf.schema import Device, RunConfig
+from conf.schema import Device, LoraConfig, RunConfig, TrainMode
 from orchestrator.prepare import resolve_hf_config
 from rollout.errors import EngineError
 from rollout.offline_layout import offline_layouts
 from trainer.model.spec import ModelSpec
-from trainer.offline import TrainerMemory, source_layouts, temporary_bytes, trainer_memory
+from trainer.offline import TrainerMemory, adapter_elements, source_layouts, temporary_bytes, trainer_memory
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.layout import DTYPE_BYTES, DestLayout
 from weight_sync.links import Faults, LinkRates, Placement, place
 from weight_sync.plan import PlanSummary, TransferPlan, build_plan
 from weight_sync.simulate import Simulation, Staging, reserved_bytes, simulate
+
+SEEN_NIC_BYTES_S = 44e9
+"""What others report of a 400 Gb/s NIC in one-sided writes; 50e9 is its line rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,10 @@ class Hardware:
     rates: LinkRates = field(default_factory=LinkRates)
     ranks_per_node: int = 8
     faults: Faults = field(default_factory=Faults)
+    adapter_decode_loss: float = 0.21
+    """Part of its decode speed that an engine loses by serving an adapter of all experts; measured once, on vLLM 0.25.1
+    and one H200 with r=32 on 128 experts: 8,651 instead of 10,980 tokens/s.
+    """
     layout_cache: Path | None = None
     """Folder of recorded engine layouts; None: the user's cache."""
 
@@ -69,6 +76,29 @@ class RolloutMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class ModeChoice:
+    """What a publish of merged weights costs, and what one of the adapter alone would."""
+
+    merged_s: float
+    merged_bytes: int
+    adapter_s: float | None
+    """None: nothing but merged weights can be published (full training)."""
+    adapter_bytes: int
+    slot_bytes: int
+    """Memory of one adapter on a rollout GPU; an engine holds algorithm.max_staleness_steps + 2 of them."""
+    decode_loss: float
+    """Part of its decode speed that an engine loses by serving an adapter."""
+
+    @property
+    def break_even_s(self) -> float:
+        """Seconds of generation between two publishes above which merged weights win; infinite: adapters always do."""
+        saved_s = self.merged_s - (self.adapter_s if self.adapter_s is not None else self.merged_s)
+        if saved_s <= 0:
+            return 0.0
+        return saved_s / self.decode_loss if self.decode_loss else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
 class PlanReport:
     """Everything that the command prints, draws and writes."""
 
@@ -81,6 +111,9 @@ class PlanReport:
     trainer: TrainerMemory
     rollout: RolloutMemory
     simulation: Simulation
+    total_s_by_nic: Mapping[float, float]
+    """The same publish over NICs of other rates, bytes/s -> seconds."""
+    modes: ModeChoice
 
 
 def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
@@ -91,9 +124,11 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
     Raises:
         ConfigError: an option does not fit the model or the hardware, or the engine's layout cannot be recorded here.
     """
+    config = carried(config)
     if config.cluster.device is Device.auto:
         config = replace(config, cluster=replace(config.cluster, device=Device.cuda))
     hf_config = resolve_hf_config(config.model)
+    check_engine_takes_merged_weights(hf_config)
     spec = ModelSpec.from_hf_config(hf_config)
     check_architecture(config, hf_config)
     trainer, rollout, device, dtype = config.trainer, config.rollout, config.cluster.device, config.model.dtype
@@ -116,16 +151,10 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
         )
         placement = place(list(plan.tasks), list(plan.expected), hardware.ranks_per_node)
         _check_faults(hardware.faults, plan, placement)
-        simulation = simulate(
-            plan,
-            placement,
-            hardware.rates,
-            staging,
-            faults=hardware.faults,
-            verify_hashes=config.weight_sync.verify_hashes,
-        )
+        simulation, by_nic = _simulated(plan, placement, hardware, staging, config.weight_sync.verify_hashes)
     except (EngineError, PlanError, WatermarkError) as error:
         raise ConfigError(str(error)) from error
+    summary = plan.summary()
     num_parameters = sum(prod(meta.shape) for meta in tensors)
     return PlanReport(
         config=config,
@@ -139,17 +168,62 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
             dtype.value,
             num_parameters * DTYPE_BYTES[dtype.value],
         ),
-        summary=plan.summary(),
+        summary=summary,
         placement=placement,
         staging=staging,
         trainer=trainer_memory(spec, dtype.value, trainer),
         rollout=RolloutMemory(max(_weight_bytes(layout) for layout in engine)),
         simulation=simulation,
+        total_s_by_nic=by_nic,
+        modes=compare_modes(config, spec, hardware, simulation, summary),
     )
 
 
-def link_rates(*, nic_gb_s: float | None, nvlink_gb_s: float | None, hbm_gb_s: float | None) -> LinkRates:
-    """The default rates, with those that the command line gives, in 10^9 bytes/s.
+def carried(config: RunConfig) -> RunConfig:
+    """The run on the cluster that cluster.trainer_gpus and cluster.rollout_gpus ask for.
+
+    Raises:
+        ConfigError: the trainer's expert groups or the engines do not fill it.
+    """
+    trainer, rollout, cluster = config.trainer, config.rollout, config.cluster
+    if cluster.trainer_gpus is not None:
+        if cluster.trainer_gpus % trainer.ep_size:
+            raise ConfigError(
+                f"cluster.trainer_gpus={cluster.trainer_gpus} is no multiple of trainer.ep_size={trainer.ep_size}; "
+                "change one of them"
+            )
+        trainer = replace(trainer, num_ranks=cluster.trainer_gpus)
+    if cluster.rollout_gpus is not None:
+        if cluster.rollout_gpus % rollout.tp_size:
+            raise ConfigError(
+                f"cluster.rollout_gpus={cluster.rollout_gpus} is no multiple of rollout.tp_size={rollout.tp_size}; "
+                "change one of them"
+            )
+        rollout = replace(rollout, num_workers=cluster.rollout_gpus // rollout.tp_size)
+    return replace(config, trainer=trainer, rollout=rollout)
+
+
+def check_engine_takes_merged_weights(hf_config: Mapping[str, Any]) -> None:
+    """An engine with INT4 weights packs eight to a word, in groups with a scale: merged weights do not go there.
+
+    Raises:
+        ConfigError: config.json asks for such an engine.
+    """
+    groups = (hf_config.get("quantization_config") or {}).get("config_groups") or {}
+    for name, group in groups.items():
+        weights = group.get("weights") or {}
+        if weights.get("num_bits") == 4 and weights.get("type", "int") == "int":
+            raise ConfigError(
+                f"model.hf_config.quantization_config ({name}) asks for INT4 engine weights: INT4 engines accept "
+                "adapter mode only, because merged weights would have to be quantized anew at every publish; "
+                "publish the adapter, or give a config.json without quantization_config (bfloat16) or with block-FP8"
+            )
+
+
+def link_rates(
+    *, nic_gb_s: float | None, nvlink_gb_s: float | None, hbm_gb_s: float | None, op_us: float | None = None
+) -> LinkRates:
+    """The default rates, with those that the command line gives, in 10^9 bytes/s and microseconds.
 
     Raises:
         ConfigError: a rate is not > 0.
@@ -159,6 +233,10 @@ def link_rates(*, nic_gb_s: float | None, nvlink_gb_s: float | None, hbm_gb_s: f
         if rate is not None and not 0 < rate < float("inf"):
             raise ConfigError(f"--{name}-gb-s must be > 0 and finite, got {rate}")
     changes = {f"{name}_bytes_s": rate * 1e9 for name, rate in given.items() if rate is not None}
+    if op_us is not None:
+        if not 0 <= op_us < float("inf"):
+            raise ConfigError(f"--op-us must be >= 0 and finite, got {op_us}")
+        changes["op_s"] = op_us / 1e6
     return replace(LinkRates(), **changes)
 
 
@@ -189,6 +267,21 @@ def _staging(config: RunConfig, spec: ModelSpec) -> Staging:
     return Staging(watermark_bytes=sync.watermark_bytes, reserved_bytes=reserved)
 
 
+def _simulated(
+    plan: TransferPlan, placement: Placement, hardware: Hardware, staging: Staging, verify_hashes: bool
+) -> tuple[Simulation, dict[float, float]]:
+    """The publish at the given rates, and its seconds where a NIC delivers what NICs were seen to."""
+
+    def run(rates: LinkRates) -> Simulation:
+        return simulate(plan, placement, rates, staging, faults=hardware.faults, verify_hashes=verify_hashes)
+
+    found = run(hardware.rates)
+    totals = {hardware.rates.nic_bytes_s: found.total_s}
+    if placement.num_nodes > 1 and hardware.rates.nic_bytes_s > SEEN_NIC_BYTES_S:
+        totals[SEEN_NIC_BYTES_S] = run(replace(hardware.rates, nic_bytes_s=SEEN_NIC_BYTES_S)).total_s
+    return found, totals
+
+
 def _check_faults(faults: Faults, plan: TransferPlan, placement: Placement) -> None:
     """A fault that names nothing would be ignored."""
     unknown = sorted(set(faults.slow_ranks) - set(plan.tasks))
@@ -198,6 +291,41 @@ def _check_faults(faults: Faults, plan: TransferPlan, placement: Placement) -> N
     unknown = sorted(faults.lost_nics - gpus)
     if unknown:
         raise PlanError(f"--lost-nic names GPU {unknown[0]}, which holds no rank; the last one is GPU {max(gpus)}")
+
+
+def compare_modes(
+    config: RunConfig, spec: ModelSpec, hardware: Hardware, simulation: Simulation, summary: PlanSummary
+) -> ModeChoice:
+    """Merged weights as simulated, against the adapter alone: its bytes by formula, its seconds by the slowest port."""
+    trainer, rollout, rates = config.trainer, config.rollout, hardware.rates
+    if trainer.mode is not TrainMode.lora:
+        return ModeChoice(simulation.total_s, summary.num_bytes, None, 0, 0, 0.0)
+    slot = adapter_slot_bytes(spec, trainer.lora, rollout.tp_size, is_split=rollout.enable_expert_parallel)
+    num_bytes = slot * rollout.tp_size * rollout.num_workers
+    gpus = trainer.num_ranks + rollout.tp_size * rollout.num_workers
+    rate = rates.nvlink_bytes_s if gpus <= hardware.ranks_per_node else rates.nic_bytes_s
+    busiest = max(slot, num_bytes / trainer.num_ranks)
+    # The engine goes on meanwhile: no pause, but the gathering, one round of messages and the slot's hash are there.
+    fixed_s = rates.source_begin_s + rates.barrier_s + 2 * rates.write_latency_s + slot / rates.hbm_bytes_s
+    loss = hardware.adapter_decode_loss if trainer.lora.experts and spec.moe is not None else 0.0
+    return ModeChoice(simulation.total_s, summary.num_bytes, busiest / rate + fixed_s, num_bytes, slot, loss)
+
+
+def adapter_slot_bytes(spec: ModelSpec, lora: LoraConfig, tp_size: int, *, is_split: bool) -> int:
+    """Bytes of one adapter in the slot of an engine rank, bfloat16; vLLM keeps an A for gate and one for up.
+
+    Experts split over the ranks: rank x 3 (hidden + width) an expert, experts / tp_size of them. Else every rank has
+    all experts, and of each the A of gate and up and the B of down whole, the others' width cut by tp_size.
+    """
+    hidden = spec.hidden_size
+    elements = adapter_elements(spec, lora)
+    for layer in range(spec.num_layers):
+        if spec.moe is None or not spec.is_moe_layer(layer) or not lora.experts:
+            continue
+        width, experts = spec.moe.intermediate_size, spec.moe.num_experts
+        slot = 3 * (hidden + width) * experts // tp_size if is_split else 3 * (hidden + width // tp_size) * experts
+        elements += lora.rank * (slot - (2 * hidden + 3 * width) * experts)  # instead of what the trainer holds
+    return 2 * elements
 
 
 def _weight_bytes(layout: DestLayout) -> int:

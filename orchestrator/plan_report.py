@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import ConfigError
 
 if TYPE_CHECKING:
-    from orchestrator.plan_command import PlanReport
+    from orchestrator.plan_command import ModeChoice, PlanReport
 
 MAX_ROWS = 40
 """Ranks that a picture shows of each side: the first ones; the trace has them all."""
@@ -77,9 +77,11 @@ def as_plain(report: PlanReport) -> dict[str, Any]:
             "verify": simulation.verify_s,
             "commit": simulation.commit_s,
             "total": simulation.total_s,
+            "total_by_nic_gb_s": {f"{rate / 1e9:g}": seconds for rate, seconds in report.total_s_by_nic.items()},
             "sender_floor": simulation.sender_floor_s,
             "receiver_floor": simulation.receiver_floor_s,
         },
+        "modes": {**asdict(report.modes), "break_even_s": report.modes.break_even_s},
     }
 
 
@@ -186,8 +188,29 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
             ("verify", _s(simulation.verify_s), "hash what arrived"),
             ("commit", _s(simulation.commit_s), "resume the engines"),
             ("total", _s(simulation.total_s), f"the wire alone: {_s(simulation.floor_s)} ({side}; {share:.0%} of it)"),
+            *(
+                (f"at {rate / 1e9:g} GB/s", _s(seconds), "total, if a NIC delivers no more than that")
+                for rate, seconds in list(report.total_s_by_nic.items())[1:]
+            ),
         ],
     )
+    yield "Which mode", _mode_rows(report.modes)
+
+
+def _mode_rows(modes: ModeChoice) -> list[_Row]:
+    merged = ("merged", _s(modes.merged_s), f"{_gb(modes.merged_bytes)}; engines pause meanwhile")
+    if modes.adapter_s is None:
+        return [merged, ("adapter", "-", "full training has no adapter")]
+    cost = f"costs {modes.decode_loss:.0%} of decode speed" if modes.decode_loss else "no cost in decode speed is known"
+    told = f"{_gb(modes.adapter_bytes)}; no pause; {_gb(modes.slot_bytes)} a slot on a rollout GPU; {cost}"
+    if modes.break_even_s == float("inf"):
+        wins = ("adapter wins", "", "it publishes sooner, and nothing is lost in between")
+    elif modes.break_even_s > 0:
+        why = f"when engines generate longer than {_s(modes.break_even_s)} between two publishes; else the adapter does"
+        wins = ("merged wins", "", why)
+    else:
+        wins = ("merged wins", "", "the adapter is no sooner")
+    return [merged, ("adapter", _s(modes.adapter_s), told), wins]
 
 
 def _trace_events(report: PlanReport) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ Callers: plan.py, on every plan that it builds; tests, on plans that were broken
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -46,12 +46,13 @@ def prove_coverage(
     wanted = {(replica, layout.rank): layout for replica, layouts in enumerate(replicas) for layout in layouts}
     tables = list(plan.tables.values())
     for table in tables:
-        pairs = np.unique(np.stack([table.replicas, table.dest_rank], axis=1), axis=0).tolist()
-        for number, dest_rank in pairs:
-            for replica in table.replica_sets[number]:
-                if (replica, dest_rank) not in wanted:
+        num_sets = len(table.replica_sets) or 1
+        for pair in np.unique(table.dest_rank * num_sets + table.replicas).tolist():
+            for replica in table.replica_sets[pair % num_sets]:
+                if (replica, pair // num_sets) not in wanted:
                     raise PlanError(
-                        f"a task of source rank {table.source_rank} goes to replica {replica} rank {dest_rank}, unknown"
+                        f"a task of source rank {table.source_rank} goes to replica {replica} rank "
+                        f"{pair // num_sets}, unknown"
                     )
     numbering = _Numbering({}, {}, {})
     for dest_rank in sorted({rank for _, rank in wanted}):
@@ -177,9 +178,7 @@ class _Rows:
 class _Proof:
     """The proof for one engine rank, over the rows that it gets."""
 
-    def __init__(
-        self, plan: TransferPlan, where: tuple[int, int], layout: DestLayout, rows: _Rows, own: Ints
-    ) -> None:
+    def __init__(self, plan: TransferPlan, where: tuple[int, int], layout: DestLayout, rows: _Rows, own: Ints) -> None:
         self.plan, self.layout, self.rows = plan, layout, rows
         self.name = f"replica {where[0]} rank {where[1]}"
         self.loads = LoadTable.of(layout.loads)

@@ -175,25 +175,24 @@ def find_holders(sources: Sequence[SourceLayout]) -> Holders:
 
 def _shards_of(source: SourceLayout, numbers: dict[str, int], shapes: Ints) -> tuple[Ints, Ints, Ints]:
     """(rank, tensor, [start, shape]) of one rank's shards, checked."""
-    for shard in source.shards:
-        number = numbers.get(shard.tensor)
-        if number is None:
-            raise PlanError(f"source rank {source.rank} holds {shard.tensor!r}, which the checkpoint does not have")
-        if len(shard.region.start) != len(source.tensors[number].shape):
-            check_inside(shard.region, source.tensors[number], f"source rank {source.rank}")
+    unknown = [shard for shard in source.shards if shard.tensor not in numbers]
+    for shard in unknown[:1]:
+        raise PlanError(f"source rank {source.rank} holds {shard.tensor!r}, which the checkpoint does not have")
+    regions = [shard.region for shard in source.shards]
     tensor = np.array([numbers[shard.tensor] for shard in source.shards], np.int64)
     found = np.empty((len(tensor), 2, shapes.shape[1]), np.int64)
     found[:, 0], found[:, 1] = 0, 1
-    start, shape = (padded([getattr(s.region, name) for s in source.shards], i) for i, name in enumerate(_BOUNDS))
+    num_dims = np.fromiter((len(region.start) for region in regions), np.int64, len(regions))
+    expected = np.array([len(source.tensors[number].shape) for number in tensor.tolist()], np.int64)
+    for index in np.flatnonzero(num_dims != expected)[:1].tolist():
+        check_inside(regions[index], source.tensors[int(tensor[index])], f"source rank {source.rank}")
+    start, shape = padded([region.start for region in regions], 0), padded([region.shape for region in regions], 1)
     found[:, 0, : start.shape[1]], found[:, 1, : shape.shape[1]] = start, shape
     outside = (found < 0).any(axis=(1, 2)) | (found.sum(axis=1) > shapes[tensor]).any(axis=1)
     for index in np.flatnonzero(outside)[:1].tolist():
         shard = source.shards[index]
         check_inside(shard.region, source.tensors[numbers[shard.tensor]], f"source rank {source.rank}")
     return np.full(len(tensor), source.rank), tensor, found
-
-
-_BOUNDS = ("start", "shape")
 
 
 def check_inside(region: Region, meta: TensorMeta, who: str) -> None:

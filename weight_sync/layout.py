@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "uint8": 1, "int64": 8}
 """Size of one element, in bytes, of every dtype that may cross."""
@@ -34,10 +35,7 @@ class Region:
     @property
     def num_elements(self) -> int:
         """Product of the shape; 1 for a scalar."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return prod(self.shape)
 
     @property
     def stop(self) -> tuple[int, ...]:
@@ -105,7 +103,7 @@ class Param:
     @property
     def num_elements(self) -> int:
         """Product of the shape."""
-        return Region((0,) * len(self.shape), self.shape).num_elements
+        return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:

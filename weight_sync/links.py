@@ -26,30 +26,38 @@ Port = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """What the hardware does. Rates are of one GPU and one direction; 1 GB is 10^9 bytes.
+    """What the hardware and the host's part of a publish take. Rates are of one GPU and one direction, bytes/s.
 
-    Defaults: an H200 node with one 400 Gb/s NIC a GPU. NVLink, its latency and the host link were measured on such
-    a node; the NIC is its line rate.
+    Defaults: an H200 node with one 400 Gb/s NIC a GPU. The NIC is its line rate; all else is read off publishes that
+    were measured there over NVLink (bench/results/weight_sync-gpu-*.json): over three watermarks, hence 64, 126 and
+    252 loads, the time of all writes is bytes / nvlink + loads x write_latency, and what the pipeline takes beside
+    its writes is source_begin + loads x hand_over. tests/unit/orchestrator/test_simulation_measured.py holds them.
     """
 
     nic_bytes_s: float = 50e9
     """One NIC a GPU."""
-    nvlink_bytes_s: float = 390e9
+    nvlink_bytes_s: float = 396e9
     """One-sided writes to another GPU of the node."""
-    hbm_bytes_s: float = 3.0e12
-    """Device memory traffic of the kernels that pack, merge and hash."""
+    hbm_bytes_s: float = 3.87e12
+    """Device memory traffic of the kernels that pack, merge and hash: hashing 61 GB takes 15.8 ms."""
     host_bytes_s: float = 53e9
     """Pinned host memory to device; only for parameters that are offloaded."""
-    write_latency_s: float = 20e-6
+    write_latency_s: float = 65e-6
     """One batched write to one session, beside its bytes."""
     op_s: float = 1e-6
     """One entry of a batched write, beside its bytes."""
     load_launch_s: float = 0.3e-3
     """Host time to launch what fills and hashes one slot."""
-    control_s: float = 4e-3
-    """One round trip between the publisher and a replica: begin (with the pause), and commit (with the resumption)."""
-    barrier_s: float = 1e-3
-    """One collective of all trainer ranks over their control network."""
+    hand_over_s: float = 65e-6
+    """From the end of a load's writes to the start of the next one's: two threads that meet."""
+    source_begin_s: float = 12e-3
+    """What a rank does once a publish beside packing and writing: gather adapters, start threads, add up hashes."""
+    begin_s: float = 35e-3
+    """Pausing the engines: 256 requests in decode. 2.7 ms where nothing runs."""
+    commit_s: float = 7e-3
+    """Adopting the version and resuming. 2.3 ms where nothing runs."""
+    barrier_s: float = 6e-3
+    """Collecting what every rank wrote, and telling the replicas what to expect."""
 
     def __post_init__(self) -> None:
         for one in fields(self):

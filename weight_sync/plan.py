@@ -503,7 +503,9 @@ def _layout_digest(layout: DestLayout, holders: Holders) -> str:
 def _layouts_digest(holders: Holders, alike: Sequence[_Alike]) -> str:
     """Digest of the checkpoint and of every destination."""
     checkpoint = [[meta.name, meta.shape, meta.dtype] for meta in holders.metas]
-    return _digest([checkpoint, sorted([replica, one.dest_rank, one.digest] for one in alike for replica in one.replicas)])
+    return _digest(
+        [checkpoint, sorted([replica, one.dest_rank, one.digest] for one in alike for replica in one.replicas)]
+    )
 
 
 def _plan_digest(max_task_bytes: int, layouts_digest: str, rank_digests: Mapping[int, str]) -> str:

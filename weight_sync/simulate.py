@@ -48,8 +48,9 @@ _CPU_SCRATCH_BYTES = 4 << 20
 _MIN_SCRATCH_BYTES = 16 << 10
 """Hash scratch, as in integrity.py."""
 
-PACK_PASSES = 2.0
-"""Times that a packed byte crosses device memory: the weight is read, the slot is written. Adapters are small."""
+PACK_PASSES = 5.0
+"""Device memory traffic of a packed and merged byte, in bytes: reading the weight and writing the slot are two, the
+rest is what the merge costs (79 ms for 61 GB with r=32, measured as LinkRates says)."""
 HASH_PASSES = 1.0
 """... and once more, on either side, where it is hashed."""
 
@@ -228,7 +229,7 @@ def simulate(
     ]
     run.begin(senders)
     groups = MESH_GROUPS if has_group_barriers else (None,)
-    may_write_s = rates.control_s
+    may_write_s = rates.begin_s
     for group in groups:
         run.replay(senders, group, may_write_s)
         may_write_s = max([may_write_s, *(sender.written_s for sender in senders)]) + rates.barrier_s
@@ -238,14 +239,14 @@ def simulate(
     verify_end_s = max((one.verify_stop_s for one in receivers), default=may_write_s)
     ranks = tuple(sender.timeline(staging.reserved_bytes) for sender in senders)
     return Simulation(
-        total_s=verify_end_s + rates.control_s,
-        begin_s=rates.control_s,
+        total_s=verify_end_s + rates.commit_s,
+        begin_s=rates.begin_s,
         write_end_s=write_end_s,
         prepare_s=max((rank.busy_s("prepare") for rank in ranks), default=0.0),
         write_s=max((rank.busy_s("write") for rank in ranks), default=0.0),
         barrier_s=rates.barrier_s * len(groups),
         verify_s=verify_end_s - may_write_s,
-        commit_s=rates.control_s,
+        commit_s=rates.commit_s,
         sender_floor_s=max(run.sent_s.values(), default=0.0),
         receiver_floor_s=max(run.received_s.values(), default=0.0),
         peak_bytes=max((rank.peak_bytes for rank in ranks), default=0),
@@ -335,9 +336,10 @@ class _Run:
 
     def begin(self, senders: Sequence[_Sender]) -> None:
         """Nobody packs before the replicas have begun."""
+        ready_s = self.rates.begin_s + self.rates.source_begin_s
         for sender in senders:
-            sender.host_s = sender.prepared_s = sender.written_s = self.rates.control_s
-            sender.slot_free_s = [self.rates.control_s] * NUM_SLOTS
+            sender.host_s = sender.prepared_s = sender.written_s = ready_s
+            sender.slot_free_s = [ready_s] * NUM_SLOTS
 
     def replay(self, senders: Sequence[_Sender], group: str | None, may_write_s: float) -> None:
         """Run the loads of one mesh group (None: all) in the fixed order of the module's docstring."""
@@ -372,7 +374,7 @@ class _Run:
         sender.prepared_s = start_s + max(device_s, rates.load_launch_s)
         note("prepare", start_s, sender.prepared_s, load.packed_bytes)
 
-        start_s = max(sender.prepared_s, sender.written_s, may_write_s)
+        start_s = max(sender.prepared_s, sender.written_s + (rates.hand_over_s if number else 0.0), may_write_s)
         sender.written_s = self._write(sender, load, start_s)
         sender.slot_free_s[slot] = sender.written_s
         note("write", start_s, sender.written_s, load.sent_bytes)

@@ -98,6 +98,8 @@ OPTIONS = [
     "reward.timeout_s",
     "reward.num_processes",
     "cluster.device",
+    "cluster.trainer_gpus",
+    "cluster.rollout_gpus",
     "cluster.ray_address",
     "cluster.dashboard",
     "cluster.dashboard_port",

@@ -11,11 +11,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from conf.errors import ConfigError
 from conf.load import load_run_config
+from conf.schema import LoraConfig
 from orchestrator import plan_command
 from orchestrator.cli import main
 from orchestrator.plan_command import Hardware, PlanReport, plan_run
@@ -133,9 +136,55 @@ def test_rates_and_faults_of_the_command_line_reach_the_simulation(capsys: pytes
     assert total(*apart, "--lost-nic", "0") > total(*apart)
 
 
+def test_a_plan_is_carried_to_the_cluster_that_is_asked_for():
+    report = planned("cluster.trainer_gpus=8", "cluster.rollout_gpus=6", "rollout.tp_size=2")
+    assert len(report.summary.sent_bytes) == 8
+    assert len(report.summary.received_bytes) == 6
+    assert report.config.rollout.num_workers == 3
+
+
+def test_nics_that_deliver_less_are_shown_beside_their_line_rate():
+    report = planned("cluster.trainer_gpus=16", hardware=Hardware(ranks_per_node=4))
+    (line, at_line), (seen, at_seen) = report.total_s_by_nic.items()
+    assert (line, seen) == (50e9, 44e9)
+    assert at_line == report.simulation.total_s < at_seen
+
+
+def test_modes_are_compared_and_the_loss_of_decode_speed_decides():
+    free, costly = (planned(hardware=Hardware(adapter_decode_loss=loss)).modes for loss in (0.0, 0.5))
+    assert free.adapter_s is not None
+    assert free.break_even_s == float("inf")
+    assert costly.break_even_s == pytest.approx((free.merged_s - free.adapter_s) / 0.5)
+    assert planned("trainer.mode=full").modes.adapter_s is None
+
+
+def test_an_adapter_slot_of_kimi_k2_has_the_known_size():
+    # 24 experts a rank of EP16, 60 layers, r=32, bfloat16: 3 x (7168 + 2048) x 32 x 24 x 60 x 2 bytes = 2.55 GB
+    moe = SimpleNamespace(intermediate_size=2048, num_experts=384)
+    spec: Any = SimpleNamespace(num_layers=61, hidden_size=7168, moe=moe, is_moe_layer=lambda layer: layer > 0)
+    spec.num_heads = spec.num_kv_heads = spec.head_dim = spec.intermediate_size = 0
+    lora = LoraConfig(rank=32, attention=False, mlp=False)
+    assert plan_command.adapter_slot_bytes(spec, lora, 16, is_split=True) == 3 * 9216 * 32 * 24 * 60 * 2
+    # Under TP16 all 384 experts: 3 x (7168 + 128) x 32 x 384 x 60 x 2 bytes = 32.3 GB
+    assert plan_command.adapter_slot_bytes(spec, lora, 16, is_split=False) == 3 * 7296 * 32 * 384 * 60 * 2
+
+
+def test_int4_engines_take_adapters_only() -> None:
+    thinking, merged = (
+        load_run_config([f"experiment={name}"]) for name in ("kimi_k2_thinking_lora", "kimi_k2_fp8_merged")
+    )
+    with pytest.raises(ConfigError, match="INT4 engines accept adapter mode only"):
+        plan_command.check_engine_takes_merged_weights(thinking.model.hf_config)
+    plan_command.check_engine_takes_merged_weights(merged.model.hf_config)  # block-FP8 takes them
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (["cluster.trainer_gpus=3"], "cluster.trainer_gpus=3 is no multiple of trainer.ep_size=2"),
+        (["cluster.rollout_gpus=3", "rollout.tp_size=2"], "cluster.rollout_gpus=3 is no multiple of rollout.tp_size=2"),
+        (["cluster.rollout_gpus=0"], "cluster.rollout_gpus must be >= 1"),
+        (["--op-us", "-1"], "--op-us must be >= 0"),
         (["--nic-gb-s", "0"], "--nic-gb-s must be > 0"),
         (["--nvlink-gb-s", "fast"], "--nvlink-gb-s: invalid float value: 'fast'"),
         (["--slow-rank", "three"], "--slow-rank takes RANK=FACTOR"),

@@ -30,7 +30,10 @@ SLOW = LinkRates(
     write_latency_s=0.01,
     op_s=0.001,
     load_launch_s=0.005,
-    control_s=0.5,
+    hand_over_s=0.002,
+    source_begin_s=0.1,
+    begin_s=0.5,
+    commit_s=0.4,
     barrier_s=0.25,
 )
 """Rates that suit plans of a few kilobytes."""
@@ -173,7 +176,14 @@ def test_loads_are_those_of_the_pipeline(system, limit):
 
 
 def test_constants_are_those_of_the_pipeline():
-    for name in ("NUM_SLOTS", "SLOT_ALIGNMENT_BYTES", "TASKS_A_SLOT", "MAX_PACKETS", "MAX_LINK_THREADS", "MAX_SLOT_BYTES"):
+    for name in (
+        "NUM_SLOTS",
+        "SLOT_ALIGNMENT_BYTES",
+        "TASKS_A_SLOT",
+        "MAX_PACKETS",
+        "MAX_LINK_THREADS",
+        "MAX_SLOT_BYTES",
+    ):
         assert getattr(simulate, name) == getattr(pipeline, name), name
 
 
@@ -198,7 +208,8 @@ def test_reserved_bytes_and_task_bound_are_those_of_the_pipeline(device_type, wa
 
 # --- figures that can be worked out by hand ---
 
-BARE = dataclasses.replace(SLOW, hbm_bytes_s=1e12, write_latency_s=0, op_s=0, load_launch_s=0, control_s=0, barrier_s=0)
+BARE = dataclasses.replace(SLOW, hbm_bytes_s=1e12, write_latency_s=0, op_s=0, load_launch_s=0, barrier_s=0)
+BARE = dataclasses.replace(BARE, hand_over_s=0, source_begin_s=0, begin_s=0, commit_s=0)
 
 
 def test_one_sender_and_one_receiver_take_bytes_over_rate():
@@ -219,15 +230,15 @@ def test_two_pairs_take_half_and_two_replicas_double():
 
 
 def test_packing_is_hidden_behind_writing_and_the_first_load_is_not():
-    # Slots of 1024 bytes are cut to ceil(8000 / 1024) = 8 loads. 3 passes over 1000 bytes at 30 kB/s: 0.1 s a load.
+    # Slots of 1024 bytes are cut to ceil(8000 / 1024) = 8 loads. 6 passes over 1000 bytes at 30 kB/s: 0.2 s a load.
     packing = dataclasses.replace(BARE, hbm_bytes_s=30e3)
     found = run(even_plan(), packing, ranks_per_node=1)
     first = found.ranks[0].intervals[0]
     assert found.write_end_s == pytest.approx(8.0 + first.stop_s, rel=1e-6)
-    # Packing at a third of the wire: 3 passes at 1 kB/s are 24 s, and only the last write is not hidden.
+    # Packing at a sixth of the wire: 6 passes at 1 kB/s are 48 s, and only the last write is not hidden.
     slow = run(even_plan(), dataclasses.replace(BARE, hbm_bytes_s=1e3), ranks_per_node=1)
     last = slow.ranks[0].intervals[-1]
-    assert slow.write_end_s == pytest.approx(24.0 + last.stop_s - last.start_s, rel=1e-6)
+    assert slow.write_end_s == pytest.approx(48.0 + last.stop_s - last.start_s, rel=1e-6)
 
 
 def test_a_slow_rank_and_a_lost_nic_show():
@@ -243,7 +254,7 @@ def test_hashes_cost_a_pass_at_either_end():
     rates = dataclasses.replace(BARE, hbm_bytes_s=1e3)
     with_hashes, without = (run(even_plan(), rates, verify_hashes=flag) for flag in (True, False))
     assert (with_hashes.verify_s, without.verify_s) == pytest.approx((8.0, 0.0))
-    assert with_hashes.prepare_s / without.prepare_s == pytest.approx(1.5)
+    assert with_hashes.prepare_s / without.prepare_s == pytest.approx(6 / 5)
 
 
 def test_a_million_tasks_are_added_up_per_load():
@@ -276,8 +287,8 @@ def test_what_makes_no_sense_is_refused():
     plan = even_plan()
     with pytest.raises(PlanError, match="nic_bytes_s must be > 0"):
         LinkRates(nic_bytes_s=0)
-    with pytest.raises(PlanError, match="control_s must be >= 0"):
-        LinkRates(control_s=-1)
+    with pytest.raises(PlanError, match="begin_s must be >= 0"):
+        LinkRates(begin_s=-1)
     with pytest.raises(PlanError, match=r"at least 1 times slower, got 0\.5"):
         Faults(slow_ranks={0: 0.5})
     with pytest.raises(PlanError, match="own GPU"):
