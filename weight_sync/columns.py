@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from weight_sync.layout import Load, Region
 
 Ints = NDArray[np.int64]
+Narrow = NDArray[Any]
+"""Integers of 64 or of 32 bits, where there are many."""
 Flags = NDArray[np.bool_]
 
 COLUMNS = ("tensor", "param", "start", "shape", "stride", "offset", "axes")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -111,8 +111,8 @@ class _Rows:
     @classmethod
     def of(cls, plan: TransferPlan, dest_rank: int, num_replicas: int, names: _Numbering) -> _Rows:
         """Collect them."""
-        columns: list[tuple[Ints, ...]] = []
-        pieces: list[tuple[Ints, ...]] = []
+        columns: list[tuple[Any, ...]] = []
+        pieces: list[tuple[Any, ...]] = []
         num_rows = 0
         width = max((table.pieces.start.shape[1] for table in plan.tables.values()), default=1)
         for table in plan.tables.values():
@@ -152,12 +152,10 @@ class _Rows:
             )
             num_rows += len(own)
         piece_row, *piece_columns = (np.concatenate(column) for column in zip(*pieces))
-        return cls(
-            names,
-            *(np.concatenate(column) for column in zip(*columns)),
-            piece_row,
-            PieceColumns(list(names.tensors), *piece_columns),
-        )
+        tensor, start, shape, axes, packed = piece_columns
+        param, offset, num_bytes, dtype, group, source, gets = (np.concatenate(column) for column in zip(*columns))
+        own_pieces = PieceColumns(list(names.tensors), tensor, start, shape, axes, packed)
+        return cls(names, param, offset, num_bytes, dtype, group, source, gets, piece_row, own_pieces)
 
     def task(self, row: int) -> Task:
         """A row as an object, for messages."""
@@ -415,7 +413,7 @@ def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout]) -> None:
         start = widened(pieces.start.astype(np.int64), width, 0)
         stop = start + widened(pieces.shape.astype(np.int64), width, 1)
         used, which = np.unique(pieces.tensor, return_inverse=True)
-        wanted = np.array([numbers.get(pieces.names[number], -1) for number in used.tolist()], np.int64)[which]
+        wanted = np.array([numbers.get(pieces.names[int(number)], -1) for number in used.tolist()], np.int64)[which]
         candidate = np.searchsorted(tensor[order], wanted, side="left")
         last = np.searchsorted(tensor[order], wanted, side="right")
         todo = np.arange(len(wanted))

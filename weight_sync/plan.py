@@ -359,7 +359,8 @@ def _choose_sources(needs: _Needs, holders: Holders, ranks: list[int]) -> _Choic
     if chosen:
         members = np.array([sets.setdefault((replica,), len(sets)) for _, _, replica in chosen], np.int64)
         rows.append((np.array([need for need, _, _ in chosen]), np.array([who for _, who, _ in chosen]), members))
-    return _Choice(*(np.concatenate(column) for column in zip(*rows)), list(sets))
+    need, sender, replicas = (np.concatenate(column) for column in zip(*rows))
+    return _Choice(need, sender, replicas, list(sets))
 
 
 def _share_out(

@@ -19,7 +19,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from weight_sync.columns import Ints, axes_code, axes_of, padded, region_of, spread, starts_of
+from weight_sync.columns import Ints, Narrow, axes_code, axes_of, padded, region_of, spread, starts_of
 from weight_sync.errors import PlanError
 from weight_sync.layout import DTYPE_BYTES, Region
 
@@ -69,10 +69,10 @@ class PieceColumns:
     """Pieces of many rows. `tensor` numbers `names`; start and shape have one entry per dim of the tensor."""
 
     names: Sequence[str]
-    tensor: Ints
-    start: Ints
-    shape: Ints
-    axes: Ints
+    tensor: Narrow
+    start: Narrow
+    shape: Narrow
+    axes: Narrow
     offset: Ints
 
     def take(self, index: Ints) -> PieceColumns:
@@ -85,7 +85,7 @@ class PieceColumns:
         window = slice(first, first + count)
         columns = (column[window].tolist() for column in (self.tensor, self.start, self.shape, self.axes, self.offset))
         return tuple(
-            Piece(self.names[tensor], region_of(start, shape, axes & 7), axes_of(axes), offset)
+            Piece(self.names[int(tensor)], region_of(start, shape, axes & 7), axes_of(axes), offset)
             for tensor, start, shape, axes, offset in zip(*columns)
         )
 
@@ -148,9 +148,9 @@ class TaskTable(Sequence[Task]):
             source_rank,
             tuple(params),
             tuple(sets),
-            *columns,
-            starts_of(columns[-1]),
-            PieceColumns(
+            **dict(zip(ROW_COLUMNS, columns)),
+            first_piece=starts_of(columns[-1]),
+            pieces=PieceColumns(
                 tuple(dict.fromkeys(piece.tensor for piece in pieces)),
                 np.array([names.setdefault(piece.tensor, len(names)) for piece in pieces], np.int64),
                 padded([piece.region.start for piece in pieces], 0),
@@ -195,7 +195,7 @@ class TaskTable(Sequence[Task]):
                     self.source_rank,
                     replicas[0],
                     dest_rank,
-                    self.params[param],
+                    self.params[int(param)],
                     offset,
                     size,
                     DTYPES[dtype],
@@ -259,9 +259,9 @@ class TaskTable(Sequence[Task]):
             source_rank,
             tuple(wire["params"]),
             tuple(tuple(members) for members in wire["replica_sets"]),
-            *columns,
-            starts_of(columns[-1]),
-            PieceColumns(tuple(wire["tensors"]), tensor, start, shape, axes, offset),
+            **dict(zip(ROW_COLUMNS, columns)),
+            first_piece=starts_of(columns[-1]),
+            pieces=PieceColumns(tuple(wire["tensors"]), tensor, start, shape, axes, offset),
         )
 
 
