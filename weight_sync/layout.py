@@ -13,7 +13,6 @@ engine's own loader did it once under `weight_sync.recorder`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
@@ -147,8 +146,8 @@ class DestLayout:
 
     rank: int
     params: tuple[Param, ...]
-    loads: Sequence[Load]
-    """A tuple, or the columns of one (`columns.LoadTable`)."""
+    loads: tuple[Load, ...]
+    """Or the columns of one (`columns.LoadTable`), which is read alike."""
     fills: tuple[Fill, ...] = ()
 
 

@@ -58,7 +58,7 @@ def layouts_from_bytes(data: bytes) -> tuple[DestLayout, ...]:
             tuple(
                 Param(names[name], shape, names[dtype], PostLoad(names[form])) for name, shape, dtype, form in params
             ),
-            LoadTable(names, *(arrays[column[0]].reshape(column[1:]) for column in columns)),
+            cast(Any, LoadTable(names, *(arrays[column[0]].reshape(column[1:]) for column in columns))),
             tuple(Fill(names[param], offset, size, value) for param, offset, size, value in fills),
         )
         for rank, params, columns, fills in rows
