@@ -139,7 +139,8 @@ class TransferPlan:
             sums = np.zeros(len(to), np.int64)
             np.add.at(sums, at, table.num_bytes)
             for key, size in zip(to.tolist(), sums.tolist()):
-                for replica in table.replica_sets[key // num_dests]:
+                members: tuple[int, ...] = table.replica_sets[key // num_dests]
+                for replica in members:
                     received[replica, key % num_dests] += size
         return PlanSummary(
             digest=self.digest,
@@ -465,16 +466,16 @@ def _rotated(
     distinct, which = np.unique(pairs[is_alone], return_inverse=True)
     own: list[int] = []
     for pair in distinct.tolist():
-        number, begin = divmod(pair, int(first.max(initial=0)) + 1)
-        members = sets[number]
-        turned = (*(one for one in members if one >= begin), *(one for one in members if one < begin))
+        number, begin = divmod(int(pair), int(first.max(initial=0)) + 1)
+        members: tuple[int, ...] = sets[number]
+        turned: tuple[int, ...] = (*(one for one in members if one >= begin), *(one for one in members if one < begin))
         own.append(numbers.setdefault(turned, len(numbers)))
     found[group[is_alone]] = np.array(own, np.int64)[which] if own else which
     joined: dict[int, tuple[int, ...]] = {}
     for row in np.flatnonzero(~is_alone).tolist():
         joined[int(group[row])] = (*joined.get(int(group[row]), ()), *sets[int(replicas[row])])
-    for at, members in joined.items():
-        found[at] = numbers.setdefault(members, len(numbers))
+    for at, both in joined.items():
+        found[at] = numbers.setdefault(both, len(numbers))
     return list(numbers), found, heads
 
 

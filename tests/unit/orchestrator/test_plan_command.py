@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from orchestrator import plan_command
 from orchestrator.cli import main
 from orchestrator.plan_command import Hardware, PlanReport, plan_run
 from rollout.errors import EngineError
+from trainer.model.spec import ModelSpec
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
 from weight_sync.links import Faults
 
@@ -160,9 +160,7 @@ def test_modes_are_compared_and_the_loss_of_decode_speed_decides():
 
 def test_an_adapter_slot_of_kimi_k2_has_the_known_size():
     # 24 experts a rank of EP16, 60 layers, r=32, bfloat16: 3 x (7168 + 2048) x 32 x 24 x 60 x 2 bytes = 2.55 GB
-    moe = SimpleNamespace(intermediate_size=2048, num_experts=384)
-    spec: Any = SimpleNamespace(num_layers=61, hidden_size=7168, moe=moe, is_moe_layer=lambda layer: layer > 0)
-    spec.num_heads = spec.num_kv_heads = spec.head_dim = spec.intermediate_size = 0
+    spec = ModelSpec.from_hf_config(load_run_config(["experiment=kimi_k2_fp8_merged"]).model.hf_config)
     lora = LoraConfig(rank=32, attention=False, mlp=False)
     assert plan_command.adapter_slot_bytes(spec, lora, 16, is_split=True) == 3 * 9216 * 32 * 24 * 60 * 2
     # Under TP16 all 384 experts: 3 x (7168 + 128) x 32 x 384 x 60 x 2 bytes = 32.3 GB
