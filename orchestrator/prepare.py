@@ -29,6 +29,7 @@ from conf.errors import ConfigError
 from conf.schema import DataConfig, Init, ModelConfig
 from rollout.prompts import read_prompts
 from rollout.types import Prompt
+from trainer.model.spec import ModelSpec
 
 CHARACTERS = "characters"
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -42,7 +43,6 @@ ALPHABET = (
 )
 """Printable ASCII, the characters that small tasks use first."""
 
-_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -105,14 +105,7 @@ def resolve_hf_config(config: ModelConfig) -> dict[str, Any]:
             raise ConfigError(f"{path} is not JSON: {error}") from error
     overrides = config.hf_config if config.init is Init.random else {}
     merged = {**base, **overrides}
-    model_type = merged.get("model_type")
-    if model_type not in _ARCHITECTURES:
-        raise ConfigError(
-            f"model_type must be one of {', '.join(_ARCHITECTURES)}, got {model_type!r} (model.hf_config or model.path)"
-        )
-    if not isinstance(merged.get("vocab_size"), int):
-        raise ConfigError(f"model.hf_config.vocab_size must be a whole number, got {merged.get('vocab_size')!r}")
-    merged.setdefault("architectures", [_ARCHITECTURES[model_type]])
+    merged.setdefault("architectures", [ModelSpec.from_hf_config(merged).hf_architecture])
     merged["dtype"] = merged["torch_dtype"] = config.dtype.value
     return merged
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from conf.schema import LoraConfig
 from trainer.errors import CheckpointError
+from trainer.fused import deinterleave, interleave
 from trainer.loading import INDEX_FILE, SINGLE_FILE
 from trainer.lora import Linear
 from trainer.moe.experts import Experts
@@ -95,6 +96,8 @@ def save_adapter(decoder: Decoder, folder: Path | str) -> None:
             for leaf, suffix in _EXPERT_MODULES.items():
                 a_ERK = all_experts(decoder, getattr(module, f"{leaf}_lora_A"))
                 b_ENR = all_experts(decoder, getattr(module, f"{leaf}_lora_B"))
+                if leaf == "gate_up" and module.gate_up_bias is not None:
+                    b_ENR = interleave(b_ENR)
                 if layout.rank == 0:
                     tensors[f"{PREFIX}{name}{suffix}.lora_A.weight"] = pack_expert_a(a_ERK).cpu()
                     tensors[f"{PREFIX}{name}{suffix}.lora_B.weight"] = pack_expert_b(b_ENR).cpu()
@@ -187,7 +190,8 @@ def _load_experts(decoder: Decoder, bank: Experts, prefix: str, read: ReadTensor
         stored_b = read(f"{prefix}{suffix}.lora_B.weight", (out_features, rank * num_experts))
         experts = slice(bank.first_expert + start, bank.first_expert + start + a.shape[0])
         a.copy_(stored_a.view(num_experts, rank, in_features)[experts])
-        b.copy_(stored_b.view(out_features, rank, num_experts).permute(2, 0, 1)[experts])
+        b_ENR = stored_b.view(out_features, rank, num_experts).permute(2, 0, 1)
+        b.copy_((deinterleave(b_ENR) if leaf == "gate_up" and bank.gate_up_bias is not None else b_ENR)[experts])
 
 
 def pack_expert_a(a_ERK: Tensor) -> Tensor:

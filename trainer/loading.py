@@ -150,9 +150,8 @@ def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadRe
     """
     num_tensors = num_bytes = 0
     for held in local_shards(decoder):
-        base = held.base
-        base.copy_(reader.read(held.tensor, held.region))
-        num_tensors, num_bytes = num_tensors + 1, num_bytes + base.numel() * base.element_size()
+        held.fill(reader.read(held.tensor, held.region))
+        num_tensors, num_bytes = num_tensors + 1, num_bytes + held.base.numel() * held.base.element_size()
     for name, parameter in replicated_parameters(decoder).items():
         parameter.copy_(reader.read(name, Region((0,) * parameter.dim(), tuple(parameter.shape))))
     init_adapters(decoder, seed=seed)

@@ -26,6 +26,7 @@ MERGE_BLOCK_ROWS = 256
 """BLOCK_ROWS of merge.py, which needs torch."""
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj(_bias)?$")
 
 
 def source_layouts(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> tuple[SourceLayout, ...]:
@@ -35,6 +36,12 @@ def source_layouts(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> tuple
     for meta in tensors:
         expert = expert_of(meta.name)
         whole = Region((0,) * len(meta.shape), meta.shape)
+        if _FUSED_EXPERTS.search(meta.name):
+            for rank, (first, count) in enumerate(_experts_of_ranks(spec, trainer)):
+                if count:
+                    region = Region((first, *whole.start[1:]), (count, *meta.shape[1:]))
+                    shards[rank].append(SourceShard(meta.name, region))
+            continue
         if expert is not None:
             shards[_expert_rank(spec, trainer, expert)].append(SourceShard(meta.name, whole))
             continue
@@ -151,6 +158,15 @@ def _expert_rank(spec: ModelSpec, trainer: TrainerConfig, expert: int) -> int:
     return index // -(-num_local // num_data_ranks) * trainer.ep_size + ep_rank
 
 
+def _experts_of_ranks(spec: ModelSpec, trainer: TrainerConfig) -> Iterator[tuple[int, int]]:
+    """First expert and number of experts of each rank."""
+    assert spec.moe is not None
+    held = [_expert_rank(spec, trainer, expert) for expert in range(spec.moe.num_experts)]
+    for rank in range(trainer.num_ranks):
+        count = held.count(rank)
+        yield (held.index(rank) if count else 0), count
+
+
 def _rows(num_rows: int, num_ranks: int) -> Iterator[tuple[int, int]]:
     """Start and stop of each rank's rows: torch.chunk's way, filled up with empty ones."""
     rows_a_rank = -(-num_rows // num_ranks)
@@ -160,5 +176,5 @@ def _rows(num_rows: int, num_ranks: int) -> Iterator[tuple[int, int]]:
 
 def _frozen_elements(meta: TensorMeta, train_router: bool) -> int:
     """Elements that full training leaves alone."""
-    is_router = meta.name.endswith(".mlp.gate.weight") and not train_router
+    is_router = meta.name.endswith((".mlp.gate.weight", ".mlp.router.weight", ".mlp.router.bias")) and not train_router
     return prod(meta.shape) if is_router or meta.name.endswith(CORRECTION_BIAS) else 0

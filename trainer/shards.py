@@ -12,109 +12,23 @@ communicates, except `gather_lora_a`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trainer.fused import FusedTensor, fused_experts
 from trainer.lora import Linear
-from trainer.merge import merge_rows
 from trainer.model.spec import CORRECTION_BIAS
 from trainer.moe.experts import Experts
+from trainer.moe.routing import Router
 from trainer.parallel import ParallelLayout, local_part, replicated_parameters, rows_of_rank, whole
+from trainer.runs import LoraDelta, RowRun, local_rows
 from weight_sync.layout import Region
 
 if TYPE_CHECKING:
     from trainer.model.decoder import Decoder
-
-
-def local_rows(parameter: nn.Parameter) -> Tensor:
-    """A live view, without a graph, of this rank's rows of a parameter; the matrices of a stack one below the other.
-
-    Looked up when read: FSDP2 may move a shard's storage, never the parameter.
-    """
-    local = local_part(parameter)[0]
-    return local.flatten(0, 1) if local.dim() == 3 else local
-
-
-@dataclass(frozen=True, slots=True)
-class LoraDelta:
-    """The factors that merge into this rank's rows of one parameter: rows W[i] += scale * B[i] @ A."""
-
-    key: str
-    """Name of the parameter A; the key of its whole in `gather_lora_a`'s result."""
-    a_parameter: nn.Parameter
-    """(r, in), or a stack (E, r, in) of which this rank holds all that its rows need."""
-    b_parameter: nn.Parameter
-    """Has as many local rows as the weight."""
-    rows_a_factor: int
-    """Rows of the weight under one A."""
-    first_row: int
-    """Which row under its A this rank's first one is; not 0 where FSDP2 cuts rows."""
-    scale: float
-    """alpha / rank."""
-
-    @property
-    def rank(self) -> int:
-        """r."""
-        return self.b_parameter.shape[-1]
-
-    def a(self, gathered_a: dict[str, Tensor]) -> Tensor:
-        """(E, r, in) float32: this rank's own, else the gathered one as a stack of one."""
-        if isinstance(self.a_parameter, DTensor) and self.a_parameter.dim() == 2:
-            return gathered_a[self.key][None]
-        local = local_part(self.a_parameter)[0]
-        return local if local.dim() == 3 else local[None]
-
-
-@dataclass(frozen=True, slots=True)
-class RowRun:
-    """Rows of one parameter on this rank, some or all columns: what one merge or one copy writes."""
-
-    parameter: nn.Parameter
-    delta: LoraDelta | None
-    start: int
-    stop: int
-    columns: slice | None
-    """None for a parameter of one dim."""
-
-    def joins(self, following: RowRun) -> bool:
-        """Whether `following` are the next rows of the same."""
-        return (
-            self.parameter is following.parameter and self.columns == following.columns and self.stop == following.start
-        )
-
-    def join(self, following: RowRun) -> RowRun:
-        """Both in one."""
-        return replace(self, stop=following.stop)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Rows and columns."""
-        rows = self.stop - self.start
-        return (rows,) if self.columns is None else (rows, self.columns.stop - self.columns.start)
-
-    def write(self, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
-        """Write the merged values into `out`, of `shape`, any strides, cast to out.dtype. No communication."""
-        base = local_rows(self.parameter)[self.start : self.stop]
-        if self.columns is not None:
-            base = base[:, self.columns]
-        if self.delta is None:
-            out.copy_(base)
-            return
-        assert self.columns is not None
-        skipped, first_row = divmod(self.delta.first_row + self.start, self.delta.rows_a_factor)
-        merge_rows(
-            base,
-            local_rows(self.delta.b_parameter)[self.start : self.stop],
-            self.delta.a(gathered_a)[skipped:],
-            self.delta.scale,
-            out,
-            first_row=first_row,
-            rows_a_factor=self.delta.rows_a_factor,
-            first_column=self.columns.start,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +54,10 @@ class HeldTensor:
         """Live values, of shape region.shape: the frozen base (LoRA) or the float32 weight (full training)."""
         return local_rows(self.parameter)[self.first_row : self.first_row + self.region.shape[0]]
 
+    def fill(self, values: Tensor) -> None:
+        """Load the whole region."""
+        self.base.copy_(values)
+
     def run(self, region: Region) -> RowRun:
         """Where `region`, a part of self.region in coordinates of the checkpoint tensor, lies in the parameter."""
         start = self.first_row + region.start[0] - self.region.start[0]
@@ -157,25 +75,30 @@ class HeldTensor:
         self.run(region).write(out, gathered_a)
 
 
-def local_shards(decoder: Decoder) -> list[HeldTensor]:
+def local_shards(decoder: Decoder) -> list[HeldTensor | FusedTensor]:
     """Every non-empty rectangle that this rank holds, in the order of the module's parameters.
 
     Views are live: they follow the optimizer.
     """
-    held = [_held_part(name, p, decoder.layout) for name, p in replicated_parameters(decoder).items()]
+    held: list[HeldTensor | FusedTensor] = [
+        _held_part(name, p, decoder.layout) for name, p in replicated_parameters(decoder).items()
+    ]
     for name, module in decoder.named_modules():
         if isinstance(module, Experts):
             held.extend(_held_experts(name, module))
+        elif isinstance(module, Router):
+            checkpoint_name = f"{name.rpartition('.')[0]}.{module.moe.router_name}"
+            held.extend(
+                _held_rows(f"{checkpoint_name}.{leaf}", p)
+                for leaf, p in module.named_parameters(recurse=False)
+                if leaf != CORRECTION_BIAS
+            )
         elif isinstance(module, Linear):
             held.append(_held_rows(f"{name}.weight", module.weight, _linear_delta(name, module)))
             if module.bias is not None:
                 held.append(_held_rows(f"{name}.bias", module.bias))
         else:
-            held.extend(
-                _held_rows(f"{name}.{leaf}", p)
-                for leaf, p in module.named_parameters(recurse=False)
-                if leaf != CORRECTION_BIAS
-            )
+            held.extend(_held_rows(f"{name}.{leaf}", p) for leaf, p in module.named_parameters(recurse=False))
     return [one for one in held if one.region.num_elements > 0]
 
 
@@ -213,11 +136,14 @@ def _linear_delta(name: str, module: Linear) -> LoraDelta | None:
     )
 
 
-def _held_experts(name: str, bank: Experts) -> Iterator[HeldTensor]:
+def _held_experts(name: str, bank: Experts) -> Iterator[HeldTensor | FusedTensor]:
     width = bank.intermediate_size
     parts = (("gate_proj", "gate_up", 0, width), ("up_proj", "gate_up", width, width), ("down_proj", "down", 0, None))
     # An expert is held whole, with its own A and B: nothing to gather.
     deltas = {stack: _stack_delta(name, bank, stack) for stack in ("gate_up", "down")}
+    if bank.gate_up_bias is not None:  # every family with biases fuses its experts
+        yield from fused_experts(name, bank, deltas)
+        return
     num_held, start = local_part(bank.down_proj)[0].shape[0], local_part(bank.down_proj)[1]
     for index in range(num_held):
         for leaf, stack, first_row, num_rows in parts:

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from trainer.errors import LayoutError
+from trainer.fused import FusedRun, FusedTensor
 from trainer.merge import merge_scratch_bytes
 from trainer.model.decoder import Decoder
-from trainer.shards import HeldTensor, RowRun, gather_lora_a, local_shards
+from trainer.runs import RowRun
+from trainer.shards import HeldTensor, gather_lora_a, local_shards
 from weight_sync.layout import Region, SourceLayout, SourceShard
 from weight_sync.packing import FillSlot, PackedRead, view_as
 
@@ -31,7 +33,7 @@ from weight_sync.packing import FillSlot, PackedRead, view_as
 class PackedRun:
     """Rows, and where they go in a slot: row-major from the read's offset, or as the read permutes them."""
 
-    run: RowRun
+    run: RowRun | FusedRun
     read: PackedRead
     """The first of those that joined."""
     stop_bytes: int
@@ -51,7 +53,7 @@ class TrainerWeightSource:
         """Take stock of what this rank holds; gathers A once to know how many bytes `begin` will hold."""
         self._decoder = decoder
         self._rank = rank
-        self._held: dict[str, list[HeldTensor]] = defaultdict(list)
+        self._held: dict[str, list[HeldTensor | FusedTensor]] = defaultdict(list)
         shards: list[SourceShard] = []
         scratch_bytes = 0
         for held in local_shards(decoder):
@@ -110,6 +112,8 @@ class TrainerWeightSource:
             run, last = self._run(read.tensor, read.region), joined[-1] if joined else None
             if (
                 last is not None
+                and isinstance(last.run, RowRun)
+                and isinstance(run, RowRun)
                 and last.read.is_row_major
                 and read.is_row_major
                 and last.read.dtype == read.dtype
@@ -130,7 +134,7 @@ class TrainerWeightSource:
             raise LayoutError(f"rank {self._rank}: read({tensor}) outside begin() and end()")
         return self._gathered
 
-    def _run(self, tensor: str, region: Region) -> RowRun:
+    def _run(self, tensor: str, region: Region) -> RowRun | FusedRun:
         for held in self._held.get(tensor, ()):
             if held.region.intersect(region) == region:
                 return held.run(region)

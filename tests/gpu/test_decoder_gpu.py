@@ -17,7 +17,13 @@ from parallel_worker import Scenario, reference, run_ranks
 from tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
 
 from conf.schema import LoraConfig, TrainMode
-from trainer.model.attend import PackedSequences, padded_attention, varlen_attention
+from trainer.model.attend import (
+    PackedSequences,
+    flex_attention,
+    padded_attention,
+    sink_attention,
+    varlen_attention,
+)
 from trainer.moe.grouped import GroupedBackend, grouped_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -41,6 +47,25 @@ def test_varlen_attention_is_padded_attention(kv_heads, key_dim, value_dim):
     weights = torch.randn(234, 8, value_dim, generator=generator, device="cuda")
     scale = 1.3 * key_dim**-0.5
     fast, plain = varlen_attention(*inputs, sequences, scale), padded_attention(*wide, sequences, scale)
+    assert relative_error(fast, plain) < 1e-2
+    fast_grads = torch.autograd.grad((fast * weights).sum(), inputs)
+    for mine, wanted in zip(fast_grads, torch.autograd.grad((plain * weights).sum(), wide), strict=True):
+        assert relative_error(mine, wanted) < 2e-2
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_flex_attention_with_sinks_is_the_plain_one(window):
+    generator = torch.Generator("cuda").manual_seed(0)
+    _, _, cu_seqlens = packed((70, 1, 130, 33))
+    sequences = PackedSequences.from_cu_seqlens(cu_seqlens, 234, torch.device("cuda"))
+    shapes = [(234, 8, 64), (234, 2, 64), (234, 2, 64), (8,)]
+    inputs = [
+        torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes
+    ]
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    weights = torch.randn(shapes[0], generator=generator, device="cuda")
+    fast = flex_attention(*inputs[:3], sequences, 0.125, window, inputs[3])
+    plain = sink_attention(*wide[:3], sequences, 0.125, window, wide[3])
     assert relative_error(fast, plain) < 1e-2
     fast_grads = torch.autograd.grad((fast * weights).sum(), inputs)
     for mine, wanted in zip(fast_grads, torch.autograd.grad((plain * weights).sum(), wide), strict=True):

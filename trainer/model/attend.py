@@ -4,6 +4,8 @@ Owns the bookkeeping of a packed microbatch (`PackedSequences`) and the choice o
 reported:
 
     varlen  torch.nn.attention.varlen, flash attention on packed rows (CUDA, 16-bit)
+    flex    torch.nn.attention.flex_attention on packed rows (CUDA, 16-bit), for heads with sinks: it gives the log of
+            the softmax's sum, by which a sink scales the output
     padded  scaled_dot_product_attention over a right-padded batch (anything else). Causal attention needs no key mask
             there: a query never looks right, and padding is on the right.
 
@@ -15,9 +17,10 @@ longest sequence.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -25,22 +28,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.model.spec import GqaSpec, MlaSpec
+
 
 class AttentionBackend(StrEnum):
     """Kernel of the attention."""
 
     varlen = "varlen"
+    flex = "flex"
     padded = "padded"
 
 
-def choose_attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """varlen where flash attention can run: CUDA, a 16-bit dtype, head_dim a multiple of 8 up to 256."""
+def choose_attention_backend(
+    device: torch.device, dtype: torch.dtype, attention: GqaSpec | MlaSpec
+) -> AttentionBackend:
+    """CUDA and a 16-bit dtype: flex for sinks, varlen for a head_dim that is a multiple of 8 up to 256. Else padded."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return AttentionBackend.padded
+    if isinstance(attention, GqaSpec) and attention.sinks:
+        return AttentionBackend.flex
     try:
         importlib.import_module("torch.nn.attention.varlen")
     except ImportError:
         return AttentionBackend.padded
-    fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
-    return AttentionBackend.varlen if device.type == "cuda" and fits else AttentionBackend.padded
+    fits = attention.qk_head_dim % 8 == 0 and attention.qk_head_dim <= 256
+    return AttentionBackend.varlen if fits else AttentionBackend.padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +69,8 @@ class PackedSequences:
     max_length: int
     slots_T: Tensor
     """int64 [T]; token t is row slots[t] of the padded batch flattened to [B * L]."""
+    block_masks: dict[int | None, Any] = field(default_factory=dict)
+    """flex_attention's mask of each window in use, made by the first layer that needs it."""
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> PackedSequences:
@@ -74,37 +88,90 @@ class PackedSequences:
         slots = torch.arange(num_tokens) + torch.repeat_interleave(shifts, lengths)
         return cls(starts.to(device, torch.int32), lengths.numel(), max_length, slots.to(device))
 
+    def pad(self, x: Tensor) -> Tensor:
+        """[T, N, D] -> [B, N, L, D], zeros on the right."""
+        rows = x.new_zeros(self.num_sequences * self.max_length, *x.shape[1:]).index_copy(0, self.slots_T, x)
+        return rows.view(self.num_sequences, self.max_length, *x.shape[1:]).transpose(1, 2)
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """[B, N, L, D] -> [T, N, D]."""
+        return x.transpose(1, 2).flatten(0, 1).index_select(0, self.slots_T)
+
 
 def attend(
-    q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, sequences: PackedSequences, backend: AttentionBackend, scale: float
+    q_TND: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    sequences: PackedSequences,
+    backend: AttentionBackend,
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale * q k^T, causal, each sequence alone) v. Returns [T, N, V]."""
+    """softmax(scale * q k^T, causal, each sequence alone) v.
+
+    Args:
+        window: a query sees this many keys, itself among them; None: all before it.
+        sinks_N: one more logit a head in the softmax, without a value.
+
+    Returns:
+        [T, N, V].
+    """
     if q_TND.shape[0] == 0:
-        # No kernel takes zero rows. All three stay in the graph: under FSDP2 a parameter without a gradient on one
+        # No kernel takes zero rows. All inputs stay in the graph: under FSDP2 a parameter without a gradient on one
         # rank changes the size of that rank's reduce-scatter.
         repeats = q_TND.shape[1] // k_TGD.shape[1]
         unused = (k_TGD.sum(-1, keepdim=True) + v_TGV).repeat_interleave(repeats, dim=1)
-        return unused + q_TND.sum(-1, keepdim=True)
-    kernel = varlen_attention if backend is AttentionBackend.varlen else padded_attention
-    return kernel(q_TND, k_TGD, v_TGV, sequences, scale)
+        unused = unused + q_TND.sum(-1, keepdim=True)
+        return unused if sinks_N is None else unused + sinks_N.to(unused.dtype)[:, None]
+    if backend is AttentionBackend.flex or sinks_N is not None:
+        kernel = flex_attention if backend is AttentionBackend.flex else sink_attention
+        return kernel(q_TND, k_TGD, v_TGV, sequences, scale, window, sinks_N)
+    if backend is AttentionBackend.varlen:
+        return varlen_attention(q_TND, k_TGD, v_TGV, sequences, scale, window)
+    return padded_attention(q_TND, k_TGD, v_TGV, sequences, scale, window)
 
 
-def padded_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+def padded_attention(
+    q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, sequences: PackedSequences, scale: float, window: int | None = None
+) -> Tensor:
     """Causal attention by scaled_dot_product_attention over a right-padded batch. Returns [T, N, V]."""
-    batch, length, slots = sequences.num_sequences, sequences.max_length, sequences.slots_T
-
-    def pad(x: Tensor) -> Tensor:
-        rows = x.new_zeros(batch * length, *x.shape[1:]).index_copy(0, slots, x)
-        return rows.view(batch, length, *x.shape[1:]).transpose(1, 2)
-
-    enable_gqa = q_TND.shape[1] != k_TGD.shape[1]
     out = F.scaled_dot_product_attention(
-        pad(q_TND), pad(k_TGD), pad(v_TGV), is_causal=True, scale=scale, enable_gqa=enable_gqa
+        sequences.pad(q_TND),
+        sequences.pad(k_TGD),
+        sequences.pad(v_TGV),
+        attn_mask=None if window is None else _visible(sequences.max_length, window, q_TND.device),
+        is_causal=window is None,
+        scale=scale,
+        enable_gqa=q_TND.shape[1] != k_TGD.shape[1],
     )
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, slots)
+    return sequences.unpad(out)
 
 
-def varlen_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+def sink_attention(
+    q_TND: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    sequences: PackedSequences,
+    scale: float,
+    window: int | None,
+    sinks_N: Tensor | None,
+) -> Tensor:
+    """The same with sinks, by plain products over a right-padded batch: memory grows with the length squared."""
+    assert sinks_N is not None
+    repeats = q_TND.shape[1] // k_TGD.shape[1]
+    k_BNLD, v_BNLV = (sequences.pad(x).repeat_interleave(repeats, dim=1) for x in (k_TGD, v_TGV))
+    logits_BNLL = (sequences.pad(q_TND) @ k_BNLD.transpose(2, 3)).float() * scale
+    hidden_LL = ~_visible(sequences.max_length, window, q_TND.device)
+    sinks = sinks_N.float()[None, :, None, None].expand(*logits_BNLL.shape[:3], 1)
+    probs = torch.cat((logits_BNLL.masked_fill(hidden_LL, -torch.inf), sinks), dim=-1).softmax(-1)[..., :-1]
+    return sequences.unpad(probs.to(v_BNLV.dtype) @ v_BNLV)
+
+
+def varlen_attention(
+    q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, sequences: PackedSequences, scale: float, window: int | None = None
+) -> Tensor:
     """Causal flash attention over packed rows. Returns [T, N, V].
 
     The kernel wants values as wide as keys: narrower ones (latent attention) are padded with zeros. torch 2.11 takes
@@ -112,7 +179,7 @@ def varlen_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, sequences: Pac
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"window_size": (-1, 0), "scale": scale}
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
     if q_TND.shape[1] != k_TGD.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     length, cu_seqlens, width = sequences.max_length, sequences.cu_seqlens, v_TGV.shape[2]
@@ -120,3 +187,58 @@ def varlen_attention(q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, sequences: Pac
     out = varlen_attn(q_TND, k_TGD, v_TGD, cu_seqlens, cu_seqlens, length, length, **options)
     assert isinstance(out, Tensor)
     return out[..., :width]
+
+
+def flex_attention(
+    q_TND: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    sequences: PackedSequences,
+    scale: float,
+    window: int | None,
+    sinks_N: Tensor | None,
+) -> Tensor:
+    """Causal attention over packed rows by flex_attention, compiled on CUDA. Returns [T, N, V].
+
+    A sink s adds exp(s) to the softmax's sum Z, so that the output is multiplied by Z / (Z + exp(s)) =
+    sigmoid(log Z - s).
+    """
+    from torch.nn.attention import flex_attention as flex
+
+    if window not in sequences.block_masks:
+        sequences.block_masks[window] = _block_mask(sequences, window)
+    mask = sequences.block_masks[window]
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_TGD, v_TGV))
+    run = _compiled_flex() if q_TND.is_cuda else flex.flex_attention
+    out, log_sum = run(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_lse=True)
+    out_TNV = out[0].transpose(0, 1)
+    if sinks_N is None:
+        return out_TNV
+    kept_TN = torch.sigmoid(log_sum[0].transpose(0, 1) - sinks_N.float())
+    return out_TNV * kept_TN[..., None].to(out_TNV.dtype)
+
+
+def _block_mask(sequences: PackedSequences, window: int | None) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    device, num_tokens = sequences.slots_T.device, sequences.slots_T.shape[0]
+    sequence_of_T = torch.searchsorted(sequences.cu_seqlens[1:], torch.arange(num_tokens, device=device), right=True)
+    reach = num_tokens if window is None else window
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query - key < reach) & (sequence_of_T[query] == sequence_of_T[key])
+
+    return create_block_mask(sees, None, None, num_tokens, num_tokens, device=str(device))
+
+
+@functools.cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention as run
+
+    return torch.compile(run, dynamic=True)
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [length, length]: which keys a query sees."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < (length if window is None else window))

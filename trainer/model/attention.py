@@ -23,20 +23,21 @@ from trainer.model.spec import GqaSpec, MlaSpec, ModelSpec
 
 
 def make_attention(
-    spec: ModelSpec, *, weight_dtype: torch.dtype, lora: LoraConfig | None, backend: AttentionBackend
+    spec: ModelSpec, layer: int, *, weight_dtype: torch.dtype, lora: LoraConfig | None, backend: AttentionBackend
 ) -> nn.Module:
-    """The attention that the spec asks for."""
+    """The attention that the spec asks for in this layer."""
     linears = {
         shape.name: Linear(shape.in_features, shape.out_features, bias=shape.bias, weight_dtype=weight_dtype, lora=lora)
         for shape in spec.attention.linears(spec.hidden_size)
     }
     if isinstance(spec.attention, MlaSpec):
         return LatentAttention(spec, spec.attention, linears, weight_dtype, backend)
-    return GroupedQueryAttention(spec, spec.attention, linears, weight_dtype, backend)
+    return GroupedQueryAttention(spec, spec.attention, spec.attention.window(layer), linears, weight_dtype, backend)
 
 
 class GroupedQueryAttention(nn.Module):
-    """q, k, v projections, q/k norms where the family has them, RoPE, attention, output projection."""
+    """q, k, v projections, q/k norms where the family has them, RoPE, attention with a window and with sinks where the
+    family has them, output projection."""
 
     q_proj: Linear
     k_proj: Linear
@@ -47,15 +48,17 @@ class GroupedQueryAttention(nn.Module):
         self,
         spec: ModelSpec,
         gqa: GqaSpec,
+        window: int | None,
         linears: dict[str, Linear],
         weight_dtype: torch.dtype,
         backend: AttentionBackend,
     ) -> None:
         super().__init__()
         self.q_heads, self.kv_heads = (gqa.num_heads, gqa.head_dim), (gqa.num_kv_heads, gqa.head_dim)
-        self.scale, self.backend = gqa.softmax_scale, backend
+        self.scale, self.backend, self.window = gqa.softmax_scale, backend, window
         for name, linear in linears.items():
             self.add_module(name, linear)
+        self.sinks = nn.Parameter(torch.empty(gqa.num_heads, dtype=weight_dtype)) if gqa.sinks else None
         self.q_norm = self.k_norm = None
         if gqa.qk_norm:
             self.q_norm = RMSNorm(gqa.head_dim, eps=spec.rms_norm_eps, weight_dtype=weight_dtype)
@@ -69,7 +72,10 @@ class GroupedQueryAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_TND, k_TGD = self.q_norm(q_TND), self.k_norm(k_TGD)
         q_TND, k_TGD = rotate(q_TND, *rope), rotate(k_TGD, *rope)
-        return self.o_proj(attend(q_TND, k_TGD, v_TGD, sequences, self.backend, self.scale).flatten(1))
+        out_TND = attend(
+            q_TND, k_TGD, v_TGD, sequences, self.backend, self.scale, window=self.window, sinks_N=self.sinks
+        )
+        return self.o_proj(out_TND.flatten(1))
 
 
 class LatentAttention(nn.Module):

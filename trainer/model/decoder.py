@@ -97,6 +97,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps, weight_dtype=build.weight_dtype)
         self.self_attn = make_attention(
             spec,
+            layer,
             weight_dtype=build.weight_dtype,
             lora=None if build.lora is None else build.lora.for_attention,
             backend=build.attention_backend,
@@ -220,7 +221,7 @@ def build_decoder(
         compute_dtype=dtype,
         weight_dtype=torch.float32 if lora is None else dtype,
         lora=lora,
-        attention_backend=choose_attention_backend(device, dtype, spec.attention.qk_head_dim),
+        attention_backend=choose_attention_backend(device, dtype, spec.attention),
         checkpointing=trainer.activation_checkpointing,
         layout=layout,
     )
@@ -266,6 +267,8 @@ def _moe_block(build: _Build) -> MoeBlock:
         weight_dtype=build.weight_dtype,
         lora=None if build.lora is None else build.lora.for_experts,
         device=layout.device,
+        activation=moe.activation,
+        has_bias=moe.is_fused,
     )
     router = Router(moe, spec.hidden_size, weight_dtype=build.weight_dtype)
     shared = DenseMlp(build, moe.shared_intermediate_size) if moe.shared_intermediate_size else None

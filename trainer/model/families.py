@@ -27,6 +27,16 @@ from trainer.model.spec import (
     RouterScore,
     YarnScaling,
 )
+from trainer.moe.activation import ExpertActivation
+
+_GPT_OSS_YARN = {
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""Where its config does not say."""
 
 HF_MLA_NORM_EPS = 1e-6
 """transformers builds q_a_layernorm and kv_a_layernorm of DeepSeek-V3 without an eps, so with this default."""
@@ -146,6 +156,42 @@ def _glm4_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
         rope=_rope(config, head_dim, partial=0.5),
         moe=_sigmoid_moe(config),
         num_mtp_layers=_num_mtp_layers(config),
+    )
+
+
+def _gpt_oss(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """gpt-oss (transformers models/gpt_oss): sinks, sliding windows in turns, clamped SwiGLU, biases everywhere."""
+    num_layers, head_dim = _size(config, "num_hidden_layers"), _size(config, "head_dim", 64)
+    kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown or len(kinds) != num_layers:
+        raise ConfigError(
+            f"model.hf_config.layer_types must say full_attention or sliding_attention for each of {num_layers} "
+            f"layers, got {len(kinds)} entries{f' with {sorted(unknown)}' if unknown else ''}"
+        )
+    window = _size(config, "sliding_window", 128)
+    bias = bool(config.get("attention_bias", True))
+    attention = _gqa(config, head_dim, qkv_bias=bias, output_bias=bias, qk_norm=False)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {"rope_type": "yarn", **_GPT_OSS_YARN}
+    moe = MoeSpec(
+        **_experts({"moe_intermediate_size": config.get("intermediate_size"), **config}),
+        norm_topk_prob=False,
+        layers=(True,) * num_layers,
+        score=RouterScore.softmax_of_top,
+        activation=ExpertActivation(
+            alpha=float(config.get("swiglu_alpha", 1.702)), limit=float(config.get("swiglu_limit", 7.0)), up_offset=1.0
+        ),
+        is_fused=True,
+    )
+    return ModelSpec(
+        **_common(config, "GptOssForCausalLM", rms_norm_eps=1e-5),
+        attention=replace(
+            attention,
+            sinks=True,
+            windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        ),
+        rope=_rope({"rope_theta": 150000.0, **config, "rope_parameters": rope}, head_dim),
+        moe=moe,
     )
 
 
@@ -359,6 +405,7 @@ _FAMILIES: dict[str, Callable[[dict[str, Any], MlaNormEps], ModelSpec]] = {
     "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,
     "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
     "kimi_k2": _deepseek_v3,
     "llama": _llama,
 }

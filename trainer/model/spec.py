@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from conf.schema import MlaNormEps
+from trainer.moe.activation import SWIGLU, ExpertActivation
 from weight_sync.layout import TensorMeta
 
 
@@ -96,6 +97,14 @@ class GqaSpec:
     """o_proj has a bias."""
     qk_norm: bool
     """RMSNorm over head_dim on queries and keys, before RoPE."""
+    sinks: bool = False
+    """Every head has a logit of its own in the softmax that attends to nothing: the parameter `sinks`."""
+    windows: tuple[int | None, ...] = ()
+    """One entry per layer: a query sees this many keys, itself among them; None, or no entries: all before it."""
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer."""
+        return self.windows[layer] if self.windows else None
 
     @property
     def qk_head_dim(self) -> int:
@@ -119,7 +128,9 @@ class GqaSpec:
 
     def vectors(self) -> dict[str, int]:
         """Other parameters: name -> size."""
-        return {"q_norm.weight": self.head_dim, "k_norm.weight": self.head_dim} if self.qk_norm else {}
+        sinks = {"sinks": self.num_heads} if self.sinks else {}
+        norms = {"q_norm.weight": self.head_dim, "k_norm.weight": self.head_dim} if self.qk_norm else {}
+        return sinks | norms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +186,8 @@ class RouterScore(StrEnum):
     """Softmax over all experts, then the largest (Qwen3): logits and weights in the compute dtype."""
     sigmoid = "sigmoid"
     """One sigmoid an expert, choice by score + correction bias (DeepSeek-V3): everything in float32."""
+    softmax_of_top = "softmax_of_top"
+    """The largest logits, then softmax over those alone (gpt-oss): in the compute dtype. The router has a bias."""
 
 
 class ExpertFormat(StrEnum):
@@ -209,6 +222,17 @@ class MoeSpec:
     shared_intermediate_size: int = 0
     """Width of the feed-forward that every token passes beside its experts; 0: there is none."""
     expert_format: ExpertFormat = ExpertFormat.plain
+    activation: ExpertActivation = SWIGLU
+    is_fused: bool = False
+    """The checkpoint stores all experts of a layer in one tensor a projection, transposed, gate and up columns in
+    turns, with biases (gpt-oss): gate_up_proj (E, H, 2I), gate_up_proj_bias (E, 2I), down_proj (E, I, H),
+    down_proj_bias (E, H). The trainer holds them as it holds all experts; see trainer/fused.py.
+    """
+
+    @property
+    def router_name(self) -> str:
+        """The router's module in the checkpoint."""
+        return "router" if self.score is RouterScore.softmax_of_top else "gate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +308,12 @@ class ModelSpec:
     def _mlp_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         if self.moe is None or not self.moe.layers[layer]:
             return _swiglu_shapes("", self.hidden_size, self.intermediate_size)
-        shapes: dict[str, tuple[int, ...]] = {"gate.weight": (self.moe.num_experts, self.hidden_size)}
+        router = self.moe.router_name
+        shapes: dict[str, tuple[int, ...]] = {f"{router}.weight": (self.moe.num_experts, self.hidden_size)}
+        if self.moe.score is RouterScore.softmax_of_top:
+            shapes[f"{router}.bias"] = (self.moe.num_experts,)
+        if self.moe.is_fused:
+            return shapes | _fused_shapes(self.moe.num_experts, self.hidden_size, self.moe.intermediate_size)
         if self.moe.score is RouterScore.sigmoid:
             shapes[f"gate.{CORRECTION_BIAS}"] = (self.moe.num_experts,)
         for expert in range(self.moe.num_experts):
@@ -321,3 +350,12 @@ def _int4_shapes(weights: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ..
         shapes[f"{name}_scale"] = (rows, columns // INT4_GROUP)
         shapes[f"{name}_shape"] = (2,)
     return shapes
+
+
+def _fused_shapes(num_experts: int, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "experts.gate_up_proj": (num_experts, hidden, 2 * width),
+        "experts.gate_up_proj_bias": (num_experts, 2 * width),
+        "experts.down_proj": (num_experts, width, hidden),
+        "experts.down_proj_bias": (num_experts, hidden),
+    }

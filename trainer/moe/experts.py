@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from conf.schema import LoraConfig
 from trainer.lora import Adapted, adapter_dtype
+from trainer.moe.activation import SWIGLU, ExpertActivation
 from trainer.moe.grouped import choose_grouped_backend, grouped_linear
 
 
@@ -35,8 +36,11 @@ class Experts(Adapted):
         weight_dtype: torch.dtype,
         lora: LoraConfig | None,
         device: torch.device,
+        activation: ExpertActivation = SWIGLU,
+        has_bias: bool = False,
     ) -> None:
         super().__init__()
+        self.activation = activation
         self.lora = lora
         self.first_expert = first_expert
         self.num_local_experts = num_local_experts
@@ -48,6 +52,10 @@ class Experts(Adapted):
         hidden, width = hidden_size, intermediate_size
         self.gate_up_proj = stacked(2 * width, hidden, weight_dtype)
         self.down_proj = stacked(hidden, width, weight_dtype)
+        self.gate_up_bias = self.down_bias = None
+        if has_bias:
+            self.gate_up_bias = nn.Parameter(torch.empty(num_local_experts, 2 * width, dtype=weight_dtype))
+            self.down_bias = nn.Parameter(torch.empty(num_local_experts, hidden, dtype=weight_dtype))
         self.backend = choose_grouped_backend(device, compute_dtype, (hidden, width, 2 * width))
         if lora is not None:
             dtype = adapter_dtype(lora)
@@ -64,11 +72,21 @@ class Experts(Adapted):
         """
         gate_up = self._project(rows_SH, counts_E, "gate_up")
         gate, up = gate_up.chunk(2, dim=-1)
-        return self._project(F.silu(gate) * up, counts_E, "down")
+        return self._project(self._activate(gate, up), counts_E, "down")
+
+    def _activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        how = self.activation
+        if how == SWIGLU:
+            return F.silu(gate) * up
+        gate, up = gate.clamp(max=how.limit), up.clamp(min=None if how.limit is None else -how.limit, max=how.limit)
+        return (up + how.up_offset) * (gate * torch.sigmoid(gate * how.alpha))
 
     def _project(self, x: Tensor, counts_E: Tensor, name: str) -> Tensor:
         weight = getattr(self, f"{name}_proj").to(x.dtype)
         y = grouped_linear(x, weight, counts_E, self.backend)
+        bias = self.gate_up_bias if name == "gate_up" else self.down_bias
+        if bias is not None:
+            y = y + bias.to(x.dtype).repeat_interleave(counts_E, dim=0)
         if self.lora is None or not self.adapters_enabled:
             return y
         a, b = getattr(self, f"{name}_lora_A").to(x.dtype), getattr(self, f"{name}_lora_B").to(x.dtype)

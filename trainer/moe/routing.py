@@ -8,6 +8,8 @@ model:
     sigmoid   all in float32: scores, choice by score + correction bias inside the best groups, weights from the
               scores alone (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2)
 
+    softmax_of_top  logits with a bias, top-k, softmax over those, all in the compute dtype (gpt-oss)
+
 Callers: trainer.moe.block.
 """
 
@@ -36,9 +38,10 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Parameters: weight (num_experts, H); e_score_correction_bias (num_experts), float32, of a sigmoid router.
+    """Parameters: weight (num_experts, H); e_score_correction_bias (num_experts), float32, of a sigmoid router; bias
+    (num_experts) of a softmax_of_top router.
 
-    The bias balances load in pre-training; no gradient reaches it and the trainer leaves it alone.
+    The correction bias balances load in pre-training; no gradient reaches it and the trainer leaves it alone.
     """
 
     def __init__(self, moe: MoeSpec, hidden_size: int, *, weight_dtype: torch.dtype) -> None:
@@ -48,10 +51,17 @@ class Router(nn.Module):
         self.e_score_correction_bias: nn.Parameter | None = None
         if moe.score is RouterScore.sigmoid:
             self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32))
+        self.bias: nn.Parameter | None = None
+        if moe.score is RouterScore.softmax_of_top:
+            self.bias = nn.Parameter(torch.empty(moe.num_experts, dtype=weight_dtype))
 
     def forward(self, x_TH: Tensor) -> Routing:
         """Route every token."""
         weight = self.weight.to(x_TH.dtype)  # as the engine has it; a no-op on frozen weights
+        if self.bias is not None:
+            logits_TE = F.linear(x_TH, weight, self.bias.to(x_TH.dtype))
+            logits_TK, experts_TK = logits_TE.topk(self.moe.top_k, dim=-1)
+            return Routing(logits_TK.softmax(-1), experts_TK)
         if self.e_score_correction_bias is None:
             scores_TE = F.linear(x_TH, weight).softmax(-1, dtype=torch.float32)
             weights_TK, experts_TK = scores_TE.topk(self.moe.top_k, dim=-1)

@@ -11,7 +11,15 @@ from conf.errors import ConfigError
 from conf.schema import DType, Init, ModelConfig
 from orchestrator.prepare import ALPHABET, SPECIAL_TOKENS, TextEncoder, prepare_model, save_character_tokenizer
 
-TINY = {"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 64}
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
 
 
 def tiny(**changes: object) -> ModelConfig:
@@ -52,7 +60,7 @@ def test_model_folder_is_what_engine_and_trainer_both_read(tmp_path: Path) -> No
     model = prepare_model(tiny(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config == model.hf_config
-    assert (config["dtype"], config["eos_token_id"], config["architectures"]) == ("float32", 2, ["Qwen3MoeForCausalLM"])
+    assert (config["dtype"], config["eos_token_id"], config["architectures"]) == ("float32", 2, ["Qwen3ForCausalLM"])
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 2
     assert not list(tmp_path.glob("*.safetensors"))
 
@@ -71,8 +79,8 @@ def test_checkpoint_folder_lends_its_config_and_tokenizer(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hf_config": {"model_type": "llama", "vocab_size": 64}}, "model_type must be one of qwen3, qwen3_moe"),
-        ({"hf_config": {"model_type": "qwen3"}}, "vocab_size must be a whole number"),
+        ({"hf_config": {"model_type": "bert", "vocab_size": 64}}, "model_type must be one of deepseek_v3, "),
+        ({"hf_config": TINY | {"vocab_size": None}}, "vocab_size must be a positive whole number"),
         ({"hf_config": TINY | {"vocab_size": 3}}, "vocab_size >= 5, got 3"),
         ({"tokenizer": None}, "model.tokenizer is required"),
         ({"tokenizer": "/nowhere"}, "holds no tokenizer"),

@@ -11,6 +11,7 @@ from tiny_models import (
     DEEPSEEK,
     DENSE,
     GLM,
+    GPT_OSS,
     LLAMA,
     MIXED,
     MOE,
@@ -39,7 +40,9 @@ def peft_logits(hf_config, folder, batch):
 
 
 @pytest.mark.parametrize(
-    "hf_config", [MIXED, TIED, DEEPSEEK, GLM, LLAMA], ids=["moe", "dense_tied", "deepseek", "glm", "llama"]
+    "hf_config",
+    [MIXED, TIED, DEEPSEEK, GLM, LLAMA, GPT_OSS],
+    ids=["moe", "dense_tied", "deepseek", "glm", "llama", "gpt_oss"],
 )
 def test_peft_reproduces_our_logits_from_the_saved_adapter(hf_config, tmp_path):
     decoder, batch = make_decoder(hf_config, mla_norm_eps=MlaNormEps.hf), packed()
@@ -79,10 +82,11 @@ def test_expert_b_in_the_other_order_is_caught_by_that_comparison(tmp_path):
     assert relative_error(logits_of(decoder, batch), peft_logits(MOE, tmp_path, batch)) > 1e-2
 
 
-def test_a_saved_adapter_loads_back_bit_for_bit(tmp_path):
-    decoder = make_decoder(MIXED)
+@pytest.mark.parametrize("hf_config", [MIXED, GPT_OSS], ids=["moe", "gpt_oss"])
+def test_a_saved_adapter_loads_back_bit_for_bit(hf_config, tmp_path):
+    decoder = make_decoder(hf_config)
     save_adapter(decoder, tmp_path)
-    other = make_decoder(MIXED, nonzero_b=False)
+    other = make_decoder(hf_config, nonzero_b=False)
     load_adapter(other, tmp_path)
     mine, theirs = dict(decoder.named_parameters()), dict(other.named_parameters())
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -104,7 +108,9 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
 
 @pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
 @pytest.mark.parametrize(
-    "hf_config", [MIXED, TIED, DEEPSEEK, GLM, LLAMA], ids=["moe", "dense_tied", "deepseek", "glm", "llama"]
+    "hf_config",
+    [MIXED, TIED, DEEPSEEK, GLM, LLAMA, GPT_OSS],
+    ids=["moe", "dense_tied", "deepseek", "glm", "llama", "gpt_oss"],
 )
 def test_transformers_reproduces_our_logits_from_the_merged_model(hf_config, mode, tmp_path):
     from transformers import AutoModelForCausalLM

@@ -8,6 +8,7 @@ from tiny_models import (
     DEEPSEEK,
     DENSE,
     GLM,
+    GPT_OSS,
     LLAMA,
     MIXED,
     hf_logits,
@@ -22,10 +23,11 @@ from torch import Tensor, nn
 
 from conf.schema import MlaNormEps, OptimConfig
 from trainer.adapter_io import PREFIX, load_adapter, pack_expert_a, pack_expert_b, save_adapter
+from trainer.fused import interleave
 from trainer.model.decoder import Decoder
 from trainer.optim import ShardedAdamW, TrainableShard
 
-MODELS = {"dense": DENSE, "moe": MIXED, "llama": LLAMA, "glm": GLM, "deepseek": DEEPSEEK}
+MODELS = {"dense": DENSE, "moe": MIXED, "llama": LLAMA, "glm": GLM, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS}
 LR = 0.01
 
 
@@ -60,7 +62,9 @@ def our_gradients(decoder: Decoder) -> dict[str, Tensor]:
             continue
         suffix = ".base_layer" if leaf.startswith("gate_up") else ""
         pack = pack_expert_a if leaf.endswith("A") else pack_expert_b
-        grads[f"{PREFIX}{module}{suffix}.{leaf[-6:]}.weight"] = pack(parameter.grad)
+        is_fused = decoder.spec.moe is not None and decoder.spec.moe.is_fused
+        grad = interleave(parameter.grad) if is_fused and leaf == "gate_up_lora_B" else parameter.grad
+        grads[f"{PREFIX}{module}{suffix}.{leaf[-6:]}.weight"] = pack(grad)
     return grads
 
 

@@ -9,6 +9,7 @@ from tiny_models import (
     DEEPSEEK,
     DENSE,
     GLM,
+    GPT_OSS,
     LENGTHS,
     LLAMA,
     MIXED,
@@ -24,6 +25,8 @@ from tiny_models import (
 )
 
 from conf.schema import MlaNormEps, TrainMode
+from trainer.fused import interleave
+from trainer.model.attend import AttentionBackend, PackedSequences, attend
 
 CONFIGS = {
     "dense": DENSE,
@@ -55,6 +58,8 @@ CONFIGS = {
     },
     "glm": GLM,
     "glm_without_norms_and_bias": {**GLM, "use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 1.0},
+    "gpt_oss": GPT_OSS,
+    "gpt_oss_all_full_attention": {**GPT_OSS, "layer_types": ["full_attention"] * 2, "attention_bias": False},
     "deepseek_bias_two_shared_half_rope": {
         **DEEPSEEK,
         "attention_bias": True,
@@ -63,6 +68,21 @@ CONFIGS = {
     },
 }
 FULL = trainer_config(TrainMode.full, train_router=True)
+
+
+def gradients_under_checkpoint_names(decoder):
+    """gpt-oss: its router's name, and its experts as transformers keeps them."""
+    grads = {name: p.grad for name, p in decoder.named_parameters() if p.requires_grad}
+    if decoder.spec.moe is None or not decoder.spec.moe.is_fused:
+        return grads
+    fused = {}
+    for name, grad in grads.items():
+        if ".mlp.experts." in name:
+            grad = interleave(grad) if "gate_up" in name else grad
+            grad = grad.transpose(1, 2) if grad.dim() == 3 else grad
+        name = name.replace(".mlp.gate.", ".mlp.router.")
+        fused[name.replace("up_bias", "up_proj_bias").replace("down_bias", "down_proj_bias")] = grad
+    return fused
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -76,13 +96,15 @@ def test_logits_and_every_gradient_match_transformers(name):
     probe_loss(our_logits, batch[0]).backward()
     probe_loss(oracle_logits, batch[0]).backward()
     expected = {name: parameter.grad for name, parameter in oracle.named_parameters()}
-    actual = {name: parameter.grad for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    actual = gradients_under_checkpoint_names(ours)
     assert actual.keys() == expected.keys()
     errors = {name: relative_error(actual[name], expected[name]) for name in expected}
     assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
 
 
-@pytest.mark.parametrize("hf_config", [DENSE, MOE, DEEPSEEK, GLM], ids=["dense", "moe", "deepseek", "glm"])
+@pytest.mark.parametrize(
+    "hf_config", [DENSE, MOE, DEEPSEEK, GLM, GPT_OSS], ids=["dense", "moe", "deepseek", "glm", "gpt_oss"]
+)
 def test_packed_equals_unpacked(hf_config):
     decoder = make_decoder(hf_config)
     token_ids, positions, cu_seqlens = batch = packed()
@@ -109,7 +131,7 @@ def test_recomputation_changes_no_bit(mode):
     assert all(torch.equal(grads_on[name], grads_off[name]) for name in grads_on)
 
 
-@pytest.mark.parametrize("hf_config", [DENSE, MIXED, DEEPSEEK], ids=["dense", "moe", "deepseek"])
+@pytest.mark.parametrize("hf_config", [DENSE, MIXED, DEEPSEEK, GPT_OSS], ids=["dense", "moe", "deepseek", "gpt_oss"])
 def test_a_microbatch_without_tokens_gives_gradients_of_zeros(hf_config):
     for mode in (TrainMode.lora, TrainMode.full):
         decoder = make_decoder(hf_config, trainer_config(mode))
@@ -155,9 +177,14 @@ def test_each_deepseek_mistake_is_seen_by_the_oracle(mistake):
         (GLM, {"partial_rotary_factor": 1.0}),
         (GLM, {"n_shared_experts": 0}),
         (GLM, {"use_qk_norm": False}),
+        (GPT_OSS, {"sliding_window": 5}),
+        (GPT_OSS, {"layer_types": ["full_attention", "sliding_attention"]}),
+        (GPT_OSS, {"swiglu_limit": 7.0}),
+        (GPT_OSS, {"swiglu_alpha": 1.0}),
+        (GPT_OSS, {"rope_scaling": {**GPT_OSS["rope_scaling"], "truncate": True}}),
     ],
 )
-def test_each_llama_or_glm_mistake_is_seen_by_the_oracle(right, wrong):
+def test_each_other_mistake_is_seen_by_the_oracle(right, wrong):
     batch = packed()
     expected = hf_logits(hf_model(right), batch)
     assert relative_error(logits_of(make_decoder({**right, **wrong}, FULL), batch), expected) > 1e-4
@@ -175,6 +202,22 @@ def test_the_eps_of_latent_norms_follows_the_engine_or_transformers():
         layer.self_attn.q_a_layernorm.variance_epsilon = 1e-3
         layer.self_attn.kv_a_layernorm.variance_epsilon = 1e-3
     assert relative_error(rollout, hf_logits(oracle, batch)) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("has_sinks", [True, False])
+def test_flex_attention_is_padded_attention(window, has_sinks):
+    """Forward and uncompiled here, all that a CPU can; tests/gpu has the gradients. No block is full of tokens."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = PackedSequences.from_cu_seqlens(packed()[2], sum(LENGTHS), torch.device("cpu"))
+    shapes = [(sum(LENGTHS), heads, 16) for heads in (4, 2, 2)] + ([(4,)] if has_sinks else [])
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    sinks = inputs[3] if has_sinks else None
+    mine, wanted = (
+        attend(*inputs[:3], sequences, backend, 0.3, window=window, sinks_N=sinks)
+        for backend in (AttentionBackend.flex, AttentionBackend.padded)
+    )
+    assert relative_error(mine, wanted) < 1e-5
 
 
 def test_sequences_do_not_see_each_other_nor_the_future():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from parallel_worker import Scenario, reference, run_ranks
 from safetensors.torch import load_file
-from tiny_models import DEEPSEEK, DENSE, MIXED, MOE, relative_error
+from tiny_models import DEEPSEEK, DENSE, GPT_OSS, MIXED, MOE, relative_error
 
 from conf.schema import TrainMode
 from trainer.loading import CheckpointReader, RandomReader
@@ -41,13 +41,15 @@ WORLD_2 = [
     Scenario("deepseek_ep2", 2, ((0, 1), (2, 3)), hf_config=DEEPSEEK),
     Scenario("deepseek_full_ep1", 1, ((0, 1, 2, 3), ()), mode=TrainMode.full, hf_config=DEEPSEEK),
     Scenario("deepseek_ep1_bfloat16", 1, ((0, 1, 2, 3), ()), hf_config=DEEPSEEK, dtype=torch.bfloat16),
+    Scenario("gpt_oss_ep2", 2, ((0, 1), (2, 3)), hf_config=GPT_OSS),
+    Scenario("gpt_oss_full_ep1", 1, ((0, 1, 2, 3), ()), mode=TrainMode.full, hf_config=GPT_OSS),
     Scenario("no_tokens_at_all_ep2", 2, ((), ()), lengths=()),
 ]
 WORLD_4 = [
     Scenario("lora_ep2_of_4", 2, ((0,), (1, 2), (), (3,))),
     Scenario("full_ep2_of_4", 2, ((0,), (1, 2), (), (3,)), mode=TrainMode.full, hf_config=UNEVEN),
 ]
-FILE_MODELS_2, FILE_MODELS_4 = [(1, MIXED), (2, MIXED)], [(2, UNEVEN), (4, DEEPSEEK)]
+FILE_MODELS_2, FILE_MODELS_4 = [(1, MIXED), (2, MIXED)], [(2, UNEVEN), (4, DEEPSEEK), (1, GPT_OSS)]
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +142,7 @@ def test_no_tokens_on_any_rank_gives_gradients_of_zeros(worlds):
         assert all(not grad.any() for grad in results["no_tokens_at_all_ep2"]["grads"].values())
 
 
-CASES = [(2, 1, MIXED), (2, 2, MIXED), (4, 2, UNEVEN), (4, 4, DEEPSEEK)]
+CASES = [(2, 1, MIXED), (2, 2, MIXED), (4, 2, UNEVEN), (4, 4, DEEPSEEK), (4, 1, GPT_OSS)]
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +151,7 @@ def single_rank_files(tmp_path_factory) -> dict[str, Path]:
     import parallel_worker
 
     folders = {}
-    for hf_config in (MIXED, UNEVEN, DEEPSEEK):
+    for hf_config in (MIXED, UNEVEN, DEEPSEEK, GPT_OSS):
         folders[key_of(hf_config)] = tmp_path_factory.mktemp("single")
         parallel_worker.files(folders[key_of(hf_config)], 1, 1, 0, hf_config)
     return folders

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_helpers import spawn
-from tiny_models import DEEPSEEK, DENSE, MIXED, MOE, make_decoder, trainer_config
+from tiny_models import DEEPSEEK, DENSE, GPT_OSS, MIXED, MOE, make_decoder, trainer_config
 from torch.distributed.tensor import DTensor
 
 from conf.schema import Device, LoraConfig, TrainerConfig, TrainMode
@@ -29,7 +29,7 @@ from weight_sync.layout import SourceLayout
 
 ODD = {**MIXED, "vocab_size": 97, "num_experts": 6, "tie_word_embeddings": True}
 """Rows and experts that do not divide evenly."""
-MODELS = {"dense": DENSE, "moe": MOE, "mixed": MIXED, "odd": ODD, "deepseek": DEEPSEEK}
+MODELS = {"dense": DENSE, "moe": MOE, "mixed": MIXED, "odd": ODD, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS}
 
 
 def sorted_shards(layout: SourceLayout) -> SourceLayout:
@@ -65,6 +65,8 @@ CASES = [
     ("odd", trainer_config(TrainMode.full, num_ranks=2, ep_size=2)),
     ("odd", trainer_config(num_ranks=2)),
     ("deepseek", trainer_config(num_ranks=2, ep_size=2)),
+    ("gpt_oss", trainer_config(num_ranks=2, ep_size=2)),
+    ("gpt_oss", trainer_config(TrainMode.full, num_ranks=2)),
 ]
 
 

@@ -73,6 +73,34 @@ GLM = {
 }
 """Grouped-query attention of which half of each head turns, with DeepSeek's feed-forward."""
 
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 4,
+    "swiglu_limit": 0.5,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+    "tie_word_embeddings": False,
+}
+"""Windows shorter than most sequences, and a bound of the activation that many elements reach."""
+
 DEEPSEEK = {
     "model_type": "deepseek_v3",
     "vocab_size": 96,
@@ -226,7 +254,7 @@ def stack_experts(whole: dict[str, Tensor]) -> dict[str, Tensor]:
     stacked: dict[str, Any] = {}
     for name, tensor in whole.items():
         head, found, tail = name.partition(".mlp.experts.")
-        if not found:
+        if not found or "." not in tail:
             stacked[name] = tensor
             continue
         expert, leaf, _ = tail.split(".")

@@ -1,0 +1,125 @@
+"""Experts that a checkpoint fuses: where its elements lie in the trainer's stacks, and how an adapter merges into them.
+
+    checkpoint (gpt-oss)                                       trainer (trainer.moe.experts)
+    gate_up_proj      (E, H, 2I)  columns gate0 up0 gate1 ..   gate_up_proj (E, 2I, H)  rows gate0 gate1 .. up0 up1 ..
+    gate_up_proj_bias (E, 2I)     the same turns               gate_up_bias (E, 2I)
+    down_proj         (E, I, H)                                down_proj    (E, H, I)
+    down_proj_bias    (E, H)                                   down_bias    (E, H)
+
+The trainer keeps one layout for all families, which its kernels and an engine's w13 share; the turns are undone at load
+and made again on the way out. Column c of the checkpoint is row (c % P) * R / P + c // P of R, where P parts (gate and
+up: 2, down: 1) take turns.
+
+Callers: trainer.shards, whose HeldTensor this stands in for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainer.moe.experts import Experts
+from trainer.parallel import local_part
+from trainer.runs import LoraDelta, RowRun, local_rows
+from weight_sync.layout import Region
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRun:
+    """A rectangle of a fused checkpoint tensor: what one read or one load touches."""
+
+    parameter: nn.Parameter
+    delta: LoraDelta | None
+    num_parts: int
+    start: tuple[int, ...]
+    """In the checkpoint tensor, but experts counted from this rank's first one."""
+    shape: tuple[int, ...]
+
+    def write(self, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
+        """Write the merged values into `out`, of `shape`, any strides, cast to out.dtype. No communication."""
+        for expert, rows, part in self._parts(out):
+            if part.dim() == 1:
+                part.copy_(local_part(self.parameter)[0][expert, rows])
+                continue
+            first = expert * self.parameter.shape[1]
+            columns = slice(self.start[1], self.start[1] + self.shape[1])
+            run = RowRun(self.parameter, self.delta, first + rows.start, first + rows.stop, columns)
+            run.write(part.transpose(0, 1), gathered_a)
+
+    def fill(self, values: Tensor) -> None:
+        """Load: the other way round."""
+        for expert, rows, part in self._parts(values):
+            held = local_part(self.parameter)[0][expert, rows]
+            if part.dim() == 1:
+                held.copy_(part)
+            else:
+                held[:, self.start[1] : self.start[1] + self.shape[1]].copy_(part.transpose(0, 1))
+
+    def _parts(self, whole: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
+        """(local expert, rows of its matrix, the columns of `whole` that are those rows), gate and up apart."""
+        rows_a_part = self.parameter.shape[1] // self.num_parts
+        first, count = self.start[-1], self.shape[-1]
+        for index in range(self.shape[0]):
+            for part in range(self.num_parts):
+                skipped = (part - first) % self.num_parts
+                columns = whole[index][..., skipped :: self.num_parts]
+                start = part * rows_a_part + (first + skipped) // self.num_parts
+                if skipped < count:
+                    yield self.start[0] + index, slice(start, start + columns.shape[-1]), columns
+
+
+@dataclass(frozen=True, slots=True)
+class FusedTensor:
+    """This rank's experts of a fused checkpoint tensor."""
+
+    tensor: str
+    region: Region
+    parameter: nn.Parameter
+    num_parts: int
+    delta: LoraDelta | None = None
+
+    @property
+    def base(self) -> Tensor:
+        """Live values, in the trainer's layout."""
+        return local_rows(self.parameter)
+
+    def fill(self, values: Tensor) -> None:
+        """Load the whole region."""
+        self.run(self.region).fill(values)
+
+    def run(self, region: Region) -> FusedRun:
+        """Where `region`, a part of self.region in coordinates of the checkpoint tensor, lies in the parameter."""
+        start = (region.start[0] - self.region.start[0], *region.start[1:])
+        return FusedRun(self.parameter, self.delta, self.num_parts, start, region.shape)
+
+    def read(self, region: Region, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
+        """Write the merged values of `region` (inside self.region) into `out`; see HeldTensor.read."""
+        self.run(region).write(out, gathered_a)
+
+
+def fused_experts(name: str, bank: Experts, deltas: dict[str, LoraDelta | None]) -> Iterator[FusedTensor]:
+    """The four tensors of one layer; `name` is the bank's module in the checkpoint."""
+    assert bank.gate_up_bias is not None and bank.down_bias is not None
+    for leaf, parameter, num_parts, delta in (
+        ("gate_up_proj", bank.gate_up_proj, 2, deltas["gate_up"]),
+        ("gate_up_proj_bias", bank.gate_up_bias, 2, None),
+        ("down_proj", bank.down_proj, 1, deltas["down"]),
+        ("down_proj_bias", bank.down_bias, 1, None),
+    ):
+        local, start = local_part(parameter)
+        rest = tuple(reversed(local.shape[1:]))  # of a bias: itself
+        region = Region((bank.first_expert + start,) + (0,) * len(rest), (local.shape[0], *rest))
+        yield FusedTensor(f"{name}.{leaf}", region, parameter, num_parts, delta)
+
+
+def interleave(rows_EN: Tensor) -> Tensor:
+    """(E, 2I, ...) rows gate first -> gate and up in turns, as the checkpoint's columns."""
+    return torch.stack(rows_EN.chunk(2, dim=1), dim=2).flatten(1, 2)
+
+
+def deinterleave(rows_EN: Tensor) -> Tensor:
+    """The inverse of `interleave`."""
+    return torch.cat((rows_EN[:, 0::2], rows_EN[:, 1::2]), dim=1)
