@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from trainer.model.decoder import Decoder
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_ELEMENTS = 1 << 20
 """Elements, at most, that random weights draw from one seed (one row at least)."""
 
@@ -150,7 +151,10 @@ def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadRe
     """
     num_tensors = num_bytes = 0
     for held in local_shards(decoder):
-        held.fill(reader.read(held.tensor, held.region))
+        values = reader.read(held.tensor, held.region)
+        if values.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(f"{held.tensor} is stored as {values.dtype}, which cannot be read as weights")
+        held.fill(values)
         num_tensors, num_bytes = num_tensors + 1, num_bytes + held.base.numel() * held.base.element_size()
     for name, parameter in replicated_parameters(decoder).items():
         parameter.copy_(reader.read(name, Region((0,) * parameter.dim(), tuple(parameter.shape))))

@@ -38,6 +38,9 @@ _GPT_OSS_YARN = {
 }
 """Where its config does not say."""
 
+FP8_BLOCK = [128, 128]
+"""Rows and columns under one scale, as DeepSeek-V3 is published."""
+
 HF_MLA_NORM_EPS = 1e-6
 """transformers builds q_a_layernorm and kv_a_layernorm of DeepSeek-V3 without an eps, so with this default."""
 
@@ -352,8 +355,11 @@ def _number(rope: dict[str, Any], key: str) -> float:
 
 
 def _quantized(spec: ModelSpec, quantization: dict[str, Any]) -> ModelSpec:
-    """The spec of a checkpoint with packed experts; every other quantization is refused by name."""
+    """The spec of a checkpoint with packed experts, or with blocks of FP8, which loading and publishing turn into and
+    out of the model's own format; every other quantization is refused by name."""
     method, layout = quantization.get("quant_method"), quantization.get("format")
+    if method == "fp8" and list(quantization.get("weight_block_size") or ()) == FP8_BLOCK:
+        return spec
     groups = list((quantization.get("config_groups") or {}).values())
     weights = groups[0].get("weights") or {} if len(groups) == 1 else {}
     wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": INT4_GROUP}
@@ -363,8 +369,8 @@ def _quantized(spec: ModelSpec, quantization: dict[str, Any]) -> ModelSpec:
         raise ConfigError(
             f"model.hf_config.quantization_config is not supported: quant_method={method!r}, format={layout!r}, "
             f"weights={got}; the trainer reads float weights, and routed experts as compressed-tensors "
-            f"pack-quantized {wanted}: give the checkpoint in one of these (GPTQ, AWQ, bitsandbytes and FP8 are not "
-            "among them)"
+            f"pack-quantized {wanted}, or fp8 with weight_block_size={FP8_BLOCK}: give the checkpoint in one of these "
+            "(GPTQ, AWQ and bitsandbytes are not among them)"
         )
     for linear in _other_linears(spec):
         if not any(_matches(pattern, linear) for pattern in quantization.get("ignore") or ()):

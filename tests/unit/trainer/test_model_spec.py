@@ -47,6 +47,7 @@ def test_a_config_written_by_transformers_reads_the_same():
         ({"rope_scaling": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not supported"),
         ({"vision_config": {"depth": 2}}, "vision_config: models with towers"),
         ({"quantization_config": {"quant_method": "gptq"}}, "is not supported: quant_method='gptq'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is not supported: quant_method='fp8'"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "is not supported: quant_method='bitsandbytes'"),
         ({"partial_rotary_factor": 0.2}, "must turn an even number of at most 16 dims, got 3"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok must be <= num_experts"),
@@ -141,6 +142,13 @@ PACKED = {
     ],
 }
 KIMI_INT4 = {**DEEPSEEK, "model_type": "kimi_k2", "moe_intermediate_size": 32, "quantization_config": PACKED}
+
+
+def test_blocks_of_fp8_do_not_change_what_the_trainer_holds():
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    assert ModelSpec.from_hf_config({**DEEPSEEK, "quantization_config": quantization}) == ModelSpec.from_hf_config(
+        DEEPSEEK
+    )
 
 
 def test_packed_experts_are_recognized_by_their_three_tensors():
