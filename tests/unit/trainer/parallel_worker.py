@@ -6,7 +6,7 @@ importing torch costs seconds a process.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from trainer.model.decoder import Decoder, build_decoder
 from trainer.model.spec import ModelSpec
 from trainer.parallel import ParallelLayout, dense_trainable, expert_trainable, local_part, whole
 from trainer.shards import gather_lora_a, local_shards
+from weight_sync.layout import Region
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,11 @@ def files(folder: Path, ep_size: int, world_size: int, rank: int, hf_config: dic
     restored = all(
         torch.equal(local_part(p)[0], before[name]) for name, p in decoder.named_parameters() if "lora_" in name
     )
-    slices = {held.tensor: (held.region, held.base.clone()) for held in local_shards(decoder)}
+    slices: dict[str, tuple[Region, Tensor]] = {}
+    for held in local_shards(decoder):
+        values = torch.empty(held.region.shape, dtype=held.base.dtype)
+        replace(held, delta=None).read(held.region, values, {})  # the base alone, in the checkpoint's layout
+        slices[held.tensor] = (held.region, values)
     gathered = gather_lora_a(decoder)
     return {"restored": restored, "slices": slices, "gathered_a": gathered, "report": report}
 
