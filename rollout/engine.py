@@ -62,8 +62,12 @@ def engine_environment(device: Device) -> dict[str, str]:
     """
     common = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if device is Device.cuda:
-        # Sampled log-probabilities are those of PyTorch's own softmax, and flashinfer need not be installed.
-        return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        return common | {
+            # Sampled log-probabilities are those of PyTorch's own softmax, and flashinfer need not be installed.
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            # DeepGEMM would requantize block-FP8 weights to scales that are powers of two, after loading.
+            "VLLM_USE_DEEP_GEMM": "0",
+        }
     return common | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -75,7 +79,7 @@ def engine_environment(device: Device) -> dict[str, str]:
 def engine_arguments(folder: Path, config: RolloutConfig, *, dtype: DType, device: Device, seed: int) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs. The same names hold for both supported releases."""
     is_cpu = device is not Device.cuda
-    return {
+    arguments = {
         "model": str(folder),
         "load_format": "dummy",  # version 0 comes by publish, as every other version
         "skip_tokenizer_init": True,  # token ids in, token ids out
@@ -93,11 +97,23 @@ def engine_arguments(folder: Path, config: RolloutConfig, *, dtype: DType, devic
         "enforce_eager": is_cpu or config.enforce_eager,
         "enable_prefix_caching": True,  # siblings share their prompt
         "logprobs_mode": "processed_logprobs",  # of what was sampled from: temperature and top_p applied
-        # The Triton kernels read experts in checkpoint order; others reorder or swizzle them after loading.
+        # The Triton kernels read weights and block scales in checkpoint order; others reorder, swizzle or requantize
+        # them after loading. (What was really chosen is checked in post_load.py.)
         "moe_backend": "auto" if is_cpu else "triton",
+        "linear_backend": "auto" if is_cpu else "triton",
         "worker_extension_cls": "rollout.weight_receiver.WeightReceiver",
         "disable_log_stats": True,
     }
+    if is_cpu and _has_latent_attention(folder):
+        # With the AMX kernels vLLM would move kv_b_proj into private packed copies.
+        arguments["attention_backend"] = "CPU_MLA"
+    return arguments
+
+
+def _has_latent_attention(folder: Path) -> bool:
+    """Whether the model in this folder keeps keys and values as latents (MLA)."""
+    file = folder / "config.json"
+    return file.is_file() and json.loads(file.read_text()).get("kv_lora_rank") is not None
 
 
 def stop_token_ids(folder: Path) -> list[int]:

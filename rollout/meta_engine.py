@@ -31,9 +31,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from rollout.engine import engine_arguments
-from rollout.errors import UnsupportedWeights
-from rollout.weight_receiver import IDENTITY_EXPERTS, live_parameters
-from weight_sync.layout import DestLayout, PostLoad, TensorMeta
+from rollout.post_load import Forms
+from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.layout_wire import layouts_to_bytes
 from weight_sync.recorder import record_layout
 
@@ -84,32 +83,10 @@ def _record_rank(
         with set_current_vllm_config(config), set_default_torch_dtype(getattr(torch, dtype)):
             with _WithoutMemory():
                 model: Any = initialize_model(config)
-            return record_layout(
-                model.load_weights, live_parameters(model), tensors, rank, post_load=_formats(model, device)
-            )
+            forms = Forms.on_meta(model, getattr(torch, dtype), device)
+            return record_layout(model.load_weights, forms.params, tensors, rank, post_load=forms.post_load)
     finally:
         dist.destroy_process_group()
-
-
-def _formats(model: torch.nn.Module, device: Device) -> dict[str, PostLoad]:
-    """Form of expert weights after loading, as weight_receiver.expert_repacks finds it in a live engine.
-
-    Kernels are chosen once real weights are there; hence by the kind of device: repacked on CPUs, and the identity on
-    GPUs, where engine_arguments asks for Triton's (a live engine that chose others is refused by weight_receiver).
-    """
-    formats: dict[str, PostLoad] = {}
-    for name, module in model.named_modules():
-        if not hasattr(module, "w13_weight"):
-            continue
-        method: Any = getattr(module, "quant_method", None)
-        backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
-        if backend not in (*IDENTITY_EXPERTS, "CPU"):
-            raise UnsupportedWeights(
-                f"{name}: experts under {type(method).__name__} with the {backend} kernels cannot be published yet"
-            )
-        if device is Device.cpu:
-            formats |= {f"{name}.{suffix}": PostLoad.repack for suffix in ("w13_weight", "w2_weight")}
-    return formats
 
 
 def _enter_rank(rank: int, tp_size: int) -> None:

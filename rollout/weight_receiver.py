@@ -2,20 +2,10 @@
 
 vLLM mixes `WeightReceiver` into its worker class (worker_extension_cls); `Engine.call_ranks` calls its methods on all
 ranks.
-Owns: which parameters there are, the form each one has after loading (or the refusal of a form that one-sided writes
-cannot fill), and recording. Does not own the protocol: `weight_sync.receiver` does, and this file hands it its hooks.
-Invariant: a parameter that is accepted here holds, after a commit, the bytes that vLLM's own loader would have left
-there.
-
-Forms after loading, by what vLLM chose on this device:
-
-    linear, embedding, norm, router       identity. On CPUs vLLM would copy linear weights into private packed buffers
-                                          and empty the parameter; that is switched off below, before any model loads
-    experts, Triton kernels               identity
-    experts, CPU kernels ("vec", "amx")   repack: cpu_prepack_moe_weight permutes each parameter in place
-    experts, other kernels; quantized     refused, with the reason
-    MLA's W_UK_T and W_UV                 refused: they are derived from kv_b_proj and would go stale
-    empty parameters                      refused: the bytes are somewhere else
+Owns: recording the layout of a live engine rank, and handing its memory and hooks to a Receiver. Does not own the
+protocol (`weight_sync.receiver`), nor what vLLM does to a weight after loading, or the refusal of a form that one-sided
+writes cannot fill (`post_load.py`).
+Invariant: a parameter that is accepted holds, after a commit, the bytes that vLLM's own loader would have left there.
 """
 
 from __future__ import annotations
@@ -34,17 +24,14 @@ from vllm.config import set_current_vllm_config
 
 from conf.errors import SlipstreamError
 from conf.schema import TransportKind
-from rollout.errors import UnsupportedWeights
 from rollout.lifeline import OWNER_VARIABLE, end_with
+from rollout.post_load import Forms, readable, refuse_unwritable
 from weight_sync.heap import freeze_heap
-from weight_sync.layout import PostLoad, TensorMeta
+from weight_sync.layout import TensorMeta
 from weight_sync.protocol import Expected, pack, unpack
 from weight_sync.receiver import Receiver
 from weight_sync.recorder import record_layout
 from weight_sync.transport.mooncake import MooncakeTransport
-
-IDENTITY_EXPERTS = ("TRITON", "BATCHED_TRITON")
-"""Kernels that read expert weights as the loader leaves them: (E, 2I, H) with gate rows first, and (E, H, I)."""
 
 # At import, because vLLM imports its worker extension just before it loads the model, and both decisions are made while
 # it loads: with oneDNN (float32, AVX512) or the AMX kernels, linear weights move into private packed copies. Their
@@ -96,20 +83,19 @@ class WeightReceiver:
             weight_sync.protocol.EngineRank, packed.
         """
         worker: Any = self
+        refuse_unwritable(worker.vllm_config)
         model = worker.get_model()
-        params = live_parameters(model)
-        repacks = expert_repacks(model)
+        forms = Forms.of(model, worker.vllm_config.model_config.dtype)
         metas = [TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in tensors]
         with set_current_vllm_config(worker.vllm_config):
-            layout = record_layout(
-                model.load_weights, params, metas, worker.rank, post_load=dict.fromkeys(repacks, PostLoad.repack)
-            )
+            layout = record_layout(model.load_weights, forms.params, metas, worker.rank, post_load=forms.post_load)
         device = worker.device.type
         self._slipstream = Receiver(
-            params,
+            forms.params,
             layout,
             MooncakeTransport(TransportKind(transport), device=device, host=host, timeout_s=timeout_s),
-            repack=lambda name, tensor: repacks[name](tensor),
+            repack=forms.repack,
+            recompute=forms.recompute,
             synchronize=torch.cuda.synchronize if device == "cuda" else None,
         )
         described = pack(self._slipstream.describe())
@@ -145,73 +131,17 @@ class WeightReceiver:
 
     @_replies
     def slipstream_read_params(self) -> dict[str, str]:
-        """sha256 of every parameter's bytes as the kernels read them. For tests and for looking into a mismatch."""
+        """sha256 of every weight's bytes as the kernels read them. For tests and for looking into a mismatch."""
         worker: Any = self
-        return {name: _sha256(param) for name, param in worker.get_model().named_parameters()}
+        return {name: _sha256(tensor) for name, tensor in readable(worker.get_model()).items()}
 
     @_replies
     def slipstream_zero_params(self) -> None:
-        """Set every parameter to zero, to show that a publish leaves nothing of what was there before. For tests."""
+        """Set every weight to zero, to show that a publish leaves nothing of what was there before. For tests."""
         worker: Any = self
         with torch.no_grad():
-            for param in worker.get_model().parameters():
-                param.zero_()
-
-
-def live_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter that must be filled, by vLLM's name. A tied embedding and head are one, under the first name.
-
-    Raises:
-        UnsupportedWeights: A parameter is empty, or has derived copies elsewhere.
-    """
-    for name, module in model.named_modules():
-        derived = [item for item in ("W_UK_T", "W_UV") if getattr(module, item, None) is not None]
-        if derived:
-            raise UnsupportedWeights(
-                f"{name} keeps {', '.join(derived)}, computed from kv_b_proj; MLA models cannot be published yet"
-            )
-    params = {name: param.detach() for name, param in model.named_parameters()}
-    empty = [name for name, param in params.items() if param.numel() == 0]
-    if empty:
-        raise UnsupportedWeights(
-            f"{', '.join(empty[:3])} and {len(empty)} parameters in all are empty: this engine keeps their bytes in "
-            "private packed copies that cannot be written"
-        )
-    return params
-
-
-def expert_repacks(model: torch.nn.Module) -> dict[str, Callable[[torch.Tensor], None]]:
-    """What a commit must do in place to each expert parameter; parameters with identity form are left out.
-
-    Raises:
-        UnsupportedWeights: Experts are stored in a form that is neither identity nor repacked by a known function.
-    """
-    repacks: dict[str, Callable[[torch.Tensor], None]] = {}
-    for name, module in model.named_modules():
-        if not hasattr(module, "w13_weight"):
-            continue
-        method: Any = getattr(module, "quant_method", None)
-        backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
-        if backend is None:
-            raise UnsupportedWeights(
-                f"{name}: experts under {type(method).__name__} are quantized; these cannot be published yet"
-            )
-        if backend in IDENTITY_EXPERTS:
-            continue
-        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-        isa = getattr(experts, "isa", None)
-        if backend != "CPU" or isa is None or getattr(experts, "_use_zentorch", False):
-            raise UnsupportedWeights(
-                f"{name}: the {backend} kernels ({type(experts).__name__}) reorder expert weights after loading;"
-                f" only {', '.join(IDENTITY_EXPERTS)} and the CPU kernels can be published"
-            )
-        for suffix in ("w13_weight", "w2_weight"):
-            repacks[f"{name}.{suffix}"] = functools.partial(_prepack_in_place, isa=isa)
-    return repacks
-
-
-def _prepack_in_place(weight: torch.Tensor, *, isa: str) -> None:
-    weight.copy_(vllm._custom_ops.cpu_prepack_moe_weight(weight, isa))
+            for tensor in readable(worker.get_model()).values():
+                tensor.zero_()
 
 
 def _sha256(tensor: torch.Tensor) -> str:

@@ -72,8 +72,8 @@ def record_layout(
 
     Args:
         load_weights: the engine's loader; called once with (name, meta tensor) pairs. It may skip tensors.
-        params: every parameter that the loader may write, on any device, contiguous. Names of the same memory (tied
-            weights) are one parameter, under the first name.
+        params: every parameter that the loader may write, on any device, contiguous; and what is derived from them,
+            with any strides. Names of the same memory (tied weights) are one parameter, under the first name.
         tensors: the checkpoint.
         rank: the engine rank inside its replica.
         post_load: what the engine does to a parameter after loading; identity where absent. Derived ones need not be
@@ -87,7 +87,8 @@ def record_layout(
     unknown = sorted(set(formats) - set(params))
     if unknown:
         raise RecordError(f"post-load formats are declared for unknown parameters: {', '.join(unknown)}")
-    recorder = _Recorder(params, tensors)
+    derived = {name for name, form in formats.items() if form is PostLoad.derived}
+    recorder = _Recorder({name: param for name, param in params.items() if name not in derived}, tensors)
     before = {name: (param.data_ptr(), param.shape, param.stride()) for name, param in params.items()}
     try:
         with torch.inference_mode(mode=False), torch.no_grad(), recorder:
@@ -106,7 +107,7 @@ def record_layout(
     described = tuple(
         Param(name, tuple(param.shape), _dtype_name(param.dtype), formats.get(name, PostLoad.identity))
         for name, param in params.items()
-        if name in recorder.names
+        if name in recorder.names or name in derived
     )
     loads, fills = account(described, recorder.written)
     return DestLayout(rank, described, loads, fills)

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+ONLY_THE_LIKELIEST = 1e-6
+"""top_p that makes sampling greedy, for requests that must have a temperature."""
 
 
-def vllm_loads(folder: Path, dtype: str) -> dict[str, str]:
-    """sha256 of every parameter of an engine in this process that loads the checkpoint by itself."""
-    from vllm import LLM
-
-    engine = LLM(
-        model=str(folder), load_format="safetensors", skip_tokenizer_init=True, enforce_eager=True, dtype=dtype,
-        max_model_len=256, kv_cache_memory_bytes=16 << 20, disable_log_stats=True,
-        worker_extension_cls="rollout.weight_receiver.WeightReceiver",
-    )  # fmt: skip
-    ((error, text, hashes),) = engine.collective_rpc("slipstream_read_params")
-    assert not error, text
+def vllm_loads(folder: Path, dtype: str, **arguments: Any) -> dict[str, str]:
+    """sha256 of every weight of a one-rank engine that loads the checkpoint by itself."""
+    (hashes,), _ = vllm_loads_and_samples(folder, dtype, **arguments)
     return hashes
+
+
+def vllm_loads_and_samples(
+    folder: Path, dtype: str, *, prompts: Sequence[Sequence[int]] = (), max_tokens: int = 8, **arguments: Any
+) -> tuple[list[dict[str, str]], list[list[int]]]:
+    """The same of every rank, and what that engine samples greedily.
+
+    Args:
+        arguments: More of vLLM's engine arguments (tensor_parallel_size, ...).
+    """
+    from vllm import LLM, SamplingParams
+
+    given = {"enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 16 << 20, **arguments}
+    engine = LLM(
+        model=str(folder), load_format="safetensors", skip_tokenizer_init=True, dtype=dtype, disable_log_stats=True,
+        worker_extension_cls="rollout.weight_receiver.WeightReceiver", **given,
+    )  # fmt: skip
+    replies = engine.collective_rpc("slipstream_read_params")
+    for error, text, _ in replies:
+        assert not error, (error, text)
+    greedy = SamplingParams(temperature=1.0, top_p=ONLY_THE_LIKELIEST, max_tokens=max_tokens, ignore_eos=True)
+    greedy.detokenize = False
+    tokens: list[list[int]] = []
+    for prompt in prompts:  # one at a time: sums of a batch may be rounded in another order
+        asked: Any = [{"prompt_token_ids": list(prompt)}]
+        (output,) = engine.generate(asked, greedy, use_tqdm=False)
+        tokens.append(list(output.outputs[0].token_ids))
+    return [hashes for _, _, hashes in replies], tokens

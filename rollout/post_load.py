@@ -1,0 +1,310 @@
+"""What vLLM did to each weight after its loader had written it, and how a commit does the same again.
+
+    linear, embedding, norm, router       identity. On CPUs vLLM would copy linear weights into private packed buffers
+                                          and empty the parameter; weight_receiver.py switches that off
+    block-FP8 linear: weight and scales   identity with the Triton and Cutlass kernels. DeepGEMM requantizes to powers
+                                          of two and moves the scales: refused
+    experts, Triton kernels               identity: (E, 2I, H) with gate rows first, and (E, H, I); block-FP8 alike
+    experts, CPU kernels ("vec", "amx")   repack: cpu_prepack_moe_weight permutes each parameter in place
+    experts, other kernels                refused, with the reason
+    MLA's W_UK_T and W_UV                 views of kv_b_proj.weight where that is not quantized: nothing to do. Else
+                                          derived: vLLM's own process_weights_after_loading computes them again, and
+                                          the result is copied to where CUDA graphs read it
+    any other quantization (INT4, ...)    refused: these engines accept adapters only
+    empty parameters                      refused: the bytes are somewhere else
+
+Owns: that table, for a live model (`Forms.of`) and for one on meta, which no kernel was chosen for (`Forms.on_meta`);
+and which engine options rule out writing in place. Does not own recording (weight_sync.recorder) or the commit
+(weight_sync.receiver). Uses what vLLM 0.25.1 and 0.32 have in common.
+
+Invariant: after a commit that followed these forms, a parameter holds the bytes that vLLM's own loading of the same
+checkpoint would have left there, at the address it always had.
+
+Callers: weight_receiver.py, meta_engine.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import vllm._custom_ops
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from conf.schema import Device
+from rollout.errors import UnsupportedWeights
+from weight_sync.layout import PostLoad
+
+IDENTITY_EXPERTS = ("TRITON", "BATCHED_TRITON")
+"""Kernels that read expert weights, and their block scales, as the loader leaves them."""
+IDENTITY_FP8_LINEAR = ("TritonFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel")
+"""Kernels that read block-FP8 linear weights, and their scales, as the loader leaves them."""
+ADAPTERS_ONLY = "engines with such weights accept adapter mode only (weight_sync.mode=adapter)"
+
+_MLA_DERIVED = ("W_UV", "W_UK_T")
+_MLA_UNKNOWN = ("W_K", "W_V", "W_UK_T_dcp_qrep")
+"""Forms that vLLM derives on AMD GPUs and for decode context parallelism."""
+
+
+@dataclass(slots=True)
+class Forms:
+    """Every weight of one engine rank that a publish fills or a commit derives, and what a commit does to it."""
+
+    params: dict[str, Tensor]
+    """By vLLM's name. Of weights that are the same memory (tied, or views of another) the first one only counts."""
+    post_load: dict[str, PostLoad] = field(default_factory=dict)
+    """Where it is not the identity."""
+    _repacks: dict[str, Callable[[Tensor], None]] = field(default_factory=dict)
+    _recomputes: list[Callable[[], None]] = field(default_factory=list)
+
+    @staticmethod
+    def of(model: nn.Module, act_dtype: torch.dtype) -> Forms:
+        """Those of a live model.
+
+        Args:
+            model: As vLLM serves it.
+            act_dtype: model_config.dtype, which vLLM derives MLA's matrices in.
+
+        Raises:
+            UnsupportedWeights: A weight is in a form that a one-sided write cannot fill. Names it and the reason.
+        """
+        forms = Forms(_fillable(model))
+        for name, module in model.named_modules():
+            _check_linear(name, module)
+            if hasattr(module, "w13_weight"):
+                repack = _expert_repack(name, module)
+                if repack is not None:
+                    forms._repacks |= {f"{name}.{suffix}": repack for suffix in ("w13_weight", "w2_weight")}
+        forms.post_load |= dict.fromkeys(forms._repacks, PostLoad.repack)
+        for name, module in _mla_layers(model):
+            own = {f"{name}.{leaf}": getattr(module, leaf) for leaf in _MLA_DERIVED}
+            if _are_views(own.values(), forms.params.values()):
+                continue
+            forms.params |= {key: tensor.detach() for key, tensor in own.items()}
+            forms.post_load |= dict.fromkeys(own, PostLoad.derived)
+            forms._recomputes.append(functools.partial(_derive_again, module, act_dtype))
+        return forms
+
+    @staticmethod
+    def on_meta(model: nn.Module, act_dtype: torch.dtype, device: Device) -> Forms:
+        """Those that `of` would find in a live engine on this kind of device with the arguments of engine.py.
+
+        Kernels are chosen, and derived weights made, once real weights are there. Hence by the kind of device: experts
+        are repacked on CPUs, and are the identity on GPUs, where engine_arguments asks for Triton's kernels (a live
+        engine that chose others is refused by `of`).
+
+        Raises:
+            UnsupportedWeights: As `of`.
+        """
+        cache_scales = {
+            f"{name}.{leaf}"  # vLLM drops these parameters after loading
+            for name, module in model.named_modules()
+            if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
+            for leaf, _ in module.named_parameters(recurse=False)
+        }
+        forms = Forms({name: param for name, param in _fillable(model).items() if name not in cache_scales})
+        for name, module in model.named_modules():
+            _check_linear(name, module)
+            if hasattr(module, "w13_weight"):
+                method, backend = _expert_method(name, module)
+                if backend not in (*IDENTITY_EXPERTS, "CPU"):
+                    raise _reordered(name, method, backend)
+                if device is Device.cpu:
+                    forms.post_load |= {f"{name}.{leaf}": PostLoad.repack for leaf in ("w13_weight", "w2_weight")}
+        for name, module in _mla_layers(model, is_loaded=False):
+            weight = _unwrapped(module.kv_b_proj).weight
+            if weight.dtype == act_dtype:
+                continue
+            heads, latent = module.num_heads, module.kv_lora_rank
+            shapes = {"W_UV": (heads, latent, module.v_head_dim), "W_UK_T": (heads, module.qk_nope_head_dim, latent)}
+            made = {
+                f"{name}.{leaf}": torch.empty(shapes[leaf], dtype=act_dtype, device="meta") for leaf in _MLA_DERIVED
+            }
+            forms.params |= made
+            forms.post_load |= dict.fromkeys(made, PostLoad.derived)
+        return forms
+
+    def repack(self, name: str, tensor: Tensor) -> None:
+        """Permute the bytes of a PostLoad.repack parameter in place. The receiver's hook."""
+        self._repacks[name](tensor)
+
+    @torch.no_grad()
+    def recompute(self) -> None:
+        """Compute every PostLoad.derived tensor again from what is loaded, in place. The receiver's hook."""
+        for one in self._recomputes:
+            one()
+
+
+def refuse_unwritable(vllm_config: Any) -> None:
+    """Raise UnsupportedWeights if an engine option moves weights after they were written, or keeps them elsewhere."""
+    parallel, offload = vllm_config.parallel_config, vllm_config.offload_config
+    for is_on, option, why in (
+        (parallel.enable_eplb, "enable_eplb", "experts move between ranks while the engine serves"),
+        (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size > 1", "no layout of a pipeline is planned yet"),
+        (
+            offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
+            "cpu_offload_gb (or offload_group_size)",
+            "weights are in host memory, and what the GPU reads is a copy",
+        ),
+        (
+            vllm_config.model_config.enable_sleep_mode,
+            "enable_sleep_mode",
+            "a sleeping engine releases the memory that is written",
+        ),
+        (
+            vllm_config.speculative_config is not None,
+            "speculative_config",
+            "a draft model's weights are no part of the checkpoint that is published",
+        ),
+    ):
+        if is_on:
+            raise UnsupportedWeights(
+                f"the engine runs with {option}: {why}; its weights cannot be written in place, start it without"
+            )
+
+
+def readable(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor that kernels read and that a checkpoint decides, by name: parameters and what MLA derives."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    for name, module in _mla_layers(model):
+        tensors |= {f"{name}.{leaf}": getattr(module, leaf) for leaf in _MLA_DERIVED}
+    return tensors
+
+
+def _fillable(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters that a loader fills. A tied embedding and head are one, under the first name."""
+    derived = {f"{name}.{leaf}" for name, _ in _mla_layers(model) for leaf in _MLA_DERIVED}
+    params = {name: param.detach() for name, param in model.named_parameters() if name not in derived}
+    empty = [name for name, param in params.items() if param.numel() == 0]
+    if empty:
+        raise UnsupportedWeights(
+            f"{', '.join(empty[:3])} and {len(empty)} parameters in all are empty: this engine keeps their bytes in "
+            "private packed copies that cannot be written"
+        )
+    return params
+
+
+# -- linear ------------------------------------------------------------------------------------------------------------
+
+
+def _check_linear(name: str, module: nn.Module) -> None:
+    """Refuse a quantized layer whose weights are not read as they were loaded. Experts have their own check."""
+    method = getattr(module, "quant_method", None)
+    if method is None or hasattr(module, "w13_weight"):
+        return
+    if isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod | BaseKVCacheMethod):
+        return
+    if not isinstance(method, Fp8LinearMethod):
+        if not any(True for _ in module.parameters(recurse=False)):
+            return
+        raise UnsupportedWeights(
+            f"{name} is quantized by {type(method).__name__}, whose packed weights cannot be merged into; {ADAPTERS_ONLY}"
+        )
+    if not method.block_quant:
+        raise UnsupportedWeights(
+            f"{name} is FP8 with one scale a tensor or channel, which vLLM transposes after loading; only block-FP8 "
+            "(quantization_config.weight_block_size) can be published"
+        )
+    kernel = type(method.fp8_linear).__name__
+    if kernel not in IDENTITY_FP8_LINEAR:
+        raise UnsupportedWeights(
+            f"{name} runs on {kernel}, which rewrites weights or scales after loading; only "
+            f"{', '.join(IDENTITY_FP8_LINEAR)} can be published: start the engine with linear_backend=triton and "
+            "VLLM_USE_DEEP_GEMM=0"
+        )
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def _expert_method(name: str, module: nn.Module) -> tuple[Any, str]:
+    """How the experts of a layer are quantized, and the name of the kernels that were chosen."""
+    method: Any = getattr(module, "quant_method", None)
+    if isinstance(method, Fp8MoEMethod):
+        if not method.block_quant:
+            raise UnsupportedWeights(
+                f"{name}: experts are FP8 with one scale a tensor, which vLLM requantizes after loading; only "
+                "block-FP8 (quantization_config.weight_block_size) can be published"
+            )
+        return method, str(method.fp8_backend.name)
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        return method, str(method.unquantized_backend.name)
+    raise UnsupportedWeights(
+        f"{name}: experts under {type(method).__name__} are packed, and nothing can be merged into them; {ADAPTERS_ONLY}"
+    )
+
+
+def _expert_repack(name: str, module: nn.Module) -> Callable[[Tensor], None] | None:
+    """What a commit must do in place to both expert parameters of a layer; None for the identity."""
+    method, backend = _expert_method(name, module)
+    if backend in IDENTITY_EXPERTS:
+        return None
+    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    isa = getattr(experts, "isa", None)
+    if (
+        not isinstance(method, UnquantizedFusedMoEMethod)
+        or backend != "CPU"
+        or isa is None
+        or getattr(experts, "_use_zentorch", False)
+    ):
+        raise _reordered(name, method, f"{backend} ({type(experts).__name__})")
+    return functools.partial(_prepack_in_place, isa=isa)
+
+
+def _prepack_in_place(weight: Tensor, *, isa: str) -> None:
+    weight.copy_(vllm._custom_ops.cpu_prepack_moe_weight(weight, isa))
+
+
+def _reordered(name: str, method: Any, kernels: str) -> UnsupportedWeights:
+    return UnsupportedWeights(
+        f"{name}: under {type(method).__name__} the {kernels} kernels reorder expert weights after loading; only "
+        f"{', '.join(IDENTITY_EXPERTS)} (moe_backend=triton) and the CPU kernels for 16-bit and 32-bit weights can be "
+        "published"
+    )
+
+
+# -- MLA ---------------------------------------------------------------------------------------------------------------
+
+
+def _mla_layers(model: nn.Module, *, is_loaded: bool = True) -> Iterator[tuple[str, Any]]:
+    """Multi-head latent attention layers; those that have derived their matrices, or (not is_loaded) all of them."""
+    for name, module in model.named_modules():
+        for leaf in _MLA_UNKNOWN:
+            if getattr(module, leaf, None) is not None:
+                raise UnsupportedWeights(
+                    f"{name} keeps {leaf}, which is computed from kv_b_proj in a way that a commit does not repeat yet"
+                )
+        if all(isinstance(getattr(module, leaf, None), Tensor) for leaf in _MLA_DERIVED) or (
+            not is_loaded and hasattr(module, "kv_b_proj") and hasattr(module, "process_weights_after_loading")
+        ):
+            yield name, module
+
+
+def _derive_again(module: Any, act_dtype: torch.dtype) -> None:
+    """vLLM's own derivation; its results go where the present ones are, which is where CUDA graphs read them."""
+    places = {leaf: getattr(module, leaf) for leaf in _MLA_DERIVED}
+    module.process_weights_after_loading(act_dtype)
+    for leaf, place in places.items():
+        made = getattr(module, leaf)
+        if made.data_ptr() != place.data_ptr():
+            place.copy_(made)
+            setattr(module, leaf, place)
+
+
+def _are_views(tensors: Any, params: Any) -> bool:
+    """Whether all `tensors` lie in the memory of parameters."""
+    storages = {param.untyped_storage().data_ptr() for param in params}
+    return all(tensor.untyped_storage().data_ptr() in storages for tensor in tensors)
+
+
+def _unwrapped(layer: Any) -> Any:
+    """A linear layer without its LoRA wrapper."""
+    return getattr(layer, "base_layer", layer)

@@ -1,0 +1,108 @@
+"""Tiny random checkpoints of several architectures, as transformers writes them, and a trainer that holds one whole.
+
+No code of the product takes part in making them: tensor names, shapes and formats are those of the model hub.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 500,  # no multiple of 64: vLLM pads the vocabulary
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,  # far from zero, so that two versions differ in what they sample
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MIXTURE = {"moe_intermediate_size": 64, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_GROUPED = {
+    **_MIXTURE, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+    "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": {**COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+    "qwen3_tied": {
+        **COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True,
+    },
+    "qwen3_moe": {
+        **COMMON, **_MIXTURE, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+    "llama": {**COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    "glm4_moe": {
+        **COMMON, **_GROUPED, "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+    },
+    # The CPU engine's MLA kernel has one size of latent: 512, and 64 of rotary dims. head_dim is the rotary part.
+    "deepseek_v3": {
+        **COMMON, **_GROUPED, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64, "v_head_dim": 32, "head_dim": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    },
+}  # fmt: skip
+"""Architecture -> config.json. DeepSeek-V3 and GLM-4 MoE have a shared expert and a float32 correction bias."""
+
+
+def write_checkpoint(config: dict[str, Any], folder: Path, *, seed: int, dtype: str = "bfloat16") -> Path:
+    """A folder with config.json and model.safetensors of random weights; correction biases are random and float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    described = dict(config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(described.pop("model_type"), **described))
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            tensors[name] = torch.randn(tensor.shape) * 0.1
+        elif tensor.dim() == 1:
+            tensors[name] = torch.randn(tensor.shape).mul(0.1).add(1.0).to(tensor.dtype)  # norms differ, too
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype, "torch_dtype": dtype}))
+    return folder
+
+
+class CheckpointSource:
+    """WeightSource of one trainer rank that holds a whole checkpoint."""
+
+    temporary_bytes = 0
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def layout(self) -> SourceLayout:
+        """Every tensor, whole."""
+        ordered = sorted(self.tensors.items())
+        return SourceLayout(
+            0,
+            tuple(TensorMeta(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in ordered),
+            tuple(SourceShard(name, Region((0,) * t.dim(), tuple(t.shape))) for name, t in ordered),
+        )
+
+    def begin(self, version: int) -> int:
+        """Nothing to gather."""
+        return 0
+
+    def read(self, tensor: str, region: Region, out: torch.Tensor) -> None:
+        """Copy a rectangle."""
+        out.copy_(self.tensors[tensor][tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))])
+
+    def end(self) -> None:
+        """Nothing to drop."""
