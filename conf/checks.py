@@ -11,7 +11,7 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.options import options_by_name
-from conf.schema import Device, Init, Objective, RatioBaseline, RunConfig, TrainMode, TransportKind
+from conf.schema import Device, EngineFormat, Init, Objective, RatioBaseline, RunConfig, TrainMode, TransportKind
 
 CPU_ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that vLLM's CPU attention has kernels for (vLLM 0.32, `cpu_attn.py`)."""
@@ -40,6 +40,7 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     if config.algorithm.objective is Objective.policy:
         check_tp_size_divides_heads(config, hf_config)
         check_head_dim_on_cpu(config, hf_config)
+        check_fp8_engine_has_gpus(config, hf_config)
 
 
 def check_data_is_given(config: RunConfig) -> None:
@@ -171,6 +172,18 @@ def check_head_dim_on_cpu(config: RunConfig, hf_config: Mapping[str, Any]) -> No
             f"the model's head_dim={head_dim} has no attention kernel in the CPU engine, which has "
             f"{_one_of(CPU_ENGINE_HEAD_DIMS)}; "
             "choose another model, or cluster.device=cuda"
+        )
+
+
+def check_fp8_engine_has_gpus(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """vLLM's CPU kernels for FP8 repack weights, where they exist at all."""
+    if config.cluster.device is not Device.cpu:
+        return
+    if config.model.engine_format is EngineFormat.block_fp8 or hf_config.get("quantization_config"):
+        asked = "model.engine_format=block_fp8" if not hf_config.get("quantization_config") else "quantization_config"
+        raise ConfigError(
+            f"{asked} (config.json) asks for quantized engines, which need GPUs, and cluster.device=cpu; choose "
+            "cluster.device=cuda, or model.engine_format=checkpoint and a model without quantization_config"
         )
 
 

@@ -111,6 +111,13 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class EngineFormat(StrEnum):
+    """Format of an engine's weights."""
+
+    checkpoint = "checkpoint"
+    block_fp8 = "block_fp8"
+
+
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise ConfigError(message)
@@ -135,6 +142,11 @@ class ModelConfig:
     mla_norm_eps: MlaNormEps = MlaNormEps.rollout
     """eps of q_a_layernorm and kv_a_layernorm (DeepSeek-V3, Kimi-K2). rollout: rms_norm_eps of the config, as vLLM.
     hf: 1e-6, as transformers. Read by no other architecture.
+    """
+    engine_format: EngineFormat = EngineFormat.checkpoint
+    """checkpoint: engines' weights are as config.json says: block-FP8 where its quantization_config asks for it, else
+    `dtype`. block_fp8: block-FP8 (128 x 128, DeepSeek-V3's) although config.json has none. The trainer's base has
+    `dtype` in any case, and a publish quantizes what it merged.
     """
     tokenizer: str | None = None
     """Folder of a tokenizer, or `characters`: one token per printable character, made on the spot. null: the one in

@@ -42,10 +42,10 @@ from conf.errors import SlipstreamError
 from conf.schema import Device, Objective, RunConfig, TrainMode
 from orchestrator.environment import resolve_device, variables_of
 from orchestrator.errors import OrchestratorError, PlacementError, TrainingStopped
+from orchestrator.prepare import engine_checkpoint
 from orchestrator.run_folder import RunFolder
 from orchestrator.waiting import together, wait_for
 from rollout.types import Prompt, Rollout
-from trainer.model.spec import ModelSpec
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ class Cluster:
             "weight_sync": self._config.weight_sync,
             "dtype": dtype,
             "device": Device(self._device),
-            "tensors": ModelSpec.from_hf_config(hf_config).checkpoint_tensors(dtype.value),
+            "tensors": engine_checkpoint(hf_config, dtype),
             "key": self._sync_key,
         }
         seed = self._config.run.seed * 1000  # workers sample apart from each other, and runs of different seeds too

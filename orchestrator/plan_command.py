@@ -22,11 +22,12 @@ from typing import Any, ClassVar
 from conf.checks import check_architecture
 from conf.errors import ConfigError
 from conf.schema import Device, LoraConfig, RunConfig, TrainMode
-from orchestrator.prepare import resolve_hf_config
+from orchestrator.prepare import engine_checkpoint, resolve_hf_config
 from rollout.errors import EngineError
 from rollout.offline_layout import offline_layouts
 from trainer.model.spec import ModelSpec
 from trainer.offline import TrainerMemory, adapter_elements, source_layouts, temporary_bytes, trainer_memory
+from trainer.quantization import BlockFp8
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.layout import DTYPE_BYTES, DestLayout
 from weight_sync.links import Faults, LinkRates, Placement, place
@@ -132,9 +133,10 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
     spec = ModelSpec.from_hf_config(hf_config)
     check_architecture(config, hf_config)
     trainer, rollout, device, dtype = config.trainer, config.rollout, config.cluster.device, config.model.dtype
-    tensors = spec.checkpoint_tensors(dtype.value)
+    quantization = BlockFp8.from_hf_config(hf_config)
+    tensors = engine_checkpoint(hf_config, dtype)
     try:
-        staging = _staging(config, spec)
+        staging = _staging(config, spec, quantization)
         engine = offline_layouts(
             hf_config,
             tensors,
@@ -145,7 +147,7 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
             cache=hardware.layout_cache,
         )
         plan = build_plan(
-            source_layouts(spec, dtype.value, trainer),
+            source_layouts(spec, dtype.value, trainer, quantization),
             [engine] * rollout.num_workers,
             max_task_bytes=staging.max_task_bytes,
         )
@@ -259,10 +261,10 @@ def parse_faults(slow_ranks: Sequence[str], lost_nics: Sequence[int]) -> Faults:
         raise ConfigError(f"--slow-rank: {error}") from error
 
 
-def _staging(config: RunConfig, spec: ModelSpec) -> Staging:
+def _staging(config: RunConfig, spec: ModelSpec, quantization: BlockFp8 | None) -> Staging:
     """What the watermark leaves on a trainer rank, as the rank's own pipeline reckons."""
     sync, device = config.weight_sync, config.cluster.device
-    source = temporary_bytes(spec, config.trainer, device)
+    source = temporary_bytes(spec, config.trainer, device, quantization)
     reserved = reserved_bytes(device.value, sync.watermark_bytes, source, verify_hashes=sync.verify_hashes)
     return Staging(watermark_bytes=sync.watermark_bytes, reserved_bytes=reserved)
 

@@ -31,6 +31,7 @@ from orchestrator.prepare import (
     CHARACTERS,
     TextEncoder,
     check_character_vocabulary,
+    engine_checkpoint,
     has_chat_template,
     resolve_hf_config,
     save_character_tokenizer,
@@ -106,6 +107,7 @@ def check_model(config: RunConfig) -> Fact:
     hf_config = resolve_hf_config(model)
     spec = ModelSpec.from_hf_config(hf_config)
     check_architecture(config, hf_config)
+    engine_checkpoint(hf_config, model.dtype)
     tensors = spec.checkpoint_tensors(model.dtype.value)
     origin = "random weights"
     if model.init is Init.checkpoint:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import shutil
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,12 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from conf.errors import ConfigError
-from conf.schema import DataConfig, Init, ModelConfig
+from conf.schema import DataConfig, DType, EngineFormat, Init, ModelConfig
 from rollout.prompts import read_prompts
 from rollout.types import Prompt
 from trainer.model.spec import ModelSpec
+from trainer.quantization import BlockFp8, engine_tensors
+from weight_sync.layout import TensorMeta
 
 CHARACTERS = "characters"
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -107,7 +109,20 @@ def resolve_hf_config(config: ModelConfig) -> dict[str, Any]:
     merged = {**base, **overrides}
     merged.setdefault("architectures", [ModelSpec.from_hf_config(merged).hf_architecture])
     merged["dtype"] = merged["torch_dtype"] = config.dtype.value
+    if config.engine_format is EngineFormat.block_fp8 and not merged.get("quantization_config"):
+        tensors = ModelSpec.from_hf_config(merged).checkpoint_tensors(config.dtype.value)
+        merged["quantization_config"] = BlockFp8.hf_entry(tensors)
     return merged
+
+
+def engine_checkpoint(hf_config: Mapping[str, Any], dtype: DType) -> list[TensorMeta]:
+    """Every tensor that an engine of this model loads.
+
+    Raises:
+        ConfigError: an architecture or a quantization that cannot be published.
+    """
+    tensors = ModelSpec.from_hf_config(dict(hf_config)).checkpoint_tensors(dtype.value)
+    return engine_tensors(tensors, BlockFp8.from_hf_config(hf_config))
 
 
 def check_character_vocabulary(vocab_size: int) -> None:

@@ -206,7 +206,8 @@ def _check_linear(name: str, module: nn.Module) -> None:
         if not any(True for _ in module.parameters(recurse=False)):
             return
         raise UnsupportedWeights(
-            f"{name} is quantized by {type(method).__name__}, whose packed weights cannot be merged into; {ADAPTERS_ONLY}"
+            f"{name} is quantized by {type(method).__name__}: nothing can be merged into packed weights; "
+            f"{ADAPTERS_ONLY}"
         )
     if not method.block_quant:
         raise UnsupportedWeights(
@@ -238,7 +239,8 @@ def _expert_method(name: str, module: nn.Module) -> tuple[Any, str]:
     if isinstance(method, UnquantizedFusedMoEMethod):
         return method, str(method.unquantized_backend.name)
     raise UnsupportedWeights(
-        f"{name}: experts under {type(method).__name__} are packed, and nothing can be merged into them; {ADAPTERS_ONLY}"
+        f"{name}: experts are quantized by {type(method).__name__}: nothing can be merged into packed weights; "
+        f"{ADAPTERS_ONLY}"
     )
 
 

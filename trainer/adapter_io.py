@@ -31,7 +31,8 @@ from trainer.loading import INDEX_FILE, SINGLE_FILE
 from trainer.lora import Linear
 from trainer.moe.experts import Experts
 from trainer.parallel import local_part, whole
-from trainer.shards import gather_lora_a, local_shards
+from trainer.quantization import BlockFp8
+from trainer.weight_source import TrainerWeightSource
 from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ def pack_expert_b(b_ENR: Tensor) -> Tensor:
 
 @torch.no_grad()
 def save_merged(decoder: Decoder, folder: Path | str, hf_config: dict[str, Any]) -> None:
-    """Collective: write a Hugging Face checkpoint of W + scale * B @ A in the compute dtype; rank 0 writes.
+    """Collective: write a Hugging Face checkpoint of W + scale * B @ A, as engines want it; rank 0 writes.
 
     One tensor at a time crosses from its holders to rank 0, which keeps at most one file of MAX_FILE_BYTES in host
     memory.
@@ -214,16 +215,18 @@ def save_merged(decoder: Decoder, folder: Path | str, hf_config: dict[str, Any])
     Args:
         decoder: in LoRA mode the adapters are merged (float32, rounded once); in full training weights are cast.
         folder: made if missing.
-        hf_config: the config.json to write; dtype and architectures are filled in.
+        hf_config: the config.json to write; dtype and architectures are filled in. Its quantization_config decides
+            which tensors are written in block-FP8; the others have the compute dtype.
     """
     folder = Path(folder)
     dtype = str(decoder.dtype).removeprefix("torch.")
-    tensors = decoder.spec.checkpoint_tensors(dtype)
+    source = TrainerWeightSource(decoder, decoder.layout.rank, BlockFp8.from_hf_config(hf_config))
+    tensors = source.layout().tensors
     files = list(_files(tensors))
     is_writer = decoder.layout.rank == 0
     if is_writer:
         folder.mkdir(parents=True, exist_ok=True)
-    merged_tensors = _merged_tensors(decoder, tensors)
+    merged_tensors = _merged_tensors(decoder, source)
     for number, metas in enumerate(files, start=1):
         content = {meta.name: next(merged_tensors) for meta in metas}
         if is_writer:
@@ -241,34 +244,37 @@ def save_merged(decoder: Decoder, folder: Path | str, hf_config: dict[str, Any])
     _wait_for_rank_0(decoder)
 
 
-def _merged_tensors(decoder: Decoder, tensors: Iterable[TensorMeta]) -> Iterator[Tensor | None]:
+def _merged_tensors(decoder: Decoder, source: TrainerWeightSource) -> Iterator[Tensor | None]:
     """Every tensor in turn: whole and on the CPU on rank 0, None elsewhere.
 
     All ranks walk the same tensors in the same order.
     """
     layout = decoder.layout
-    held = {one.tensor: one for one in local_shards(decoder)}
-    regions: list[dict[str, Region]] = [{name: one.region for name, one in held.items()}]
+    regions: list[dict[str, Region]] = [{shard.tensor: shard.region for shard in source.layout().shards}]
     if layout.world_size > 1:
         gathered: list[Any] = [None] * layout.world_size
         dist.all_gather_object(gathered, regions[0])
         regions = gathered
-    gathered_a = gather_lora_a(decoder)
-    for meta in tensors:
-        dtype = getattr(torch, meta.dtype)
-        merged = torch.empty(meta.shape, dtype=dtype) if layout.rank == 0 else None
-        for holder, regions_of_holder in enumerate(regions):
-            region = regions_of_holder.get(meta.name)
-            if region is None or layout.rank not in (0, holder):
-                continue
-            part = torch.empty(region.shape, dtype=dtype, device=layout.device)
-            if layout.rank == holder:
-                held[meta.name].read(region, part, gathered_a)
-            if holder != 0:
-                dist.recv(part, holder) if layout.rank == 0 else dist.send(part, 0)
-            if merged is not None:
-                merged[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))] = part.cpu()
-        yield merged
+    source.begin(version=0)
+    try:
+        for meta in source.layout().tensors:
+            dtype = getattr(torch, meta.dtype)
+            merged = torch.empty(meta.shape, dtype=dtype) if layout.rank == 0 else None
+            for holder, regions_of_holder in enumerate(regions):
+                region = regions_of_holder.get(meta.name)
+                if region is None or layout.rank not in (0, holder):
+                    continue
+                part = torch.empty(region.shape, dtype=dtype, device=layout.device)
+                if layout.rank == holder:
+                    source.read(meta.name, region, part)
+                if holder != 0:
+                    data = part.view(-1).view(torch.uint8)  # process groups do not know every format
+                    dist.recv(data, holder) if layout.rank == 0 else dist.send(data, 0)
+                if merged is not None:
+                    merged[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))] = part.cpu()
+            yield merged
+    finally:
+        source.end()
 
 
 def all_experts(decoder: Decoder, parameter: Tensor) -> Tensor:

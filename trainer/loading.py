@@ -19,11 +19,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from conf.schema import Init, ModelConfig
+from trainer.block_scales import dequantized
 from trainer.errors import CheckpointError
 from trainer.lora import Linear
 from trainer.model.spec import ModelSpec
 from trainer.moe.experts import Experts
 from trainer.parallel import local_part, replicated_parameters
+from trainer.quantization import SCALE_SUFFIX
 from trainer.shards import local_shards
 from weight_sync.layout import Region
 
@@ -81,14 +83,20 @@ class CheckpointReader:
         return set(self._file_of)
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """One rectangle, on the CPU, in the file's dtype."""
+        """One rectangle, on the CPU, in the file's dtype; block-FP8 as float32."""
         if tensor not in self._file_of:
             raise CheckpointError(f"{self._folder} has no tensor {tensor}, which the model in its config.json needs")
         stored = self._open(self._file_of[tensor]).get_slice(tensor)
         shape, expected = tuple(stored.get_shape()), self._shapes[tensor]
         if shape != expected:
             raise CheckpointError(f"{self._folder}: {tensor} has shape {shape}, the model needs {expected}")
-        return stored[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))]
+        values = stored[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))]
+        if values.dtype != torch.float8_e4m3fn:
+            return values
+        scales = tensor + SCALE_SUFFIX
+        if scales not in self._file_of:
+            raise CheckpointError(f"{self._folder}: {tensor} is FP8 without {scales}; only block-FP8 can be read")
+        return dequantized(values, self._open(self._file_of[scales]).get_tensor(scales), region)
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -161,6 +169,7 @@ def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadRe
     init_adapters(decoder, seed=seed)
     offered = reader.names() or set()
     needed = {meta.name for meta in decoder.spec.checkpoint_tensors("float32")}
+    needed |= {name + SCALE_SUFFIX for name in needed}
     num_layers, num_mtp_layers = decoder.spec.num_layers, decoder.spec.num_mtp_layers
     mtp = tuple(f"model.layers.{layer}." for layer in range(num_layers, num_layers + num_mtp_layers))
     mtp_tensors = {name for name in offered if name.startswith(mtp)}

@@ -13,25 +13,45 @@ Callers: orchestrator/plan_command.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
 from conf.schema import Device, LoraConfig, TrainerConfig, TrainMode
 from trainer.model.spec import CORRECTION_BIAS, ModelSpec
+from trainer.quantization import (
+    MERGE_ROWS,
+    SCALE_SUFFIX,
+    BlockFp8,
+    engine_tensors,
+    held_bytes,
+    owned_blocks,
+    scale_shape,
+    scratch_bytes,
+    shared_blocks,
+    touched_blocks,
+)
 from weight_sync.layout import DTYPE_BYTES, Region, SourceLayout, SourceShard, TensorMeta
-
-MERGE_BLOCK_ROWS = 256
-"""BLOCK_ROWS of merge.py, which needs torch."""
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj(_bias)?$")
 
 
-def source_layouts(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> tuple[SourceLayout, ...]:
+def source_layouts(
+    spec: ModelSpec, dtype: str, trainer: TrainerConfig, quantization: BlockFp8 | None = None
+) -> tuple[SourceLayout, ...]:
     """The layout that each rank's TrainerWeightSource would report, shards in checkpoint order."""
-    tensors = tuple(spec.checkpoint_tensors(dtype))
+    held = _held_shards(spec.checkpoint_tensors(dtype), spec, trainer)
+    tensors = tuple(engine_tensors(spec.checkpoint_tensors(dtype), quantization))
+    if quantization is not None:
+        shapes = quantization.shapes(spec.checkpoint_tensors(dtype))
+        held = [[one for shard in shards for one in _with_scales(shard, shapes)] for shards in held]
+    return tuple(SourceLayout(rank, tensors, tuple(shards)) for rank, shards in enumerate(held))
+
+
+def _held_shards(tensors: Iterable[TensorMeta], spec: ModelSpec, trainer: TrainerConfig) -> list[list[SourceShard]]:
+    """What each rank holds of its own decoder's tensors."""
     shards: list[list[SourceShard]] = [[] for _ in range(trainer.num_ranks)]
     for meta in tensors:
         expert = expert_of(meta.name)
@@ -49,7 +69,17 @@ def source_layouts(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> tuple
             if stop > start:
                 region = Region((start, *whole.start[1:]), (stop - start, *meta.shape[1:]))
                 shards[rank].append(SourceShard(meta.name, region))
-    return tuple(SourceLayout(rank, tensors, tuple(held)) for rank, held in enumerate(shards))
+    return shards
+
+
+def _with_scales(shard: SourceShard, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[SourceShard]:
+    """A shard, and the scales that its rank writes out."""
+    yield shard
+    if shard.tensor in shapes:
+        blocks = owned_blocks(shard.region.start[0], shard.region.stop[0])
+        if blocks:
+            region = Region((blocks.start, 0), (len(blocks), scale_shape(shapes[shard.tensor])[1]))
+            yield SourceShard(shard.tensor + SCALE_SUFFIX, region)
 
 
 def expert_of(tensor: str) -> int | None:
@@ -58,10 +88,16 @@ def expert_of(tensor: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def temporary_bytes(spec: ModelSpec, trainer: TrainerConfig, device: Device) -> int:
-    """TrainerWeightSource.temporary_bytes: gathered A factors (several ranks), and the merge's scratch (CPU)."""
+def temporary_bytes(
+    spec: ModelSpec, trainer: TrainerConfig, device: Device, quantization: BlockFp8 | None = None
+) -> int:
+    """TrainerWeightSource.temporary_bytes of the fullest rank.
+
+    Gathered A factors (several ranks), the merge's scratch (CPU), block scales and the scratch of the cast (FP8).
+    """
+    scales = 0 if quantization is None else _scale_bytes(spec, trainer, device, quantization)
     if trainer.mode is not TrainMode.lora:
-        return 0
+        return scales
     gathered = scratch = 0
     for adapter in _adapters(spec, trainer.lora):
         rank = adapter.rank
@@ -69,8 +105,33 @@ def temporary_bytes(spec: ModelSpec, trainer: TrainerConfig, device: Device) -> 
             gathered += 4 * rank * adapter.in_features
         if device is Device.cpu:
             in_features = adapter.in_features
-            scratch = max(scratch, 4 * (MERGE_BLOCK_ROWS * (in_features + rank) + rank * in_features))
-    return gathered + scratch
+            scratch = max(scratch, 4 * (MERGE_ROWS * (in_features + rank) + rank * in_features))
+    return gathered + scratch + scales
+
+
+def _scale_bytes(spec: ModelSpec, trainer: TrainerConfig, device: Device, quantization: BlockFp8) -> int:
+    """Block scales of the fullest rank, and the scratch of computing and using them."""
+    tensors = spec.checkpoint_tensors("float32")
+    shapes = quantization.shapes(tensors)
+    touched: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
+    fullest = 0
+    for shards in _held_shards(tensors, spec, trainer):
+        scales = 0
+        parameters: set[str] = set()
+        for shard in shards:
+            if shard.tensor not in shapes:
+                continue
+            rows = (shard.region.start[0], shard.region.stop[0])
+            touched[shard.tensor].append(rows)
+            num_columns = scale_shape(shapes[shard.tensor])[1]
+            parameter = _EXPERT.sub(".experts.", shard.tensor).replace("gate_proj", "up_proj")
+            is_first = expert_of(shard.tensor) is None or parameter not in parameters
+            parameters.add(parameter)
+            scales += (len(touched_blocks(*rows)) + is_first) * num_columns  # a parameter has a spare row
+        fullest = max(fullest, scales)
+    shared = sum(len(shared_blocks(rows)) * scale_shape(shapes[name])[1] for name, rows in touched.items())
+    widths = (scale_shape(shape)[1] for shape in shapes.values())
+    return held_bytes(fullest, shared) + scratch_bytes(widths, device.value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ from trainer.model.spec import ModelSpec
 from trainer.optim import ShardedAdamW, TrainableShard
 from trainer.packing import Microbatch, collate
 from trainer.parallel import ParallelLayout, dense_trainable, expert_trainable
+from trainer.quantization import BlockFp8
 from trainer.reference import ReferencePolicy
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 from trainer.weight_source import TrainerWeightSource
@@ -135,7 +136,7 @@ class TrainerRank:
             if self._algorithm.kl_coef > 0
             else None
         )
-        self._source = TrainerWeightSource(decoder, self._rank)
+        self._source = TrainerWeightSource(decoder, self._rank, BlockFp8.from_hf_config(self._hf_config))
         num_trainable = self._control.sum(sum(shard.values.numel() for shard in self._shards))
         return {
             "rank": self._rank,

@@ -66,15 +66,18 @@ class RowRun:
     columns: slice | None
     """None for a parameter of one dim."""
 
-    def joins(self, following: RowRun) -> bool:
+    def joins(self, following: object) -> bool:
         """Whether `following` are the next rows of the same."""
         return (
-            self.parameter is following.parameter and self.columns == following.columns and self.stop == following.start
+            isinstance(following, RowRun)
+            and self.parameter is following.parameter
+            and self.columns == following.columns
+            and self.stop == following.start
         )
 
-    def join(self, following: RowRun) -> RowRun:
-        """Both in one."""
-        return replace(self, stop=following.stop)
+    def join(self, stop: int) -> RowRun:
+        """As far as `stop`."""
+        return replace(self, stop=stop)
 
     @property
     def shape(self) -> tuple[int, ...]:

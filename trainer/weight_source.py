@@ -1,10 +1,11 @@
 """What this trainer rank can write out, rectangle by rectangle: the trainer's side of a publish.
 
-Owns the lifetime of gathered LoRA factors during one publish. Does not own the translation into checkpoint
-names nor the merge (shards.py), the plan, or any transfer (weight_sync).
+Owns the lifetime of gathered LoRA factors and of block scales during one publish. Does not own the translation into
+checkpoint names nor the merge (shards.py), the cast to FP8 (block_scales.py), the plan, or any transfer (weight_sync).
 
 Invariant: `read` never communicates, so ranks may read in any order and any number of times. Only `begin` is
-collective: under FSDP2 a rank holds the rows of B that belong to its rows of W, but only a part of A.
+collective: under FSDP2 a rank holds the rows of B that belong to its rows of W, but only a part of A; and a block of
+FP8 values may lie on several ranks.
 
 Callers: weight_sync.publisher and weight_sync.pipeline, through `weight_sync.source.WeightSource` and
 `weight_sync.packing.CompilingSource`.
@@ -19,10 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.block_scales import BlockScales, ScaleRun
 from trainer.errors import LayoutError
 from trainer.fused import FusedRun, FusedTensor
 from trainer.merge import merge_scratch_bytes
 from trainer.model.decoder import Decoder
+from trainer.quantization import SCALE_SUFFIX, BlockFp8, engine_tensors
 from trainer.runs import RowRun
 from trainer.shards import HeldTensor, gather_lora_a, local_shards
 from weight_sync.layout import Region, SourceLayout, SourceShard
@@ -33,7 +36,7 @@ from weight_sync.packing import FillSlot, PackedRead, view_as
 class PackedRun:
     """Rows, and where they go in a slot: row-major from the read's offset, or as the read permutes them."""
 
-    run: RowRun | FusedRun
+    run: RowRun | FusedRun | ScaleRun
     read: PackedRead
     """The first of those that joined."""
     stop_bytes: int
@@ -49,29 +52,49 @@ class PackedRun:
 class TrainerWeightSource:
     """WeightSource over the shards of one rank's decoder. Construction is collective."""
 
-    def __init__(self, decoder: Decoder, rank: int) -> None:
-        """Take stock of what this rank holds; gathers A once to know how many bytes `begin` will hold."""
+    def __init__(self, decoder: Decoder, rank: int, quantization: BlockFp8 | None = None) -> None:
+        """Take stock of what this rank holds; gathers A once to know how many bytes `begin` will hold.
+
+        Args:
+            decoder: Loaded and sharded.
+            rank: Of this process.
+            quantization: The format that engines want projections in; None: the decoder's own.
+        """
         self._decoder = decoder
         self._rank = rank
         self._held: dict[str, list[HeldTensor | FusedTensor]] = defaultdict(list)
         shards: list[SourceShard] = []
-        scratch_bytes = 0
+        merge_bytes = 0
+        tensors = decoder.spec.checkpoint_tensors(str(decoder.dtype).removeprefix("torch."))
+        shapes = {
+            m.name: m.shape for m in tensors if quantization is not None and quantization.quantizes(m.name, m.shape)
+        }
+        quantized: list[HeldTensor] = []
         for held in local_shards(decoder):
             self._held[held.tensor].append(held)
             shards.append(SourceShard(held.tensor, held.region))
+            if held.tensor in shapes:
+                if isinstance(held, FusedTensor):
+                    raise LayoutError(f"{held.tensor} is a fused stack of experts, which cannot be published in FP8")
+                quantized.append(held)
             if held.delta is not None:
-                scratch_bytes = max(
-                    scratch_bytes, merge_scratch_bytes(held.region.shape[1], held.delta.rank, held.base.device)
+                merge_bytes = max(
+                    merge_bytes, merge_scratch_bytes(held.region.shape[1], held.delta.rank, held.base.device)
                 )
-        dtype = str(decoder.dtype).removeprefix("torch.")
-        self._layout = SourceLayout(rank, tuple(decoder.spec.checkpoint_tensors(dtype)), tuple(shards))
+        self._scales = BlockScales(quantized, shapes) if shapes else None
+        if self._scales is not None:
+            shards.extend(self._scales.shards())
+        self._layout = SourceLayout(rank, tuple(engine_tensors(tensors, quantization)), tuple(shards))
+        self._quantized = frozenset(shapes)
         self._gathered: dict[str, Tensor] | None = None
-        self._temporary_bytes = self.begin(version=-1) + scratch_bytes
+        self._temporary_bytes = self._gather() + merge_bytes
+        if self._scales is not None:
+            self._temporary_bytes += self._scales.num_bytes + self._scales.scratch_bytes
         self.end()
 
     @property
     def temporary_bytes(self) -> int:
-        """Gathered A factors plus the scratch of the largest merge, in bytes."""
+        """Gathered A factors, block scales, and the scratch of the largest merge and cast, in bytes."""
         return self._temporary_bytes
 
     def layout(self) -> SourceLayout:
@@ -80,16 +103,19 @@ class TrainerWeightSource:
 
     @torch.no_grad()
     def begin(self, version: int) -> int:
-        """Gather every sharded A, in the same order on every rank. Returns the bytes held until `end`."""
+        """Gather every sharded A and scale every block, in the same order on every rank. Returns the bytes held."""
         if self._gathered is not None:
             raise LayoutError(f"rank {self._rank}: begin({version}) before the end of the publish in progress")
-        self._gathered = gather_lora_a(self._decoder)
-        return sum(a.numel() * a.element_size() for a in self._gathered.values())
+        held = self._gather()
+        if self._scales is not None:
+            self._scales.compute(self._factors("block scales"))
+            held += self._scales.num_bytes
+        return held
 
     @torch.no_grad()
     def read(self, tensor: str, region: Region, out: Tensor) -> None:
         """Write merged values of `region` into `out`, cast to out.dtype; see the protocol."""
-        self._run(tensor, region).write(out, self._factors(tensor))
+        self._write(tensor, self._run(tensor, region), out)
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> FillSlot:
         """Join reads that follow each other in a parameter's rows and in the slot; one kernel each. See packing.py.
@@ -101,7 +127,7 @@ class TrainerWeightSource:
         @torch.no_grad()
         def fill(slot: Tensor) -> None:
             for item in runs:
-                item.run.write(item.out(slot), self._factors(item.read.tensor))
+                self._write(item.read.tensor, item.run, item.out(slot))
 
         return fill
 
@@ -112,29 +138,53 @@ class TrainerWeightSource:
             run, last = self._run(read.tensor, read.region), joined[-1] if joined else None
             if (
                 last is not None
-                and isinstance(last.run, RowRun)
-                and isinstance(run, RowRun)
+                and isinstance(last.run, RowRun | ScaleRun)
+                and isinstance(run, RowRun | ScaleRun)
                 and last.read.is_row_major
                 and read.is_row_major
                 and last.read.dtype == read.dtype
                 and last.stop_bytes == read.offset_bytes
                 and last.run.joins(run)
             ):
-                last.run, last.stop_bytes = last.run.join(run), last.stop_bytes + read.num_bytes
+                last.run, last.stop_bytes = last.run.join(run.stop), last.stop_bytes + read.num_bytes
             else:
                 joined.append(PackedRun(run, read, read.offset_bytes + read.num_bytes))
         return joined
 
     def end(self) -> None:
-        """Drop the gathered factors; harmless when nothing was begun."""
+        """Drop the gathered factors and the scales; harmless when nothing was begun."""
         self._gathered = None
+        if self._scales is not None:
+            self._scales.drop()
+
+    def _gather(self) -> int:
+        self._gathered = gather_lora_a(self._decoder)
+        return sum(a.numel() * a.element_size() for a in self._gathered.values())
+
+    def _write(self, tensor: str, run: RowRun | FusedRun | ScaleRun, out: Tensor) -> None:
+        """Rows as the engine wants them: merged, and quantized if `tensor` is."""
+        factors = self._factors(tensor)
+        if isinstance(run, ScaleRun):
+            assert self._scales is not None
+            self._scales.write_scales(run, out)
+        elif self._scales is not None and tensor in self._quantized:
+            assert isinstance(run, RowRun)
+            self._scales.write(run, out, factors)
+        else:
+            run.write(out, factors)
 
     def _factors(self, tensor: str) -> dict[str, Tensor]:
         if self._gathered is None:
             raise LayoutError(f"rank {self._rank}: read({tensor}) outside begin() and end()")
         return self._gathered
 
-    def _run(self, tensor: str, region: Region) -> RowRun | FusedRun:
+    def _run(self, tensor: str, region: Region) -> RowRun | FusedRun | ScaleRun:
+        if (
+            self._scales is not None
+            and tensor.removesuffix(SCALE_SUFFIX) in self._quantized
+            and tensor not in self._held
+        ):
+            return self._scales.scale_run(tensor, region)
         for held in self._held.get(tensor, ()):
             if held.region.intersect(region) == region:
                 return held.run(region)

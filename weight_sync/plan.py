@@ -139,8 +139,7 @@ class TransferPlan:
             sums = np.zeros(len(to), np.int64)
             np.add.at(sums, at, table.num_bytes)
             for key, size in zip(to.tolist(), sums.tolist()):
-                members: tuple[int, ...] = table.replica_sets[key // num_dests]
-                for replica in members:
+                for replica in table.replicas_of(key // num_dests):
                     received[replica, key % num_dests] += size
         return PlanSummary(
             digest=self.digest,

@@ -113,6 +113,10 @@ class TaskTable(Sequence[Task]):
     first_piece: Ints
     pieces: PieceColumns
 
+    def replicas_of(self, number: int) -> tuple[int, ...]:
+        """The replicas of set `number`."""
+        return self.replica_sets[number]
+
     @classmethod
     def of(cls, source_rank: int, tasks: Sequence[Task]) -> TaskTable:
         """The columns of any tasks of one trainer rank; a table is itself."""

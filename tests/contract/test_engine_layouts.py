@@ -59,7 +59,7 @@ async def publish_twice(folder: Path, tp_size: int, expert_parallel: bool, num_w
             seed=index,
             tensors=source.layout().tensors,
             key=KEY,
-        )  # fmt: skip
+        )
         for index in range(num_workers)
     ]
     transport = MooncakeTransport(sync.transport, timeout_s=sync.timeout_s)

@@ -23,6 +23,7 @@ OPTIONS = [
     "model.init_std",
     "model.dtype",
     "model.mla_norm_eps",
+    "model.engine_format",
     "model.tokenizer",
     "trainer.num_ranks",
     "trainer.ep_size",

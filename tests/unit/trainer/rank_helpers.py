@@ -59,10 +59,12 @@ def make_rank(
     algorithm: AlgorithmConfig | None = None,
     optim: OptimConfig | None = None,
     lora_dtype: DType = DType.float32,
+    hf_config: dict[str, Any] | None = None,
 ) -> TrainerRank:
     """A loaded rank of the tiny policy."""
+    hf_config = dict(hf_config or MOE_CONFIG)
     made = TrainerRank(
-        model=ModelConfig(init=Init.random, hf_config=dict(MOE_CONFIG), init_std=0.2, dtype=dtype),
+        model=ModelConfig(init=Init.random, hf_config=hf_config, init_std=0.2, dtype=dtype),
         trainer=TrainerConfig(
             num_ranks=world_size,
             ep_size=ep_size,
@@ -80,7 +82,7 @@ def make_rank(
         world_size=world_size,
         rendezvous=rendezvous,
         device="cpu",
-        hf_config=dict(MOE_CONFIG),
+        hf_config=hf_config,
         sync_key=SYNC_KEY,
     )
     made.load()
@@ -121,9 +123,7 @@ def shard_dim(param: torch.Tensor) -> int:
 
 
 def fill_adapters(rank: TrainerRank, world_size: int) -> None:
-    """Give every B values that depend on its name and place alone, so that A has gradients too, in any layout
-    of two ranks.
-    """
+    """Give every B values that depend on its name and place alone, so that A has gradients too, in any layout."""
     for (name, param), shard in zip(rank._trainable, rank._shards, strict=True):
         dim = shard_dim(param)
         shape = list(param.shape)
@@ -132,8 +132,9 @@ def fill_adapters(rank: TrainerRank, world_size: int) -> None:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
         full = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         if "lora" in name:
-            part = torch.chunk(full, world_size, dim)[rank._rank] if world_size > 1 else full
-            shard.values.copy_(part)
+            parts = torch.chunk(full, world_size, dim) if world_size > 1 else (full,)
+            if rank._rank < len(parts):  # a short dim leaves the last ranks nothing
+                shard.values.copy_(parts[rank._rank])
 
 
 def local_gradients(rank: TrainerRank) -> dict[str, tuple[int, torch.Tensor]]:

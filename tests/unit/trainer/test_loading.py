@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import DEEPSEEK, MIXED, SpreadReader, make_decoder
+from tiny_models import DEEPSEEK, DENSE, MIXED, SpreadReader, make_decoder
 
 from conf.schema import Init, ModelConfig
 from trainer import loading
@@ -136,3 +136,22 @@ def test_another_seed_draws_other_weights():
     first = held.model.embed_tokens.weight.clone()
     load_weights(held, other, seed=0)
     assert not torch.equal(first, held.model.embed_tokens.weight)
+
+
+def test_a_block_fp8_checkpoint_is_read_as_its_values(tmp_path):
+    """Any rows of it, also those that begin inside a block; a tensor without scales is refused."""
+    weight = torch.randn(300, 200, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2, generator=torch.Generator().manual_seed(2)) + 0.1
+    name = "model.layers.0.mlp.down_proj.weight"
+    spec = ModelSpec.from_hf_config({**DENSE, "hidden_size": 300, "intermediate_size": 200})
+    save_file({name: weight, f"{name}_scale_inv": scales}, tmp_path / "model.safetensors")
+    reader = CheckpointReader(tmp_path, spec)
+    for start, stop in ((0, 300), (100, 150), (130, 300)):
+        values = reader.read(name, Region((start, 0), (stop - start, 200)))
+        for row in range(start, stop, 7):
+            for column in range(0, 200, 11):
+                expected = weight[row, column].float() * scales[row // 128, column // 128]
+                assert values[row - start, column] == expected
+    save_file({name: weight}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"FP8 without .*weight_scale_inv"):
+        CheckpointReader(tmp_path, spec).read(name, Region((0, 0), (1, 200)))

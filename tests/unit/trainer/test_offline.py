@@ -16,7 +16,6 @@ from conf.schema import Device, LoraConfig, TrainerConfig, TrainMode
 from trainer.merge import BLOCK_ROWS
 from trainer.model.spec import ModelSpec
 from trainer.offline import (
-    MERGE_BLOCK_ROWS,
     adapter_elements,
     expert_of,
     source_layouts,
@@ -24,6 +23,7 @@ from trainer.offline import (
     trainer_memory,
 )
 from trainer.parallel import ParallelLayout
+from trainer.quantization import MERGE_ROWS
 from trainer.weight_source import TrainerWeightSource
 from weight_sync.layout import SourceLayout
 
@@ -134,7 +134,7 @@ def test_every_element_has_one_holder_in_any_layout():
 
 
 def test_constants_and_names():
-    assert MERGE_BLOCK_ROWS == BLOCK_ROWS
+    assert MERGE_ROWS == BLOCK_ROWS
     assert temporary_bytes(ModelSpec.from_hf_config(MOE), trainer_config(), Device.cuda) == 0
     assert expert_of("model.layers.0.mlp.experts.13.up_proj.weight") == 13
     assert expert_of("model.layers.0.mlp.gate.weight") is None

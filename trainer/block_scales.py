@@ -1,0 +1,279 @@
+"""Block-FP8 of merged weights: one scale for 128 x 128 values, also where ranks cut a block.
+
+    begin()   amax of |W + s B A| of every block this rank touches, in float32     a pass over the weights
+              MAX over ranks, for the blocks that several of them touch alone      one small all-reduce
+              scale = amax / 448, and 1 for a block of zeros
+    read()    weight = float8_e4m3fn((W + s B A) / scale)                          rank-local
+
+The format is DeepSeek-V3's (inference/kernel.py): value = weight * weight_scale_inv of its block, as in weight_dequant,
+and the rule of act_quant: amax / 448, divide, cast. vLLM's per_block_cast_to_fp8 and transformers' quantizer multiply
+by the reciprocal of the same scale instead, which may choose the neighbouring FP8 value; they read what is written
+here. One correctly rounded division has the same bits on every device.
+
+Owns: scales and their lifetime between begin() and end(), and the cast. Does not own: the merge (merge.py), names
+and shapes (quantization.py), what a rank holds (shards.py).
+
+Invariant: a value and its scale do not depend on how ranks cut rows, nor on which rectangle is asked for.
+
+Shapes: R rows, N columns, B blocks along the columns. Callers: weight_source.py, adapter_io.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.errors import LayoutError
+from trainer.quantization import (
+    BLOCK,
+    SCALE_SUFFIX,
+    chunk_rows,
+    held_bytes,
+    owned_blocks,
+    scale_shape,
+    scratch_bytes,
+    shared_blocks,
+    touched_blocks,
+)
+from trainer.runs import RowRun, local_rows
+from trainer.shards import HeldTensor
+from weight_sync.layout import Region, SourceShard
+
+FP8_MAX = 448.0
+"""Largest finite float8_e4m3fn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """One parameter with quantized rows, and its part of the flat buffer: (num_rows + 1, num_columns) scales.
+
+    The last row takes what rows that are not quantized leave behind.
+    """
+
+    run: RowRun
+    """All its local rows."""
+    row_block_R: Tensor
+    """int32: in which row of scales a row lies."""
+    offset: int
+    num_rows: int
+    num_columns: int
+
+    def scales(self, flat: Tensor) -> Tensor:
+        """Its scales, live."""
+        shape = (self.num_rows + 1, self.num_columns)
+        return flat[self.offset : self.offset + shape[0] * shape[1]].view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRun:
+    """Rows of scales of one parameter: what one copy writes. Like RowRun, neighbours join."""
+
+    stack: _Stack
+    start: int
+    stop: int
+    columns: slice
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns."""
+        return self.stop - self.start, self.columns.stop - self.columns.start
+
+    def joins(self, following: object) -> bool:
+        """Whether `following` are the next rows of the same."""
+        return (
+            isinstance(following, ScaleRun)
+            and self.stack is following.stack
+            and self.columns == following.columns
+            and self.stop == following.start
+        )
+
+    def join(self, stop: int) -> ScaleRun:
+        """As far as `stop`."""
+        return replace(self, stop=stop)
+
+
+class BlockScales:
+    """Scales of the quantized tensors that one rank holds. Construction is collective."""
+
+    def __init__(self, held: Sequence[HeldTensor], shapes: dict[str, tuple[int, ...]]) -> None:
+        """Lay out one flat buffer.
+
+        Args:
+            held: The quantized ones of this rank, in the order of rows within a parameter.
+            shapes: Of every quantized checkpoint tensor, in one order on all ranks.
+        """
+        self._stacks: dict[int, _Stack] = {}
+        self._place: dict[str, tuple[_Stack, int, Region]] = {}
+        self._device = held[0].base.device if held else torch.device("cpu")
+        size = 0
+        for parts in _by_parameter(held):
+            size += self._add_stack(parts, size)
+        self._num_scales = size
+        self._flat: Tensor | None = None
+        self._share(shapes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Held from begin() to end(), the mask and the all-reduced blocks of begin() included."""
+        return held_bytes(self._num_scales, self._num_shared)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of one step of compute() or write(), the merge's own scratch left out."""
+        return scratch_bytes((stack.num_columns for stack in self._stacks.values()), self._device.type)
+
+    def shards(self) -> list[SourceShard]:
+        """The scales that this rank writes out: of every block whose first row it holds."""
+        return [
+            SourceShard(name + SCALE_SUFFIX, Region((blocks.start, 0), (len(blocks), stack.num_columns)))
+            for name, (stack, _, region) in self._place.items()
+            if (blocks := owned_blocks(region.start[0], region.stop[0]))
+        ]
+
+    @torch.no_grad()
+    def compute(self, gathered_a: dict[str, Tensor]) -> None:
+        """Fill the buffer from the live weights. Collective."""
+        flat = torch.zeros(self._num_scales, dtype=torch.float32, device=self._device)
+        for stack in self._stacks.values():
+            scales = stack.scales(flat)
+            for first, merged_RBK in self._merged(stack.run, gathered_a, slice(0, stack.run.shape[1])):
+                rows = stack.row_block_R[first : first + merged_RBK.shape[0]].long()
+                amax_RB = merged_RBK.abs_().amax(-1)
+                scales.scatter_reduce_(0, rows[:, None].expand_as(amax_RB), amax_RB, "amax")
+        if self._num_shared:
+            shared = torch.zeros(self._num_shared, dtype=torch.float32, device=self._device)
+            shared[self._at_shared] = flat[self._at_flat]
+            dist.all_reduce(shared, dist.ReduceOp.MAX)
+            flat[self._at_flat] = shared[self._at_shared]
+        flat.div_(FP8_MAX)
+        self._flat = flat.masked_fill_(flat == 0, 1.0)
+
+    def drop(self) -> None:
+        """Free the buffer."""
+        self._flat = None
+
+    def scale_run(self, tensor: str, region: Region) -> ScaleRun:
+        """Where a rectangle of NAME.weight_scale_inv lies."""
+        name = tensor.removesuffix(SCALE_SUFFIX)
+        if name not in self._place:
+            raise LayoutError(f"this rank holds no row of {name}, so it has no scale of it")
+        stack, first_row, held = self._place[name]
+        start = first_row + region.start[0] - held.start[0] // BLOCK
+        return ScaleRun(stack, start, start + region.shape[0], slice(region.start[1], region.stop[1]))
+
+    @torch.no_grad()
+    def write_scales(self, run: ScaleRun, out: Tensor) -> None:
+        """Copy scales into `out`, of run.shape, any strides."""
+        out.copy_(run.stack.scales(self._computed())[run.start : run.stop, run.columns])
+
+    @torch.no_grad()
+    def write(self, run: RowRun, out_RN: Tensor, gathered_a: dict[str, Tensor]) -> None:
+        """Write quantized rows into `out`, float8_e4m3fn of run.shape, any strides."""
+        if out_RN.dtype != torch.float8_e4m3fn:
+            raise LayoutError(f"a block-FP8 tensor is asked for as {out_RN.dtype}: the engine does not hold it in FP8")
+        stack = self._stacks[id(run.parameter)]
+        assert run.columns is not None
+        blocks = slice(run.columns.start // BLOCK, -(-run.columns.stop // BLOCK))
+        scales_RB = stack.scales(self._computed())[:, blocks]
+        skipped = run.columns.start - blocks.start * BLOCK
+        for first, merged_RBK in self._merged(run, gathered_a, run.columns):
+            count = merged_RBK.shape[0]
+            rows = stack.row_block_R[run.start + first : run.start + first + count].long()
+            merged_RBK.div_(scales_RB[rows].unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
+            merged_RN = merged_RBK.flatten(1)[:, skipped : skipped + out_RN.shape[1]]
+            out_RN[first : first + count].copy_(merged_RN)
+
+    def _computed(self) -> Tensor:
+        if self._flat is None:
+            raise LayoutError("block scales are read outside begin() and end()")
+        return self._flat
+
+    def _merged(self, run: RowRun, gathered_a: dict[str, Tensor], columns: slice) -> Any:
+        """(first row, merged values in float32 as (R, B, BLOCK)), chunk by chunk; zeros around the columns asked for.
+
+        The caller may change the values.
+        """
+        first_block, stop_block = columns.start // BLOCK, -(-columns.stop // BLOCK)
+        width = (stop_block - first_block) * BLOCK
+        inside = slice(columns.start - first_block * BLOCK, columns.stop - first_block * BLOCK)
+        num_rows = run.shape[0]
+        chunk = chunk_rows(width // BLOCK, self._device.type)
+        for first in range(0, num_rows, chunk):
+            count = min(chunk, num_rows - first)
+            merged = torch.zeros(count, width, dtype=torch.float32, device=self._device)
+            part = replace(run, start=run.start + first, stop=run.start + first + count, columns=columns)
+            part.write(merged[:, inside], gathered_a)
+            yield first, merged.view(count, width // BLOCK, BLOCK)
+
+    def _add_stack(self, parts: list[HeldTensor], offset: int) -> int:
+        """Give each held tensor of one parameter its rows of scales. Returns the numbers they take."""
+        first = parts[0]
+        num_local, width = local_rows(first.parameter).shape
+        row_block = torch.full((num_local,), -1, dtype=torch.int32)
+        num_rows = 0
+        starts: list[int] = []
+        for one in parts:
+            start, stop = one.region.start[0], one.region.stop[0]
+            blocks = touched_blocks(start, stop)
+            starts.append(num_rows)
+            numbers = torch.arange(start, stop, dtype=torch.int32) // BLOCK - blocks.start + num_rows
+            row_block[one.first_row : one.first_row + stop - start] = numbers
+            num_rows += len(blocks)
+        row_block[row_block < 0] = num_rows
+        num_columns = scale_shape((1, width))[1]
+        run = RowRun(first.parameter, first.delta, 0, num_local, slice(0, width))
+        stack = _Stack(run, row_block.to(self._device), offset, num_rows, num_columns)
+        self._stacks[id(first.parameter)] = stack
+        for one, start in zip(parts, starts, strict=True):
+            self._place[one.tensor] = (stack, start, one.region)
+        return (num_rows + 1) * num_columns
+
+    def _share(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Number the blocks that several ranks touch, alike on every rank. Collective."""
+        mine = {name: (place[2].start[0], place[2].stop[0]) for name, place in self._place.items()}
+        ranks: list[dict[str, tuple[int, int]]] = [mine]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, mine)
+            ranks = gathered
+        at_flat: list[Tensor] = []
+        at_shared: list[Tensor] = []
+        self._num_shared = 0
+        for name, shape in shapes.items():
+            num_columns = scale_shape(shape)[1]
+            for block in shared_blocks([held[name] for held in ranks if name in held]):
+                if name in mine and block in touched_blocks(*mine[name]):
+                    stack, first, region = self._place[name]
+                    row = first + block - region.start[0] // BLOCK
+                    columns = torch.arange(num_columns)
+                    at_flat.append(stack.offset + row * num_columns + columns)
+                    at_shared.append(self._num_shared + columns)
+                self._num_shared += num_columns
+        empty = [torch.empty(0, dtype=torch.int64)]
+        self._at_flat = torch.cat(at_flat or empty).to(self._device)
+        self._at_shared = torch.cat(at_shared or empty).to(self._device)
+
+
+def dequantized(weight_RN: Tensor, scales: Tensor, region: Region) -> Tensor:
+    """Float32 values of a rectangle of a block-FP8 tensor.
+
+    Args:
+        weight_RN: float8_e4m3fn of region.shape.
+        scales: Of all the tensor's blocks.
+        region: Where the rectangle lies.
+    """
+    rows, columns = (torch.arange(a, b) // BLOCK for a, b in zip(region.start, region.stop, strict=True))
+    return weight_RN.float().mul_(scales.float()[rows][:, columns])
+
+
+def _by_parameter(held: Sequence[HeldTensor]) -> list[list[HeldTensor]]:
+    groups: dict[int, list[HeldTensor]] = defaultdict(list)
+    for one in held:
+        groups[id(one.parameter)].append(one)
+    return list(groups.values())

@@ -1,0 +1,151 @@
+"""Which checkpoint tensors engines want in block-FP8, and under which names. Pure data, no torch.
+
+A Hugging Face config with `quantization_config: {quant_method: fp8, weight_block_size: [128, 128]}` (DeepSeek-V3's
+format, which vLLM and transformers read) stores a projection as two tensors:
+
+    NAME.weight              float8_e4m3fn   (N, K)
+    NAME.weight_scale_inv    float32         (ceil(N/128), ceil(K/128));  value = weight * scale of its block
+
+Owns: reading that entry, the names and shapes. Does not own the arithmetic (block_scales.py).
+
+Invariant: a tensor is quantized here exactly if vLLM gives its layer FP8 parameters; where the two differ, recording an
+engine's layout fails and names the tensor.
+
+Callers: weight_source.py, adapter_io.py, offline.py, loading.py; orchestrator (what an engine asks for).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from conf.errors import ConfigError
+from weight_sync.layout import TensorMeta
+
+BLOCK = 128
+"""Rows and columns of a block."""
+WEIGHT_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "float32"
+SCALE_SUFFIX = "_scale_inv"
+MERGE_ROWS = 256
+"""BLOCK_ROWS of merge.py, which needs torch."""
+CUDA_CHUNK_ELEMENTS = 4 << 20
+"""16 MiB as float32."""
+_NEVER = ("embed_tokens", "lm_head", "norm", "layernorm")
+"""Last part of a module's name, or its end: layers that vLLM keeps in the model's own format."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFp8:
+    """Block-FP8 of every projection but those named."""
+
+    skipped: frozenset[str] = frozenset()
+    """Module names, as in quantization_config.modules_to_not_convert."""
+
+    @staticmethod
+    def from_hf_config(hf_config: Mapping[str, Any]) -> BlockFp8 | None:
+        """What `quantization_config` asks for; None without one.
+
+        Raises:
+            ConfigError: Another quantization, another block, or static activation scales.
+        """
+        given = hf_config.get("quantization_config")
+        if not given:
+            return None
+        for key, allowed in (
+            ("quant_method", ("fp8",)),
+            ("weight_block_size", ([BLOCK, BLOCK],)),
+            ("activation_scheme", ("dynamic", None)),
+            ("fmt", ("e4m3", None)),
+        ):
+            value = given.get(key)
+            if (list(value) if isinstance(value, list | tuple) else value) not in allowed:
+                raise ConfigError(
+                    f"model: quantization_config.{key}={value!r} cannot be published merged; allowed: "
+                    f"{' or '.join(repr(one) for one in allowed if one is not None)}. Engines with other quantized "
+                    "weights (INT4, ...) accept adapters only"
+                )
+        return BlockFp8(frozenset(given.get("modules_to_not_convert") or ()))
+
+    @staticmethod
+    def hf_entry(tensors: Iterable[TensorMeta]) -> dict[str, Any]:
+        """`quantization_config` for a model that has none: every projection but the head and the routers."""
+        modules = (meta.name.removesuffix(".weight") for meta in tensors)
+        kept = [module for module in modules if module == "lm_head" or _is_router(module)]
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": kept,
+        }
+
+    def quantizes(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a checkpoint tensor of this name is stored as FP8 with block scales."""
+        if len(shape) != 2 or not name.endswith(".weight"):
+            return False
+        module = name.removesuffix(".weight")
+        if module in self.skipped or _is_router(module):
+            return False
+        return not module.rsplit(".", 1)[-1].endswith(_NEVER)
+
+    def shapes(self, tensors: Iterable[TensorMeta]) -> dict[str, tuple[int, ...]]:
+        """Every tensor that is quantized, in the order of the checkpoint."""
+        return {meta.name: meta.shape for meta in tensors if self.quantizes(meta.name, meta.shape)}
+
+
+def engine_tensors(tensors: Iterable[TensorMeta], quantization: BlockFp8 | None) -> list[TensorMeta]:
+    """The checkpoint as engines want it: each quantized tensor in FP8, followed by its scales."""
+    wanted: list[TensorMeta] = []
+    for meta in tensors:
+        if quantization is None or not quantization.quantizes(meta.name, meta.shape):
+            wanted.append(meta)
+            continue
+        wanted.append(TensorMeta(meta.name, meta.shape, WEIGHT_DTYPE))
+        wanted.append(TensorMeta(meta.name + SCALE_SUFFIX, scale_shape(meta.shape), SCALE_DTYPE))
+    return wanted
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Blocks along rows and columns of a matrix; the last ones may be partial."""
+    rows, columns = shape
+    return -(-rows // BLOCK), -(-columns // BLOCK)
+
+
+def owned_blocks(start: int, stop: int) -> range:
+    """Rows of blocks whose first row lies in rows start .. stop - 1. Ranges of rows that tile have blocks that tile."""
+    return range(-(-start // BLOCK), -(-stop // BLOCK))
+
+
+def touched_blocks(start: int, stop: int) -> range:
+    """Rows of blocks that rows start .. stop - 1 lie in."""
+    return range(start // BLOCK, -(-stop // BLOCK))
+
+
+def shared_blocks(ranges: Iterable[tuple[int, int]]) -> list[int]:
+    """Rows of blocks that more than one range of rows touches."""
+    touched = Counter(block for start, stop in ranges for block in touched_blocks(start, stop))
+    return sorted(block for block, count in touched.items() if count > 1)
+
+
+def held_bytes(num_scales: int, num_shared: int) -> int:
+    """What begin() makes: the scales and a mask of them, and the blocks that ranks have in common."""
+    return 5 * num_scales + 4 * num_shared
+
+
+def chunk_rows(num_blocks: int, device: str) -> int:
+    """Rows that are merged and cast in one step: whole products of the merge; on a GPU enough to fill it."""
+    return MERGE_ROWS if device != "cuda" else max(MERGE_ROWS, CUDA_CHUNK_ELEMENTS // (num_blocks * BLOCK))
+
+
+def scratch_bytes(num_blocks: Iterable[int], device: str) -> int:
+    """Scratch of the largest step over matrices so many blocks wide, whole or a part of their columns."""
+    widest = max(num_blocks, default=0)
+    sizes = {1, widest} if widest else set()
+    # Merged values, a scale for every block of a row, and the numbers of the rows.
+    return max((chunk_rows(n, device) * (4 * n * BLOCK + 4 * n + 8) for n in sizes), default=0)
+
+
+def _is_router(module: str) -> bool:
+    return module.endswith(".mlp.gate")
