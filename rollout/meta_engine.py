@@ -11,10 +11,11 @@ What decides it is the same code: engine_arguments, vLLM's model class and its `
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.quantization import fp8
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -76,17 +80,44 @@ def record_all(request: dict[str, Any]) -> tuple[DestLayout, ...]:
 def _record_rank(
     config: VllmConfig, dtype: DType, rank: int, tp_size: int, tensors: list[TensorMeta], device: Device
 ) -> DestLayout:
-    _enter_rank(rank, tp_size)
-    config.parallel_config.rank = rank
-    config.compilation_config.static_forward_context.clear()  # layers of the rank before, by the same names
     try:
-        with set_current_vllm_config(config), set_default_torch_dtype(getattr(torch, dtype)):
+        with as_rank(config, dtype, rank, tp_size, device):
             with _WithoutMemory():
                 model: Any = initialize_model(config)
             forms = Forms.on_meta(model, getattr(torch, dtype), device)
             return record_layout(model.load_weights, forms.params, tensors, rank, post_load=forms.post_load)
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def as_rank(config: VllmConfig, dtype: DType, rank: int, tp_size: int, device: Device) -> Iterator[None]:
+    """Models are built, and load, as on this rank of an engine on such a device. Its process group stays behind."""
+    _enter_rank(rank, tp_size)
+    config.parallel_config.rank = rank
+    config.compilation_config.static_forward_context.clear()  # layers of the rank before, by the same names
+    kernels = _kernels_of_gpus() if device is Device.cuda else contextlib.nullcontext()
+    with set_current_vllm_config(config), set_default_torch_dtype(getattr(torch, dtype)), kernels:
+        yield
+
+
+@contextlib.contextmanager
+def _kernels_of_gpus() -> Iterator[None]:
+    """FP8 layers choose the kernels that engine_arguments asks for on GPUs, whatever this host could run.
+
+    A layer chooses when it is built, and its parameters do not depend on the choice; nothing is computed here. A live
+    engine that chose others is refused by post_load.py.
+    """
+    substitutes = {
+        "init_fp8_linear_kernel": lambda **_: object.__new__(TritonFp8BlockScaledMMKernel),
+        "select_fp8_moe_backend": lambda **_: (Fp8MoeBackend.TRITON, None),
+    }
+    originals = {name: getattr(fp8, name) for name in substitutes}
+    vars(fp8).update(substitutes)
+    try:
+        yield
+    finally:
+        vars(fp8).update(originals)
 
 
 def _enter_rank(rank: int, tp_size: int) -> None:

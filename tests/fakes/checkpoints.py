@@ -79,6 +79,41 @@ def write_checkpoint(config: dict[str, Any], folder: Path, *, seed: int, dtype: 
     return folder
 
 
+FOR_GPUS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "head_dim": 128},
+    "deepseek_v3": {
+        "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "q_lora_rank": 128, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    },
+}  # fmt: skip
+"""Changes to CONFIGS: sizes that GPU kernels take. Two ranks still cut at multiples of 128; DeepSeek's 576 latent rows
+are none, as in the real one.
+"""
+
+
+def quantize_checkpoint(folder: Path) -> None:
+    """Turn a checkpoint into block-FP8, in place, with vLLM's own quantizer and none of the product's code."""
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    tensors: dict[str, torch.Tensor] = {}
+    kept: list[str] = []
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if tensor.dim() != 2 or module.endswith(("embed_tokens", "lm_head", ".mlp.gate")):
+            kept += [module] if tensor.dim() == 2 else []
+            tensors[name] = tensor
+            continue
+        weight, scales = per_block_cast_to_fp8(tensor)
+        tensors[name], tensors[f"{name}_scale_inv"] = weight.contiguous(), scales.contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": kept,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 class CheckpointSource:
     """WeightSource of one trainer rank that holds a whole checkpoint."""
 

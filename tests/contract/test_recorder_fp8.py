@@ -1,0 +1,91 @@
+"""Block-FP8 engines without a GPU: what was recorded of vLLM's loader, replayed, is what that loader writes.
+
+The model class is built in host memory as one rank of a GPU engine after the other; its parameters are compared as
+loaded, which is how the Triton and Cutlass kernels read them. One process per case, because vLLM has global state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("model", "tp_size", "expert_parallel"),
+    [("qwen3_moe", 1, False), ("qwen3_moe", 2, False), ("deepseek_v3", 2, True)],
+)
+def test_recorded_loads_are_what_vllm_loads(model: str, tp_size: int, expert_parallel: bool, tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    env = {
+        **os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}:{Path(__file__).parent}",
+        "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, __file__, model, str(tp_size), str(int(expert_parallel)), str(tmp_path)],
+        env=env, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["num_ranks"] == tp_size
+    assert facts["num_fp8"] > 0
+    # Of two layers, two matrices each. They are made after loading, so nothing loads them.
+    assert facts["num_derived"] == (4 * tp_size if model == "deepseek_v3" else 0)
+
+
+def main(model: str, tp_size: int, expert_parallel: bool, folder: Path) -> None:
+    """Runs in a process of its own."""
+    import torch
+    import torch.distributed as dist
+    from fakes.checkpoints import CONFIGS, FOR_GPUS, quantize_checkpoint, write_checkpoint
+    from safetensors.torch import load_file
+    from test_recorder_vllm import replay_plan
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    from conf.schema import Device, DType, RolloutConfig, SamplingConfig
+    from rollout.engine import engine_arguments
+    from rollout.meta_engine import as_rank
+    from rollout.post_load import Forms
+    from weight_sync.layout import PostLoad, TensorMeta
+    from weight_sync.recorder import record_layout
+
+    write_checkpoint({**CONFIGS[model], **FOR_GPUS[model]}, folder, seed=1)
+    quantize_checkpoint(folder)
+    tensors = load_file(folder / "model.safetensors")
+    metas = tuple(TensorMeta(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items())
+    rollout = RolloutConfig(
+        tp_size=tp_size, enable_expert_parallel=expert_parallel, max_model_len=16, max_num_seqs=1,
+        sampling=SamplingConfig(max_tokens=1),
+    )  # fmt: skip
+    arguments = engine_arguments(folder, rollout, dtype=DType.bfloat16, device=Device.cpu, seed=0)
+    config = EngineArgs(**arguments).create_engine_config()
+    num_fp8 = num_derived = 0
+    for rank in range(tp_size):
+        with as_rank(config, DType.bfloat16, rank, tp_size, Device.cuda):
+            engine = initialize_model(config)
+            forms = Forms.on_meta(engine, torch.bfloat16, Device.cuda)
+            layout = record_layout(engine.load_weights, forms.params, metas, rank, post_load=forms.post_load)
+            engine.load_weights(iter(tensors.items()))
+        dist.destroy_process_group()
+        memory = replay_plan(layout, metas, tensors)
+        for param in layout.params:
+            if param.post_load is PostLoad.derived:
+                num_derived += 1
+                continue
+            num_fp8 += param.dtype == "float8_e4m3fn"
+            mine, theirs = memory[param.name].view(param.shape), forms.params[param.name]
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), (rank, param.name)
+    print(json.dumps({"num_ranks": rank + 1, "num_fp8": num_fp8, "num_derived": num_derived}), flush=True)
+    os._exit(0)  # skip vLLM's shutdown
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), bool(int(sys.argv[3])), Path(sys.argv[4]))

@@ -1,0 +1,98 @@
+"""A publish from one trainer rank to live vLLM engines over the product's own path, and what the engines then hold."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
+from fakes.vllm_oracle import ONLY_THE_LIKELIEST
+from rollout.types import Prompt
+from rollout.worker import RolloutWorker
+from weight_sync.publisher import Publisher
+from weight_sync.source import WeightSource
+from weight_sync.transport.mooncake import MooncakeTransport
+
+KEY = b"k" * 32
+PROMPTS = [[5, 6, 7, 8], [100, 200, 300], [42] * 20]
+NUM_TOKENS = 12
+
+
+@dataclass
+class Seen:
+    """What an engine held after a publish."""
+
+    first: list[dict[str, str]]
+    """Hashes by rank."""
+    zeroed: list[dict[str, str]]
+    again: list[dict[str, str]]
+    tokens: list[list[int]]
+
+
+async def publish_twice(
+    folder: Path, source: WeightSource, config: RolloutConfig, *, device: Device, num_workers: int = 1
+) -> list[Seen]:
+    """Publish to engines, zero their weights, publish again, and sample greedily.
+
+    Args:
+        folder: config.json of the engines' model.
+        source: The trainer's one rank.
+        config: Of each engine.
+        device: Of both sides.
+        num_workers: Engines.
+    """
+    sync = WeightSyncConfig(watermark_bytes=64 << 20, timeout_s=60.0)
+    workers = [
+        RolloutWorker(
+            folder,
+            config=config,
+            weight_sync=sync,
+            dtype=DType.bfloat16,
+            device=device,
+            seed=index,
+            tensors=source.layout().tensors,
+            key=KEY,
+        )
+        for index in range(num_workers)
+    ]
+    transport = MooncakeTransport(sync.transport, device=device.value, timeout_s=sync.timeout_s)
+    publisher = Publisher(
+        source, transport, rank=0, world_size=1, group=None, config=sync, key=KEY, device=device.value
+    )
+
+    async def publish() -> list[list[dict[str, str]]]:
+        report = await asyncio.to_thread(publisher.publish, 0)
+        assert [replica.error for replica in report.replicas] == [None] * num_workers
+        return await read()
+
+    async def read() -> list[list[dict[str, str]]]:
+        return [await worker._engine.call_ranks("slipstream_read_params") for worker in workers]
+
+    try:
+        addresses = [await worker.start() for worker in workers]
+        await asyncio.to_thread(publisher.connect, addresses)
+        first = await publish()
+        for worker in workers:
+            await worker._engine.call_ranks("slipstream_zero_params")
+        zeroed, again = await read(), await publish()
+        greedy = SamplingConfig(max_tokens=NUM_TOKENS, top_p=ONLY_THE_LIKELIEST, stop_at_eos=False)
+        tokens = [
+            [(await worker.generate_group(Prompt(0, tuple(p), ""), 1, sampling=greedy))[0].token_ids for p in PROMPTS]
+            for worker in workers
+        ]
+    finally:
+        publisher.close()
+        for worker in workers:
+            await worker.stop()
+        transport.close()
+    return [Seen(*facts) for facts in zip(first, zeroed, again, tokens, strict=True)]
+
+
+def check(seen: Seen, hashes: list[dict[str, str]], tokens: list[list[int]]) -> None:
+    """Every byte on every rank, and what comes of them."""
+    assert seen.first == hashes
+    assert seen.again == hashes
+    for before, after in zip(seen.first, seen.zeroed, strict=True):
+        assert not set(before.items()) & set(after.items()), "zeroing left a weight as it was"
+    assert seen.tokens == tokens
