@@ -45,13 +45,13 @@ class BlockFp8:
 
     @staticmethod
     def from_hf_config(hf_config: Mapping[str, Any]) -> BlockFp8 | None:
-        """What `quantization_config` asks for; None without one.
+        """What `quantization_config` asks for; None without one, and for packed experts (ModelSpec names their tensors).
 
         Raises:
             ConfigError: Another quantization, another block, or static activation scales.
         """
         given = hf_config.get("quantization_config")
-        if not given:
+        if not given or given.get("quant_method") == "compressed-tensors":
             return None
         for key, allowed in (
             ("quant_method", ("fp8",)),
@@ -63,8 +63,7 @@ class BlockFp8:
             if (list(value) if isinstance(value, list | tuple) else value) not in allowed:
                 raise ConfigError(
                     f"model: quantization_config.{key}={value!r} cannot be published merged; allowed: "
-                    f"{' or '.join(repr(one) for one in allowed if one is not None)}. Engines with other quantized "
-                    "weights (INT4, ...) accept adapters only"
+                    f"{' or '.join(repr(one) for one in allowed if one is not None)}"
                 )
         return BlockFp8(frozenset(given.get("modules_to_not_convert") or ()))
 

@@ -301,7 +301,7 @@ def test_blocks_have_one_owner_whoever_holds_their_rows(sizes):
 def test_only_the_format_that_can_be_made_is_accepted():
     assert BlockFp8.from_hf_config({}) is None
     for change, named in (
-        ({"quant_method": "compressed-tensors"}, "quant_method='compressed-tensors'"),
+        ({"quant_method": "gptq"}, "quant_method='gptq'"),
         ({"weight_block_size": None}, "weight_block_size=None"),
         ({"weight_block_size": [64, 128]}, r"weight_block_size=\[64, 128\]"),
         ({"activation_scheme": "static"}, "activation_scheme='static'"),
