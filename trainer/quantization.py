@@ -45,7 +45,7 @@ class BlockFp8:
 
     @staticmethod
     def from_hf_config(hf_config: Mapping[str, Any]) -> BlockFp8 | None:
-        """What `quantization_config` asks for; None without one, and for packed experts (ModelSpec names their tensors).
+        """What `quantization_config` asks for; None without one, and for packed experts, which ModelSpec describes.
 
         Raises:
             ConfigError: Another quantization, another block, or static activation scales.
