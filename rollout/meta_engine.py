@@ -113,11 +113,11 @@ def _kernels_of_gpus() -> Iterator[None]:
         "select_fp8_moe_backend": lambda **_: (Fp8MoeBackend.TRITON, None),
     }
     originals = {name: getattr(fp8, name) for name in substitutes}
-    vars(fp8).update(substitutes)
+    fp8.__dict__.update(substitutes)
     try:
         yield
     finally:
-        vars(fp8).update(originals)
+        fp8.__dict__.update(originals)
 
 
 def _enter_rank(rank: int, tp_size: int) -> None:
