@@ -43,6 +43,14 @@ class TrainMode(StrEnum):
     full = "full"
 
 
+class CombineMode(StrEnum):
+    """Where the weighted sum of a token's expert outputs is rounded, and in what order it runs."""
+
+    fp32_once = "fp32_once"
+    vllm_like = "vllm_like"
+    hf_eager = "hf_eager"
+
+
 class OptimState(StrEnum):
     """Format and place of AdamW's two moments (see OptimConfig.state)."""
 
@@ -301,6 +309,11 @@ class TrainerConfig:
     """
     activation_checkpointing: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
+    combine: CombineMode = CombineMode.fp32_once
+    """How a token's expert outputs are summed, to agree with an engine to the last bits. fp32_once: products and sum in
+    float32 over slots, one rounding. vllm_like: products rounded to model.dtype first; for 2, 3 or 4 experts a token,
+    partial sums too. hf_eager: both rounded, experts in ascending order, as transformers' eager experts.
+    """
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits exist at once in the head; bounds its memory to chunk x vocabulary x 4 bytes."""
 

@@ -103,6 +103,7 @@ class FusedTensor:
 def fused_experts(name: str, bank: Experts, deltas: dict[str, LoraDelta | None]) -> Iterator[FusedTensor]:
     """The four tensors of one layer; `name` is the bank's module in the checkpoint."""
     assert bank.gate_up_bias is not None and bank.down_bias is not None
+    assert bank.gate_up_proj is not None and bank.down_proj is not None
     for leaf, parameter, num_parts, delta in (
         ("gate_up_proj", bank.gate_up_proj, 2, deltas["gate_up"]),
         ("gate_up_proj_bias", bank.gate_up_bias, 2, None),

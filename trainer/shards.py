@@ -144,6 +144,7 @@ def _held_experts(name: str, bank: Experts) -> Iterator[HeldTensor | FusedTensor
     if bank.gate_up_bias is not None:  # every family with biases fuses its experts
         yield from fused_experts(name, bank, deltas)
         return
+    assert bank.down_proj is not None
     num_held, start = local_part(bank.down_proj)[0].shape[0], local_part(bank.down_proj)[1]
     for index in range(num_held):
         for leaf, stack, first_row, num_rows in parts:

@@ -17,6 +17,7 @@ from parallel_worker import Scenario, reference, run_ranks
 from tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
 
 from conf.schema import LoraConfig, TrainMode
+from trainer.kernels.groups import RowGroups
 from trainer.model.attend import (
     PackedSequences,
     flex_attention,
@@ -24,7 +25,7 @@ from trainer.model.attend import (
     sink_attention,
     varlen_attention,
 )
-from trainer.moe.grouped import GroupedBackend, grouped_linear
+from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -73,15 +74,20 @@ def test_flex_attention_with_sinks_is_the_plain_one(window):
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 200, 17), (0, 0, 0, 5), (0, 0, 0, 0)], ids=str)
-def test_grouped_mm_is_the_native_loop(counts):
+@pytest.mark.parametrize("backend", [GroupedBackend.grouped_mm, GroupedBackend.triton])
+def test_grouped_kernels_are_the_native_loop(backend, counts):
     generator = torch.Generator("cuda").manual_seed(1)
-    x = torch.randn(sum(counts), 64, generator=generator, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(4, 96, 64, generator=generator, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    counts_E = torch.tensor(counts, device="cuda")
+    x = torch.randn(sum(counts), 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn(sum(counts), 96, generator=generator, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(4, 96, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+    groups = RowGroups(torch.tensor(counts, device="cuda"), sum(counts))
     results = []
-    for backend in GroupedBackend:
-        out = grouped_linear(x, weight, counts_E, backend)
-        results.append((out, *torch.autograd.grad(out.sum(), (x, weight))))
+    for one in (backend, GroupedBackend.native):
+        out, grad_x = (
+            grouped_product(x, weight.transpose(1, 2), groups, one),
+            grouped_product(grad, weight, groups, one),
+        )
+        results.append((out, grad_x, grouped_gradient(grad, x, groups, one)))
     for mine, wanted in zip(*results, strict=True):
         assert relative_error(mine, wanted) < 1e-2
     for expert, count in enumerate(counts):

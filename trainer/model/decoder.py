@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from conf.errors import ConfigError
-from conf.schema import LoraConfig, TrainerConfig, TrainMode
+from conf.schema import CombineMode, LoraConfig, TrainerConfig, TrainMode
 from trainer.lora import Linear
 from trainer.model.attend import AttentionBackend, PackedSequences, choose_attention_backend
 from trainer.model.attention import make_attention
@@ -48,6 +48,7 @@ class _Build:
     lora: LoraConfig | None
     attention_backend: AttentionBackend
     checkpointing: bool
+    combine: CombineMode
     layout: ParallelLayout
 
 
@@ -87,7 +88,9 @@ class DenseMlp(nn.Module):
 class DecoderLayer(nn.Module):
     """One residual block.
 
-    Recomputed in the backward pass when checkpointing is on (inside FSDP2's hooks, which gather once).
+    With checkpointing, everything but the routed experts is recomputed in the backward pass (inside FSDP2's hooks,
+    which gather once). They keep only their input, the routing and r numbers a row, and recompute the rest themselves:
+    under the checkpoint they would run their down projections and their exchanges once more, for nothing.
     """
 
     def __init__(self, build: _Build, layer: int) -> None:
@@ -109,16 +112,28 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences) -> Tensor:
         """[T, H] -> [T, H]."""
+        if isinstance(self.mlp, MoeBlock):
+            residual_TH, y_TH, weights_TK, experts_TK, shared_TH = self._run(self._until_experts, x_TH, rope, sequences)
+            return residual_TH + self.mlp.finish(y_TH, weights_TK, experts_TK, shared_TH)
+        return self._run(self._residuals, x_TH, rope, sequences)
+
+    def _run(self, part: Callable[..., Out], *inputs: object) -> Out:
         if self.checkpointing and torch.is_grad_enabled():
             # There is no dropout, so no random state to restore.
-            out = checkpoint(self._residuals, x_TH, rope, sequences, use_reentrant=False, preserve_rng_state=False)
-            assert isinstance(out, Tensor)
-            return out
-        return self._residuals(x_TH, rope, sequences)
+            return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
+        return part(*inputs)
 
     def _residuals(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences) -> Tensor:
         x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), rope, sequences)
         return x_TH + self.mlp(self.post_attention_layernorm(x_TH))
+
+    def _until_experts(
+        self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """The residual stream, and what `MoeBlock.finish` takes."""
+        assert isinstance(self.mlp, MoeBlock)
+        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), rope, sequences)
+        return (x_TH, *self.mlp.start(self.post_attention_layernorm(x_TH)))
 
 
 class Trunk(nn.Module):
@@ -186,14 +201,12 @@ class Decoder(nn.Module):
     def backends(self) -> dict[str, str]:
         """Kernels chosen at construction, for the run's log.
 
-        Example: {"attention": "varlen", "experts": "grouped_mm", "expert_adapters": "grouped_mm"}
+        Example: {"attention": "varlen", "experts": "grouped_mm"}
         """
         chosen = {"attention": str(self.attention_backend)}
         for module in self.modules():
             if isinstance(module, Experts):
                 chosen["experts"] = str(module.backend)
-                if module.lora is not None:
-                    chosen["expert_adapters"] = str(module.lora_backend)
         return chosen
 
 
@@ -223,6 +236,7 @@ def build_decoder(
         lora=lora,
         attention_backend=choose_attention_backend(device, dtype, spec.attention),
         checkpointing=trainer.activation_checkpointing,
+        combine=trainer.combine,
         layout=layout,
     )
     with torch.device("meta"):
@@ -269,6 +283,7 @@ def _moe_block(build: _Build) -> MoeBlock:
         device=layout.device,
         activation=moe.activation,
         has_bias=moe.is_fused,
+        combine_mode=build.combine,
     )
     router = Router(moe, spec.hidden_size, weight_dtype=build.weight_dtype)
     shared = DenseMlp(build, moe.shared_intermediate_size) if moe.shared_intermediate_size else None

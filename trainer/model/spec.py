@@ -199,6 +199,8 @@ class ExpertFormat(StrEnum):
     """compressed-tensors pack-quantized, symmetric, in groups of 32 (Kimi-K2-Thinking): eight weights to an int32 of
     `weight_packed`, one `weight_scale` a group, `weight_shape` the two sizes.
     """
+    mxfp4 = "mxfp4"
+    """OCP microscaling (gpt-oss): two e2m1 weights to a byte of `_blocks`, one e8m0 `_scales` byte per 32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

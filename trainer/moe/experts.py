@@ -1,29 +1,32 @@
-"""The experts that one rank holds: stacked SwiGLU weights, and an adapter per expert.
+"""The experts that one rank holds: base weights, an adapter per expert, and how they are computed.
 
-Owns the arithmetic on rows that are already sorted by expert. Parameters (E local experts, H hidden, I expert width, r
-rank):
+Parameters (E local experts, H hidden, I expert width, r rank):
 
-    gate_up_proj (E, 2I, H)    gate_up_lora_A (E, r, H)    gate_up_lora_B (E, 2I, r)
-    down_proj    (E, H, I)     down_lora_A    (E, r, I)    down_lora_B    (E, H, r)
+    gate_up_proj (E, 2I, H)    gate_up_lora_A (E, r, H)    gate_up_lora_B (E, 2I, r)    gate_up_bias (E, 2I)
+    down_proj    (E, H, I)     down_lora_A    (E, r, I)    down_lora_B    (E, H, r)     down_bias    (E, H)
 
-Gate rows come first, as in transformers 5 and in vLLM's w13. Gate and up of an expert share one A, as PEFT's adapters
-of fused expert parameters do. Does not know where rows come from.
+Gate rows come first, as in transformers 5 and in vLLM's w13 (a checkpoint that interleaves them is unpicked at load).
+Gate and up of an expert share one A, as PEFT's adapters of fused expert parameters do. Packed experts (int4, mxfp4)
+have `packed` buffers in place of the two weights. The arithmetic is trainer.moe.block's.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conf.schema import LoraConfig
+from conf.schema import CombineMode, LoraConfig
 from trainer.lora import Adapted, adapter_dtype
+from trainer.model.spec import ExpertFormat
 from trainer.moe.activation import SWIGLU, ExpertActivation
-from trainer.moe.grouped import choose_grouped_backend, grouped_linear
+from trainer.moe.bank import PackedBank, UnpackedSlots
+from trainer.moe.block import ExpertCall, routed_experts
+from trainer.moe.dispatch import Dispatch
+from trainer.moe.grouped import choose_grouped_backend
 
 
 class Experts(Adapted):
-    """down(silu(gate(x)) * up(x)) for every local expert. Its forward is one FSDP2 unit where experts are sharded."""
+    """All routed experts of a layer that this rank holds. Its forward is one FSDP2 unit where experts are sharded."""
 
     def __init__(
         self,
@@ -38,57 +41,52 @@ class Experts(Adapted):
         device: torch.device,
         activation: ExpertActivation = SWIGLU,
         has_bias: bool = False,
+        combine_mode: CombineMode = CombineMode.fp32_once,
+        expert_format: ExpertFormat = ExpertFormat.plain,
+        slots: UnpackedSlots | None = None,
     ) -> None:
+        """Args as in the module's docstring; `slots`, shared by all layers, is needed for packed experts alone."""
         super().__init__()
-        self.activation = activation
         self.lora = lora
         self.first_expert = first_expert
         self.num_local_experts = num_local_experts
         self.intermediate_size = intermediate_size
-
-        def stacked(rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:
-            return nn.Parameter(torch.empty(num_local_experts, rows, columns, dtype=dtype))
-
+        self.activation = activation
+        self.combine_mode = combine_mode
         hidden, width = hidden_size, intermediate_size
-        self.gate_up_proj = stacked(2 * width, hidden, weight_dtype)
-        self.down_proj = stacked(hidden, width, weight_dtype)
-        self.gate_up_bias = self.down_bias = None
-        if has_bias:
-            self.gate_up_bias = nn.Parameter(torch.empty(num_local_experts, 2 * width, dtype=weight_dtype))
-            self.down_bias = nn.Parameter(torch.empty(num_local_experts, hidden, dtype=weight_dtype))
         self.backend = choose_grouped_backend(device, compute_dtype, (hidden, width, 2 * width))
+
+        def stacked(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_local_experts, *shape, dtype=dtype))
+
+        self.packed: PackedBank | None = None
+        self.gate_up_proj: nn.Parameter | None = None
+        self.down_proj: nn.Parameter | None = None
+        if expert_format is ExpertFormat.plain:
+            self.gate_up_proj = stacked(2 * width, hidden, dtype=weight_dtype)
+            self.down_proj = stacked(hidden, width, dtype=weight_dtype)
+        else:
+            assert slots is not None, "packed experts share two slots of unpacked weights"
+            self.packed = PackedBank(expert_format, num_local_experts, hidden, width, slots)
+        self.gate_up_bias = stacked(2 * width, dtype=weight_dtype) if has_bias else None
+        self.down_bias = stacked(hidden, dtype=weight_dtype) if has_bias else None
         if lora is not None:
             dtype = adapter_dtype(lora)
-            self.gate_up_lora_A = stacked(lora.rank, hidden, dtype)
-            self.gate_up_lora_B = stacked(2 * width, lora.rank, dtype)
-            self.down_lora_A = stacked(lora.rank, width, dtype)
-            self.down_lora_B = stacked(hidden, lora.rank, dtype)
-            self.lora_backend = choose_grouped_backend(device, compute_dtype, (hidden, width, 2 * width, lora.rank))
+            self.gate_up_lora_A = stacked(lora.rank, hidden, dtype=dtype)
+            self.gate_up_lora_B = stacked(2 * width, lora.rank, dtype=dtype)
+            self.down_lora_A = stacked(lora.rank, width, dtype=dtype)
+            self.down_lora_B = stacked(hidden, lora.rank, dtype=dtype)
 
-    def forward(self, rows_SH: Tensor, counts_E: Tensor) -> Tensor:
-        """[S, H] rows sorted by local expert, counts_E of each -> [S, H].
+    def forward(self, x_TH: Tensor, weights_TK: Tensor, plan: Dispatch) -> Tensor:
+        """[T, H] tokens, their routing weights and their way -> [T, H].
 
-        S = 0 still touches every parameter's gradient.
+        A rank without rows still joins every exchange and touches every parameter's gradient.
         """
-        gate_up = self._project(rows_SH, counts_E, "gate_up")
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self._project(self._activate(gate, up), counts_E, "down")
-
-    def _activate(self, gate: Tensor, up: Tensor) -> Tensor:
-        how = self.activation
-        if how == SWIGLU:
-            return F.silu(gate) * up
-        gate, up = gate.clamp(max=how.limit), up.clamp(min=None if how.limit is None else -how.limit, max=how.limit)
-        return (up + how.up_offset) * (gate * torch.sigmoid(gate * how.alpha))
-
-    def _project(self, x: Tensor, counts_E: Tensor, name: str) -> Tensor:
-        weight = getattr(self, f"{name}_proj").to(x.dtype)
-        y = grouped_linear(x, weight, counts_E, self.backend)
-        bias = self.gate_up_bias if name == "gate_up" else self.down_bias
-        if bias is not None:
-            y = y + bias.to(x.dtype).repeat_interleave(counts_E, dim=0)
-        if self.lora is None or not self.adapters_enabled:
-            return y
-        a, b = getattr(self, f"{name}_lora_A").to(x.dtype), getattr(self, f"{name}_lora_B").to(x.dtype)
-        low_rank = grouped_linear(grouped_linear(x, a, counts_E, self.lora_backend), b, counts_E, self.lora_backend)
-        return torch.add(y, low_rank, alpha=self.lora.scale)
+        adapters: tuple[Tensor | None, ...] = (None, None, None, None)
+        scale = 1.0
+        if self.lora is not None and self.adapters_enabled:
+            adapters = (self.gate_up_lora_A, self.gate_up_lora_B, self.down_lora_A, self.down_lora_B)
+            scale = self.lora.scale
+        base = (self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
+        call = ExpertCall(plan, self.activation, scale, self.backend, self.combine_mode, self.packed)
+        return routed_experts(x_TH, weights_TK, base, adapters, call)

@@ -112,6 +112,7 @@ def _to_cpu(value: Any) -> Any:
 
 def reference(scenario: Scenario) -> dict[str, Any]:
     """The same on one rank that has all sequences, rank after rank."""
+    torch.set_num_threads(1)  # as the ranks do: a matrix product's bits depend on it
     decoder = scenario.decoder()
     batch = scenario.batch(tuple(index for rank in scenario.sequences for index in rank))
     logits = logits_of(decoder, batch)

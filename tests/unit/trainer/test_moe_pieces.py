@@ -1,56 +1,37 @@
-"""Promises of the steps inside a mixture-of-experts block: grouped products, combine, dispatch and router."""
+"""Promises of the steps inside a mixture-of-experts block: grouped products, dispatch and router."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import relative_error
 
+from trainer.kernels.groups import RowGroups
 from trainer.model.spec import MoeSpec
-from trainer.moe.combine import combine
-from trainer.moe.dispatch import dispatch, plan_dispatch, undispatch
-from trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_linear
+from trainer.moe.dispatch import plan_dispatch
+from trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product
 from trainer.moe.routing import Router
 
 CPU = torch.device("cpu")
 
 
-def rows_and_weights(counts, k=16, n=24, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(sum(counts), k, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(len(counts), n, k, generator=generator).to(dtype).requires_grad_()
-    return x, weight, torch.tensor(counts)
-
-
-@pytest.mark.parametrize("backend", list(GroupedBackend))
+@pytest.mark.parametrize("backend", [GroupedBackend.grouped_mm, GroupedBackend.native])
 @pytest.mark.parametrize("counts", [(3, 0, 5, 1), (0, 0, 9, 0), (0, 0, 0, 0)], ids=str)
-def test_grouped_linear_is_one_linear_an_expert(backend, counts):
+def test_grouped_products_are_one_product_an_expert(backend, counts):
     if choose_grouped_backend(CPU, torch.float32, (16, 24)) is GroupedBackend.native is not backend:
         pytest.skip("this torch has no grouped_mm on the CPU; revisit 2027-06-01")
-    x, weight, counts_E = rows_and_weights(counts)
-    out = grouped_linear(x, weight, counts_E, backend)
-    expected = torch.cat([part @ w.t() for part, w in zip(x.split(list(counts)), weight, strict=True)])
-    assert torch.allclose(out, expected, rtol=1e-5, atol=1e-6)
-
-    # The gradient of a sum has stride 0, which grouped_mm itself refuses.
-    actual = torch.autograd.grad(out.sum(), (x, weight))
-    wanted = torch.autograd.grad(expected.sum(), (x, weight))
-    for one, other in zip(actual, wanted, strict=True):
-        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+    generator = torch.Generator().manual_seed(1)
+    x, grad = torch.randn(sum(counts), 16, generator=generator), torch.randn(sum(counts), 24, generator=generator)
+    weight = torch.randn(4, 24, 16, generator=generator)
+    groups = RowGroups(torch.tensor(counts), sum(counts))
+    parts = list(zip(x.split(list(counts)), grad.split(list(counts)), weight, strict=True))
+    out = grouped_product(x, weight.transpose(1, 2), groups, backend)
+    assert torch.allclose(out, torch.cat([one @ w.t() for one, _, w in parts]), rtol=1e-5, atol=1e-5)
+    back = grouped_product(grad, weight, groups, backend)
+    assert torch.allclose(back, torch.cat([g @ w for _, g, w in parts]), rtol=1e-5, atol=1e-5)
+    outer = grouped_gradient(grad, x, groups, backend)
+    assert torch.allclose(outer, torch.stack([g.t() @ one for one, g, _ in parts]), rtol=1e-5, atol=1e-5)
     for expert, count in enumerate(counts):
-        assert bool(actual[1][expert].any()) is (count > 0)
-
-
-def test_grouped_linear_gradients_pass_gradcheck():
-    x, weight, counts_E = rows_and_weights((2, 0, 3), k=4, n=3, dtype=torch.float64)
-    torch.autograd.gradcheck(lambda a, b: grouped_linear(a, b, counts_E, GroupedBackend.native), (x, weight))
-
-
-def test_a_frozen_weight_gets_no_gradient_product():
-    x, weight, counts_E = rows_and_weights((3, 2))
-    out = grouped_linear(x, weight.detach(), counts_E, GroupedBackend.native)
-    out.sum().backward()
-    assert x.grad is not None
+        assert bool(outer[expert].any()) is (count > 0)
 
 
 def test_the_backend_depends_on_strides_and_dtype():
@@ -72,40 +53,17 @@ def test_rows_are_sorted_by_expert_and_come_back():
     experts_TK = some_routing()
     plan = plan_dispatch(experts_TK, 5, None)
     x = torch.arange(6.0)[:, None].expand(6, 2).contiguous()
-    rows = dispatch(x, plan)
+    values, source = plan.send(x, plan.token_of_row_S)
+    rows = values[source]
     expert_of_row = experts_TK.flatten()[plan.slot_of_row_S]
     assert torch.equal(expert_of_row, expert_of_row.sort().values)
-    assert plan.counts_e.tolist() == [int((experts_TK == expert).sum()) for expert in range(5)]
-    back = undispatch(rows, plan)[plan.row_of_slot_TK]
-    assert torch.equal(back, x[:, None].expand(6, 3, 2))
-
-
-def test_dispatch_and_combine_gradients_pass_gradcheck():
-    experts_TK = some_routing()
-    plan = plan_dispatch(experts_TK, 5, None)
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(6, 2, generator=generator, dtype=torch.float64, requires_grad=True)
-    weights = torch.rand(6, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-
-    def block(x_TH, weights_TK):
-        return combine(dispatch(x_TH, plan).sin(), weights_TK, plan.row_of_slot_TK)
-
-    # Sums run in float32 by design, so differences are taken over a wide step.
-    assert torch.autograd.gradcheck(block, (x, weights), eps=1e-2, atol=1e-3, rtol=1e-3)
-
-
-def test_combine_sums_in_float32_in_slot_order_and_rounds_once():
-    generator = torch.Generator().manual_seed(4)
-    experts_TK = some_routing(64, 4, 8)
-    plan = plan_dispatch(experts_TK, 8, None)
-    rows = torch.randn(256, 32, generator=generator).bfloat16()
-    weights = torch.rand(64, 4, generator=generator).bfloat16()
-    expected = torch.zeros(64, 32)
-    for slot in range(4):
-        expected += rows[plan.row_of_slot_TK[:, slot]].float() * weights[:, slot, None].float()
-    assert torch.equal(combine(rows, weights, plan.row_of_slot_TK), expected.bfloat16())
-    exact = (rows[plan.row_of_slot_TK].double() * weights[..., None].double()).sum(1)
-    assert relative_error(combine(rows, weights, plan.row_of_slot_TK), exact) < 2**-8
+    assert torch.equal(plan.groups.expert_of_row_S, expert_of_row)
+    assert plan.groups.counts == [int((experts_TK == expert).sum()) for expert in range(5)]
+    for expert, places in plan.groups.slices():
+        assert bool((expert_of_row[places] == expert).all())
+        tokens = plan.token_of_row_S[places]
+        assert torch.equal(tokens, tokens.sort().values)  # stable
+    assert torch.equal(plan.send_back(rows)[plan.row_of_slot_TK], x[:, None].expand(6, 3, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

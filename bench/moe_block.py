@@ -1,0 +1,402 @@
+"""The MoE block alone on one GPU: every kernel against the machine, adapters against the frozen block.
+
+    python bench/moe_block.py [--before FOLDER] [--tiny] [--out bench/results/moe_block.json]
+
+Prints its environment, the copy bandwidth and a large matrix product measured in the same run, then three tables:
+kernels (time, GB/s or TFLOP/s, share of the measured limit), the block forward + backward at the shape of
+Qwen3-30B-A3B (frozen, rank 16, rank 64; and what other ways to add an adapter would cost), and packed experts at the
+shape of one GPU's part of Kimi-K2. `--before` names a checkout whose trainer/moe is built of separate autograd pieces;
+it runs in a process of its own, on the same device, right after. `--tiny` is for a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+QWEN3 = {"hidden_size": 2048, "intermediate_size": 768, "num_experts": 128, "top_k": 8}
+KIMI_PART = {"hidden_size": 7168, "intermediate_size": 2048, "num_experts": 48, "top_k": 8}
+TINY = {"hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "top_k": 2}
+Rows = list[dict[str, Any]]
+
+
+def timed(run: Callable[[], Any], device: torch.device, *, before: Callable[[], Any] | None = None) -> float:
+    """Median seconds on the device of one call, after warming up."""
+    if device.type != "cuda":
+        run()
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    samples = []
+    for step in range(25):
+        if before is not None:
+            before()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        samples.append((start, end))
+        if step == 4:
+            torch.cuda.synchronize()
+            samples.clear()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in samples) / 1e3
+
+
+def limits(device: torch.device, tiny: bool) -> dict[str, float]:
+    """What this device does at best: bytes a second of a copy (read + written), FLOP a second of a product."""
+    size, side = (1 << 16, 64) if tiny else (1 << 31, 8192)
+    a, b = torch.empty(size, dtype=torch.uint8, device=device), torch.empty(size, dtype=torch.uint8, device=device)
+    copy = 2 * size / timed(lambda: b.copy_(a), device)
+    x, y = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return {"copy_gb_s": copy / 1e9, "matmul_tflop_s": 2 * side**3 / timed(lambda: x @ y, device) / 1e12}
+
+
+def routing_of(num_tokens: int, shape: dict[str, int], device: torch.device, *, skewed: bool = False) -> Tensor:
+    """Experts of every token, drawn uniformly, or with max/mean rows near 2."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(num_tokens, shape["num_experts"], generator=generator)
+    if skewed:
+        scores += torch.linspace(0, 0.15, shape["num_experts"])
+    return scores.topk(shape["top_k"]).indices.to(device)
+
+
+def make_experts(shape: dict[str, int], rank: int, device: torch.device, *, lora_dtype: Any = None, **more: Any) -> Any:
+    """Experts with random weights; rank 0: frozen, without adapters."""
+    from conf.schema import DType, LoraConfig
+    from trainer.moe.experts import Experts
+
+    lora = LoraConfig(rank=rank, alpha=2.0 * rank, dtype=lora_dtype or DType.float32) if rank else None
+    with torch.device(device):
+        experts = Experts(
+            hidden_size=shape["hidden_size"],
+            intermediate_size=shape["intermediate_size"],
+            first_expert=0,
+            num_local_experts=shape["num_experts"],
+            compute_dtype=torch.bfloat16,
+            weight_dtype=torch.bfloat16,
+            lora=lora,
+            device=device,
+            **more,
+        )
+    for name, parameter in experts.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        with torch.no_grad():
+            parameter.normal_(0, 0.02)
+    for buffer in experts.buffers():
+        if buffer.dtype is torch.bfloat16:
+            buffer.normal_(0, 0.002)
+        else:
+            buffer.random_(0, 100)
+    return experts
+
+
+def block_seconds(
+    experts: list[Any], experts_TK: Tensor, shape: dict[str, int], device: torch.device
+) -> dict[str, float]:
+    """Forward, forward + backward and what the host needs to launch them; peak bytes beyond what was there."""
+    from trainer.moe.dispatch import plan_dispatch
+
+    num_tokens = experts_TK.shape[0]
+    x = torch.randn(num_tokens, shape["hidden_size"], device=device, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.rand(experts_TK.shape, device=device).bfloat16().requires_grad_()
+    grad_out = torch.randn_like(x)
+
+    def forward() -> Tensor:
+        out = x
+        for bank in experts:
+            out = bank(out, weights, plan_dispatch(experts_TK, shape["num_experts"], None))
+        return out
+
+    def both() -> None:
+        forward().backward(grad_out)
+        x.grad = weights.grad = None
+        for bank in experts:
+            bank.zero_grad(set_to_none=True)
+
+    results = {"forward_s": timed(forward, device), "both_s": timed(both, device)}
+    if device.type == "cuda":
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        both()
+        results["launch_s"] = time.perf_counter() - start
+        torch.cuda.synchronize()
+        results["peak_bytes"] = torch.cuda.max_memory_allocated() - base
+    return results
+
+
+def block_table(shape: dict[str, int], token_counts: list[int], device: torch.device) -> Rows:
+    """The block with adapters against the frozen block, same routing."""
+    from conf.schema import DType
+
+    rows: Rows = []
+    for skewed in (False, True):
+        for num_tokens in token_counts:
+            experts_TK = routing_of(num_tokens, shape, device, skewed=skewed)
+            frozen = 0.0
+            for rank, lora_dtype in ((0, None), (16, DType.float32), (64, DType.float32), (64, DType.bfloat16)):
+                experts = make_experts(shape, rank, device, lora_dtype=lora_dtype)
+                seconds = block_seconds([experts], experts_TK, shape, device)
+                frozen = frozen or seconds["both_s"]
+                counts = experts_TK.flatten().bincount()
+                rows.append(
+                    {
+                        "tokens": num_tokens,
+                        "rank": rank,
+                        "adapters": str(lora_dtype),
+                        "max_over_mean_rows": round(float(counts.max() / counts.float().mean()), 2),
+                        "backend": str(experts.backend),
+                        **seconds,
+                        "overhead": seconds["both_s"] / frozen - 1,
+                    }
+                )
+    return rows
+
+
+def packed_table(shape: dict[str, int], num_tokens: int, num_layers: int, device: torch.device) -> Rows:
+    """Layers of packed experts, unpacked one ahead, against plain ones."""
+    from trainer.model.spec import ExpertFormat
+    from trainer.moe.bank import UnpackedSlots
+
+    rows: Rows = []
+    experts_TK = routing_of(num_tokens, shape, device)
+    for expert_format in ExpertFormat:
+        slots = UnpackedSlots(torch.bfloat16)
+        layers = [make_experts(shape, 16, device, expert_format=expert_format, slots=slots) for _ in range(num_layers)]
+        seconds = block_seconds(layers, experts_TK, shape, device)
+        rows.append({"format": str(expert_format), "layers": num_layers, "tokens": num_tokens, **seconds})
+        del layers, slots
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def kernel_table(
+    shape: dict[str, int], num_tokens: int, rank: int, device: torch.device, limit: dict[str, float]
+) -> Rows:
+    """Each kernel of the block by itself, with the bytes or operations it cannot do without."""
+    from trainer.kernels.combine import weighted_sum
+    from trainer.kernels.counting_sort import sort_by_expert
+    from trainer.kernels.gather import gather_project, gather_rows
+    from trainer.kernels.low_rank import add_low_rank, low_rank_gradient
+    from trainer.kernels.swiglu import InnerAdapter, activate, activate_backward
+    from trainer.moe.activation import SWIGLU
+    from trainer.moe.dispatch import plan_dispatch
+    from trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product
+
+    hidden, width, num_experts = shape["hidden_size"], shape["intermediate_size"], shape["num_experts"]
+    experts_TK = routing_of(num_tokens, shape, device)
+    plan = plan_dispatch(experts_TK, num_experts, None)
+    groups, num_rows = plan.groups, experts_TK.numel()
+
+    def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(size, device=device, dtype=dtype) * 0.05
+
+    x, weights = draw(num_tokens, hidden), torch.rand(experts_TK.shape, device=device).bfloat16()
+    rows_SH, gu, h, low = draw(num_rows, hidden), draw(num_rows, 2 * width), draw(num_rows, width), draw(num_rows, rank)
+    w_S = weights.flatten()[plan.slot_of_row_S]
+    adapters = {
+        "a_gate_up": draw(num_experts, rank, hidden, dtype=torch.float32),
+        "b_gate_up": draw(num_experts, 2 * width, rank, dtype=torch.float32),
+        "a_down": draw(num_experts, rank, width, dtype=torch.float32),
+        "b_down": draw(num_experts, hidden, rank, dtype=torch.float32),
+    }
+    inner = InnerAdapter(adapters["b_gate_up"], adapters["a_down"], 2.0)
+    a_gate_up, b_down = adapters["a_gate_up"], adapters["b_down"]
+    inner_bytes = 4 * (inner.b_EIR.numel() + inner.a_ERI.numel())
+    source = plan.token_of_row_S
+    wide, half, thin, tokens = (2 * num_rows * n for n in (hidden, width, rank, 0))
+    tokens = 2 * num_tokens * hidden
+    memory: list[tuple[str, Callable[[], Any], int]] = [
+        ("sort_by_expert", lambda: sort_by_expert(experts_TK.flatten(), num_experts), 24 * num_rows),
+        ("gather_rows", lambda: gather_rows(x, source), tokens + wide),
+        ("gather_project (A)", lambda: gather_project(x, source, a_gate_up, groups), tokens + wide + thin + 4 * a_gate_up.numel()),  # noqa: E501
+        ("gather_project (B^T)", lambda: gather_project(x, source, b_down.transpose(1, 2), groups), tokens + wide + thin + 4 * b_down.numel()),  # noqa: E501
+        ("activate, frozen", lambda: activate(gu, None, None, None, groups, SWIGLU), 3 * half),
+        ("activate, adapter", lambda: activate(gu, low, inner, None, groups, SWIGLU), 3 * half + 2 * thin + inner_bytes),  # noqa: E501
+        ("activate_backward, frozen", lambda: activate_backward(gu, None, None, None, h, None, w_S, groups, SWIGLU, False), 5 * half),  # noqa: E501
+        ("activate_backward, adapter", lambda: activate_backward(gu, low, inner, None, h, low, w_S, groups, SWIGLU, True), 6 * half + 3 * thin + inner_bytes),  # noqa: E501
+        ("add_low_rank (B of down)", lambda: add_low_rank(rows_SH, low, b_down, None, groups, 1.0), 2 * wide + thin + 4 * b_down.numel()),  # noqa: E501
+        ("add_low_rank (A of gate|up)", lambda: add_low_rank(rows_SH, low, a_gate_up.transpose(1, 2), None, groups, 1.0), 2 * wide + thin + 4 * a_gate_up.numel()),  # noqa: E501
+        ("gradient of A, gate|up", lambda: low_rank_gradient(low, rows_SH, groups, torch.empty_like(a_gate_up)), wide + thin + 4 * a_gate_up.numel()),  # noqa: E501
+        ("gradient of B, gate|up", lambda: low_rank_gradient(low, gu, groups, torch.empty_like(inner.b_EIR).transpose(1, 2)), 2 * half + thin + 4 * inner.b_EIR.numel()),  # noqa: E501
+        ("gradient of A, down", lambda: low_rank_gradient(low, h, groups, torch.empty_like(inner.a_ERI)), half + thin + 4 * inner.a_ERI.numel()),  # noqa: E501
+        ("gradient of B, down", lambda: low_rank_gradient(low, rows_SH, groups, torch.empty_like(b_down).transpose(1, 2)), wide + thin + 4 * b_down.numel()),  # noqa: E501
+        ("weighted_sum", lambda: weighted_sum(rows_SH, weights, plan.row_of_slot_TK), wide + tokens),
+    ]  # fmt: skip
+    table: Rows = []
+    for name, run, num_bytes in memory:
+        seconds = timed(run, device)
+        rate = num_bytes / seconds / 1e9
+        table.append({"kernel": name, "us": seconds * 1e6, "gb_s": rate, "share": rate / limit["copy_gb_s"]})
+
+    backends = [choose_grouped_backend(device, torch.bfloat16, (hidden, width, 2 * width))]
+    if device.type == "cuda":
+        backends.append(GroupedBackend.triton)
+    wgu, wd = draw(num_experts, 2 * width, hidden), draw(num_experts, hidden, width)
+    folded = draw(num_experts, 2 * width + rank, hidden)
+    wide_cat = draw(num_rows, hidden + rank)
+    folded_down = draw(num_experts, hidden + rank, width)
+    for backend in dict.fromkeys(backends):
+        products: list[tuple[str, Callable[[], Any], int, int]] = [
+            ("Xp Wgu^T", lambda b=backend: grouped_product(rows_SH, wgu.transpose(1, 2), groups, b), hidden, 2 * width),
+            ("Xp [Wgu;A]^T", lambda b=backend: grouped_product(rows_SH, folded.transpose(1, 2), groups, b), hidden, 2 * width),  # noqa: E501
+            ("h Wd^T", lambda b=backend: grouped_product(h, wd.transpose(1, 2), groups, b), width, hidden),
+            ("h [Wd;A]^T", lambda b=backend: grouped_product(h, folded_down.transpose(1, 2), groups, b), width, hidden),
+            ("g Wd", lambda b=backend: grouped_product(rows_SH, wd, groups, b), hidden, width),
+            ("[g|db] [Wd;A]", lambda b=backend: grouped_product(wide_cat, folded_down, groups, b), hidden, width),
+            ("dgu Wgu", lambda b=backend: grouped_product(gu, wgu, groups, b), 2 * width, hidden),
+            ("low-rank product, N = r", lambda b=backend: grouped_product(rows_SH, a_gate_up.bfloat16().transpose(1, 2), groups, b), hidden, rank),  # noqa: E501
+            ("dW, dense", lambda b=backend: grouped_gradient(gu, rows_SH, groups, b), 2 * width, hidden),
+        ]  # fmt: skip
+        for name, run, inner_size, out_size in products:
+            seconds = timed(run, device)
+            rate = 2 * num_rows * inner_size * out_size / seconds / 1e12
+            share = rate / limit["matmul_tflop_s"]
+            table.append({"kernel": f"{name} [{backend}]", "us": seconds * 1e6, "tflop_s": rate, "share": share})
+    flat = wgu.clone()
+    a_16, b_16 = a_gate_up.bfloat16(), inner.b_EIR.bfloat16()
+    merge = timed(lambda: torch.baddbmm(flat, b_16, a_16, alpha=2.0), device)
+    table.append({"kernel": "W + BA of gate|up (not used)", "us": merge * 1e6})
+    return [{"tokens": num_tokens, "rank": rank, **row} for row in table]
+
+
+def dequant_table(shape: dict[str, int], device: torch.device, limit: dict[str, float]) -> Rows:
+    """Unpacking of one layer's experts."""
+    from trainer.kernels.dequant import dequantize_int4, dequantize_mxfp4
+
+    table: Rows = []
+    experts, hidden, width = shape["num_experts"], shape["hidden_size"], shape["intermediate_size"]
+    for name, num_rows, columns in (("gate|up", 2 * width, hidden), ("down", hidden, width)):
+        out = torch.empty(experts, num_rows, columns, dtype=torch.bfloat16, device=device)
+        words = torch.randint(0, 2**31 - 1, (experts, num_rows, columns // 8), device=device, dtype=torch.int32)
+        scale = torch.rand(experts, num_rows, columns // 32, device=device).bfloat16()
+        e8m0 = torch.randint(110, 130, scale.shape, device=device, dtype=torch.uint8)
+        blocks = words.view(torch.uint8).view(experts, num_rows, columns // 32, 16)
+        sizes = words.numel() * 4 + out.numel() * 2
+        cases = (
+            ("int4", lambda w=words, s=scale, o=out: dequantize_int4(w, s, o), sizes + scale.numel() * 2),
+            ("mxfp4", lambda w=blocks, s=e8m0, o=out: dequantize_mxfp4(w, s, o), sizes + e8m0.numel()),
+        )
+        for kind, run, num_bytes in cases:
+            seconds = timed(run, device)
+            rate = num_bytes / seconds / 1e9
+            shape_text = f"{experts} x {num_rows} x {columns}"
+            table.append(
+                {"kernel": f"dequantize {kind} {name} {shape_text}", "us": seconds * 1e6, "gb_s": rate,
+                 "share": rate / limit["copy_gb_s"]}
+            )  # fmt: skip
+    return table
+
+
+def before_table(shape: dict[str, int], token_counts: list[int], device: torch.device) -> Rows:
+    """Run in a process whose trainer/moe is the one of separate pieces: experts(rows, counts) between two gathers."""
+    from trainer.moe.combine import combine  # type: ignore[import-not-found]
+
+    from trainer.moe.dispatch import dispatch, plan_dispatch, undispatch  # type: ignore[attr-defined]
+
+    rows: Rows = []
+    for num_tokens in token_counts:
+        experts_TK = routing_of(num_tokens, shape, device)
+        for rank in (0, 16, 64):
+            experts = make_experts(shape, rank, device)
+            x = torch.randn(num_tokens, shape["hidden_size"], device=device, dtype=torch.bfloat16, requires_grad=True)
+            weights = torch.rand(experts_TK.shape, device=device).bfloat16().requires_grad_()
+            grad_out = torch.randn_like(x)
+
+            def both(experts=experts, experts_TK=experts_TK, x=x, weights=weights, grad_out=grad_out) -> None:
+                plan = plan_dispatch(experts_TK, shape["num_experts"], None)
+                out = undispatch(experts(dispatch(x, plan), plan.counts_e), plan)  # type: ignore[attr-defined]
+                combine(out, weights, plan.row_of_slot_TK).backward(grad_out)
+                x.grad = weights.grad = None
+                experts.zero_grad(set_to_none=True)
+
+            row = {"tokens": num_tokens, "rank": rank, "both_s": timed(both, device)}
+            if device.type == "cuda":
+                base = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                both()
+                torch.cuda.synchronize()
+                row["peak_bytes"] = torch.cuda.max_memory_allocated() - base
+            rows.append(row)
+    return rows
+
+
+def show(title: str, rows: Rows) -> None:
+    """Print a table; seconds as milliseconds, bytes as GB, shares as percent."""
+    print(f"\n{title}")
+    for row in rows:
+        cells = []
+        for key, value in row.items():
+            if key.endswith("_s") and not key.endswith(("gb_s", "tflop_s")):
+                cells.append(f"{key[:-2]} {value * 1e3:.3f} ms")
+            elif key.endswith("_bytes"):
+                cells.append(f"{key[:-6]} {value / 1e9:.2f} GB")
+            elif key in ("share", "overhead"):
+                cells.append(f"{key} {value:.1%}")
+            else:
+                cells.append(f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}")
+        print("  " + "  ".join(cells))
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", help="checkout of separate pieces to compare with")
+    parser.add_argument("--as-before", help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a machine without a GPU")
+    parser.add_argument("--out", help="JSON file to write")
+    options = parser.parse_args()
+    sys.path[0] = options.as_before or str(ROOT)  # instead of this folder, whose trainer.py hides the package
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    qwen3, kimi, token_counts = (TINY, TINY, [32]) if options.tiny else (QWEN3, KIMI_PART, [4096, 16384])
+    if options.as_before:
+        print(json.dumps(before_table(qwen3, token_counts, device)))
+        return
+
+    limit = limits(device, options.tiny)
+    environment = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu",
+        **limit,
+    }
+    print(json.dumps(environment))
+    report: dict[str, Any] = {"environment": environment, "shapes": {"block": qwen3, "packed": kimi}}
+    report["block"] = block_table(qwen3, token_counts, device)
+    show("block, forward + backward", report["block"])
+    if options.before:
+        command = [sys.executable, __file__, "--as-before", options.before, *(["--tiny"] if options.tiny else [])]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr)
+        report["before"] = json.loads(done.stdout.splitlines()[-1])
+        show("separate pieces, forward + backward", report["before"])
+    report["dequant"] = dequant_table(kimi, device, limit)
+    show("unpacking", report["dequant"])
+    report["kernels"] = []
+    for num_tokens in token_counts:
+        for rank in (16, 64):
+            report["kernels"] += kernel_table(qwen3, num_tokens, rank, device, limit)
+    show("kernels", report["kernels"])
+    report["packed"] = packed_table(kimi, 8192 if not options.tiny else 32, 4, device)
+    show("packed experts, forward + backward", report["packed"])
+    if options.out:
+        Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

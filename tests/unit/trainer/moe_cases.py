@@ -1,0 +1,107 @@
+"""A tiny bank of experts with seeded values, run alone or as one rank of an expert-parallel group."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from conf.schema import LoraConfig
+from trainer.moe.dispatch import plan_dispatch
+from trainer.moe.experts import Experts
+
+HIDDEN, WIDTH, NUM_EXPERTS, TOP_K, RANK = 64, 32, 8, 3, 8
+NUM_TOKENS = 37
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+
+def make_experts(
+    *,
+    first: int = 0,
+    count: int = NUM_EXPERTS,
+    dtype: torch.dtype = torch.float32,
+    rank: int = RANK,
+    is_full: bool = False,
+    **more: Any,
+) -> Experts:
+    """Experts first..first+count of one fixed set; frozen with adapters, or (is_full) trainable without."""
+    lora = None if is_full or not rank else LoraConfig(rank=rank, alpha=2.0 * rank)
+    experts = Experts(
+        hidden_size=HIDDEN,
+        intermediate_size=WIDTH,
+        first_expert=first,
+        num_local_experts=count,
+        compute_dtype=dtype,
+        weight_dtype=dtype,
+        lora=lora,
+        device=torch.device("cpu"),
+        **more,
+    )
+    with torch.no_grad():
+        for seed, (name, parameter) in enumerate(sorted(experts.named_parameters())):
+            whole = draw(NUM_EXPERTS, *parameter.shape[1:], seed=seed, scale=0.3)
+            parameter.copy_(whole[first : first + count])
+            parameter.requires_grad_(is_full or "lora_" in name)
+    experts.compute_dtype = dtype  # type: ignore[assignment]  # for `run`
+    return experts.double() if dtype is torch.float64 else experts
+
+
+def make_batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x_TH, weights_TK, experts_TK (one expert is nobody's choice) and the gradient of the output."""
+    scores = draw(NUM_TOKENS, NUM_EXPERTS, seed=100)
+    scores[:, 5] = -100.0
+    weights, experts = scores.softmax(-1).topk(TOP_K)
+    x = draw(NUM_TOKENS, HIDDEN, seed=101, dtype=dtype)
+    return (
+        x.requires_grad_(),
+        weights.to(dtype).detach().requires_grad_(),
+        experts,
+        draw(*x.shape, seed=102, dtype=dtype),
+    )
+
+
+def run(experts: Experts, group: dist.ProcessGroup | None = None, rows: slice = slice(None)) -> dict[str, Tensor]:
+    """Output and every gradient, for the tokens in `rows`."""
+    x, weights, ids, grad_out = make_batch(experts.compute_dtype)  # type: ignore[arg-type]
+    x, weights = x.detach()[rows].requires_grad_(), weights.detach()[rows].requires_grad_()
+    out = experts(x, weights, plan_dispatch(ids[rows], NUM_EXPERTS, group))
+    out.backward(grad_out[rows])
+    grads = {name: p.grad for name, p in experts.named_parameters() if p.grad is not None}
+    assert x.grad is not None and weights.grad is not None
+    return {"out": out.detach(), "x": x.grad, "weights": weights.grad, **grads}
+
+
+def rows_of(rank: int, world_size: int) -> slice:
+    """Unequal shares of the tokens; the last rank of several has none."""
+    cuts = {1: [0, NUM_TOKENS], 2: [0, 29, NUM_TOKENS], 4: [0, 5, 30, NUM_TOKENS, NUM_TOKENS]}[world_size]
+    return slice(cuts[rank], cuts[rank + 1])
+
+
+def _main(rank: int, world_size: int, folder: str, dtypes: list[torch.dtype]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    try:
+        count = NUM_EXPERTS // world_size
+        results = {}
+        for dtype in dtypes:
+            experts = make_experts(first=rank * count, count=count, dtype=dtype)
+            results[dtype] = run(experts, dist.group.WORLD, rows_of(rank, world_size))
+        torch.save(results, f"{folder}/rank{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def run_expert_parallel(world_size: int, folder: Path, dtypes: list[torch.dtype]) -> list[dict[torch.dtype, Any]]:
+    """Results of every rank."""
+    mp.spawn(_main, args=(world_size, str(folder), dtypes), nprocs=world_size, join=True)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]

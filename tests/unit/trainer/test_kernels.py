@@ -1,0 +1,113 @@
+"""Promise of trainer/kernels: every Triton kernel computes its torch definition, under Triton's interpreter.
+
+One process runs all cases, because the interpreter is chosen when Triton is imported; natively they run in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import CASES
+
+from conf.schema import CombineMode
+from trainer.kernels.combine import weighted_sum
+from trainer.kernels.dequant import dequantize_int4, dequantize_mxfp4
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, str]:
+    """Name of a case -> traceback, "" when it passed."""
+    script = Path(__file__).with_name("kernel_cases.py")
+    paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_is_its_torch_definition(results: dict[str, str], name: str) -> None:
+    assert results[name] == "", results[name]
+
+
+def test_int4_is_compressed_tensors_to_the_bit() -> None:
+    """Every nibble in every place, against every finite bfloat16 scale."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    scale = bits[bits.isfinite()].view(-1, 1)  # one group a row
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-8, 8, (scale.shape[0], 32), generator=generator)
+    values[0] = torch.arange(-8, 8).repeat(2)
+    shifts = torch.arange(0, 32, 4)
+    packed = ((values + 8).view(-1, 4, 8) << shifts).sum(-1).to(torch.int64)
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    theirs = unpack_from_int32(packed, 4, torch.Size(values.shape))
+    assert torch.equal(theirs.to(torch.int64), values)
+    out = dequantize_int4(packed, scale, torch.empty(values.shape, dtype=torch.bfloat16))
+    wanted = theirs.to(torch.bfloat16) * scale
+    assert torch.equal(out.view(torch.int16), wanted.view(torch.int16))
+
+
+def test_int4_is_what_compressed_tensors_decompresses() -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    generator = torch.Generator().manual_seed(1)
+    scale = (torch.rand(24, 4, generator=generator) / 8).bfloat16()
+    values = torch.randint(-8, 8, (24, 128), generator=generator)
+    weight = (values.bfloat16().view(24, 4, 32) * scale[..., None]).view(24, 128)
+    arguments = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    stored = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    wanted = compressor.decompress(dict(stored), scheme)["weight"]
+    out = torch.empty(24, 128, dtype=torch.bfloat16)
+    assert torch.equal(dequantize_int4(stored["weight_packed"], stored["weight_scale"], out), wanted)
+    assert bool((wanted != 0).any())
+
+
+def test_mxfp4_is_transformers_to_the_bit() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(2)
+    blocks = torch.randint(0, 256, (3, 40, 2, 16), generator=generator).to(torch.uint8)
+    scales = torch.randint(0, 255, (3, 40, 2), generator=generator).to(torch.uint8)
+    wanted = convert_moe_packed_tensors(blocks.clone(), scales.clone()).transpose(1, 2)
+    out = dequantize_mxfp4(blocks, scales, torch.empty(3, 40, 64, dtype=torch.bfloat16))
+    assert torch.equal(out.view(torch.int16), wanted.contiguous().view(torch.int16))
+
+
+def test_the_combine_modes_round_where_they_say() -> None:
+    """Against transformers' loop of index_add_ (hf_eager), and products rounded before a sum (vllm_like)."""
+    generator = torch.Generator().manual_seed(3)
+    num_tokens, top_k, hidden = 40, 8, 64
+    experts = torch.stack([torch.randperm(16, generator=generator)[:top_k] for _ in range(num_tokens)])
+    row_of_slot = torch.empty_like(experts)
+    order = experts.flatten().argsort(stable=True)
+    row_of_slot.view(-1)[order] = torch.arange(order.numel())
+    rows = torch.randn(num_tokens * top_k, hidden, generator=generator).bfloat16()
+    weights = torch.rand(num_tokens, top_k, generator=generator).bfloat16()
+    eager = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16)
+    for expert in range(16):
+        token, slot = torch.where(experts == expert)
+        eager.index_add_(0, token, rows[row_of_slot[token, slot]] * weights[token, slot, None])
+    assert torch.equal(weighted_sum(rows, weights, row_of_slot, CombineMode.hf_eager), eager)
+    products = rows[row_of_slot] * weights[..., None]
+    in_order = torch.zeros(num_tokens, hidden)
+    exact = torch.zeros(num_tokens, hidden)
+    for slot in range(top_k):
+        in_order += products[:, slot].float()
+        exact += rows[row_of_slot[:, slot]].float() * weights[:, slot, None].float()
+    assert torch.equal(weighted_sum(rows, weights, row_of_slot, CombineMode.vllm_like), in_order.bfloat16())
+    once = weighted_sum(rows, weights, row_of_slot)
+    assert torch.equal(once, exact.bfloat16())
+    assert not torch.equal(once, eager) and not torch.equal(in_order.bfloat16(), eager)

@@ -1,0 +1,146 @@
+"""Packed expert weights to the compute dtype, at the speed of memory.
+
+    int4   compressed-tensors "pack-quantized": element i of a row is bits 4*(i%8)..+3 of int32 word i//8, stored as
+           q + 8; one bfloat16 scale per 32 elements; value = q * scale, rounded once
+    mxfp4  OCP microscaling (gpt-oss): two e2m1 values a byte, low nibble first; one e8m0 scale (2^(s-127)) per 32
+
+Owns the two bit layouts. Bitwise equal to compressed_tensors' decompress and to transformers'
+convert_moe_packed_tensors (before its transposition). Offsets are 64-bit: a layer of experts passes 2^31 elements.
+The torch forms are the definition, and what other devices than CUDA run. Callers: trainer.moe.bank.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+GROUP = 32
+"""Elements under one scale, in both formats."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of the eight codes; bit 3 is the sign."""
+WORDS_A_PROGRAM = 1024
+
+
+def dequantize_int4_torch(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """The definition of `dequantize_int4`."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
+    values = ((packed[..., None] >> shifts) & 0xF) - 8
+    grouped = values.flatten(-2).unflatten(-1, (-1, GROUP)).float() * scale[..., None].float()
+    return out.copy_(grouped.flatten(-2))
+
+
+def dequantize_mxfp4_torch(blocks: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """The definition of `dequantize_mxfp4`."""
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=blocks.device)
+    codes = torch.stack([blocks & 0xF, blocks >> 4], -1).flatten(-2)
+    values = torch.ldexp(table[codes.long()], scales.int()[..., None] - 127)
+    return out.copy_(values.flatten(-2))
+
+
+def dequantize_int4_triton(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """As dequantize_int4_torch."""
+    num_words = packed.numel()
+    _dequantize_int4[(triton.cdiv(num_words, WORDS_A_PROGRAM),)](
+        packed, scale, out, num_words, WORDS_A_GROUP=GROUP // 8, BLOCK=WORDS_A_PROGRAM, num_warps=4  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
+    return out
+
+
+def dequantize_mxfp4_triton(blocks: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """As dequantize_mxfp4_torch."""
+    words = blocks.view(torch.int32)
+    num_words = words.numel()
+    _dequantize_mxfp4[(triton.cdiv(num_words, WORDS_A_PROGRAM),)](
+        words, scales, out, num_words, WORDS_A_GROUP=GROUP // 8, BLOCK=WORDS_A_PROGRAM, num_warps=4  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
+    return out
+
+
+def dequantize_int4(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """Unpack and scale.
+
+    Args:
+        packed: int32 [..., K / 8], contiguous.
+        scale: bfloat16 [..., K / 32], contiguous.
+        out: [..., K], contiguous, any float dtype.
+
+    Returns:
+        out.
+    """
+    implementation = dequantize_int4_triton if packed.is_cuda else dequantize_int4_torch
+    return implementation(packed, scale, out)
+
+
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """Unpack and scale.
+
+    Args:
+        blocks: uint8 [..., K / 32, 16], contiguous.
+        scales: uint8 [..., K / 32], contiguous.
+        out: [..., K], contiguous, any float dtype.
+
+    Returns:
+        out.
+    """
+    implementation = dequantize_mxfp4_triton if blocks.is_cuda else dequantize_mxfp4_torch
+    return implementation(blocks, scales, out)
+
+
+@triton.jit
+def _interleave8(v0, v1, v2, v3, v4, v5, v6, v7, BLOCK: tl.constexpr):
+    """Eight vectors -> one, v0[0] v1[0] ... v7[0] v0[1] ...: a thread keeps the eight values of its word together."""
+    low = tl.join(tl.join(v0, v4), tl.join(v2, v6))
+    high = tl.join(tl.join(v1, v5), tl.join(v3, v7))
+    return tl.reshape(tl.join(low, high), [BLOCK * 8])
+
+
+@triton.jit
+def _int4(words, shift: tl.constexpr, scale, dtype: tl.constexpr):
+    return ((((words >> shift) & 0xF) - 8).to(tl.float32) * scale).to(dtype)
+
+
+@triton.jit
+def _dequantize_int4(packed_ptr, scale_ptr, out_ptr, num_words, WORDS_A_GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    inside = at < num_words
+    words = tl.load(packed_ptr + at, mask=inside, other=0)
+    scale = tl.load(scale_ptr + at // WORDS_A_GROUP, mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    values = _interleave8(
+        _int4(words, 0, scale, dtype), _int4(words, 4, scale, dtype), _int4(words, 8, scale, dtype),
+        _int4(words, 12, scale, dtype), _int4(words, 16, scale, dtype), _int4(words, 20, scale, dtype),
+        _int4(words, 24, scale, dtype), _int4(words, 28, scale, dtype), BLOCK,
+    )  # fmt: skip
+    elements = first * 8 + tl.arange(0, BLOCK * 8)
+    tl.store(out_ptr + elements, values, mask=elements // 8 < num_words)
+
+
+@triton.jit
+def _e2m1(words, shift: tl.constexpr, scale, dtype: tl.constexpr):
+    """The code's bits, put where float32 has sign, exponent and mantissa, are its value * 2^-126, subnormals too."""
+    code = words >> shift
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale).to(dtype)
+
+
+@triton.jit
+def _dequantize_mxfp4(words_ptr, scale_ptr, out_ptr, num_words, WORDS_A_GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    inside = at < num_words
+    words = tl.load(words_ptr + at, mask=inside, other=0)
+    exponent = tl.load(scale_ptr + at // WORDS_A_GROUP, mask=inside, other=127).to(tl.int32)
+    # 2^(s - 127): s is float32's own biased exponent; s = 0 is the subnormal 2^-127; s = 255 (not a number) is inf.
+    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
+    scale = bits.to(tl.float32, bitcast=True)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    values = _interleave8(
+        _e2m1(words, 0, scale, dtype), _e2m1(words, 4, scale, dtype), _e2m1(words, 8, scale, dtype),
+        _e2m1(words, 12, scale, dtype), _e2m1(words, 16, scale, dtype), _e2m1(words, 20, scale, dtype),
+        _e2m1(words, 24, scale, dtype), _e2m1(words, 28, scale, dtype), BLOCK,
+    )  # fmt: skip
+    elements = first * 8 + tl.arange(0, BLOCK * 8)
+    tl.store(out_ptr + elements, values, mask=elements // 8 < num_words)

@@ -1,0 +1,145 @@
+"""Rows in expert order, and their low-rank projection while they are in registers.
+
+    rows[i] = x[source[i]]        low[i] = scale * rows[i] @ P[e]^T        dots[i] = <rows[i], v[e]>
+
+Owns that an adapter's first factor costs no read of the rows: the copy that sorts them (forward: tokens and A;
+backward: output gradients and B, and the bias for the router's gradient) has them at hand. A grouped product [W; A]
+would also read them once, but pays a whole tile of columns for the r columns of A (bench/moe_block.py measures both).
+
+The torch form is the definition, and what other devices than CUDA run. Callers: trainer.moe.experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainer.kernels.groups import RowGroups
+from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of
+
+PROJECT = Tiling(64, 128, warps=4, stages=3)
+
+
+def gather_rows_torch(x: Tensor, source_S: Tensor) -> Tensor:
+    """x[source]."""
+    return x[source_S]
+
+
+def gather_project_torch(
+    x: Tensor, source_S: Tensor, p_ERK: Tensor, groups: RowGroups, scale: float, v_EK: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The definition; sums in float32 (float64 for float64), each result rounded once."""
+    rows_SK = x[source_S]
+    low_SR = rows_SK.new_empty(rows_SK.shape[0], p_ERK.shape[1])
+    for expert, rows in groups.slices():
+        low_SR[rows] = (rows_SK[rows] @ factor_of(p_ERK, expert, x.dtype).t()) * scale
+    dots_S = None
+    if v_EK is not None:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dots_S = (rows_SK.to(wide) * v_EK.to(wide)[groups.expert_of_row_S]).sum(-1)
+    return rows_SK, low_SR, dots_S
+
+
+def gather_rows_triton(x: Tensor, source_S: Tensor) -> Tensor:
+    """As gather_rows_torch."""
+    num_rows, num_columns = source_S.shape[0], x.shape[1]
+    out = x.new_empty(num_rows, num_columns)
+    if num_rows:
+        block = min(1024, triton.next_power_of_2(num_columns))
+        _gather[(num_rows, triton.cdiv(num_columns, block))](
+            x, source_S, out, num_columns, x.stride(0), BLOCK=block, num_warps=4 if block >= 512 else 1  # pyright: ignore[reportCallIssue]
+        )  # fmt: skip
+    return out
+
+
+def gather_project_triton(
+    x: Tensor, source_S: Tensor, p_ERK: Tensor, groups: RowGroups, scale: float, v_EK: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As gather_project_torch; P may have any strides."""
+    num_rows, num_columns, rank = source_S.shape[0], x.shape[1], p_ERK.shape[1]
+    rows_SK, low_SR = x.new_empty(num_rows, num_columns), x.new_empty(num_rows, rank)
+    dots_S = None if v_EK is None else torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    if num_rows:
+        tiles = groups.tiles(PROJECT.rows)
+        _gather_project[(tiles.shape[0],)](
+            x, source_S, p_ERK, v_EK, rows_SK, low_SR, dots_S, tiles, scale,
+            num_columns, x.stride(0), *p_ERK.stride(),
+            RANK=rank, PADDED_RANK=padded_rank(rank), HAS_VECTOR=v_EK is not None,
+            BLOCK_M=PROJECT.rows, BLOCK_K=PROJECT.columns, STAGES=PROJECT.stages, PRECISION=precision_of(x),
+            num_warps=PROJECT.warps,  # pyright: ignore[reportCallIssue]
+        )  # fmt: skip
+    return rows_SK, low_SR, dots_S
+
+
+def gather_rows(x: Tensor, source_S: Tensor) -> Tensor:
+    """[S, K]: row source[i] of x for every i."""
+    return gather_rows_triton(x, source_S) if x.is_cuda else gather_rows_torch(x, source_S)
+
+
+def gather_project(
+    x: Tensor, source_S: Tensor, p_ERK: Tensor, groups: RowGroups, *, scale: float = 1.0, v_EK: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gather rows and project them.
+
+    Args:
+        x: rows of K elements.
+        source_S: int64; which row of x is row i in expert order.
+        p_ERK: one (r, K) factor an expert, any float dtype and strides; taken in x's dtype.
+        groups: whose rows they are after the gather.
+        scale: of the projection.
+        v_EK: one vector an expert, or None.
+
+    Returns:
+        rows_SK and low_SR in x's dtype; dots_S float32, None without v_EK.
+    """
+    implementation = gather_project_triton if x.is_cuda else gather_project_torch
+    return implementation(x, source_S, p_ERK, groups, scale, v_EK)
+
+
+@triton.jit
+def _gather(x_ptr, source_ptr, out_ptr, num_columns, x_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    source = tl.load(source_ptr + row)
+    tl.store(out_ptr + row * num_columns + columns, tl.load(x_ptr + source * x_stride + columns, mask=inside), inside)
+
+
+@triton.jit
+def _gather_project(
+    x_ptr, source_ptr, p_ptr, v_ptr, rows_ptr, low_ptr, dots_ptr, tiles_ptr, scale,
+    num_columns, x_stride, p_expert_stride, p_rank_stride, p_column_stride,
+    RANK: tl.constexpr, PADDED_RANK: tl.constexpr, HAS_VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile = tiles_ptr + tl.program_id(0) * 3
+    expert, first, stop = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    if first < stop:
+        rows = first + tl.arange(0, BLOCK_M)
+        is_row = rows < stop
+        source = tl.load(source_ptr + rows, mask=is_row, other=0)
+        rows = rows.to(tl.int64)
+        ranks = tl.arange(0, PADDED_RANK)
+        acc = tl.zeros([BLOCK_M, PADDED_RANK], dtype=tl.float32)
+        dots = tl.zeros([BLOCK_M], dtype=tl.float32)
+        for start in tl.range(0, num_columns, BLOCK_K, num_stages=STAGES):
+            columns = start + tl.arange(0, BLOCK_K)
+            is_column = columns < num_columns
+            inside = is_row[:, None] & is_column[None, :]
+            x = tl.load(x_ptr + source[:, None] * x_stride + columns[None, :], mask=inside, other=0.0)
+            tl.store(rows_ptr + rows[:, None] * num_columns + columns[None, :], x, mask=inside)
+            p = tl.load(
+                p_ptr + expert * p_expert_stride + ranks[None, :] * p_rank_stride + columns[:, None] * p_column_stride,
+                mask=(ranks < RANK)[None, :] & is_column[:, None],
+                other=0.0,
+            )
+            acc = tl.dot(x, p.to(x.dtype), acc, input_precision=PRECISION)
+            if HAS_VECTOR:
+                v = tl.load(v_ptr + expert * num_columns + columns, mask=is_column, other=0.0)
+                dots += tl.sum(x.to(tl.float32) * v.to(tl.float32)[None, :], 1)
+        low = (acc * scale).to(low_ptr.dtype.element_ty)
+        tl.store(low_ptr + rows[:, None] * RANK + ranks[None, :], low, mask=is_row[:, None] & (ranks < RANK)[None, :])
+        if HAS_VECTOR:
+            tl.store(dots_ptr + rows, dots, mask=is_row)

@@ -1,0 +1,94 @@
+"""RowGroups: rows sorted by expert, and the tiles in which kernels walk them.
+
+Owns the table that maps a thread block to its rows: tile i holds rows first..stop of one expert, at most tile_rows of
+them. The table has room for the worst case, so that its size never has to be read back from the device: blocks beyond
+the last tile see first = stop and leave. Invariant: counts_E sums to num_rows; there is no padding between experts.
+Callers: everything in this package, trainer.moe.grouped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class RowGroups:
+    """counts_E rows of each of E experts, one expert after the other."""
+
+    def __init__(self, counts_E: Tensor, num_rows: int) -> None:
+        self.counts_E = counts_E
+        """int64, on the rows' device."""
+        self.num_rows = num_rows
+        self._tiles: dict[int, Tensor] = {}
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.counts_E.shape[0]
+
+    @cached_property
+    def ends_E(self) -> Tensor:
+        """int32: one past each expert's last row."""
+        return self.counts_E.cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The counts on the host; waits for the device once."""
+        return self.counts_E.tolist()
+
+    def slices(self) -> Iterator[tuple[int, slice]]:
+        """(expert, its rows) for every expert that has some."""
+        start = 0
+        for expert, count in enumerate(self.counts):
+            if count:
+                yield expert, slice(start, start + count)
+            start += count
+
+    @cached_property
+    def expert_of_row_S(self) -> Tensor:
+        """int64: the expert of every row."""
+        experts = torch.arange(self.num_experts, device=self.counts_E.device)
+        return experts.repeat_interleave(self.counts_E, output_size=self.num_rows)
+
+    def tiles(self, tile_rows: int) -> Tensor:
+        """int32 (number of tiles at most, 3): expert, first row, one past the last row."""
+        if tile_rows not in self._tiles:
+            max_tiles = self.num_rows // tile_rows + min(self.num_experts, self.num_rows)
+            tiles_N3 = torch.empty(max_tiles, 3, dtype=torch.int32, device=self.counts_E.device)
+            if max_tiles:
+                padded = triton.next_power_of_2(self.num_experts)
+                _write_tiles[(triton.cdiv(max_tiles, 64),)](
+                    self.counts_E, tiles_N3, self.num_experts, max_tiles,
+                    EXPERTS=padded, TILE=tile_rows, BLOCK=64,  # pyright: ignore[reportArgumentType]
+                )  # fmt: skip
+            self._tiles[tile_rows] = tiles_N3
+        return self._tiles[tile_rows]
+
+
+@triton.jit(do_not_specialize=["max_tiles"])
+def _write_tiles(
+    counts_ptr, tiles_ptr, num_experts, max_tiles, EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Each program finds the experts of BLOCK tiles among the running sum of tiles per expert."""
+    experts = tl.arange(0, EXPERTS)
+    counts = tl.load(counts_ptr + experts, mask=experts < num_experts, other=0).to(tl.int32)
+    num_tiles = (counts + TILE - 1) // TILE
+    tile_ends, row_ends = tl.cumsum(num_tiles, 0), tl.cumsum(counts, 0)
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_mine = (tile[:, None] >= (tile_ends - num_tiles)[None, :]) & (tile[:, None] < tile_ends[None, :])
+    expert = tl.sum(tl.where(is_mine, experts[None, :], 0), 1)
+    first_tile = tl.sum(tl.where(is_mine, (tile_ends - num_tiles)[None, :], 0), 1)
+    first_row = tl.sum(tl.where(is_mine, (row_ends - counts)[None, :], 0), 1)
+    stop_row = tl.sum(tl.where(is_mine, row_ends[None, :], 0), 1)
+    first = first_row + (tile - first_tile) * TILE
+    stop = tl.minimum(first + TILE, stop_row)
+    exists = tl.sum(is_mine.to(tl.int32), 1) > 0
+    inside = tile < max_tiles
+    tl.store(tiles_ptr + tile * 3, expert, mask=inside)
+    tl.store(tiles_ptr + tile * 3 + 1, tl.where(exists, first, 0), mask=inside)
+    tl.store(tiles_ptr + tile * 3 + 2, tl.where(exists, stop, 0), mask=inside)

@@ -1,0 +1,40 @@
+"""What every launch in this package agrees on: padding of the rank, and the precision of products.
+
+Configurations (tile sizes, warps, stages) are fixed in the code, by shape. Autotuning would run at different times on
+ranks that have different row counts, and trip the timeouts of collectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Rows and columns of a thread block's tile, its warps, and how many loads ahead its loop runs."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def padded_rank(rank: int) -> int:
+    """The power of two, at least 16, that a tensor-core product over the rank needs; the rest is masked."""
+    return max(16, 1 << (rank - 1).bit_length())
+
+
+def precision_of(x: Tensor) -> str:
+    """Of tl.dot. float32 operands multiply as float32: TF32 would keep 11 bits of them."""
+    return "ieee" if x.dtype is torch.float32 else "tf32"
+
+
+def factor_of(stack: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
+    """One expert's factor for a torch definition, in memory of its own.
+
+    The bits of a BLAS product may depend on its operands' alignment, which a parameter gathered by FSDP2 lacks.
+    """
+    return stack[expert].to(dtype).clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,196 @@
+"""What an adapter adds to rows, and its weight gradients: products whose one side is the rank.
+
+    rows[i] += scale * low[i] @ P[e]^T + bias[e]              out[e] = sum over rows i of e: left[i]^T right[i]
+
+Both are bound by memory: each reads the wide operand once. The gradients are summed in float32 over rows in order, one
+thread block an output tile, and written in the parameter's dtype: float32 parameters get unrounded gradients, and an
+expert without rows gets zeros. The torch forms are the definition, and what other devices than CUDA run.
+Callers: trainer.moe.experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainer.kernels.groups import RowGroups
+from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of
+
+ADD, GRADIENT = Tiling(64, 64, warps=4, stages=1), Tiling(64, 128, warps=4, stages=3)
+
+
+def add_low_rank_torch(
+    rows_SN: Tensor,
+    low_SR: Tensor | None,
+    p_ENR: Tensor | None,
+    bias_EN: Tensor | None,
+    groups: RowGroups,
+    scale: float,
+) -> Tensor:
+    """The definition of `add_low_rank`."""
+    wide = torch.promote_types(rows_SN.dtype, torch.float32)
+    out_SN = rows_SN.to(wide, copy=True)
+    if low_SR is not None and p_ENR is not None:
+        for expert, rows in groups.slices():
+            out_SN[rows] += scale * (low_SR[rows].to(wide) @ factor_of(p_ENR, expert, low_SR.dtype).to(wide).t())
+    if bias_EN is not None:
+        out_SN += bias_EN.to(wide)[groups.expert_of_row_S]
+    return rows_SN.copy_(out_SN)
+
+
+def low_rank_gradient_torch(left_SR: Tensor, right_SN: Tensor, groups: RowGroups, out_ERN: Tensor) -> Tensor:
+    """The definition of `low_rank_gradient`."""
+    wide = torch.promote_types(left_SR.dtype, torch.float32)
+    out_ERN.zero_()
+    for expert, rows in groups.slices():
+        out_ERN[expert] = left_SR[rows].to(wide).t() @ right_SN[rows].to(wide)
+    return out_ERN
+
+
+def add_low_rank_triton(
+    rows_SN: Tensor,
+    low_SR: Tensor | None,
+    p_ENR: Tensor | None,
+    bias_EN: Tensor | None,
+    groups: RowGroups,
+    scale: float,
+) -> Tensor:
+    """As add_low_rank_torch."""
+    num_rows, num_columns = rows_SN.shape
+    rank = 16 if low_SR is None else low_SR.shape[1]
+    if num_rows:
+        tiles = groups.tiles(ADD.rows)
+        _add_low_rank[(triton.cdiv(num_columns, ADD.columns), tiles.shape[0])](
+            rows_SN, low_SR, p_ENR, bias_EN, tiles, scale, num_columns,
+            *((0, 0, 0) if p_ENR is None else p_ENR.stride()),
+            HAS_LORA=p_ENR is not None, HAS_BIAS=bias_EN is not None, RANK=rank, PADDED_RANK=padded_rank(rank),
+            BLOCK_M=ADD.rows, BLOCK_N=ADD.columns, PRECISION=precision_of(rows_SN),
+            num_warps=ADD.warps,  # pyright: ignore[reportCallIssue]
+        )  # fmt: skip
+    return rows_SN
+
+
+def low_rank_gradient_triton(left_SR: Tensor, right_SN: Tensor, groups: RowGroups, out_ERN: Tensor) -> Tensor:
+    """As low_rank_gradient_torch."""
+    rank, num_columns = left_SR.shape[1], right_SN.shape[1]
+    _low_rank_gradient[(triton.cdiv(num_columns, GRADIENT.columns), groups.num_experts)](
+        left_SR, right_SN, out_ERN, groups.ends_E, num_columns, *out_ERN.stride(),
+        RANK=rank, PADDED_RANK=padded_rank(rank), IS_TRANSPOSED=out_ERN.stride(1) == 1 and rank > 1,
+        BLOCK_M=GRADIENT.rows, BLOCK_N=GRADIENT.columns, PRECISION=precision_of(left_SR),
+        num_warps=GRADIENT.warps, num_stages=GRADIENT.stages,  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
+    return out_ERN
+
+
+def add_low_rank(
+    rows_SN: Tensor,
+    low_SR: Tensor | None,
+    p_ENR: Tensor | None,
+    bias_EN: Tensor | None,
+    groups: RowGroups,
+    scale: float,
+) -> Tensor:
+    """Add scale * low @ P[e]^T and the expert's bias to rows, in place, rounding once.
+
+    Args:
+        rows_SN: contiguous.
+        low_SR: [S, r], or None.
+        p_ENR: one (N, r) factor an expert, any float dtype and strides, taken in low's dtype; None with low.
+        bias_EN: one vector an expert, or None.
+        groups: whose rows they are.
+        scale: of the product, not of the bias.
+
+    Returns:
+        rows_SN.
+    """
+    if p_ENR is None and bias_EN is None:
+        return rows_SN
+    implementation = add_low_rank_triton if rows_SN.is_cuda else add_low_rank_torch
+    return implementation(rows_SN, low_SR, p_ENR, bias_EN, groups, scale)
+
+
+def low_rank_gradient(left_SR: Tensor, right_SN: Tensor, groups: RowGroups, out_ERN: Tensor) -> Tensor:
+    """Write left[rows of e]^T @ right[rows of e] for every expert.
+
+    Args:
+        left_SR: the narrow side.
+        right_SN: the wide side, contiguous.
+        groups: whose rows they are.
+        out_ERN: (E, r, N), any strides (a transposed view for a gradient of shape (E, N, r)).
+
+    Returns:
+        out_ERN.
+    """
+    implementation = low_rank_gradient_triton if left_SR.is_cuda else low_rank_gradient_torch
+    return implementation(left_SR, right_SN, groups, out_ERN)
+
+
+@triton.jit
+def _add_low_rank(
+    rows_ptr, low_ptr, p_ptr, bias_ptr, tiles_ptr, scale, num_columns, p_expert_stride, p_row_stride, p_rank_stride,
+    HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile = tiles_ptr + tl.program_id(1) * 3
+    expert, first, stop = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    if first < stop:
+        rows = first + tl.arange(0, BLOCK_M)
+        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        ranks = tl.arange(0, PADDED_RANK)
+        is_row, is_column, is_rank = rows < stop, columns < num_columns, ranks < RANK
+        inside = is_row[:, None] & is_column[None, :]
+        rows = rows.to(tl.int64)
+        at = rows_ptr + rows[:, None] * num_columns + columns[None, :]
+        acc = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_LORA:
+            low = tl.load(
+                low_ptr + rows[:, None] * RANK + ranks[None, :], is_row[:, None] & is_rank[None, :], other=0.0
+            )
+            p = tl.load(
+                p_ptr + expert * p_expert_stride + columns[None, :] * p_row_stride + ranks[:, None] * p_rank_stride,
+                mask=is_rank[:, None] & is_column[None, :],
+                other=0.0,
+            )
+            acc += scale * tl.dot(low, p.to(low.dtype), input_precision=PRECISION)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + expert * num_columns + columns, mask=is_column, other=0.0)
+            acc += bias.to(tl.float32)[None, :]
+        tl.store(at, acc.to(rows_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _low_rank_gradient(
+    left_ptr, right_ptr, out_ptr, ends_ptr, num_columns, out_expert_stride, out_rank_stride, out_column_stride,
+    RANK: tl.constexpr, PADDED_RANK: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(1)
+    begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ranks = tl.arange(0, PADDED_RANK)
+    is_column, is_rank = columns < num_columns, ranks < RANK
+    acc = tl.zeros([PADDED_RANK, BLOCK_N], dtype=tl.float32)
+    for first in range(begin, end, BLOCK_M):
+        rows = first + tl.arange(0, BLOCK_M)
+        is_row = rows < end
+        rows = rows.to(tl.int64)
+        left = tl.load(
+            left_ptr + rows[None, :] * RANK + ranks[:, None], mask=is_rank[:, None] & is_row[None, :], other=0.0
+        )
+        right = tl.load(
+            right_ptr + rows[:, None] * num_columns + columns[None, :],
+            mask=is_row[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    out = out_ptr + expert.to(tl.int64) * out_expert_stride
+    value = acc.to(out_ptr.dtype.element_ty)
+    if IS_TRANSPOSED:  # the rank is the fast index of the output: turn the tile so that neighbours write neighbours
+        at = out + columns[:, None] * out_column_stride + ranks[None, :] * out_rank_stride
+        tl.store(at, tl.trans(value), mask=is_column[:, None] & is_rank[None, :])
+    else:
+        at = out + ranks[:, None] * out_rank_stride + columns[None, :] * out_column_stride
+        tl.store(at, value, mask=is_rank[:, None] & is_column[None, :])

@@ -1,0 +1,384 @@
+"""An expert's activation with the adapters around it, forward and backward.
+
+    gu = GU + scale * xa @ Bgu[e]^T + bias[e]     GU: base product;  xa: low-rank projection of the rows
+    h  = activation(gu)                           ha = h @ Ad[e]^T
+    backward, from dh' (gradient of h before the row's routing weight w):
+    dh' += db @ Ad[e]                             dw = <h, dh'>:  the router's gradient without the down output
+    dgu  = activation'(gu) * w * dh'              hw = w * h:  what the down projection's weight gradients need
+    dba  = scale * dgu @ Bgu[e]
+
+Owns that gate, up and h cross memory once, and that gu is never rounded between the base product and the activation.
+The torch forms are the definition, and what other devices than CUDA run. Callers: trainer.moe.experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainer.kernels.groups import RowGroups
+from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of
+from trainer.moe.activation import ExpertActivation
+
+
+@dataclass(frozen=True, slots=True)
+class InnerAdapter:
+    """The factors that meet inside the activation. E experts, I expert width, r rank; any float dtype."""
+
+    b_EIR: Tensor
+    """(E, 2I, r): B of gate and up."""
+    a_ERI: Tensor
+    """(E, r, I): A of down."""
+    scale: float
+    """alpha / rank."""
+
+
+FORWARD, BACKWARD = Tiling(16, 256, warps=4, stages=3), Tiling(32, 64, warps=8, stages=3)
+ADAPTED = Tiling(64, 32, warps=4, stages=3)
+"""Both ways, with an adapter."""
+
+
+def activate_torch(
+    gu_SI: Tensor,
+    xa_SR: Tensor | None,
+    adapter: InnerAdapter | None,
+    bias_EI: Tensor | None,
+    groups: RowGroups,
+    activation: ExpertActivation,
+) -> tuple[Tensor, Tensor | None]:
+    """The definition of `activate`."""
+    wide_SI = _adapted(gu_SI, xa_SR, adapter, bias_EI, groups)
+    h_SI = _gated(wide_SI, activation)[0].to(gu_SI.dtype)
+    if adapter is None or xa_SR is None:
+        return h_SI, None
+    ha_SR = torch.empty_like(xa_SR)
+    for expert, rows in groups.slices():
+        ha_SR[rows] = h_SI[rows] @ factor_of(adapter.a_ERI, expert, h_SI.dtype).t()
+    return h_SI, ha_SR
+
+
+def activate_backward_torch(
+    gu_SI: Tensor,
+    xa_SR: Tensor | None,
+    adapter: InnerAdapter | None,
+    bias_EI: Tensor | None,
+    dh_SI: Tensor,
+    db_SR: Tensor | None,
+    weights_S: Tensor,
+    groups: RowGroups,
+    activation: ExpertActivation,
+    needs_h: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """The definition of `activate_backward`."""
+    dtype = gu_SI.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    h_SI, slope_SI, gate_factor_SI = _gated(_adapted(gu_SI, xa_SR, adapter, bias_EI, groups), activation)
+    grad_SI = dh_SI.to(wide)
+    if adapter is not None and db_SR is not None:
+        for expert, rows in groups.slices():
+            grad_SI[rows] += db_SR[rows].to(wide) @ factor_of(adapter.a_ERI, expert, dtype).to(wide)
+    dw_S = (h_SI * grad_SI).sum(-1)
+    weighted_SI = grad_SI * weights_S.to(wide)[:, None]
+    dgu_SI = torch.cat([weighted_SI * slope_SI, weighted_SI * gate_factor_SI], -1).to(dtype)
+    hw_SI = (h_SI * weights_S.to(wide)[:, None]).to(dtype) if needs_h else None
+    if adapter is None or xa_SR is None:
+        return dgu_SI, hw_SI, dw_S, None
+    dba_SR = torch.empty_like(xa_SR)
+    for expert, rows in groups.slices():
+        dba_SR[rows] = (dgu_SI[rows] @ factor_of(adapter.b_EIR, expert, dtype)) * adapter.scale
+    return dgu_SI, hw_SI, dw_S, dba_SR
+
+
+def _adapted(
+    gu_SI: Tensor, xa_SR: Tensor | None, adapter: InnerAdapter | None, bias_EI: Tensor | None, groups: RowGroups
+) -> Tensor:
+    """gate and up with adapter and bias, unrounded."""
+    wide = torch.promote_types(gu_SI.dtype, torch.float32)
+    out_SI = gu_SI.to(wide, copy=True)
+    if adapter is not None and xa_SR is not None:
+        for expert, rows in groups.slices():
+            low = xa_SR[rows].to(wide) @ factor_of(adapter.b_EIR, expert, xa_SR.dtype).to(wide).t()
+            out_SI[rows] += adapter.scale * low
+    if bias_EI is not None:
+        out_SI += bias_EI.to(wide)[groups.expert_of_row_S]
+    return out_SI
+
+
+def _gated(gu_SI: Tensor, activation: ExpertActivation) -> tuple[Tensor, Tensor, Tensor]:
+    """h, dh/dgate and dh/dup, in gu's dtype."""
+    gate, up = gu_SI.chunk(2, -1)
+    is_gate_free = is_up_free = torch.ones((), dtype=gate.dtype, device=gate.device)
+    if activation.limit is not None:
+        is_gate_free = (gate <= activation.limit).to(gate.dtype)
+        is_up_free = (up.abs() <= activation.limit).to(gate.dtype)
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    sigmoid = torch.sigmoid(activation.alpha * gate)
+    glu, up = gate * sigmoid, up + activation.up_offset
+    slope = sigmoid * (1 + activation.alpha * gate * (1 - sigmoid))
+    return up * glu, up * slope * is_gate_free, glu * is_up_free
+
+
+def activate_triton(
+    gu_SI: Tensor,
+    xa_SR: Tensor | None,
+    adapter: InnerAdapter | None,
+    bias_EI: Tensor | None,
+    groups: RowGroups,
+    activation: ExpertActivation,
+) -> tuple[Tensor, Tensor | None]:
+    """As activate_torch."""
+    num_rows, width = gu_SI.shape[0], gu_SI.shape[1] // 2
+    h_SI = gu_SI.new_empty(num_rows, width)
+    ha_SR = None if xa_SR is None or adapter is None else torch.empty_like(xa_SR)
+    if num_rows:
+        tiling = FORWARD if ha_SR is None else ADAPTED
+        tiles = groups.tiles(tiling.rows)
+        _activate[(tiles.shape[0],)](  # pyright: ignore[reportCallIssue]
+            gu_SI, xa_SR, bias_EI, h_SI, ha_SR, tiles, width,
+            *_adapter_arguments(adapter), *_activation_arguments(activation),
+            HAS_LORA=ha_SR is not None, HAS_BIAS=bias_EI is not None, **_shape_arguments(gu_SI, xa_SR, tiling),
+        )  # fmt: skip
+    return h_SI, ha_SR
+
+
+def activate_backward_triton(
+    gu_SI: Tensor,
+    xa_SR: Tensor | None,
+    adapter: InnerAdapter | None,
+    bias_EI: Tensor | None,
+    dh_SI: Tensor,
+    db_SR: Tensor | None,
+    weights_S: Tensor,
+    groups: RowGroups,
+    activation: ExpertActivation,
+    needs_h: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """As activate_backward_torch, written over gu and dh."""
+    num_rows, width = dh_SI.shape
+    dw_S = torch.empty(num_rows, dtype=torch.float32, device=gu_SI.device)
+    dba_SR = None if xa_SR is None or adapter is None else torch.empty_like(xa_SR)
+    if num_rows:
+        tiling = BACKWARD if dba_SR is None else ADAPTED
+        tiles = groups.tiles(tiling.rows)
+        _activate_backward[(tiles.shape[0],)](  # pyright: ignore[reportCallIssue]
+            gu_SI, xa_SR, bias_EI, dh_SI, db_SR, weights_S, dw_S, dba_SR, tiles, width,
+            *_adapter_arguments(adapter), *_activation_arguments(activation),
+            NEEDS_H=needs_h, HAS_LORA=dba_SR is not None, HAS_BIAS=bias_EI is not None,
+            **_shape_arguments(gu_SI, xa_SR, tiling),
+        )  # fmt: skip
+    return gu_SI, dh_SI if needs_h else None, dw_S, dba_SR
+
+
+def _adapter_arguments(adapter: InnerAdapter | None) -> tuple[Tensor | float | int | None, ...]:
+    if adapter is None:
+        return (None, 0, 0, 0, None, 0, 0, 0, 1.0)
+    return (adapter.b_EIR, *adapter.b_EIR.stride(), adapter.a_ERI, *adapter.a_ERI.stride(), adapter.scale)
+
+
+def _activation_arguments(activation: ExpertActivation) -> tuple[float, float, float]:
+    return activation.alpha, float("inf") if activation.limit is None else activation.limit, activation.up_offset
+
+
+def _shape_arguments(gu_SI: Tensor, xa_SR: Tensor | None, tiling: Tiling) -> dict[str, int | str]:
+    rank = 16 if xa_SR is None else xa_SR.shape[1]
+    return {
+        "RANK": rank, "PADDED_RANK": padded_rank(rank), "BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns,
+        "STAGES": tiling.stages, "PRECISION": precision_of(gu_SI), "num_warps": tiling.warps,
+    }  # fmt: skip
+
+
+def activate(
+    gu_SI: Tensor,
+    xa_SR: Tensor | None,
+    adapter: InnerAdapter | None,
+    bias_EI: Tensor | None,
+    groups: RowGroups,
+    activation: ExpertActivation,
+) -> tuple[Tensor, Tensor | None]:
+    """h, and its projection for the down adapter.
+
+    Args:
+        gu_SI: [S, 2I] base product, gate columns first.
+        xa_SR: rows times A of gate and up; None without an adapter.
+        adapter: None without one.
+        bias_EI: (E, 2I) or None.
+        groups: whose rows they are.
+        activation: which.
+
+    Returns:
+        h [S, I] and ha [S, r] (None without an adapter), rounded once to gu's dtype.
+    """
+    implementation = activate_triton if gu_SI.is_cuda else activate_torch
+    return implementation(gu_SI, xa_SR, adapter, bias_EI, groups, activation)
+
+
+def activate_backward(
+    gu_SI: Tensor,
+    xa_SR: Tensor | None,
+    adapter: InnerAdapter | None,
+    bias_EI: Tensor | None,
+    dh_SI: Tensor,
+    db_SR: Tensor | None,
+    weights_S: Tensor,
+    groups: RowGroups,
+    activation: ExpertActivation,
+    needs_h: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Gradients around the activation. May write over gu and dh.
+
+    Args:
+        gu_SI, xa_SR, adapter, bias_EI, groups, activation: as in `activate`.
+        dh_SI: [S, I] output gradient times the base down weight, without routing weights.
+        db_SR: scale * output gradient times B of down; None without an adapter.
+        weights_S: routing weight of every row.
+        needs_h: whether to return hw.
+
+    Returns:
+        dgu [S, 2I], hw [S, I] (None unless asked for), dw [S] in float32, dba [S, r] (None without an adapter).
+    """
+    implementation = activate_backward_triton if gu_SI.is_cuda else activate_backward_torch
+    return implementation(gu_SI, xa_SR, adapter, bias_EI, dh_SI, db_SR, weights_S, groups, activation, needs_h)
+
+
+@triton.jit
+def _adapted_tile(
+    gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, scale, half,
+    b_expert_stride, b_row_stride, b_rank_stride,
+    RANK: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of gate (half = 0) or up (half = 1) in float32, and the tile of B it used."""
+    own = half * width + columns
+    tile = tl.load(gu_ptr + at + half * width, mask=inside, other=0.0).to(tl.float32)
+    b = xa
+    if HAS_LORA:
+        b = tl.load(
+            b_ptr + expert * b_expert_stride + own[:, None] * b_row_stride + ranks[None, :] * b_rank_stride,
+            mask=is_column[:, None] & (ranks < RANK)[None, :],
+            other=0.0,
+        ).to(xa.dtype)
+        tile += scale * tl.dot(xa, tl.trans(b), input_precision=PRECISION)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert * 2 * width + own, mask=is_column, other=0.0)
+        tile += bias.to(tl.float32)[None, :]
+    return tile, b
+
+
+@triton.jit
+def _activate(
+    gu_ptr, xa_ptr, bias_ptr, h_ptr, ha_ptr, tiles_ptr, width,
+    b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride,
+    scale, alpha, limit, up_offset,
+    HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile = tiles_ptr + tl.program_id(0) * 3
+    expert, first, stop = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    if first < stop:
+        rows = first + tl.arange(0, BLOCK_M)
+        is_row = rows < stop
+        rows = rows.to(tl.int64)
+        ranks = tl.arange(0, PADDED_RANK)
+        is_low = is_row[:, None] & (ranks < RANK)[None, :]
+        low_at = rows[:, None] * RANK + ranks[None, :]
+        xa = tl.load(xa_ptr + low_at, mask=is_low, other=0.0) if HAS_LORA else 0.0
+        ha = tl.zeros([BLOCK_M, PADDED_RANK], dtype=tl.float32)
+        for start in tl.range(0, width, BLOCK_N, num_stages=STAGES):
+            columns = start + tl.arange(0, BLOCK_N)
+            is_column = columns < width
+            inside = is_row[:, None] & is_column[None, :]
+            at = rows[:, None] * (2 * width) + columns[None, :]
+            gate, _ = _adapted_tile(
+                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, scale, 0,
+                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
+            )  # fmt: skip
+            up, _ = _adapted_tile(
+                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, scale, 1,
+                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
+            )  # fmt: skip
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit) + up_offset
+            h = (up * gate * tl.sigmoid(alpha * gate)).to(h_ptr.dtype.element_ty)
+            tl.store(h_ptr + rows[:, None] * width + columns[None, :], h, mask=inside)
+            if HAS_LORA:
+                a = tl.load(
+                    a_ptr + expert * a_expert_stride + ranks[None, :] * a_rank_stride
+                    + columns[:, None] * a_column_stride,
+                    mask=is_column[:, None] & (ranks < RANK)[None, :],
+                    other=0.0,
+                )  # fmt: skip
+                ha = tl.dot(h, a.to(h.dtype), ha, input_precision=PRECISION)
+        if HAS_LORA:
+            tl.store(ha_ptr + low_at, ha.to(ha_ptr.dtype.element_ty), mask=is_low)
+
+
+@triton.jit
+def _activate_backward(
+    gu_ptr, xa_ptr, bias_ptr, dh_ptr, db_ptr, weights_ptr, dw_ptr, dba_ptr, tiles_ptr, width,
+    b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride,
+    scale, alpha, limit, up_offset,
+    NEEDS_H: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
+    RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dgu goes over gu, hw over dh: each element is read and written by the same program."""
+    tile = tiles_ptr + tl.program_id(0) * 3
+    expert, first, stop = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    if first < stop:
+        rows = first + tl.arange(0, BLOCK_M)
+        is_row = rows < stop
+        rows = rows.to(tl.int64)
+        ranks = tl.arange(0, PADDED_RANK)
+        is_low = is_row[:, None] & (ranks < RANK)[None, :]
+        low_at = rows[:, None] * RANK + ranks[None, :]
+        xa = tl.load(xa_ptr + low_at, mask=is_low, other=0.0) if HAS_LORA else 0.0
+        db = tl.load(db_ptr + low_at, mask=is_low, other=0.0) if HAS_LORA else 0.0
+        weight = tl.load(weights_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        dba = tl.zeros([BLOCK_M, PADDED_RANK], dtype=tl.float32)
+        dw = tl.zeros([BLOCK_M], dtype=tl.float32)
+        for start in tl.range(0, width, BLOCK_N, num_stages=STAGES):
+            columns = start + tl.arange(0, BLOCK_N)
+            is_column = columns < width
+            inside = is_row[:, None] & is_column[None, :]
+            at = rows[:, None] * (2 * width) + columns[None, :]
+            gate_in, b_gate = _adapted_tile(
+                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, scale, 0,
+                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
+            )  # fmt: skip
+            up_in, b_up = _adapted_tile(
+                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, scale, 1,
+                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
+            )  # fmt: skip
+            h_at = rows[:, None] * width + columns[None, :]
+            dh = tl.load(dh_ptr + h_at, mask=inside, other=0.0).to(tl.float32)
+            if HAS_LORA:
+                a = tl.load(
+                    a_ptr + expert * a_expert_stride + ranks[:, None] * a_rank_stride
+                    + columns[None, :] * a_column_stride,
+                    mask=(ranks < RANK)[:, None] & is_column[None, :],
+                    other=0.0,
+                )  # fmt: skip
+                dh = tl.dot(db, a.to(db.dtype), dh, input_precision=PRECISION)
+            gate = tl.minimum(gate_in, limit)
+            up = tl.minimum(tl.maximum(up_in, -limit), limit) + up_offset
+            sigmoid = tl.sigmoid(alpha * gate)
+            glu = gate * sigmoid
+            h = up * glu
+            dw += tl.sum(h * dh, 1)
+            dh *= weight
+            dgate = tl.where(gate_in <= limit, dh * up * sigmoid * (1 + alpha * gate * (1 - sigmoid)), 0.0)
+            dup = tl.where(tl.abs(up_in) <= limit, dh * glu, 0.0)
+            dgate, dup = dgate.to(gu_ptr.dtype.element_ty), dup.to(gu_ptr.dtype.element_ty)
+            tl.store(gu_ptr + at, dgate, mask=inside)
+            tl.store(gu_ptr + at + width, dup, mask=inside)
+            if NEEDS_H:
+                tl.store(dh_ptr + h_at, (weight * h).to(dh_ptr.dtype.element_ty), mask=inside)
+            if HAS_LORA:
+                dba = tl.dot(dgate, b_gate, dba, input_precision=PRECISION)
+                dba = tl.dot(dup, b_up, dba, input_precision=PRECISION)
+        tl.store(dw_ptr + rows, dw, mask=is_row)
+        if HAS_LORA:
+            tl.store(dba_ptr + low_at, (dba * scale).to(dba_ptr.dtype.element_ty), mask=is_low)

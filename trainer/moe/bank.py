@@ -1,0 +1,145 @@
+"""Expert weights that stay packed: four bits a weight in memory, whole layers in the compute dtype while in use.
+
+    layer    0      1      2      3              forward: while layer n's experts run, layer n + 1 is unpacked
+    slot     a      b      a      b              beside them, on its own stream; backward: layer n - 1
+
+Owns the packed buffers of one layer (PackedBank) and the two slots that all layers share (UnpackedSlots). Buffers, not
+parameters: FSDP2 must neither cast, gather nor shard integers, and a checkpoint's bits are kept as they are, NaN
+patterns and all. Every rank of an expert mesh holds the same packed experts. Does not know what a product is.
+Callers: trainer.moe.experts (construction), trainer.moe.block (`weights`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+
+from trainer.kernels.dequant import GROUP, dequantize_int4, dequantize_mxfp4
+from trainer.model.spec import ExpertFormat
+
+
+class Towards(StrEnum):
+    """Which neighbour is used next."""
+
+    output = "output"
+    """The next layer: forward."""
+    input = "input"
+    """The layer before: backward."""
+
+
+class PackedBank(nn.Module):
+    """One layer's experts. Buffers, for E experts, H hidden, I expert width:
+
+    int4    gate_up_packed int32 (E, 2I, H/8)      gate_up_scale bfloat16 (E, 2I, H/32)     down_*: H rows of I
+    mxfp4   gate_up_packed uint8 (E, 2I, H/32, 16) gate_up_scale uint8 (E, 2I, H/32)        down_*: H rows of I
+
+    Rows are output features, gate first.
+    """
+
+    def __init__(
+        self, expert_format: ExpertFormat, num_experts: int, hidden_size: int, width: int, slots: UnpackedSlots
+    ) -> None:
+        super().__init__()
+        self.format = expert_format
+        self.shapes = {"gate_up": (num_experts, 2 * width, hidden_size), "down": (num_experts, hidden_size, width)}
+        self._slots = slots
+        self._index = slots.add(self)
+        for name, (experts, rows, columns) in self.shapes.items():
+            if columns % GROUP:
+                raise ValueError(f"{name}: rows of {columns} elements are not whole groups of {GROUP}")
+            if expert_format is ExpertFormat.int4:
+                packed = torch.empty(experts, rows, columns // 8, dtype=torch.int32)
+                scale = torch.empty(experts, rows, columns // GROUP, dtype=torch.bfloat16)
+            else:
+                packed = torch.empty(experts, rows, columns // GROUP, GROUP // 2, dtype=torch.uint8)
+                scale = torch.empty(experts, rows, columns // GROUP, dtype=torch.uint8)
+            self.register_buffer(f"{name}_packed", packed)
+            self.register_buffer(f"{name}_scale", scale)
+
+    def weights(self, towards: Towards) -> tuple[Tensor, Tensor]:
+        """gate_up (E, 2I, H) and down (E, H, I), valid until the call for another layer after the next."""
+        return self._slots.take(self._index, towards)
+
+    def unpack(self, gate_up: Tensor, down: Tensor) -> None:
+        """Write the weights, on the current stream."""
+        unpack = dequantize_int4 if self.format is ExpertFormat.int4 else dequantize_mxfp4
+        for name, out in (("gate_up", gate_up), ("down", down)):
+            unpack(self.get_buffer(f"{name}_packed"), self.get_buffer(f"{name}_scale"), out)
+
+
+@dataclass(slots=True)
+class _Slot:
+    weights: tuple[Tensor, Tensor]
+    held: int = -1
+    """Index of the layer in it."""
+    ready: torch.cuda.Event | None = None
+    """The other stream's, when it filled this slot."""
+
+
+class UnpackedSlots:
+    """Two layers' worth of weights in the compute dtype, filled one ahead of use.
+
+    A slot is filled again only after everything that the current stream had to do when the layer after it was taken:
+    its last reader is among that.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._banks: list[PackedBank] = []
+        self._slots: list[_Slot] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._last = 0
+
+    def add(self, bank: PackedBank) -> int:
+        """Register the next layer; its index."""
+        self._banks.append(bank)
+        return len(self._banks) - 1
+
+    def take(self, index: int, towards: Towards) -> tuple[Tensor, Tensor]:
+        """Layer `index` unpacked, for the current stream; starts on its neighbour."""
+        device = self._banks[index].get_buffer("gate_up_packed").device
+        if not self._slots:
+            self._allocate(device)
+        here = next((i for i, slot in enumerate(self._slots) if slot.held == index), None)
+        if here is None:
+            here = 1 - self._last
+            self._wait(self._slots[here])
+            self._fill(self._slots[here], index)
+        slot = self._slots[here]
+        self._wait(slot)
+        self._last = here
+        neighbour = index + (1 if towards is Towards.output else -1)
+        other = self._slots[1 - here]
+        if self._stream is not None and 0 <= neighbour < len(self._banks) and other.held != neighbour:
+            self._wait(other)  # two fills of one slot, in order
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self._stream):
+                self._fill(other, neighbour)
+                other.ready = torch.cuda.Event()
+                other.ready.record()
+        return slot.weights
+
+    def forget(self) -> None:
+        """The packed bits changed: unpack again."""
+        for slot in self._slots:
+            slot.held = -1
+
+    def _allocate(self, device: torch.device) -> None:
+        shapes = self._banks[0].shapes
+        for _ in range(2):
+            gate_up, down = (torch.empty(shapes[name], dtype=self._dtype, device=device) for name in shapes)
+            self._slots.append(_Slot((gate_up, down)))
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def _fill(self, slot: _Slot, index: int) -> None:
+        self._banks[index].unpack(*slot.weights)
+        slot.held = index
+
+    @staticmethod
+    def _wait(slot: _Slot) -> None:
+        if slot.ready is not None:
+            torch.cuda.current_stream().wait_event(slot.ready)
+            slot.ready = None
