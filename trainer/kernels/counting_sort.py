@@ -36,9 +36,15 @@ def sort_by_expert_triton(experts_S: Tensor, num_experts: int) -> tuple[Tensor, 
     num_blocks, padded = triton.cdiv(num_ids, BLOCK), triton.next_power_of_2(num_experts)
     counts_EB = torch.empty(num_experts, int(num_blocks), dtype=torch.int32, device=experts_S.device)
     grid = (num_blocks,)
-    _count[grid](experts_S, counts_EB, num_ids, num_blocks, num_experts, EXPERTS=padded, BLOCK=BLOCK)  # pyright: ignore
+    _count[grid](
+        experts_S, counts_EB, num_ids, num_blocks, num_experts,
+        EXPERTS=padded, BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
     ends_EB = counts_EB.flatten().cumsum(0, dtype=torch.int32)
-    _place[grid](experts_S, counts_EB, ends_EB, slot_of_row_S, row_of_slot_S, num_ids, num_blocks, BLOCK=BLOCK)  # pyright: ignore
+    _place[grid](
+        experts_S, counts_EB, ends_EB, slot_of_row_S, row_of_slot_S, num_ids, num_blocks,
+        BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
     ends_E = ends_EB[num_blocks - 1 :: num_blocks].to(torch.int64)
     return slot_of_row_S, row_of_slot_S, ends_E.diff(prepend=ends_E.new_zeros(1))
 

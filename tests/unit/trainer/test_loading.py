@@ -55,7 +55,7 @@ def test_a_missing_or_misshapen_tensor_is_named_and_an_extra_one_reported(checkp
     with pytest.raises(CheckpointError, match=rf"{name} has shape \(64, 32\), the model needs \(32, 64\)"):
         load_weights(decoder, with_tensors(checkpoint, tmp_path, turned), seed=0)
     raw = lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)})  # noqa: E731
-    with pytest.raises(CheckpointError, match=f"{name} is stored as torch.float8_e4m3fn"):
+    with pytest.raises(CheckpointError, match=f"{name} is FP8 without {name}_scale_inv"):
         load_weights(decoder, with_tensors(checkpoint, tmp_path, raw), seed=0)
     extra = lambda tensors: tensors.update({"model.extra": torch.ones(1)})  # noqa: E731
     assert load_weights(decoder, with_tensors(checkpoint, tmp_path, extra), seed=0).ignored == ("model.extra",)
