@@ -154,6 +154,39 @@ def test_more_pieces_than_one_native_batch_holds(ends) -> None:  # type: ignore[
     assert torch.equal(peer.bytes()[: 1000 * num_pieces], data[: 1000 * num_pieces])
 
 
+def test_a_read_brings_what_a_write_left_and_touches_nothing_else(ends) -> None:  # type: ignore[no-untyped-def]
+    transport, make_peer = ends
+    peer, data, copy = make_peer(), random_bytes(3), torch.zeros(NUM_BYTES, dtype=torch.uint8)
+    transport.register([data, copy])
+    transport.write(peer.session, [data.data_ptr()], [peer.address], [NUM_BYTES], timeout_s=TIMEOUT_S)
+    starts, sizes = [3, 70_001, 1 << 20], [5, 4096, 1 << 20]
+    places = [0, 1000, 10_000]
+    transport.read(
+        peer.session, [copy.data_ptr() + p for p in places], [peer.address + s for s in starts], sizes,
+        timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+    wanted = torch.zeros(NUM_BYTES, dtype=torch.uint8)
+    for place, start, size in zip(places, starts, sizes, strict=True):
+        wanted[place : place + size] = data[start : start + size]
+    assert torch.equal(copy, wanted)
+    assert torch.equal(peer.bytes(), data)
+
+
+def test_a_read_that_fails_needs_a_reset_as_a_write_does(ends) -> None:  # type: ignore[no-untyped-def]
+    transport, make_peer = ends
+    peer, data = make_peer(), torch.zeros(NUM_BYTES, dtype=torch.uint8)
+    with pytest.raises(TransferFailed, match="not in registered memory"):
+        transport.read(peer.session, [data.data_ptr()], [peer.address], [100], timeout_s=TIMEOUT_S)
+    transport.register([data])
+    with pytest.raises(TransferFailed, match="reset the session first"):
+        transport.read(peer.session, [data.data_ptr()], [peer.address], [100], timeout_s=TIMEOUT_S)
+    transport.reset(peer.session)
+    transport.read(peer.session, [data.data_ptr()], [peer.address], [100], timeout_s=TIMEOUT_S)
+    peer.vanish()
+    with pytest.raises(TransportError, match=peer.session):
+        transport.read(peer.session, [data.data_ptr()], [peer.address], [100], timeout_s=TIMEOUT_S)
+
+
 def test_registering_again_or_overlapping_is_fine(ends) -> None:  # type: ignore[no-untyped-def]
     transport, make_peer = ends
     peer, data = make_peer(), random_bytes(2)

@@ -1,15 +1,15 @@
-"""What a link must do: move bytes one-sided from registered memory here into registered memory of another process.
+"""What a link must do: move bytes one-sided between registered memory here and registered memory of another process.
 
 Owns the protocol that `memory.py` and `mooncake.py` implement and `tests/contract/test_transport.py` holds them to.
-Knows nothing of plans, versions or parameters. Called by `weight_sync.pipeline` (writes) and `weight_sync.receiver`
-(memory).
+Knows nothing of plans, versions or parameters. Called by `weight_sync.pipeline` (writes), `weight_sync.receiver`
+(memory) and `weight_sync.recovery` (reads).
 
-Failure model, the same for every link:
+Failure model, the same for every link and for both directions:
 
     write() returned          every byte is in the destination's memory
     write() raised            any part of the bytes may be there, and *more may still land*. The session is refused
                               (TransferFailed) until reset(session) returned: from then on nothing of the failed write
-                              can read the source's memory again.
+                              can touch this process's memory again.
     renew()                   the destination's half: drops every incoming connection, so that nothing in flight towards
                               the old session name can land any more. The session gets a new name.
 """
@@ -32,7 +32,7 @@ MAX_BATCH_BYTES = 1 << 30
 
 
 class Transport(Protocol):
-    """One process's end of a link. Thread-safe for concurrent write() to different sessions."""
+    """One process's end of a link. Thread-safe for concurrent transfers with different sessions."""
 
     @property
     def link(self) -> str:
@@ -61,8 +61,18 @@ class Transport(Protocol):
         """
         ...
 
+    def read(
+        self, session: str, dst_ptrs: Sequence[int], src_ptrs: Sequence[int], sizes: Sequence[int], *, timeout_s: float
+    ) -> None:
+        """Copy `sizes[i]` bytes from `src_ptrs[i]` of `session` to local `dst_ptrs[i]`; returns when all are here.
+
+        Nothing stops the peer from changing them meanwhile: what was read must be proven. Raises as write() does.
+        """
+        ...
+
     def reset(self, session: str) -> None:
-        """Close what a failed write to `session` left in flight, and allow the session again. No write may be running.
+        """Close this end's connection to `session`, with what a failed transfer left in flight on it and the maps of
+        its memory, and allow the session again. No transfer may be running.
 
         Raises:
             TransferTimeout: It cannot be closed yet; its source memory must stay untouched.
@@ -70,7 +80,7 @@ class Transport(Protocol):
         ...
 
     def renew(self) -> None:
-        """Drop all incoming connections and take a new session name. Registered memory stays registered."""
+        """Drop all connections and take a new session name. Registered memory stays registered."""
         ...
 
     def close(self) -> None:

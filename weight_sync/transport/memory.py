@@ -1,4 +1,4 @@
-"""A link inside one process: sessions are entries of a `MemoryFabric`, a write is a memmove. CPU memory only.
+"""A link inside one process: sessions are entries of a `MemoryFabric`, a transfer is a memmove. CPU memory only.
 
 Ships: unit tests and experiments run whole publishes over it, and its faults (delay, drop, corrupt, stall, refuse) are
 how failures that a real link shows once a month are tested every day. Obeys `transport/base.py`, late writes
@@ -12,7 +12,8 @@ import ctypes
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ from weight_sync.transport.base import MemoryRange, check_registered, merge_rang
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with one write. Fault(corrupt=True) flips the lowest bit of the first byte at the destination."""
+    """What goes wrong with one transfer. Fault(corrupt=True) flips the lowest bit of the first byte that lands."""
 
     delay_s: float = 0.0
     drop: bool = False
@@ -126,15 +127,30 @@ class MemoryTransport:
         self, session: str, src_ptrs: Sequence[int], dst_ptrs: Sequence[int], sizes: Sequence[int], *, timeout_s: float
     ) -> None:
         """Memmove, after whatever fault the fabric has planted for this session."""
-        if session in self._failed:
-            raise TransferFailed(f"a write to {session} failed earlier: reset the session first")
-        peer = self._fabric.sessions.get(session)
-        try:
-            if peer is None:
-                raise TransferFailed(f"no session {session}")
+        with self._failing(session) as peer:
             check_registered(self.registered, src_ptrs, sizes, f"source of a write to {session}")
             check_registered(peer.registered, dst_ptrs, sizes, f"destination at {session}")
             self._copy(session, list(zip(src_ptrs, dst_ptrs, sizes, strict=True)), timeout_s)
+
+    def read(
+        self, session: str, dst_ptrs: Sequence[int], src_ptrs: Sequence[int], sizes: Sequence[int], *, timeout_s: float
+    ) -> None:
+        """Memmove the other way, past the same faults."""
+        with self._failing(session) as peer:
+            check_registered(self.registered, dst_ptrs, sizes, f"destination of a read from {session}")
+            check_registered(peer.registered, src_ptrs, sizes, f"source at {session}")
+            self._copy(session, list(zip(src_ptrs, dst_ptrs, sizes, strict=True)), timeout_s)
+
+    @contextmanager
+    def _failing(self, session: str) -> Iterator[MemoryTransport]:
+        """The peer of one transfer. A session that fails a transfer is refused until it is reset."""
+        if session in self._failed:
+            raise TransferFailed(f"a transfer with {session} failed earlier: reset the session first")
+        try:
+            peer = self._fabric.sessions.get(session)
+            if peer is None:
+                raise TransferFailed(f"no session {session}")
+            yield peer
         except (TransferFailed, TransferTimeout):
             self._failed.add(session)
             raise
@@ -148,12 +164,12 @@ class MemoryTransport:
         if fault.delay_s:
             time.sleep(fault.delay_s)
         if fault.refuse:
-            raise TransferFailed(f"{session} refused a write of {sum(p[2] for p in pieces)} bytes")
+            raise TransferFailed(f"{session} refused a transfer of {sum(p[2] for p in pieces)} bytes")
         if fault.stall:
             self._fabric.add_late_write(_LateWrite(self, session, copy))
             time.sleep(timeout_s)
             raise TransferTimeout(
-                f"a write of {sum(p[2] for p in pieces)} bytes to {session} made no progress for {timeout_s:g} s"
+                f"a transfer of {sum(p[2] for p in pieces)} bytes with {session} made no progress for {timeout_s:g} s"
             )
         if fault.drop:
             return

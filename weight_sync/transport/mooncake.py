@@ -1,4 +1,4 @@
-"""Mooncake's TransferEngine as a Transport: one-sided writes over TCP, NVLink (CUDA IPC inside one host) or RDMA.
+"""Mooncake's TransferEngine as a Transport: one-sided transfers over TCP, NVLink (CUDA IPC inside one host) or RDMA.
 
 Owns: choosing the link and proving that it is the one in use, registration by allocator segment, batch limits,
 translation of return codes. The only importer of mooncake. Its traps, and what this file does about each:
@@ -6,8 +6,8 @@ translation of return codes. The only importer of mooncake. Its traps, and what 
 * The `protocol` argument does not choose the link (CUDA wheel), and a link that cannot be had is replaced silently.
   Environment variables choose: they are set from the requested kind before the engine exists, and what can be checked
   is checked, before and after. A link that cannot be had is a LinkMismatch.
-* A write that returned -1 is not over. Its session is refused until reset(), which destroys the whole engine (nothing
-  smaller can be closed) and registers everything again on a fresh one: about 1 s, paid only after a failure.
+* A transfer that returned -1 is not over. Its session is refused until reset(), which destroys the whole engine
+  (nothing smaller can be closed) and registers everything again on a fresh one: about 1 s, paid only after a failure.
 * NVLink does not order with torch streams. The caller synchronizes before write(); reset() waits for the device.
 * NVLink exports whole cudaMalloc allocations. CUDA tensors register as the caching allocator's segments that hold them;
   expandable segments are refused with their cure.
@@ -82,8 +82,10 @@ class MooncakeTransport:
         self._native_timeout_s = max(1, math.ceil(timeout_s))
         self._registered: list[MemoryRange] = []
         self._failed: set[str] = set()
+        self._contacted: set[str] = set()
+        """Sessions that the engine may hold a connection to, or a map of their memory."""
         self._lock = threading.Condition()
-        self._num_writing = 0
+        self._num_running = 0
         self._engine: Any = None
         self._session = ""
         self._start()
@@ -120,34 +122,48 @@ class MooncakeTransport:
         self, session: str, src_ptrs: Sequence[int], dst_ptrs: Sequence[int], sizes: Sequence[int], *, timeout_s: float
     ) -> None:
         """Batched synchronous writes; see Transport.write."""
+        self._transfer("write", session, src_ptrs, dst_ptrs, sizes, timeout_s)
+
+    def read(
+        self, session: str, dst_ptrs: Sequence[int], src_ptrs: Sequence[int], sizes: Sequence[int], *, timeout_s: float
+    ) -> None:
+        """Batched synchronous reads; see Transport.read."""
+        self._transfer("read", session, dst_ptrs, src_ptrs, sizes, timeout_s)
+
+    def _transfer(
+        self, verb: str, session: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int],
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        """One transfer in native batches; `verb` is "write" or "read"."""
         with self._lock:
             if session in self._failed:
-                raise TransferFailed(f"a write to {session} failed earlier: reset the session first")
-            self._num_writing += 1
+                raise TransferFailed(f"a transfer with {session} failed earlier: reset the session first")
+            self._num_running += 1
+            self._contacted.add(session)
         try:
-            check_registered(self._registered, src_ptrs, sizes, f"source of a write to {session}")
-            self._write_batches(session, src_ptrs, dst_ptrs, sizes, time.monotonic() + timeout_s)
+            check_registered(self._registered, local, sizes, f"this end of a {verb} with {session}")
+            self._run_batches(verb, session, local, remote, sizes, time.monotonic() + timeout_s)
         except (TransferFailed, TransferTimeout):
             self._failed.add(session)
             raise
         finally:
             with self._lock:
-                self._num_writing -= 1
+                self._num_running -= 1
                 self._lock.notify_all()
 
-    def _write_batches(
-        self, session: str, src_ptrs: Sequence[int], dst_ptrs: Sequence[int], sizes: Sequence[int], deadline: float
-    ) -> None:
+    def _run_batches(
+        self, verb: str, session: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int],
+        deadline: float,
+    ) -> None:  # fmt: skip
+        native = self._engine.batch_transfer_sync_write if verb == "write" else self._engine.batch_transfer_sync_read
         for run in batches(sizes):
             pieces = slice(run.start, run.stop)
             num_bytes = sum(sizes[pieces])
-            what = f"{self._link} write of {num_bytes} bytes in {len(run)} pieces to {session}"
+            what = f"{self._link} {verb} of {num_bytes} bytes in {len(run)} pieces with {session}"
             begin = time.monotonic()
             if begin >= deadline:
                 raise TransferTimeout(f"{what}: the deadline passed before it began")
-            code = self._engine.batch_transfer_sync_write(
-                session, list(src_ptrs[pieces]), list(dst_ptrs[pieces]), list(sizes[pieces])
-            )
+            code = native(session, list(local[pieces]), list(remote[pieces]), list(sizes[pieces]))
             spent_s = time.monotonic() - begin
             if code != 0:
                 if spent_s >= 0.9 * self._native_timeout_s:
@@ -157,19 +173,24 @@ class MooncakeTransport:
                 )
 
     def reset(self, session: str) -> None:
-        """Destroy the engine and start a fresh one with the same memory. Other sessions continue on it."""
+        """Destroy the engine and start a fresh one with the same memory. Other sessions continue on it.
+
+        Without effect on a session that this engine never met: several ranks of one dead replica cost one restart.
+        """
         with self._lock:
+            if session not in self._contacted:
+                return
             if not self._lock.wait_for(
-                lambda: self._num_writing == 0, timeout=self._native_timeout_s + _MIN_TRANSFER_TIMEOUT_S
+                lambda: self._num_running == 0, timeout=self._native_timeout_s + _MIN_TRANSFER_TIMEOUT_S
             ):
                 raise TransferTimeout(
-                    f"{self._num_writing} writes are still running; the engine cannot be closed to reset {session}"
+                    f"{self._num_running} transfers are still running; the engine cannot be closed to reset {session}"
                 )
-            logger.warning("resetting the %s engine after a failed write to %s", self._link, session)
+            logger.warning("restarting the %s engine to close the link to %s", self._link, session)
             self._restart()
 
     def renew(self) -> None:
-        """Destroy the engine, hence every incoming connection, and start a fresh one under another port."""
+        """Destroy the engine, hence every connection, and start a fresh one under another port."""
         with self._lock:
             self._restart()
 
@@ -183,6 +204,7 @@ class MooncakeTransport:
             torch.cuda.synchronize()
         self._engine = None
         self._failed.clear()
+        self._contacted.clear()
         self._start()
         self._register_ranges(self._registered)
 
