@@ -387,6 +387,12 @@ class RolloutConfig:
     """Groups in flight over all workers; the buffer's back-pressure may hold fewer."""
     request_timeout_s: float = 600.0
     """A group that takes longer is given up, counted and sampled again on another worker; its own leaves service."""
+    max_restarts: int = 3
+    """How often one worker that failed is started again in a run; 0: it stays out of service. Ignored when
+    weight_sync.enabled=false.
+    """
+    restart_backoff_s: float = 1.0
+    """Pause before the first restart of a worker; doubles with every further one."""
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "tp_size", "max_model_len", "max_num_seqs", "max_concurrent_groups"):
@@ -399,6 +405,8 @@ class RolloutConfig:
             self.kv_cache_bytes is None or self.kv_cache_bytes > 0,
             f"rollout.kv_cache_bytes must be > 0 or null, got {self.kv_cache_bytes}",
         )
+        _require(self.max_restarts >= 0, f"rollout.max_restarts must be >= 0, got {self.max_restarts}")
+        _require(self.restart_backoff_s >= 0, f"rollout.restart_backoff_s must be >= 0, got {self.restart_backoff_s}")
         _require(self.request_timeout_s > 0, f"rollout.request_timeout_s must be > 0, got {self.request_timeout_s}")
         _require(
             self.sampling.max_tokens < self.max_model_len,
@@ -429,6 +437,10 @@ class WeightSyncConfig:
     """Compare a position-dependent 64-bit hash of every parameter at both ends before a version is committed."""
     timeout_s: float = 60.0
     """Deadline of one publish to one replica. A replica that misses it is out of service; the others commit."""
+    publish_waves: int = 1
+    """Groups in which replicas are updated, one after the other. Above 1 a trainer that dies during a publish leaves
+    replicas that serve; a publish takes that many times as long.
+    """
     trace_every_steps: int = 0
     """Write the timeline of every publish whose version is a multiple of this to traces/ in the run folder, for
     ui.perfetto.dev. 0: never.
@@ -439,6 +451,7 @@ class WeightSyncConfig:
             self.watermark_bytes >= 1 << 16, f"weight_sync.watermark_bytes must be >= 65536, got {self.watermark_bytes}"
         )
         _require(self.timeout_s > 0, f"weight_sync.timeout_s must be > 0, got {self.timeout_s}")
+        _require(self.publish_waves >= 1, f"weight_sync.publish_waves must be >= 1, got {self.publish_waves}")
         _require(
             self.trace_every_steps >= 0, f"weight_sync.trace_every_steps must be >= 0, got {self.trace_every_steps}"
         )

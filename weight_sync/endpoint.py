@@ -122,6 +122,12 @@ class ReplicaEndpoint:
         """The replica's place in the protocol. Sample only while `state.is_serving`."""
         return self._state
 
+    def adopt(self, state: VersionState) -> None:
+        """The handler was filled from a peer, without a publisher. Called between two requests, while it serves."""
+        if state.epoch <= self._state.epoch:
+            raise StaleEpoch(f"epoch {state.epoch} cannot be adopted: epoch {self._state.epoch} has begun")
+        self._state = state
+
     @property
     def address(self) -> str:
         """Where publishers reach this replica, e.g. "tcp://127.0.0.1:40123". After start()."""
@@ -263,7 +269,7 @@ class ReplicaClients:
     """A publisher's sockets to its replicas. Blocking; used by one thread.
 
     Requests go to many replicas at once; each answer has its own deadline. A replica whose connection breaks is out
-    at once and for good: its process is gone, and a restarted one has another address or incarnation.
+    at once and for good: its process is gone. One that was started again is another one: replace().
     """
 
     def __init__(self, endpoints: Sequence[str], key: bytes) -> None:
@@ -277,16 +283,38 @@ class ReplicaClients:
         self.answer_s: dict[int, float] = {}
         """Replica -> seconds that its last answer took."""
         self._request_id = time.time_ns()
-        for endpoint in endpoints:
-            socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            self._sockets.append(socket)
-            self._monitors.append(socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED))
-            try:
-                socket.connect(endpoint)
-            except zmq.ZMQError as e:
-                self.close()
-                raise ProtocolError(f"{endpoint!r} is no address of a replica (tcp://host:port): {e}") from e
+        try:
+            for endpoint in endpoints:
+                socket, monitor = self._connect(endpoint)
+                self._sockets.append(socket)
+                self._monitors.append(monitor)
+        except ProtocolError:
+            self.close()
+            raise
+
+    def replace(self, replica: int, endpoint: str) -> None:
+        """A replica was started again: talk to its successor from now on, whatever is known of the old one."""
+        socket, monitor = self._connect(endpoint)
+        _close_socket(self._sockets[replica], self._monitors[replica])
+        self._sockets[replica], self._monitors[replica] = socket, monitor
+        self._endpoints[replica], self._incarnations[replica] = endpoint, ""
+        self._gone.pop(replica, None)
+
+    def give_up(self, replica: int, reason: str) -> None:
+        """Send nothing to a replica until it is replaced."""
+        self._gone[replica] = reason
+
+    def _connect(self, endpoint: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """A socket and its monitor."""
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as e:
+            _close_socket(socket, monitor)
+            raise ProtocolError(f"{endpoint!r} is no address of a replica (tcp://host:port): {e}") from e
+        return socket, monitor
 
     def call(
         self,
@@ -327,11 +355,8 @@ class ReplicaClients:
 
     def close(self) -> None:
         """Close all sockets."""
-        for socket in self._sockets:
-            socket.disable_monitor()
-            socket.close(0)
-        for monitor in self._monitors:
-            monitor.close(0)
+        for socket, monitor in zip(self._sockets, self._monitors, strict=True):
+            _close_socket(socket, monitor)
         self._sockets, self._monitors = [], []
         self._context.destroy(linger=0)
 
@@ -391,6 +416,12 @@ class ReplicaClients:
         if isinstance(reply, Described):
             self._incarnations[replica] = reply.incarnation
         return reply
+
+
+def _close_socket(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    socket.disable_monitor()
+    socket.close(0)
+    monitor.close(0)
 
 
 def _error_from(reply: Failed, endpoint: str) -> WeightSyncError:

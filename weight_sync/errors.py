@@ -15,6 +15,7 @@
         IntegrityError(RuntimeError)       bytes arrived, and they are not the bytes that were sent
         ReplicaDirty(RuntimeError)         a half-written replica was asked to serve
         ReplicaError(RuntimeError)         a replica answered with an error of its own
+        RankLost(RuntimeError)             a trainer rank left a publish: it died, or stopped for too long
         WatermarkError(MemoryError)        a publish would hold more temporary memory than declared
 
 An error names the tensor or parameter, the rank and the version it speaks of, what was expected and what came.
@@ -81,6 +82,10 @@ class ReplicaDirty(WeightSyncError, RuntimeError):
 
 class ReplicaError(WeightSyncError, RuntimeError):
     """A replica answered with an error; the message starts with the class name it had there."""
+
+
+class RankLost(WeightSyncError, RuntimeError):
+    """A trainer rank did not come to a collective of a publish. Replicas that had begun stay DIRTY."""
 
 
 class WatermarkError(WeightSyncError, MemoryError):

@@ -16,7 +16,8 @@ publish() returns).
                                        bcast  report; links of failed replicas are closed
 
 A replica that the caller excludes is not asked, not written to and not waited for; what the links still hold of it is
-closed, as for one that failed.
+closed, as for one that failed. With weight_sync.publish_waves > 1 all of this is done for one group of replicas after
+the other, each wave an epoch of its own. A replica that was started again rejoins by reconnect(), under the same plan.
 
 Invariants. All ranks run the same collectives in the same order whatever fails: what raises on one rank travels as a
 value and is raised on all. A replica's failure is an entry in the report, never an exception, and costs the others at
@@ -27,11 +28,12 @@ seen.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,16 +42,17 @@ import torch.distributed as dist
 
 from conf.schema import WeightSyncConfig
 from weight_sync.endpoint import ReplicaClients
-from weight_sync.errors import LinkMismatch, ProtocolError, TransportError, WeightSyncError
+from weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, RankLost, TransportError, WeightSyncError
 from weight_sync.heap import freeze_heap
 from weight_sync.integrity import HASH_MASK
-from weight_sync.layout import Binding, SourceLayout
+from weight_sync.layout import Binding, DestLayout, SourceLayout
 from weight_sync.pipeline import Destination, Pipeline, PipelineResult
 from weight_sync.plan import PlanSummary, TransferPlan, build_plan, rank_plan_from_wire
 from weight_sync.protocol import Abort, Begin, Begun, Commit, Committed, Describe, Described, Expected
 from weight_sync.source import WeightSource
 from weight_sync.trace import ReplicaTimes, write_trace
 from weight_sync.transport.base import Transport
+from weight_sync.waves import assign_waves
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +105,8 @@ class PublishReport:
     """Engine parameters, of replicas that committed, whose bytes differ from those that the replica committed before;
     None at the first publish and where hashes are off. 0 after an optimizer step means that the step never reached the
     source, or was lost in rounding."""
+    wave_s: tuple[float, ...] = ()
+    """Seconds of every wave, in order."""
 
     @property
     def num_committed(self) -> int:
@@ -176,6 +181,8 @@ class Publisher:
         # Asks replicas to begin while this rank packs. One call at a time: their sockets are no thread's own.
         self._asking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync-begin")
         self._plan: TransferPlan | None = None
+        self._layouts: list[tuple[DestLayout, ...]] = []
+        """Per replica, on rank 0: the layouts that the plan is made for."""
         self._last_sums: dict[Destination, dict[str, tuple[int, int]]] = {}
         self._open_sessions: dict[Destination, str] = {}
         """Links of this rank that may be open: to replicas that committed, whether or not they live still."""
@@ -220,9 +227,20 @@ class Publisher:
         unknown = sorted(set(exclude) - set(range(len(self._endpoints))))
         if unknown:
             raise ProtocolError(f"publish() excludes replicas {unknown}; there are {len(self._endpoints)}")
+        self.disconnect(exclude)
+        included = [number for number in range(len(self._endpoints)) if number not in exclude]
+        waves = assign_waves(included, self._config.publish_waves) or [[]]
+        reports = [
+            self._publish_wave(version, wave, trace.with_stem(f"{trace.stem}-wave{i}") if trace and i else trace)
+            for i, wave in enumerate(waves)
+        ]
+        return _joined(reports, waves)
+
+    def _publish_wave(self, version: int, included: Sequence[int], trace: Path | None) -> PublishReport:
+        """One transaction with the included replicas; the others are reported as excluded."""
         began = time.monotonic()
         replicas = [
-            _Replica(endpoint, error=EXCLUDED if number in exclude else None)
+            _Replica(endpoint, error=None if number in included else EXCLUDED)
             for number, endpoint in enumerate(self._endpoints)
         ]
         asked = self._asking.submit(self._begin_all, version, replicas) if self._rank == 0 else None
@@ -235,8 +253,36 @@ class Publisher:
         result = self._pipeline.run(version, alive.bindings, alive.budgets_s)
         results = self._gather(result)
         report = self._on_rank0(lambda: self._finish(version, alive, replicas, results, began, trace))
-        self._close_failed(alive, report)
+        self._open_sessions |= {destination: binding.session for destination, binding in alive.bindings.items()}
+        self.disconnect([number for number in included if not report.replicas[number].committed])
         return report
+
+    def disconnect(self, replicas: Collection[int]) -> None:
+        """Close this rank's links to replicas that are dead: open ones keep their memory pinned. Not collective.
+
+        One that dies between two publishes would stay mapped until the next, and its successor would find no memory.
+        """
+        for destination, session in list(self._open_sessions.items()):
+            if destination[0] not in replicas:
+                continue
+            try:
+                self._pipeline.forget(session)
+                del self._open_sessions[destination]
+            except TransportError as e:  # kept, and tried again at the next occasion
+                logger.error("the link to %s cannot be closed yet: %s", self._endpoints[destination[0]], e)
+
+    def reconnect(self, replica: int, endpoint: str) -> None:
+        """A replica was started again: write to it from the next publish on. Collective; the others notice nothing.
+
+        Raises:
+            WeightSyncError: The same on every rank: it does not answer, or its layout is not the planned one. It gets
+                no further publish.
+        """
+        if not 0 <= replica < len(self._endpoints):
+            raise ProtocolError(f"reconnect() names replica {replica}; there are {len(self._endpoints)}")
+        self.disconnect([replica])
+        self._on_rank0(lambda: self._rejoin(replica, endpoint))
+        self._endpoints[replica] = endpoint
 
     def close(self) -> None:
         """Close sockets and staging. Not collective; the transport and the group stay the caller's."""
@@ -254,32 +300,57 @@ class Publisher:
         if self._clients is not None:
             self._clients.close()
         self._clients = ReplicaClients(endpoints, self._key)
-        numbers = range(len(endpoints))
-        replies = self._clients.call(Describe, {i: {} for i in numbers}, dict.fromkeys(numbers, self._config.timeout_s))
+        described = self._describe(dict(enumerate(endpoints)), {link for _, _, link in facts})
+        self._layouts = [tuple(item.layout for item in reply.ranks) for reply in described]
+        self._epoch = max([self._epoch, *(reply.own_epoch for reply in described)])
+        self._plan = build_plan(
+            [layout for layout, _, _ in facts],
+            self._layouts,
+            max_task_bytes=min(limit for _, limit, _ in facts),
+        )
+        return [self._plan.to_wire(rank) for rank in range(self._world_size)], self._plan.summary()
+
+    def _describe(self, endpoints: Mapping[int, str], links: Collection[str]) -> list[Described]:
+        """Ask these replicas what they are; refuse one that cannot be written to over `links`."""
+        assert self._clients is not None
+        replies = self._clients.call(
+            Describe, {number: {} for number in endpoints}, dict.fromkeys(endpoints, self._config.timeout_s)
+        )
         described: list[Described] = []
-        for number in numbers:
+        for number, endpoint in endpoints.items():
             reply = replies[number]
             if isinstance(reply, WeightSyncError):
                 raise reply
             if not isinstance(reply, Described):
-                raise ProtocolError(f"{endpoints[number]} answered Describe with {type(reply).__name__}")
+                raise ProtocolError(f"{endpoint} answered Describe with {type(reply).__name__}")
             if [item.layout.rank for item in reply.ranks] != list(range(len(reply.ranks))):
-                raise ProtocolError(f"{endpoints[number]} described ranks {[item.layout.rank for item in reply.ranks]}")
+                raise ProtocolError(f"{endpoint} described ranks {[item.layout.rank for item in reply.ranks]}")
             described.append(reply)
-        for number, reply in enumerate(described):
+        for endpoint, reply in zip(endpoints.values(), described, strict=True):
             for item in reply.ranks:
-                if any(link != item.link for _, _, link in facts):
+                if any(link != item.link for link in links):
                     raise LinkMismatch(
-                        f"{endpoints[number]} receives over {item.link}, the trainer's ranks send over"
-                        f" {', '.join(sorted({link for _, _, link in facts}))}"
+                        f"{endpoint} receives over {item.link}, the trainer's ranks send over"
+                        f" {', '.join(sorted(links))}"
                     )
-        self._epoch = max([self._epoch, *(reply.own_epoch for reply in described)])
-        self._plan = build_plan(
-            [layout for layout, _, _ in facts],
-            [[item.layout for item in reply.ranks] for reply in described],
-            max_task_bytes=min(limit for _, limit, _ in facts),
-        )
-        return [self._plan.to_wire(rank) for rank in range(self._world_size)], self._plan.summary()
+        return described
+
+    def _rejoin(self, replica: int, endpoint: str) -> None:
+        """Meet a replica's successor, and make sure that the plan is for it too."""
+        assert self._clients is not None
+        self._clients.replace(replica, endpoint)
+        try:
+            (described,) = self._describe({replica: endpoint}, {self._transport.link})
+            if tuple(item.layout for item in described.ranks) != self._layouts[replica]:
+                raise PlanMismatch(
+                    f"replica {replica} came back at {endpoint} with another layout than the plan was made for; give"
+                    " it the options that it had before"
+                )
+        except WeightSyncError as e:
+            self._clients.give_up(replica, str(e))
+            raise
+        self._epoch = max(self._epoch, described.own_epoch)
+        self._last_sums = {dest: sums for dest, sums in self._last_sums.items() if dest[0] != replica}
 
     def _begin_all(self, version: int, replicas: list[_Replica]) -> _Alive:
         assert self._clients is not None
@@ -430,28 +501,21 @@ class Publisher:
 
     # ---- every rank ----
 
-    def _close_failed(self, alive: _Alive, report: PublishReport) -> None:
-        """Close this rank's links to replicas that did not commit: open ones keep a dead replica's memory pinned.
-
-        Links of an earlier publish count too: a replica that dies between two publishes never gets to Begin again.
-        """
-        self._open_sessions |= {destination: binding.session for destination, binding in alive.bindings.items()}
-        for destination, session in list(self._open_sessions.items()):
-            replica = report.replicas[destination[0]]
-            if replica.committed:
-                continue
-            try:
-                self._pipeline.forget(session)
-                del self._open_sessions[destination]
-            except TransportError as e:  # kept, and tried again after the next publish
-                logger.error("the link to %s cannot be closed yet: %s", replica.endpoint, e)
-
     def _gather(self, value: T) -> list[T]:
         if self._group is None:
             return [value]
         gathered: list[Any] = [None] * self._world_size
-        dist.all_gather_object(gathered, value, group=self._group)
+        with self._meeting("a gather"):
+            dist.all_gather_object(gathered, value, group=self._group)
         return gathered
+
+    @contextlib.contextmanager
+    def _meeting(self, what: str) -> Iterator[None]:
+        """Names what a collective raises when a peer is gone, or stopped for longer than the group's timeout."""
+        try:
+            yield
+        except RuntimeError as e:
+            raise RankLost(f"trainer rank {self._rank} of {self._world_size} met nobody in {what}: {e}") from e
 
     def _everywhere(self, make: Callable[[], T]) -> list[T]:
         """make() on every rank, all results on every rank; the first rank's error on all of them."""
@@ -474,7 +538,8 @@ class Publisher:
             except Exception as e:  # a value for now: the other ranks are waiting in the collective
                 box = [(None, _ours(e))]
         if self._group is not None:
-            dist.broadcast_object_list(box, group=self._group, group_src=0)
+            with self._meeting("a broadcast"):
+                dist.broadcast_object_list(box, group=self._group, group_src=0)
         value, error = box[0]
         if error is not None:
             raise error
@@ -484,6 +549,25 @@ class Publisher:
 def _answer(asked: Future[_Alive] | None) -> _Alive:
     assert asked is not None, "rank 0 asks"
     return asked.result()
+
+
+def _joined(reports: Sequence[PublishReport], waves: Sequence[Sequence[int]]) -> PublishReport:
+    """The waves of one publish as one report: seconds and bytes add up, pauses and peaks do not."""
+    replicas = list(reports[-1].replicas)
+    for report, wave in zip(reports, waves, strict=True):
+        for number in wave:
+            replicas[number] = report.replicas[number]
+    changed = [report.num_changed_params for report in reports if report.num_changed_params is not None]
+    summed = ("begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s", "num_bytes")
+    return replace(
+        reports[-1],
+        replicas=tuple(replicas),
+        pause_s=max(report.pause_s for report in reports),
+        peak_bytes=max(report.peak_bytes for report in reports),
+        num_changed_params=sum(changed) if changed else None,
+        wave_s=tuple(report.total_s for report in reports),
+        **{name: sum(getattr(report, name) for report in reports) for name in summed},
+    )
 
 
 def _add_sums(results: Sequence[PipelineResult]) -> dict[Destination, dict[str, tuple[int, int]]]:
