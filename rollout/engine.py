@@ -181,6 +181,11 @@ class Engine:
         """Whether the engine's process runs and its outputs are handled."""
         return self._llm is not None and not self._llm.errored
 
+    @property
+    def num_kv_blocks(self) -> int:
+        """Blocks of the KV cache; 0 while the engine is down."""
+        return 0 if self._llm is None else self._llm.vllm_config.cache_config.num_gpu_blocks or 0
+
     async def start(self) -> None:
         """Start the engine's processes and wait until it could serve (with dummy weights).
 

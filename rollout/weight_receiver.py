@@ -31,6 +31,7 @@ from weight_sync.layout import TensorMeta
 from weight_sync.protocol import Expected, pack, unpack
 from weight_sync.receiver import Receiver
 from weight_sync.recorder import record_layout
+from weight_sync.recovery import Offer, make_offer, pull
 from weight_sync.transport.mooncake import MooncakeTransport
 
 # At import, because vLLM imports its worker extension just before it loads the model, and both decisions are made while
@@ -123,6 +124,23 @@ class WeightReceiver:
     def slipstream_abort(self, epoch: int, reason: str) -> None:
         """Receiver.abort."""
         self._slipstream.abort(epoch, reason)
+
+    @_replies
+    def slipstream_offer(self) -> bytes:
+        """recovery.make_offer, packed."""
+        return pack(make_offer(self._slipstream))
+
+    @_replies
+    def slipstream_pull(self, offers: bytes, timeout_s: float) -> bytes:
+        """recovery.pull from the peer's same rank. `offers` is packed, one entry per rank. Returns Pulled, packed."""
+        worker: Any = self
+        per_rank = unpack(tuple[Offer, ...], offers)
+        return pack(pull(self._slipstream, per_rank[worker.rank], timeout_s=timeout_s))
+
+    @_replies
+    def slipstream_adopt(self, version: int, epoch: int) -> None:
+        """Receiver.adopt."""
+        self._slipstream.adopt(version, epoch)
 
     @_replies
     def slipstream_state(self) -> bytes:

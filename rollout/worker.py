@@ -5,13 +5,18 @@ publish, seeds, and text. Does not own the engine's mechanics (`engine.py`), the
 (`weight_sync.receiver`, in the engine's processes) nor the control socket (`weight_sync.endpoint`, which calls the
 handler methods below one at a time).
 Invariant: generate_group() starts requests in phase CLEAN only; tokens are stamped with the version that sampled them.
-Callers: the Ray actor around it (generate_group, health), the endpoint (describe ... abort).
+Callers: the Ray actor around it (generate_group, health, offer, pull, adopt), the endpoint (describe ... abort).
 
     pause(v)     no new groups; the engine stands still
     begin(v)     every rank DIRTY -> addresses to write to
     verify       every rank proves its bytes
     commit(v)    every rank CLEAN(v); outputs of before the pause are stamped; the version moves; the engine resumes
     abort        stays paused and DIRTY until a later begin..commit succeeds; requests in flight stay frozen
+
+and of its recovery from another worker, which gives its offer() and goes on sampling:
+
+    pull(offers) pause; every rank DIRTY, reads the peer's same rank, proves the bytes
+    adopt(v)     every rank CLEAN(v); the version moves; the engine resumes
 """
 
 from __future__ import annotations
@@ -29,16 +34,18 @@ from rollout.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import Prompt, Rollout
 from weight_sync.endpoint import ReplicaEndpoint
+from weight_sync.errors import PlanMismatch
 from weight_sync.heap import freeze_heap
 from weight_sync.layout import Binding, TensorMeta
 from weight_sync.protocol import EngineRank, Expected, VersionState, pack, unpack
+from weight_sync.recovery import Offer, Pulled
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHealth:
-    """A rollout worker at one moment. Example: WorkerHealth("clean", 12, 13, True, 48, 120_345, 2)."""
+    """A rollout worker at one moment. Example: WorkerHealth("clean", 12, 13, True, 48, 120_345, 2, 26_112)."""
 
     phase: str
     """Place in the protocol: dirty, verified or clean."""
@@ -52,6 +59,8 @@ class WorkerHealth:
     """Since the start, unfinished responses included."""
     num_aborted_groups: int
     """Groups that a publish with pause_mode=abort ended and that were sampled again here."""
+    num_kv_blocks: int
+    """Size of the engine's KV cache; a restarted engine should find as many as the one before."""
 
 
 class RolloutWorker:
@@ -117,6 +126,7 @@ class RolloutWorker:
             self._ranks = [unpack(EngineRank, reply) for reply in replies]
             await self._engine.warm_up()
             freeze_heap()
+            logger.info("the engine is up: %d ranks, %d KV blocks", len(self._ranks), self._engine.num_kv_blocks)
             return await self._endpoint.start()
         except BaseException:
             self._engine.shutdown()
@@ -160,6 +170,46 @@ class RolloutWorker:
             self._num_aborted_groups += 1
             await self._serving.wait()
 
+    async def offer(self) -> list[Offer]:
+        """What every rank lets its counterpart in a restarted worker read.
+
+        Raises:
+            ReplicaNotServing: There is no committed version here right now.
+        """
+        if not self._state.is_serving:
+            raise ReplicaNotServing(f"this rollout worker is {self._state.phase}: it has no committed version to give")
+        return [unpack(Offer, reply) for reply in await self._engine.call_ranks("slipstream_offer")]
+
+    async def pull(self, offers: Sequence[Offer]) -> Pulled:
+        """Fill this worker from a peer's ranks. It does not serve before adopt().
+
+        Returns:
+            Bytes of all ranks, seconds of the slowest.
+
+        Raises:
+            WeightSyncError: Layouts differ, the bytes did not come, or are not the peer's. DIRTY; a publish is next.
+        """
+        if len(offers) != len(self._ranks):
+            raise PlanMismatch(f"this engine has {len(self._ranks)} ranks, its peer offers {len(offers)}")
+        version, epoch, plan = offers[0].version, offers[0].epoch, offers[0].plan
+        self._state = self._state.begin(version, epoch, plan)
+        self._serving.clear()
+        await self._engine.pause(self._sync.pause_mode, clear_cache=not self._sync.keep_kv)
+        replies = await self._engine.call_ranks("slipstream_pull", pack(list(offers)), self._sync.timeout_s)
+        self._state = self._state.verified(version, epoch, plan)
+        ranks = [unpack(Pulled, reply) for reply in replies]
+        return Pulled(
+            sum(rank.num_bytes for rank in ranks),
+            max(rank.read_s for rank in ranks),
+            max(rank.close_s for rank in ranks),
+            max(rank.verify_s for rank in ranks),
+        )
+
+    async def adopt(self, version: int, epoch: int) -> None:
+        """Serve what was pulled. The caller has seen that the peer did not move meanwhile."""
+        await self._put_in_service("slipstream_adopt", version, epoch)
+        self._endpoint.adopt(self._state)
+
     def health(self) -> WorkerHealth:
         """What the controller's supervisor wants to know; never blocks."""
         return WorkerHealth(
@@ -170,6 +220,7 @@ class RolloutWorker:
             num_requests_in_flight=self._engine.num_in_flight,
             num_generated_tokens=self._engine.num_generated_tokens,
             num_aborted_groups=self._num_aborted_groups,
+            num_kv_blocks=self._engine.num_kv_blocks,
         )
 
     async def stop(self) -> None:
@@ -204,10 +255,16 @@ class RolloutWorker:
         self._state = state
 
     async def commit(self, version: int, epoch: int) -> None:
-        """Serve `version`. The stamp moves before the engine: no token of new weights may carry the old version."""
+        """Serve what was published."""
+        await self._put_in_service("slipstream_commit", version, epoch)
+
+    async def _put_in_service(self, method: str, version: int, epoch: int) -> None:
+        """Every rank CLEAN, then resume. The stamp moves before the engine: no token of new weights may carry the old
+        version.
+        """
         state = self._state.committed(version, epoch)
         self._state = self._state.failed(epoch)  # until all of it is done
-        await self._engine.call_ranks("slipstream_commit", version, epoch)
+        await self._engine.call_ranks(method, version, epoch)
         await self._engine.set_version(version)
         await self._engine.resume()
         self._state = state

@@ -9,6 +9,8 @@ the engine: pausing, caches and device synchronization are the caller's, handed 
     verify(expected)          count and hash the bytes *as they came over the wire*
     commit(v, epoch)          repack() parameters in place, recompute() derived ones, state CLEAN
 
+A rank that is filled from a peer (`recovery.py`) gets bytes at rest: begin, read, verify_at_rest, adopt.
+
 Wire bytes and bytes at rest differ for a parameter with PostLoad.repack: it is hashed before its repacking, and what
 it holds from then on has its own hash in `committed_hashes`. The next begin() needs no unpacking, because a publish
 overwrites every byte that is not a declared fill. (A repack that moves fill bytes is therefore refused.)
@@ -17,13 +19,13 @@ overwrites every byte that is not a declared fill. (A repack that moves fill byt
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from weight_sync.errors import IntegrityError, ProtocolError
 from weight_sync.integrity import HASH_MASK, RangeHashes, hash_bytes
-from weight_sync.layout import DTYPE_BYTES, Binding, DestLayout, PostLoad
+from weight_sync.layout import DTYPE_BYTES, Binding, DestLayout, Param, PostLoad
 from weight_sync.protocol import EngineRank, VersionState
 from weight_sync.transport.base import Transport
 
@@ -68,6 +70,7 @@ class Receiver:
         self._addresses = {param.name: self._params[param.name].data_ptr() for param in self._sent}
         self._wire_hashes: dict[str, int] = {}
         self._verified_hashes: dict[str, int] = {}
+        self._offered_hashes: dict[str, int] = {}
         self.committed_hashes: dict[str, int] = {}
         """Hash of every parameter's bytes at rest, fills and repacking included, at the last commit; for recovery."""
         transport.register([self._params[param.name].detach() for param in self._sent])
@@ -85,6 +88,21 @@ class Receiver:
     def state(self) -> VersionState:
         """Where this rank stands. Serve only while `state.is_serving`."""
         return self._state
+
+    @property
+    def layout(self) -> DestLayout:
+        """What this rank holds and where it comes from."""
+        return self._layout
+
+    @property
+    def transport(self) -> Transport:
+        """The link under whose session the parameters are registered."""
+        return self._transport
+
+    @property
+    def sent_params(self) -> Sequence[Param]:
+        """The parameters that cross a link: all but derived ones."""
+        return self._sent
 
     def describe(self) -> EngineRank:
         """What must be sent here, and where it goes."""
@@ -161,6 +179,39 @@ class Receiver:
             {param.name: self._hash_at_rest(param.name) for param in self._layout.params} if self._wire_hashes else {}
         )
         self._state = state
+
+    def verify_at_rest(self, version: int, epoch: int, digest: str, hashes: Mapping[str, int]) -> None:
+        """Prove bytes that came from a peer, in the form that kernels read; derived parameters are computed here first.
+
+        Args:
+            version, epoch, digest: As given to begin().
+            hashes: The peer's committed_hashes; empty where hashes are off.
+
+        Raises:
+            IntegrityError: Names the parameters that are not the peer's. The state stays DIRTY.
+        """
+        state = self._state.verified(version, epoch, digest)
+        if self._recompute is not None:
+            self._recompute()
+        if self._synchronize is not None:
+            self._synchronize()
+        if hashes:
+            names = [param.name for param in self._layout.params]
+            held = [self._params[name].detach().contiguous() for name in names]
+            actual = dict(zip(names, RangeHashes(held, [0] * len(held)).values(), strict=True))
+            wrong = [name for name in names if actual[name] != hashes.get(name)]
+            if wrong:
+                raise IntegrityError(
+                    f"version {version}, epoch {epoch}, rank {self._layout.rank}: {len(wrong)} of {len(names)}"
+                    f" parameters read from a peer are not what it committed: {_names(wrong)}"
+                )
+        self._offered_hashes = dict(hashes)
+        self._state = state
+
+    def adopt(self, version: int, epoch: int) -> None:
+        """Serve what verify_at_rest proved."""
+        self._state = self._state.committed(version, epoch)
+        self._wire_hashes, self.committed_hashes = {}, self._offered_hashes
 
     def abort(self, epoch: int, reason: str) -> None:
         """The publisher gave up on this epoch: stay DIRTY. Without effect on a committed version."""

@@ -17,12 +17,14 @@ from rollout.engine import ABORTED
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker
-from weight_sync.errors import IntegrityError, ProtocolError, StaleEpoch
+from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from weight_sync.layout import Binding, DestLayout, Param, TensorMeta
 from weight_sync.protocol import EngineRank, pack
+from weight_sync.recovery import Offer, Pulled
 
 PROMPT = Prompt(0, (1, 5), "a")
 BINDING = Binding("session", {"w": 4096})
+OFFER = Offer(3, 7, "digest", "layout", "tcp", BINDING, {"w": (1 << 64) - 1})
 
 
 class NotingEngine:
@@ -38,6 +40,7 @@ class NotingEngine:
         self.is_alive = True
         self.num_in_flight = 0
         self.num_generated_tokens = 0
+        self.num_kv_blocks = 7
 
     async def start(self) -> None:
         self.calls.append("start")
@@ -60,7 +63,12 @@ class NotingEngine:
         if method == self.failing:
             raise IntegrityError("rank 1: w does not hold what was sent")
         layout = DestLayout(0, (Param("w", (2,), "float32"),), ())
-        replies = {"slipstream_describe": pack(EngineRank(layout, BINDING, "tcp")), "slipstream_begin": pack(BINDING)}
+        replies = {
+            "slipstream_describe": pack(EngineRank(layout, BINDING, "tcp")),
+            "slipstream_begin": pack(BINDING),
+            "slipstream_offer": pack(OFFER),
+            "slipstream_pull": pack(Pulled(100, 0.5, 0.0, 0.25)),
+        }
         return [replies.get(method)] * 2
 
     async def generate_group(
@@ -238,3 +246,43 @@ async def test_sampling_of_one_group_can_differ(monkeypatch, tmp_path):
     await worker.generate_group(PROMPT, 1, sampling=SamplingConfig(max_tokens=3))
     await worker.generate_group(PROMPT, 2)
     assert engine.calls[-2:] == ["generate 1 max=3", "generate 2 max=8"]
+
+
+async def test_a_recovery_pauses_reads_and_serves_only_when_it_is_adopted(monkeypatch, tmp_path):
+    worker, engine = make(monkeypatch, tmp_path)
+    await worker.start()
+    engine.calls = []
+    try:
+        assert await worker.pull([OFFER, OFFER]) == Pulled(200, 0.5, 0.0, 0.25)
+        assert worker.health().phase == "verified"
+        with pytest.raises(ReplicaNotServing):
+            await worker.generate_group(PROMPT, 1)
+        with pytest.raises(ReplicaNotServing):
+            await worker.offer()
+        await worker.adopt(3, 7)
+        assert engine.calls == ["pause keep clear=True", "slipstream_pull", "slipstream_adopt", "version 3", "resume"]
+        assert (worker.health().phase, worker.health().version, worker.health().epoch) == ("clean", 3, 7)
+        assert await worker.offer() == [OFFER, OFFER]
+        assert worker._endpoint.state.is_serving, "a publisher learns its epoch"
+        await publish(worker, 4, 8)
+    finally:
+        await worker.stop()
+
+
+async def test_a_recovery_that_fails_leaves_the_worker_dirty_until_a_publish(monkeypatch, tmp_path):
+    worker, engine = make(monkeypatch, tmp_path)
+    await worker.start()
+    try:
+        with pytest.raises(PlanMismatch, match="2 ranks, its peer offers 1"):
+            await worker.pull([OFFER])
+        engine.failing = "slipstream_pull"
+        with pytest.raises(IntegrityError):
+            await worker.pull([OFFER, OFFER])
+        assert worker.health().phase == "dirty"
+        with pytest.raises(ProtocolError):
+            await worker.adopt(3, 7)
+        engine.failing = ""
+        await publish(worker, 4, 8)
+        assert worker.health().phase == "clean"
+    finally:
+        await worker.stop()

@@ -1,0 +1,167 @@
+"""A replica that was started again rejoins under the same plan; replicas are updated in waves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
+
+from conf.schema import WeightSyncConfig
+from weight_sync.errors import PlanMismatch, ProtocolError, ReplicaError
+from weight_sync.publisher import Publisher, PublishReport
+from weight_sync.recovery import make_offer, pull
+from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
+
+
+class World:
+    """One trainer rank and some replicas that can be ended and started again."""
+
+    def __init__(self, num_replicas: int, num_waves: int = 1) -> None:
+        self.fabric = MemoryFabric()
+        self.engines = [self.engine() for _ in range(num_replicas)]
+        self.endpoints = [EndpointThread(engine) for engine in self.engines]
+        self.publisher = Publisher(
+            DictSource(0, num_ranks=1), MemoryTransport(self.fabric), rank=0, world_size=1, group=None,
+            config=WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=10.0, publish_waves=num_waves), key=KEY,
+        )  # fmt: skip
+        self.publisher.connect([endpoint.address for endpoint in self.endpoints])
+
+    def engine(self) -> PlainEngine:
+        return PlainEngine([MemoryTransport(self.fabric) for _ in range(2)])
+
+    def end(self, replica: int) -> None:
+        self.endpoints[replica].close()
+        for receiver in self.engines[replica].receivers:
+            receiver.transport.close()
+
+    def start(self, replica: int) -> str:
+        self.engines[replica] = self.engine()
+        self.endpoints[replica] = EndpointThread(self.engines[replica])
+        return self.endpoints[replica].address
+
+    def close(self) -> None:
+        self.publisher.close()
+        for endpoint in self.endpoints:
+            endpoint.close()
+
+
+@pytest.fixture
+def worlds() -> Iterator[list[World]]:
+    made: list[World] = []
+    yield made
+    for world in made:
+        world.close()
+
+
+def committed(report: PublishReport) -> list[bool]:
+    return [replica.committed for replica in report.replicas]
+
+
+def test_a_replica_started_again_rejoins_and_the_other_notices_nothing(worlds: list[World]) -> None:
+    worlds.append(world := World(2))
+    first = world.publisher.publish(0)
+    world.end(0)
+    assert committed(world.publisher.publish(1)) == [False, True]
+    address = world.start(0)
+    world.engines[1].calls.clear()
+    world.publisher.reconnect(0, address)
+    assert world.engines[1].calls == []
+    report = world.publisher.publish(2)
+    assert committed(report) == [True, True]
+    assert [engine.wrong_params(2) for engine in world.engines] == [[], []]
+    assert report.replicas[0].endpoint == address
+    assert report.epoch == first.epoch + 2
+
+
+def test_a_recovered_replica_rejoins_at_the_epoch_that_it_adopted(worlds: list[World]) -> None:
+    worlds.append(world := World(2))
+    world.publisher.publish(0)
+    world.end(0)
+    address = world.start(0)
+    for fresh, peer in zip(world.engines[0].receivers, world.engines[1].receivers, strict=True):
+        offer = make_offer(peer)
+        pull(fresh, offer, timeout_s=5)
+        fresh.adopt(offer.version, offer.epoch)
+    state = world.engines[1].receivers[0].state
+    world.endpoints[0].endpoint.adopt(state)
+    assert world.engines[0].wrong_params(0) == []
+    world.publisher.reconnect(0, address)
+    assert committed(world.publisher.publish(1)) == [True, True]
+    assert world.engines[0].wrong_params(1) == []
+
+
+def test_a_replica_that_comes_back_as_another_one_is_refused_and_gets_nothing(worlds: list[World]) -> None:
+    worlds.append(world := World(2))
+    world.publisher.publish(0)
+    world.end(0)
+    address = world.start(0)
+    described = world.engines[0].receivers[0].describe
+    world.engines[0].receivers[0].describe = lambda: replace(  # type: ignore[method-assign]
+        described(), layout=replace(engine_layout(0), fills=())
+    )
+    with pytest.raises(PlanMismatch, match="another layout"):
+        world.publisher.reconnect(0, address)
+    report = world.publisher.publish(1)
+    assert committed(report) == [False, True]
+    assert "another layout" in (report.replicas[0].error or "")
+    assert "begin" not in world.engines[0].calls
+
+
+def test_a_successor_that_is_not_there_is_an_error_and_may_be_tried_again(worlds: list[World]) -> None:
+    worlds.append(world := World(2))
+    world.publisher.publish(0)
+    world.end(0)
+    with pytest.raises(ReplicaError, match="gone"):
+        world.publisher.reconnect(0, "tcp://127.0.0.1:9")
+    assert committed(world.publisher.publish(1)) == [False, True]
+    world.publisher.reconnect(0, world.start(0))
+    assert committed(world.publisher.publish(2)) == [True, True]
+    with pytest.raises(ProtocolError, match="names replica 2; there are 2"):
+        world.publisher.reconnect(2, "tcp://127.0.0.1:9")
+
+
+def test_disconnect_closes_the_links_of_the_dead_at_once(worlds: list[World], monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds.append(world := World(2))
+    world.publisher.publish(0)
+    sessions = sorted(receiver.describe().binding.session for receiver in world.engines[0].receivers)
+    closed: list[str] = []
+    monkeypatch.setattr(MemoryTransport, "reset", lambda self, session: closed.append(session))
+    world.publisher.disconnect([0])
+    assert sorted(closed) == sessions
+    world.publisher.disconnect([0])
+    assert len(closed) == len(sessions), "once"
+
+
+def test_waves_update_one_after_the_other_and_a_failed_one_does_not_stop_the_next(worlds: list[World]) -> None:
+    worlds.append(world := World(3, num_waves=2))
+    report = world.publisher.publish(0)
+    assert committed(report) == [True, True, True]
+    assert len(report.wave_s) == 2
+    assert report.total_s == pytest.approx(sum(report.wave_s))
+    assert report.num_bytes == 3 * 2 * sum((40, 10, 70, 80, 80))
+    world.fabric.inject(world.engines[0].receivers[0].describe().binding.session, Fault(corrupt=True))
+    report = world.publisher.publish(1)
+    assert committed(report) == [False, True, True]
+    assert report.num_changed_params == 2 * 2 * 5, "of the two that committed"
+    assert committed(world.publisher.publish(2)) == [True, True, True]
+    assert committed(world.publisher.publish(3, exclude=[1])) == [True, False, True]
+
+
+def test_during_a_wave_the_others_serve(worlds: list[World]) -> None:
+    """A trainer that died inside any wave would leave somebody who serves."""
+    worlds.append(world := World(2, num_waves=2))
+    world.publisher.publish(0)
+    seen: list[tuple[int, list[int]]] = []
+    for number, engine in enumerate(world.engines):
+        verify = engine.verify
+
+        async def look(*args, number: int = number, verify=verify) -> None:  # type: ignore[no-untyped-def]
+            serving = [i for i, e in enumerate(world.endpoints) if e.endpoint.state.is_serving]
+            seen.append((number, serving))
+            await verify(*args)
+
+        engine.verify = look  # type: ignore[method-assign]
+    world.publisher.publish(1)
+    assert seen == [(0, [1]), (1, [0])]

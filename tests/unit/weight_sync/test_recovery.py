@@ -1,0 +1,137 @@
+"""A rank filled from its counterpart: what it reads, what it refuses, and that no failure lets it serve."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from fakes.publish import PlainEngine, engine_bytes, repacked
+
+from weight_sync.errors import IntegrityError, LinkMismatch, PlanMismatch, ReplicaDirty, StaleEpoch, TransferFailed
+from weight_sync.integrity import hash_bytes
+from weight_sync.protocol import Expected, pack, unpack
+from weight_sync.receiver import Receiver
+from weight_sync.recovery import Offer, layout_digest, make_offer, pull
+from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
+
+DIGEST = "9f" * 32
+
+
+class Pair:
+    """A replica that holds version 3 of epoch 5, and one that just started. Two ranks each."""
+
+    def __init__(self) -> None:
+        self.fabric = MemoryFabric()
+        self.peer, self.fresh = (PlainEngine([MemoryTransport(self.fabric) for _ in range(2)]) for _ in range(2))
+        for rank in range(2):
+            publish(self.peer, rank, version=3, epoch=5)
+
+    @property
+    def rank(self) -> Receiver:
+        return self.fresh.receivers[0]
+
+    def offer(self, rank: int = 0) -> Offer:
+        return make_offer(self.peer.receivers[rank])
+
+
+def publish(engine: PlainEngine, rank: int, *, version: int, epoch: int) -> None:
+    """What a publish does to one rank, written by hand."""
+    receiver = engine.receivers[rank]
+    receiver.begin(version, epoch, DIGEST)
+    expected: Expected = {}
+    for name, data in engine_bytes(version, rank).items():
+        if name == "absorbed":
+            continue
+        wire = repacked(data) if name == "w2" else data[:7] if name == "embed" else data
+        engine.params[rank][name][: len(wire)] = wire
+        expected[name] = (2 * wire.numel(), hash_bytes(wire.contiguous()))
+    receiver.verify(version, epoch, DIGEST, expected)
+    receiver.commit(version, epoch)
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_a_fresh_rank_holds_and_serves_the_peers_bytes(pair: Pair) -> None:
+    assert pair.fresh.wrong_params(3) != []
+    for rank, receiver in enumerate(pair.fresh.receivers):
+        offer = unpack(Offer, pack(pair.offer(rank)))
+        pulled = pull(receiver, offer, timeout_s=5)
+        assert pulled.num_bytes == sum(param.num_bytes for param in receiver.sent_params)
+        assert not receiver.state.is_serving, "the caller has not looked at the peer again"
+        receiver.adopt(3, 5)
+        assert receiver.state == pair.peer.receivers[rank].state
+    assert pair.fresh.wrong_params(3) == [], "fills, repacked and derived parameters included"
+
+
+def test_a_recovered_rank_takes_the_next_publish_and_may_be_a_peer_itself(pair: Pair) -> None:
+    pull(pair.rank, pair.offer(), timeout_s=5)
+    pair.rank.adopt(3, 5)
+    assert make_offer(pair.rank).hashes == pair.offer().hashes
+    publish(pair.fresh, 0, version=4, epoch=6)
+    assert [name for name in pair.fresh.wrong_params(4) if name.startswith("0:")] == []
+    with pytest.raises(StaleEpoch):
+        pair.rank.begin(5, 6, DIGEST)
+
+
+def test_a_rank_without_a_committed_version_offers_nothing(pair: Pair) -> None:
+    with pytest.raises(ReplicaDirty, match="dirty"):
+        make_offer(pair.rank)
+    pair.peer.receivers[0].begin(4, 6, DIGEST)
+    with pytest.raises(ReplicaDirty, match="version 4, epoch 6"):
+        pair.offer()
+
+
+def test_an_offer_changes_with_every_publish_even_of_the_same_version(pair: Pair) -> None:
+    before = pair.offer()
+    assert pair.offer() == before
+    publish(pair.peer, 0, version=3, epoch=6)
+    assert pair.offer() != before
+
+
+@pytest.mark.parametrize("fault", [Fault(corrupt=True), Fault(drop=True)])
+def test_wrong_bytes_are_named_and_never_serve(pair: Pair, fault: Fault) -> None:
+    offer = pair.offer()
+    pair.fabric.inject(offer.binding.session, fault)
+    with pytest.raises(IntegrityError, match="read from a peer"):
+        pull(pair.rank, offer, timeout_s=5)
+    assert not pair.rank.state.is_serving
+    with pytest.raises(Exception, match="needs phase verified"):
+        pair.rank.adopt(3, 5)
+
+
+def test_bytes_that_a_publish_changes_meanwhile_are_found_out(pair: Pair) -> None:
+    offer = pair.offer()
+    publish(pair.peer, 0, version=4, epoch=6)
+    with pytest.raises(IntegrityError):
+        pull(pair.rank, offer, timeout_s=5)
+
+
+def test_a_failed_read_leaves_a_fresh_connection_to_the_next_publish(pair: Pair) -> None:
+    offer = pair.offer()
+    before = pair.rank.describe().binding.session
+    pair.fabric.inject(offer.binding.session, Fault(refuse=True))
+    with pytest.raises(TransferFailed):
+        pull(pair.rank, offer, timeout_s=5)
+    publish(pair.fresh, 0, version=4, epoch=6)
+    assert pair.rank.describe().binding.session != before
+    assert pair.rank.state.is_serving
+
+
+def test_another_layout_or_link_is_refused_before_a_byte_moves(pair: Pair) -> None:
+    before = {name: tensor.clone() for name, tensor in pair.fresh.params[0].items()}
+    with pytest.raises(PlanMismatch, match="not interchangeable"):
+        pull(pair.rank, pair.offer(rank=1), timeout_s=5)
+    with pytest.raises(LinkMismatch, match="rdma"):
+        pull(pair.rank, dataclasses.replace(pair.offer(), link="rdma"), timeout_s=5)
+    assert all(torch.equal(before[name], tensor) for name, tensor in pair.fresh.params[0].items())
+    assert pair.rank.state.epoch == 0
+
+
+def test_layout_digests_tell_ranks_apart_and_agree_between_replicas(pair: Pair) -> None:
+    digests = [[layout_digest(receiver.layout) for receiver in engine.receivers] for engine in (pair.peer, pair.fresh)]
+    assert digests[0] == digests[1]
+    assert digests[0][0] != digests[0][1]
