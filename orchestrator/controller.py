@@ -10,12 +10,14 @@
     loop          consumes          waits for                         unblocked by
     rollout_loop  tickets, prompts  a ticket (buffer.admit)           train_loop: buffer.open_next after a publish
                                     a place (max_concurrent_groups)   a group that was delivered
-                                    a serving replica                 train_loop: supervisor.settle after a publish
+                                    a serving replica                 supervisor: a publish settled, a recovery
     train_loop    batches           a batch (buffer.take_batch)       rollout_loop: buffer.put, or buffer.fail
                                     the trainer, the publish          deadlines of their own
 
 No deadlock: rollout_loop waits for nothing but train_loop's publish, and train_loop waits for groups only while the
 tickets of its batch are open to rollout_loop (that and the staleness bound: orchestrator/buffer.py, docs/staleness.md).
+A restarted worker that nobody can fill would wait for a publish while train_loop waits for its groups: wherever
+train_loop waits for groups it publishes to such a worker at once (`_fed`).
 
 Owns: the order of things; when to publish, evaluate, save and stop. Does not own: where processes live (placement), who
 serves (supervisor), what a row means (telemetry), any mathematics but calling it.
@@ -46,8 +48,9 @@ from orchestrator.advantages import build_samples, denominators_of, is_informati
 from orchestrator.buffer import Batch, GroupBuffer, Slot
 from orchestrator.checkpoint import CheckpointStore, RunState, fingerprint
 from orchestrator.curves import draw_curves
-from orchestrator.errors import TrainingStopped
+from orchestrator.errors import NoReplicasLeft, TrainingStopped
 from orchestrator.prepare import TextEncoder, prepare_model, read_all_prompts
+from orchestrator.requests import alive, answer_requests
 from orchestrator.rooms import Rooms, Stopwatch
 from orchestrator.run_folder import RunFolder, open_run_folder, write_description
 from orchestrator.run_log import ProgressLine, RunLog
@@ -59,6 +62,7 @@ from rollout.rewards.runner import RewardRunner
 from rollout.types import Group, Prompt
 from trainer.packing import pack
 from trainer.types import OptimStats
+from weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
     from weight_sync.publisher import PublishReport
@@ -68,6 +72,8 @@ T = TypeVar("T")
 
 MAX_REFUSED_STEPS = 3
 """Steps in a row without a finite loss and gradient after which the run stops: skipping more will not repair it."""
+RAY_CALL_S = 10.0
+"""What a call to a healthy worker may take beside its work."""
 MAX_UNJUDGED_GROUPS = 8
 """Groups in a row (and at least a batch of them) without one reward after which the run stops: the reward is broken."""
 
@@ -110,7 +116,7 @@ def run(config: RunConfig, overrides: list[str]) -> RunResult:
     """
     folder = open_run_folder(config.run, datetime.now())
     write_description(folder, config, overrides)
-    with RunLog(folder.log) as log:
+    with alive(folder.root), RunLog(folder.log) as log:
         return asyncio.run(_run(config, folder, log))
 
 
@@ -138,9 +144,19 @@ async def _run(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
                 progress=ProgressLine(log.console),
             )
         )
+        supervisor = Supervisor(
+            cluster.workers,
+            request_timeout_s=config.rollout.request_timeout_s,
+            # Without publishes a worker that comes back would never get the version that the others sample from.
+            restart=cluster.restart_worker if config.weight_sync.enabled else None,
+            max_restarts=config.rollout.max_restarts,
+            backoff_s=config.rollout.restart_backoff_s,
+            recovery_timeout_s=config.weight_sync.timeout_s + RAY_CALL_S,
+        )
+        stack.push_async_callback(supervisor.close)
         rooms = Rooms(
             trainer=cluster.trainer,
-            supervisor=Supervisor(cluster.workers, request_timeout_s=config.rollout.request_timeout_s),
+            supervisor=supervisor,
             prompts=Shuffled(prompts, seed=config.run.seed, shuffle=config.data.shuffle),
             eval_prompts=eval_prompts,
             rewards=rewards,
@@ -150,6 +166,8 @@ async def _run(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
             on_clock=log.context.set,
         )
         controller = Controller(config, rooms)
+        listening = asyncio.create_task(answer_requests(folder.root, supervisor))
+        stack.callback(listening.cancel)
         await controller.start(resume_from)
         await controller.train()
         export = folder.adapter if config.trainer.mode is TrainMode.lora else folder.merged
@@ -181,7 +199,7 @@ class Controller:
         self._num_generated = 0
         self._num_uninformative = 0
         self._num_unjudged_in_a_row = 0
-        self._num_reported = (0, 0)
+        self._num_reported = (0, 0, 0, 0)
 
     async def train(self) -> None:
         """Sample and train until the last step."""
@@ -198,10 +216,12 @@ class Controller:
             await self._load(resume_from)
         started = time.monotonic()
         report = await self.publish()
-        self.rooms.supervisor.require_replicas()
+        if report.num_committed == 0:  # restarts repair workers, not a set-up in which none ever served
+            reasons = "; ".join(f"{replica.endpoint}: {replica.error}" for replica in report.replicas)
+            raise NoReplicasLeft(f"no rollout worker adopted version {self.policy_version}, the first one. {reasons}")
         if resume_from is None:
             record = StepRecord(self.step, self.policy_version, sync=report)
-            await self._evaluate_into(record)
+            await self._fed(self._evaluate_into(record))
             record.extra["step/total_s"] = time.monotonic() - started
             self.rooms.telemetry.step(record)
 
@@ -231,7 +251,7 @@ class Controller:
         trainer, config = self.rooms.trainer, self.config
         while self.step < config.run.num_steps:
             clock = Stopwatch()
-            batch = await self._or_save(self._next_batch())
+            batch = await self._or_save(self._fed(self._next_batch()))
             clock.lap("rollout/wait_s")
 
             samples = build_samples(batch.groups, config.algorithm, self._shuffle_rng)
@@ -255,7 +275,7 @@ class Controller:
                     self._check_that_weights_moved(optim, record.sync)
                 await self.buffer.open_next()  # only after the commit: what starts now starts from the new version
                 if self._is_due(config.run.eval_every_steps):
-                    await self._or_save(self._evaluate_into(record))
+                    await self._or_save(self._fed(self._evaluate_into(record)))
             finally:
                 record.extra |= clock.laps | self._counts() | {
                     "staleness/dropped_groups": batch.num_dropped,
@@ -268,18 +288,42 @@ class Controller:
                 await self.save()
 
     async def publish(self) -> PublishReport:
-        """Send the trainer's version to every replica. Who fails is out of service; the others go on."""
-        supervisor, config = self.rooms.supervisor, self.config.weight_sync
+        """Send the trainer's version to every replica. Who fails is restarted, or out; the others go on."""
+        supervisor, trainer, config = self.rooms.supervisor, self.rooms.trainer, self.config.weight_sync
+        held = await supervisor.hold()
+        # Every replica has its own deadline inside; these only catch a trainer that is lost.
+        timeout_s = 2 * config.timeout_s * config.publish_waves + 60
+        for replica, endpoint in held.joining.items():
+            try:
+                await trainer.reconnect(replica, endpoint, timeout_s)
+                supervisor.joined(replica)
+            except WeightSyncError as error:
+                held.exclude.append(replica)
+                await supervisor.fail(supervisor.replicas[replica], f"{type(error).__name__}: {error}")
         is_traced = config.trace_every_steps > 0 and self.policy_version % config.trace_every_steps == 0
-        await supervisor.hold()
-        # Every replica has its own deadline inside; this one only catches a trainer that is lost.
-        report = await self.rooms.trainer.publish(
-            timeout_s=2 * config.timeout_s + 60,
-            exclude=supervisor.out_of_service,
+        report = await trainer.publish(
+            timeout_s=timeout_s,
+            exclude=held.exclude,
             trace=self.rooms.traces / f"publish-{self.policy_version:06d}.json" if is_traced else None,
         )
         await supervisor.settle(report.replicas)
         return report
+
+    async def _fed(self, sampling: Awaitable[T]) -> T:
+        """Await what depends on rollout workers. One that comes back when nobody serves gets the weights at once."""
+        task = asyncio.ensure_future(sampling)
+        try:
+            while True:
+                stranded = asyncio.ensure_future(self.rooms.supervisor.stranded())
+                try:
+                    await asyncio.wait({task, stranded}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    stranded.cancel()
+                if task.done():
+                    return task.result()
+                await self.publish()
+        finally:
+            task.cancel()
 
     async def evaluate(self) -> list[Group]:
         """Sample and judge every held-out prompt under the current version."""
@@ -424,15 +468,28 @@ class Controller:
     def _patience_s(self) -> float:
         """Longest time without one finished group. Every replica may fail once before the last one succeeds."""
         rollout, num_judged = self.config.rollout, self.config.algorithm.group_size
-        return rollout.request_timeout_s * (rollout.num_workers + 1) + self.config.reward.timeout_s * num_judged + 60.0
+        restart_s = self.config.cluster.start_timeout_s if rollout.max_restarts else 0.0
+        requests_s = rollout.request_timeout_s * (rollout.num_workers + 1)
+        return requests_s + self.config.reward.timeout_s * num_judged + restart_s + 60.0
 
     def _counts(self) -> dict[str, Value]:
         """Counters since the last row."""
-        failed, uninformative = self.rooms.supervisor.num_failed_groups, self._num_uninformative
-        old_failed, old_uninformative = self._num_reported
-        self._num_reported = (failed, uninformative)
+        supervisor = self.rooms.supervisor
+        counts = (
+            supervisor.num_failed_groups,
+            self._num_uninformative,
+            supervisor.num_restarts,
+            len(supervisor.recoveries),
+        )
+        failed, uninformative, restarts, recoveries = map(int.__sub__, counts, self._num_reported)
+        self._num_reported = counts
+        recent = supervisor.recoveries[len(supervisor.recoveries) - recoveries :]
         return {
-            "rollout/groups_failed": failed - old_failed,
-            "rollout/groups_uninformative": uninformative - old_uninformative,
-            "rollout/replicas_serving": self.rooms.supervisor.num_serving,
+            "rollout/groups_failed": failed,
+            "rollout/groups_uninformative": uninformative,
+            "rollout/replicas_serving": supervisor.num_serving,
+            "rollout/restarts": restarts,
+            "rollout/recoveries": recoveries,
+            "rollout/down_s": max((item.down_s for item in recent), default=None),
+            "rollout/recovery_read_s": max((item.read_s for item in recent if item.read_s is not None), default=None),
         }

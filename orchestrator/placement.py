@@ -22,12 +22,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import shutil
 import signal
 import socket
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +52,7 @@ from trainer.types import Denominators, LossStats, OptimStats, Sample
 
 if TYPE_CHECKING:
     from weight_sync.publisher import PublishReport
+    from weight_sync.recovery import Offer, Pulled
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +108,10 @@ class RolloutActor:
         _log_to_stderr(name)
         self._worker: Any = None
 
+    def pid(self) -> int:
+        """This process, so that it can be ended even when it answers no more."""
+        return os.getpid()
+
     async def start(self, options: dict[str, Any]) -> str:
         """Start the engine; returns the address where publishers reach this replica."""
         from rollout.worker import RolloutWorker
@@ -154,6 +161,14 @@ class RayTrainerGroup:
         orders = [(list(exclude), trace)] * self.num_ranks
         return (await self._call("publish", orders, timeout_s=timeout_s))[0]
 
+    async def disconnect(self, replicas: Sequence[int], timeout_s: float = _STEP_TIMEOUT_S) -> None:
+        """Close every rank's links to dead replicas: their memory is free then. Waits for the call under way."""
+        await self._call("disconnect", [(list(replicas),)] * self.num_ranks, timeout_s=timeout_s)
+
+    async def reconnect(self, replica: int, endpoint: str, timeout_s: float) -> None:
+        """Meet a replica that was started again."""
+        await self._call("reconnect", [(replica, endpoint)] * self.num_ranks, timeout_s=timeout_s)
+
     async def export(self, folder: Path) -> None:
         """Write what was trained: the adapter in PEFT format, or the whole model when there is no adapter."""
         method = "save_adapter" if self._is_lora else "save_merged"
@@ -190,15 +205,36 @@ class RayTrainerGroup:
 class RayRolloutWorker:
     """One rollout worker, as the supervisor sees it."""
 
-    def __init__(self, name: str, actor: Any, endpoint: str) -> None:
+    def __init__(self, name: str, actor: Any, endpoint: str, processes: Sequence[psutil.Process]) -> None:
         self.name = name
         self.endpoint = endpoint
         self._actor = actor
+        self._processes = list(processes)
 
     async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
         """Sample `n` responses to one prompt."""
-        call = self._actor.call.options(name="RolloutWorker.generate_group")
-        return await _result(call.remote("generate_group", prompt, n), self.name, OrchestratorError)
+        return await self._call("generate_group", prompt, n)
+
+    async def offer(self) -> list[Offer]:
+        """What a restarted worker may read here."""
+        return await self._call("offer")
+
+    async def pull(self, offers: Sequence[Offer]) -> Pulled:
+        """Read a peer's weights."""
+        return await self._call("pull", list(offers))
+
+    async def adopt(self, version: int, epoch: int) -> None:
+        """Serve what was pulled."""
+        await self._call("adopt", version, epoch)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        call = self._actor.call.options(name=f"RolloutWorker.{method}")
+        return await _result(call.remote(method, *args), self.name, OrchestratorError)
+
+    def kill(self) -> None:
+        """End what is left of it, also a process that is stopped and would never see the end of its parent."""
+        ray.kill(self._actor)
+        _kill_trees(self._processes)
 
     async def stop(self) -> None:
         """End the engine and its processes."""
@@ -226,6 +262,9 @@ class Cluster:
         self._groups: list[PlacementGroup] = []
         self._trainer: RayTrainerGroup | None = None
         self._workers: list[RayRolloutWorker] = []
+        self._rollout_group: PlacementGroup | None = None
+        self._worker_options: dict[str, Any] = {}
+        self._num_restarts: Counter[int] = Counter()
         self._temporary: Path | None = None
         self._starting: asyncio.Future[None] | None = None
 
@@ -291,15 +330,9 @@ class Cluster:
     async def _start_workers(self, hf_config: dict[str, Any]) -> None:
         """Place the rollout workers and start their engines."""
         rollout = self._config.rollout
-        group = await self._place("rollout", rollout.num_workers, num_gpus=rollout.tp_size)
-        names = [f"rollout-{i}" for i in range(rollout.num_workers)]
-        concurrency = rollout.max_concurrent_groups + 16  # groups, and calls beside them
-        actors = [
-            self._actor(RolloutActor, name, group, i, num_gpus=rollout.tp_size, max_concurrency=concurrency)
-            for i, name in enumerate(names)
-        ]
+        self._rollout_group = await self._place("rollout", rollout.num_workers, num_gpus=rollout.tp_size)
         dtype = self._config.model.dtype
-        shared = {
+        self._worker_options = {
             "folder": self._folder.model,
             "config": rollout,
             "weight_sync": self._config.weight_sync,
@@ -308,14 +341,43 @@ class Cluster:
             "tensors": engine_checkpoint(hf_config, dtype),
             "key": self._sync_key,
         }
-        seed = self._config.run.seed * 1000  # workers sample apart from each other, and runs of different seeds too
-        starts = [
-            _result(actor.start.remote({**shared, "seed": seed + i}), names[i], OrchestratorError)
-            for i, actor in enumerate(actors)
-        ]
-        endpoints = await self._await_start(starts, "rollout workers")
-        logger.info("%d rollout workers are up", len(names))
-        self._workers = [RayRolloutWorker(*parts) for parts in zip(names, actors, endpoints, strict=True)]
+        starts = [self._start_worker(index, f"rollout-{index}") for index in range(rollout.num_workers)]
+        self._workers = await self._await_start(starts, "rollout workers")
+        logger.info("%d rollout workers are up", len(self._workers))
+
+    async def _start_worker(self, index: int, name: str) -> RayRolloutWorker:
+        """One rollout worker, in its bundle."""
+        rollout = self._config.rollout
+        concurrency = rollout.max_concurrent_groups + 16  # groups, and calls beside them
+        assert self._rollout_group is not None
+        actor = self._actor(
+            RolloutActor, name, self._rollout_group, index, num_gpus=rollout.tp_size, max_concurrency=concurrency
+        )
+        # Workers sample apart from each other, and runs of different seeds too.
+        seed = self._config.run.seed * 1000 + index
+        try:
+            process = psutil.Process(await _result(actor.pid.remote(), name, OrchestratorError))
+            start = actor.start.remote({**self._worker_options, "seed": seed})
+            endpoint = await _result(start, name, OrchestratorError)
+            return RayRolloutWorker(name, actor, endpoint, [process, *process.children(recursive=True)])
+        except BaseException:  # a deadline cancels this: the bundle must be free for the next attempt
+            ray.kill(actor)  # its engine's processes end with it
+            raise
+
+    async def restart_worker(self, index: int) -> RayRolloutWorker:
+        """End what is left of a rollout worker and start it again, with dummy weights, in the same bundle.
+
+        Its links are closed before: an engine that starts looks for free device memory, and what the trainer still
+        maps of the dead one's is not free.
+        """
+        dead = self._workers[index]
+        await asyncio.to_thread(dead.kill)
+        await self.trainer.disconnect([index])
+        self._num_restarts[index] += 1
+        name = f"rollout-{index}.{self._num_restarts[index]}"  # Ray frees a dead actor's name late
+        (worker,) = await self._await_start([self._start_worker(index, name)], name)
+        self._workers[index] = worker
+        return worker
 
     async def stop(self) -> None:
         """End every process of the run: politely first, then for certain. Never raises; what went wrong is logged."""
@@ -469,6 +531,20 @@ async def _result(reference: Any, who: str, error_type: type[OrchestratorError])
         raise error_type(f"{who} failed with {type(cause).__name__}: {cause}") from error
     except RayActorError as error:
         raise error_type(f"the process of {who} died: {error}") from error
+
+
+def _kill_trees(processes: Sequence[psutil.Process]) -> None:
+    """SIGKILL processes and whatever descends from them, and see them gone. psutil tells a reused pid apart."""
+    victims = set(processes)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victims.update(process.children(recursive=True))
+    for victim in victims:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
+    _, alive = psutil.wait_procs(victims, timeout=_STOP_TIMEOUT_S)
+    if alive:
+        logger.warning("processes %s do not end", sorted(process.pid for process in alive))
 
 
 def _processes_under(temporary: Path) -> list[psutil.Process]:

@@ -15,6 +15,7 @@
       adapter/           the trained adapter, in PEFT format (merged/ when trainer.mode=full)
       rewards.log        whatever rewards print
       ray/               logs of workers
+      control/           requests to the run while it goes on (slipstream recover)
 
 Owns: names and creation of these. Does not own: their content (telemetry, checkpoint, prepare write it).
 Callers: the controller.

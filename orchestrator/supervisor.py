@@ -1,39 +1,70 @@
-"""Which rollout workers serve, and which of them samples the next group.
+"""Which rollout workers serve, which of them samples the next group, and how one that failed comes back.
 
-Owns: the state of every replica, routing to the least loaded, and what a failed request costs: the worker leaves the
-router, the group is sampled again elsewhere, and both are counted.
-Does not own: publishing (the controller brackets it with `hold` and `settle`), nor restarting workers.
-Invariant: a request goes only to a replica that has committed the newest published version.
+Owns: the state of every replica, routing to the least loaded, what a failed request costs (the worker leaves the
+router, the group is sampled again elsewhere, both are counted), and the way back of a worker that failed.
+Does not own: publishing (the controller brackets it with `hold` and `settle`), nor processes (`restart` is handed in).
+Invariant: a request goes only to a replica that holds the newest published version, committed.
 
-    starting --settle: committed--> serving --hold--> updating --settle: committed--> serving
-        |                              |                  |
-        +--- settle: failed -----------+--- request failed +--- settle: failed ---> out (for the rest of the run)
+    pending --hold--> updating --settle: committed--> serving --hold--> updating ...
+       ^                 |                               |
+       |                 +---- did not commit -----------+---- a request failed
+       |                                                 v
+       |                                     restarts left?  --no-->  out (for the rest of the run, or until
+       |                                                 |                 somebody asks for it: slipstream recover)
+       |                                                yes
+       |                                                 v
+       +---- no healthy peer, or the version moved --- starting --> recovering --adopted--> serving
+             meanwhile: the next publish fills it     (a new process)  (reads a peer's weights, one-sided)
+
+`starting` and `recovering` are left out of publishes: the trainer neither takes part in a recovery nor waits for one. A
+version that moves during a recovery makes it worthless, which is found out here (num_publishes) and at the peer (its
+epoch); the replica then joins the next publish. With nobody left to read from, and nobody who serves, the controller
+publishes the present version to `pending` replicas at once (`stranded`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from orchestrator.errors import NoReplicasLeft, WaitTimeout
 from orchestrator.waiting import wait_for
 from rollout.types import Prompt, Rollout
 from weight_sync.errors import ReplicaDirty
 
+if TYPE_CHECKING:
+    from weight_sync.recovery import Offer, Pulled
+
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class RolloutHandle(Protocol):
     """The controller's view of one rollout worker: a Ray actor, or a fake of ten lines in tests."""
 
     name: str
+    endpoint: str
+    """Where publishers reach it."""
 
     async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
         """Sample `n` responses to one prompt."""
+        ...
+
+    async def offer(self) -> list[Offer]:
+        """What a restarted worker may read here."""
+        ...
+
+    async def pull(self, offers: Sequence[Offer]) -> Pulled:
+        """Read a peer's weights; serve nothing yet."""
+        ...
+
+    async def adopt(self, version: int, epoch: int) -> None:
+        """Serve what was pulled."""
         ...
 
 
@@ -49,9 +80,11 @@ class ReplicaOutcome(Protocol):
 class ReplicaState(StrEnum):
     """See the module's docstring."""
 
-    starting = "starting"
+    pending = "pending"
     serving = "serving"
     updating = "updating"
+    starting = "starting"
+    recovering = "recovering"
     out = "out"
 
 
@@ -61,15 +94,43 @@ class Replica:
 
     index: int
     worker: RolloutHandle
-    state: ReplicaState = ReplicaState.starting
+    state: ReplicaState = ReplicaState.pending
     reason: str = ""
-    """Why it is out."""
+    """Why it is not in service."""
     num_in_flight: int = 0
     """Groups it samples right now."""
     num_updates: int = 0
     """Publishes that began on it."""
+    num_restarts: int = 0
+    """Attempts to start it again."""
+    is_known: bool = True
+    """Whether the publisher knows its endpoint; false from a restart until the next publish."""
+    failed_at: float = 0.0
+    pulled: Pulled | None = None
+    """What the present process read from a peer."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it goes out, so that groups in flight on it are given up at once."""
+    """Set when it fails, so that groups in flight on it are given up at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Who takes part in a publish that begins."""
+
+    exclude: list[int]
+    """Replicas that a publish must not wait for."""
+    joining: dict[int, str]
+    """Replicas that the publisher must meet first, with their endpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A replica that came back into service."""
+
+    replica: int
+    down_s: float
+    """Seconds from its failure until it served again."""
+    read_s: float | None
+    """Seconds of reading from a peer; None when a publish filled it."""
 
 
 class Supervisor:
@@ -78,23 +139,46 @@ class Supervisor:
     Args:
         workers: in the order of the endpoints that the publisher was given.
         request_timeout_s: a group that takes longer is given up, and its worker with it.
+        restart: ends what is left of a worker and starts it again with dummy weights; None: failed workers stay out.
+        max_restarts: attempts a worker.
+        backoff_s: pause before a worker's first restart; doubles with every further one.
+        recovery_timeout_s: longest that one call of a recovery may take.
     """
 
-    def __init__(self, workers: Sequence[RolloutHandle], *, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        workers: Sequence[RolloutHandle],
+        *,
+        request_timeout_s: float,
+        restart: Callable[[int], Awaitable[RolloutHandle]] | None = None,
+        max_restarts: int = 0,
+        backoff_s: float = 1.0,
+        recovery_timeout_s: float = 60.0,
+    ) -> None:
         self.replicas = [Replica(index, worker) for index, worker in enumerate(workers)]
         self.num_failed_groups = 0
         """Groups that had to be sampled again because their worker failed."""
+        self.num_restarts = 0
+        """Workers started again, over all replicas."""
+        self.recoveries: list[Recovery] = []
+        """Every replica that came back, in order."""
         self._request_timeout_s = request_timeout_s
+        self._restart = restart
+        self._max_restarts = max_restarts if restart is not None else 0
+        self._backoff_s = backoff_s
+        self._recovery_timeout_s = recovery_timeout_s
+        self._num_publishes = 0
+        self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
 
     @property
     def num_serving(self) -> int:
         """Replicas that take requests right now."""
-        return sum(replica.state is ReplicaState.serving for replica in self.replicas)
+        return self._count(ReplicaState.serving)
 
     @property
     def out_of_service(self) -> list[int]:
-        """Positions of the replicas that are out: a publish must not wait for them."""
+        """Positions of the replicas that are out for good."""
         return [replica.index for replica in self.replicas if replica.state is ReplicaState.out]
 
     def require_replicas(self) -> None:
@@ -103,64 +187,41 @@ class Supervisor:
             reasons = "; ".join(f"{replica.worker.name}: {replica.reason}" for replica in self.replicas)
             raise NoReplicasLeft(f"no rollout worker is left to sample from. {reasons}")
 
+    async def close(self) -> None:
+        """Give up restarts under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- requests ----
+
     async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
         """Sample a group on the least loaded serving replica; on another one when that fails.
 
         Raises:
-            NoReplicasLeft: every replica is out. Ends the loop: each failure takes one replica out.
+            NoReplicasLeft: every replica is out. Ends the loop: each failure takes one replica out of service, and each
+                has a number of restarts.
         """
         while True:
             replica = await self._least_loaded()
-            num_updates = replica.num_updates
+            worker, num_updates = replica.worker, replica.num_updates
             replica.num_in_flight += 1
             try:
                 return await self._generate_on(replica, prompt, n)
             except ReplicaDirty as error:
                 # The request crossed a publish on its way: Ray and ZMQ are two roads, and `begin` won. Nothing was
                 # sampled and the worker is well. Only when no publish explains it, the worker really is dirty.
-                if replica.num_updates == num_updates and replica.state is ReplicaState.serving:
-                    await self.mark_out(replica, f"it committed the newest version, yet it refuses: {error}")
+                is_serving = replica.worker is worker and replica.state is ReplicaState.serving
+                if is_serving and replica.num_updates == num_updates:
+                    await self.fail(replica, f"it committed the newest version, yet it refuses: {error}")
             except Exception as error:
                 # The boundary to another process: whatever failed there costs this group one try, never the run.
-                logger.debug("a group on %s failed", replica.worker.name, exc_info=True)
+                logger.debug("a group on %s failed", worker.name, exc_info=True)
                 self.num_failed_groups += 1
-                await self.mark_out(replica, f"{type(error).__name__}: {error}")
+                if replica.worker is worker:  # else its successor is up already, and has done nothing wrong
+                    await self.fail(replica, f"{type(error).__name__}: {error}")
             finally:
                 replica.num_in_flight -= 1
-
-    async def hold(self) -> None:
-        """A publish begins: no group starts until `settle`. Groups in flight go on; engines pause and resume them."""
-        async with self._changed:
-            for replica in self.replicas:
-                if replica.state is not ReplicaState.out:
-                    replica.state = ReplicaState.updating
-                    replica.num_updates += 1
-
-    async def settle(self, outcomes: Sequence[ReplicaOutcome]) -> None:
-        """A publish ended: whoever committed serves, whoever failed is out.
-
-        When nobody is left the next `generate_group` says so: the step that was published is whole all the same.
-        """
-        for replica, outcome in zip(self.replicas, outcomes, strict=True):
-            if replica.state is ReplicaState.out:
-                continue
-            if outcome.committed:
-                replica.state = ReplicaState.serving
-            else:
-                await self.mark_out(replica, outcome.error or "it did not commit and gave no reason")
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def mark_out(self, replica: Replica, reason: str) -> None:
-        """Take a replica out of the router for the rest of the run; its groups in flight are sampled elsewhere."""
-        if replica.state is ReplicaState.out:
-            return
-        async with self._changed:
-            replica.state, replica.reason = ReplicaState.out, reason
-            replica.left.set()
-            self._changed.notify_all()
-        num_left = sum(other.state is not ReplicaState.out for other in self.replicas)
-        logger.warning("%s is out of service, %d left: %s", replica.worker.name, num_left, reason)
 
     async def _least_loaded(self) -> Replica:
         """Wait until a replica serves, and return the one with the fewest groups in flight."""
@@ -169,14 +230,14 @@ class Supervisor:
             return self.num_serving > 0 or len(self.out_of_service) == len(self.replicas)
 
         async with self._changed:
-            # No deadline of its own: `starting` and `updating` end with the publish, which has one.
+            # No deadline of its own: every other state ends by itself, with the publish, the restart or the recovery.
             await self._changed.wait_for(is_decided)
         self.require_replicas()
         serving = [replica for replica in self.replicas if replica.state is ReplicaState.serving]
         return min(serving, key=lambda replica: (replica.num_in_flight, replica.index))
 
     async def _generate_on(self, replica: Replica, prompt: Prompt, n: int) -> list[Rollout]:
-        """One try. Ends early when the replica goes out: a frozen engine would hold the group until its deadline."""
+        """One try. Ends early when the replica fails: a frozen engine would hold the group until its deadline."""
         call = asyncio.ensure_future(replica.worker.generate_group(prompt, n))
         left = asyncio.ensure_future(replica.left.wait())
         try:
@@ -194,3 +255,176 @@ class Supervisor:
         finally:
             call.cancel()
             left.cancel()
+
+    # ---- publishes ----
+
+    async def hold(self) -> Held:
+        """A publish begins: no group starts until `settle`. Groups in flight go on; engines pause and resume them."""
+        async with self._changed:
+            self._num_publishes += 1
+            included: list[Replica] = []
+            for replica in self.replicas:
+                if replica.state in (ReplicaState.pending, ReplicaState.serving):
+                    replica.state = ReplicaState.updating
+                    replica.num_updates += 1
+                    included.append(replica)
+        return Held(
+            exclude=[replica.index for replica in self.replicas if replica not in included],
+            joining={replica.index: replica.worker.endpoint for replica in included if not replica.is_known},
+        )
+
+    def joined(self, index: int) -> None:
+        """The publisher knows this replica's endpoint."""
+        self.replicas[index].is_known = True
+
+    async def settle(self, outcomes: Sequence[ReplicaOutcome]) -> None:
+        """A publish ended: whoever committed serves, whoever failed is restarted, or out.
+
+        When nobody is left the next `generate_group` says so: the step that was published is whole all the same.
+        """
+        for replica, outcome in zip(self.replicas, outcomes, strict=True):
+            if replica.state is not ReplicaState.updating:
+                continue  # it was left out, or failed meanwhile
+            if outcome.committed:
+                self._serve(replica)
+            else:
+                await self.fail(replica, outcome.error or "it did not commit and gave no reason")
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def stranded(self) -> None:
+        """Wait until a replica needs weights while nobody serves whom it could read them from."""
+
+        def is_stranded() -> bool:
+            others = (ReplicaState.serving, ReplicaState.updating, ReplicaState.recovering)
+            return self._count(ReplicaState.pending) > 0 and self._count(*others) == 0
+
+        async with self._changed:
+            await self._changed.wait_for(is_stranded)
+
+    # ---- failure and return ----
+
+    async def fail(self, replica: Replica, reason: str) -> None:
+        """Take a replica out of the router; its groups in flight are sampled elsewhere. Restart it if it may be."""
+        if replica.state in (ReplicaState.out, ReplicaState.starting):
+            return
+        is_last = replica.num_restarts >= self._max_restarts
+        await self._leave(replica, ReplicaState.out if is_last else ReplicaState.starting, reason)
+        num_left = sum(other.state not in (ReplicaState.out, ReplicaState.starting) for other in self.replicas)
+        logger.warning(
+            "%s is out of service%s, %d left: %s",
+            replica.worker.name, "" if is_last else " and is restarted", num_left, reason,
+        )  # fmt: skip
+        if not is_last:
+            self._spawn(self._bring_back(replica))
+
+    async def restart_now(self, index: int) -> str:
+        """Somebody asks for a restart, whatever state the worker is in and however often it was restarted.
+
+        Returns:
+            What will happen, for people.
+        """
+        if self._restart is None:
+            return "this run does not restart workers (weight_sync.enabled=false): nothing was done"
+        replica = self.replicas[index]
+        if replica.state is ReplicaState.starting:
+            return f"{replica.worker.name} is being restarted already"
+        before = replica.state
+        await self._leave(replica, ReplicaState.starting, "a restart was asked for")
+        replica.num_restarts = 0
+        self._spawn(self._bring_back(replica, attempts=max(1, self._max_restarts)))
+        logger.warning("%s was %s and is restarted on request", replica.worker.name, before)
+        return f"{replica.worker.name} was {before} and is being restarted"
+
+    async def _leave(self, replica: Replica, state: ReplicaState, reason: str) -> None:
+        async with self._changed:
+            replica.state, replica.reason, replica.failed_at = state, reason, time.monotonic()
+            replica.left.set()
+            self._changed.notify_all()
+
+    async def _bring_back(self, replica: Replica, attempts: int | None = None) -> None:
+        """Restart a worker until it is up, then fill it."""
+        assert self._restart is not None
+        most = self._max_restarts if attempts is None else attempts
+        while replica.num_restarts < most:
+            await asyncio.sleep(self._backoff_s * 2**replica.num_restarts)
+            replica.num_restarts += 1
+            try:
+                worker = await self._restart(replica.index)
+            except Exception as error:  # the boundary to another process; the next attempt, or out
+                replica.reason = f"restart {replica.num_restarts} of {most} failed: {type(error).__name__}: {error}"
+                logger.warning("%s: %s", replica.worker.name, replica.reason)
+                continue
+            self.num_restarts += 1
+            replica.worker, replica.left, replica.is_known, replica.pulled = worker, asyncio.Event(), False, None
+            logger.info("%s is up again, %.1f s after it failed", worker.name, time.monotonic() - replica.failed_at)
+            await self._recover(replica)
+            return
+        async with self._changed:
+            replica.state = ReplicaState.out
+            self._changed.notify_all()
+        logger.error("%s stays out of service: %s", replica.worker.name, replica.reason)
+
+    async def _recover(self, replica: Replica) -> None:
+        """Give a restarted worker a healthy peer's weights; leave it pending, for a publish, where that cannot be."""
+        replica.state, left = ReplicaState.recovering, replica.left
+        async with self._changed:  # a peer that is being updated can be read from as soon as it has committed
+            await self._changed.wait_for(lambda: self.num_serving > 0 or self._count(ReplicaState.updating) == 0)
+        if left.is_set():
+            return  # a restart was asked for meanwhile
+        peers = [other for other in self.replicas if other.state is ReplicaState.serving]
+        if not peers:
+            await self._wait_for_publish(replica, "no worker serves that it could read from")
+            return
+        peer = min(peers, key=lambda other: (other.num_in_flight, other.index))
+        num_publishes = self._num_publishes
+        try:
+            offers = await self._call(peer, "offer", peer.worker.offer())
+            pulled = await self._call(replica, "pull", replica.worker.pull(offers))
+            has_moved = await self._call(peer, "offer", peer.worker.offer()) != offers
+            if not has_moved:
+                await self._call(replica, "adopt", replica.worker.adopt(offers[0].version, offers[0].epoch))
+        except Exception as error:  # the boundary to two other processes; a worker that is broken fails the publish too
+            if not left.is_set():
+                reason = f"reading from {peer.worker.name} failed with {type(error).__name__}: {error}"
+                await self._wait_for_publish(replica, reason)
+            return
+        if left.is_set():
+            return
+        if has_moved or self._num_publishes != num_publishes:
+            await self._wait_for_publish(replica, f"the version moved while it read from {peer.worker.name}")
+            return
+        logger.info(
+            "%s read %d bytes of version %d from %s in %.3f s and proved them in %.3f s",
+            replica.worker.name, pulled.num_bytes, offers[0].version, peer.worker.name, pulled.read_s, pulled.verify_s,
+        )  # fmt: skip
+        replica.pulled = pulled
+        async with self._changed:
+            self._serve(replica)
+            self._changed.notify_all()
+
+    async def _wait_for_publish(self, replica: Replica, why: str) -> None:
+        logger.info("%s joins the next publish: %s", replica.worker.name, why)
+        async with self._changed:
+            replica.state = ReplicaState.pending
+            self._changed.notify_all()
+
+    def _serve(self, replica: Replica) -> None:
+        """In service; for one that had failed, the end of its way back."""
+        replica.state = ReplicaState.serving
+        if replica.reason:
+            down_s = time.monotonic() - replica.failed_at
+            self.recoveries.append(Recovery(replica.index, down_s, replica.pulled.read_s if replica.pulled else None))
+            logger.info("%s serves again, %.1f s after it failed", replica.worker.name, down_s)
+            replica.reason = ""
+
+    async def _call(self, replica: Replica, verb: str, call: Awaitable[T]) -> T:
+        return await wait_for(call, f"{verb} on {replica.worker.name}", timeout_s=self._recovery_timeout_s)
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _count(self, *states: ReplicaState) -> int:
+        return sum(replica.state in states for replica in self.replicas)

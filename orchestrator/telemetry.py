@@ -53,6 +53,7 @@ METRICS: dict[str, str] = {
     "sync/prepare_s": "merge, cast and pack, on the slowest rank; overlaps with write_s",
     "sync/write_s": "one-sided writes, on the slowest rank",
     "sync/verify_s": "hashes compared at the receivers",
+    "sync/wave_s": "longest wave of the publish (weight_sync.publish_waves); total_s when there is one",
     "sync/commit_s": "repack, recompute, adopt the version, resume",
     "sync/bytes": "bytes written over the link, all ranks",
     "sync/peak_bytes": "most temporary device memory on one rank",
@@ -86,6 +87,10 @@ METRICS: dict[str, str] = {
     "rollout/groups_failed": "groups sampled again since the last step because their worker failed",
     "rollout/groups_uninformative": "groups replaced since the last step because their rewards were all equal",
     "rollout/replicas_serving": "replicas in service",
+    "rollout/restarts": "rollout workers started again since the last step",
+    "rollout/recoveries": "rollout workers that came back into service since the last step",
+    "rollout/down_s": "longest time that one of those was out of service",
+    "rollout/recovery_read_s": "seconds it read its weights from a peer; null when a publish brought them",
     "trainer/forward_backward_s": "seconds of forward and backward, slowest rank",
     "trainer/optimizer_s": "seconds of the optimizer step",
     "trainer/tokens_per_s_per_rank": "prompt and response tokens over those seconds and ranks",
@@ -310,9 +315,11 @@ def _sync_metrics(report: PublishReport) -> dict[str, Value]:
     return {
         **seconds,
         "sync/publish_s": report.total_s,
+        "sync/wave_s": max(report.wave_s, default=report.total_s),
         "sync/bytes": report.num_bytes,
         "sync/peak_bytes": report.peak_bytes,
         "sync/watermark_bytes": report.watermark_bytes,
+        "sync/changed_params": report.num_changed_params,
         "sync/replicas_committed": report.num_committed,
     }
 

@@ -300,6 +300,17 @@ class TrainerRank:
             raise TrainerError(f"rank {self._rank}: publish() before connect()")
         return self._publisher.publish(self._policy_version, exclude=exclude, trace=trace)
 
+    def disconnect(self, replicas: Sequence[int]) -> None:
+        """Close the links to engines that are dead (see Publisher.disconnect)."""
+        if self._publisher is not None:
+            self._publisher.disconnect(replicas)
+
+    def reconnect(self, replica: int, endpoint: str) -> None:
+        """Meet an engine that was started again (see Publisher.reconnect)."""
+        if self._publisher is None:
+            raise TrainerError(f"rank {self._rank}: reconnect() before connect()")
+        self._publisher.reconnect(replica, endpoint)
+
     # ------------------------------------------------------------------------------------------------------------ save
 
     def save_adapter(self, folder: str | Path) -> None:

@@ -11,10 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rollout.types import Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample
+from weight_sync.errors import PlanMismatch
 
 SUMS = (
     "loss/total_sum",
@@ -41,6 +43,7 @@ class Outcome:
     committed: bool
     error: str | None = None
     pause_s: float = 0.0
+    endpoint: str = "tcp://replica"
 
 
 @dataclass
@@ -62,6 +65,7 @@ class Report:
     peak_bytes: int = 100
     watermark_bytes: int = 1 << 20
     num_changed_params: int | None = 5
+    wave_s: tuple[float, ...] = (0.06,)
 
     @property
     def num_committed(self) -> int:
@@ -92,6 +96,7 @@ class FakeTrainer:
         self.excluded: list[tuple[int, list[int]]] = []
         """Per publish: its version, and the replicas it was told to leave out."""
         self.num_changed_params: int | None = 5
+        self.refuses_reconnect: set[int] = set()
         world.committed = [-1] * num_workers
 
     async def forward_backward(
@@ -132,6 +137,11 @@ class FakeTrainer:
             )
         return Report(version, outcomes, num_changed_params=self.num_changed_params)
 
+    async def reconnect(self, replica: int, endpoint: str, timeout_s: float) -> None:
+        self.world.diary.append(("reconnect", replica, endpoint))
+        if replica in self.refuses_reconnect:
+            raise PlanMismatch("another layout")
+
     async def save_state(self, folder: Path) -> None:
         (folder / "rank0.json").write_text(str(self.world.version))
 
@@ -146,6 +156,7 @@ class FakeWorker:
         self.world = world
         self.index = index
         self.name = f"rollout-{index}"
+        self.endpoint = f"tcp://{self.name}"
         self.fails_after: int | None = None
         """Number of groups after which it dies."""
         self.gate: asyncio.Event | None = None
@@ -163,6 +174,24 @@ class FakeWorker:
         return [
             Rollout([5, 2], [-1.0, -0.5], [version, version], "right" if i % 2 else "wrong", "stop") for i in range(n)
         ]
+
+    async def offer(self) -> list[Any]:
+        return [Offer(self.world.committed[self.index])]
+
+    async def pull(self, offers: Sequence[Any]) -> Any:
+        self.world.diary.append(("pull", self.index, offers[0].version))
+        return SimpleNamespace(num_bytes=10, read_s=0.5, verify_s=0.1)
+
+    async def adopt(self, version: int, epoch: int) -> None:
+        self.world.committed[self.index] = version
+
+
+@dataclass(frozen=True)
+class Offer:
+    """As much of recovery.Offer as the supervisor looks at."""
+
+    version: int
+    epoch: int = 1
 
 
 class FakeRewards:

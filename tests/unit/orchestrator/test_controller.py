@@ -43,6 +43,13 @@ class Loop:
         self.rewards = FakeRewards()
         self.checkpoints = CheckpointStore(self.folder.checkpoints, keep=2, options=fingerprint(config))
         self.resume_step = resume_step
+        self.max_restarts = 0
+
+    async def restart(self, index: int) -> FakeWorker:
+        self.world.diary.append(("restart", index))
+        self.world.committed[index] = -1
+        self.workers[index] = FakeWorker(self.world, index)
+        return self.workers[index]
 
     async def run(self) -> Controller:
         telemetry = Telemetry(
@@ -55,7 +62,9 @@ class Loop:
         with telemetry:
             rooms = Rooms(
                 trainer=self.trainer,
-                supervisor=Supervisor(self.workers, request_timeout_s=5),
+                supervisor=Supervisor(
+                    self.workers, request_timeout_s=5, restart=self.restart, max_restarts=self.max_restarts, backoff_s=0
+                ),
                 prompts=self.prompts,
                 eval_prompts=[Prompt(1000, (1,), "held out"), Prompt(1001, (1,), "held out")],
                 rewards=self.rewards,
@@ -245,6 +254,49 @@ async def test_step_that_never_reached_the_engines_is_loud(
     loop.trainer.num_changed_params = num_changed
     await loop.run()
     assert ("sync/changed_params is 0" in caplog.text) == is_loud
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_only_worker_is_restarted_and_published_to_at_once_while_its_batch_waits(
+    tmp_path: Path, staleness: int
+) -> None:
+    loop = Loop(tmp_path, make_config(staleness=staleness, num_steps=4), num_workers=1)
+    loop.max_restarts = 1
+    loop.workers[0].fails_after = 7
+    await loop.run()
+    assert [row["policy_version"] for row in loop.rows] == [0, 1, 2, 3, 4]
+    diary = [entry for entry in loop.world.diary if entry[0] in ("restart", "publish", "reconnect")]
+    restart = diary.index(("restart", 0))
+    version = diary[restart - 1][1]
+    assert diary[restart + 1] == ("reconnect", 0, "tcp://rollout-0")
+    assert diary[restart + 2] in [("publish", version), ("publish", version + min(staleness, 1))], "or the step's own"
+    assert all(entry[2] >= 0 for entry in loop.world.diary if entry[0] == "sample"), "dummy weights never sample"
+    assert sum(row["rollout/restarts"] or 0 for row in loop.rows) == 1
+    assert sum(row["rollout/recoveries"] or 0 for row in loop.rows) == 1
+    assert {row["rollout/recovery_read_s"] for row in loop.rows} == {None}
+
+
+async def test_worker_that_recovers_from_its_peer_costs_the_trainer_one_introduction(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=6))
+    loop.max_restarts = 1
+    loop.workers[1].fails_after = 3
+    await loop.run()
+    publishes = [entry for entry in loop.world.diary if entry[0] == "publish"]
+    assert [entry[1] for entry in publishes] == list(range(7)), "no publish for the recovery's sake"
+    assert [entry for entry in loop.world.diary if entry[0] == "reconnect"] == [("reconnect", 1, "tcp://rollout-1")]
+    assert loop.rows[-1]["rollout/replicas_serving"] == 2
+    assert sum(row["rollout/recoveries"] or 0 for row in loop.rows) == 1
+
+
+async def test_restarted_worker_with_another_layout_is_refused_and_the_others_commit(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=6))
+    loop.max_restarts = 1
+    loop.workers[1].fails_after = 3
+    loop.trainer.refuses_reconnect = {1}
+    await loop.run()
+    assert loop.rows[-1]["rollout/replicas_serving"] == 1
+    assert [row["step"] for row in loop.rows] == list(range(7))
+    assert loop.trainer.excluded[-1] == (6, [1])
 
 
 async def test_hanging_worker_is_given_up_when_it_goes_out_of_service(tmp_path: Path) -> None:

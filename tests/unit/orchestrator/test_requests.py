@@ -1,0 +1,116 @@
+"""Locks: a run that goes on hears what it is asked; one that does not is told apart, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from loop import FakeWorker, World
+
+from conf.errors import ConfigError
+from orchestrator.cli import main
+from orchestrator.requests import alive, answer_requests, ask, is_alive
+from orchestrator.supervisor import ReplicaState, Supervisor
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").touch()
+    return tmp_path
+
+
+@contextlib.asynccontextmanager
+async def listening(run: Path) -> AsyncIterator[Supervisor]:
+    world = World(committed=[0, 0])
+
+    async def restart(index: int) -> FakeWorker:
+        return FakeWorker(world, index)
+
+    workers = [FakeWorker(world, i) for i in range(2)]
+    supervisor = Supervisor(workers, request_timeout_s=5, restart=restart, max_restarts=1, backoff_s=0)
+    with alive(run):
+        task = asyncio.create_task(answer_requests(run, supervisor))
+        yield supervisor
+        task.cancel()
+    await supervisor.close()
+
+
+async def test_a_worker_is_restarted_on_request(run: Path) -> None:
+    async with listening(run) as supervisor:
+        (line,) = await asyncio.to_thread(ask, run, 1)
+        assert line == "rollout-1 was pending and is being restarted"
+        while supervisor.num_restarts == 0:
+            await asyncio.sleep(0)
+        assert supervisor.replicas[0].state is ReplicaState.pending
+
+
+async def test_without_a_number_it_is_every_worker_that_is_out(run: Path) -> None:
+    async with listening(run) as supervisor:
+        (line,) = await asyncio.to_thread(ask, run, None)
+        assert "no rollout worker is out of service" in line
+        supervisor.replicas[0].state = ReplicaState.out
+        (line,) = await asyncio.to_thread(ask, run, None)
+        assert line == "rollout-0 was out and is being restarted"
+
+
+async def test_mistakes_are_answered_and_cost_the_run_nothing(run: Path) -> None:
+    async with listening(run):
+        with pytest.raises(ConfigError, match="--worker 2: this run has 2 rollout workers, 0 to 1"):
+            await asyncio.to_thread(ask, run, 2)
+        (run / "control" / "x.request.json").write_text("nonsense")
+        while not (run / "control" / "x.answer.json").exists():
+            await asyncio.sleep(0.01)
+        (line,) = await asyncio.to_thread(ask, run, 0)
+        assert "is being restarted" in line
+        assert {path.name for path in (run / "control").iterdir()} == {"alive", "x.answer.json"}
+
+
+def test_a_run_that_is_over_is_told_apart(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not alive; go on with it by"):
+        ask(run, 0)
+    with alive(run):
+        assert is_alive(run)
+        with pytest.raises(ConfigError, match="did not answer within 0 s; nothing was done"):
+            ask(run, 0, timeout_s=0)
+        assert list((run / "control").glob("*.json")) == [], "a request that was given up is not carried out"
+    assert not is_alive(run)
+    with pytest.raises(ConfigError, match="not a run folder"):
+        ask(tmp_path / "nowhere", 0)
+
+
+def hold_for_ever(run: Path) -> None:
+    with alive(run):
+        signal.pause()
+
+
+def test_a_controller_that_is_killed_leaves_no_lock(run: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=hold_for_ever, args=(run,))
+    process.start()
+    while not is_alive(run):
+        assert process.is_alive()
+    with pytest.raises(ConfigError, match="is being run by another process"), alive(run):
+        pass
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert not is_alive(run)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "needs a run folder"),
+        (["nowhere"], "not a run folder"),
+        (["nowhere", "--worker", "first"], "invalid int value"),
+    ],
+)
+def test_the_command_says_what_is_wrong(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recover", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert main(["recover", "--help"]) == 0
