@@ -1,0 +1,228 @@
+"""Faults in the middle of a publish, between real processes over Mooncake and ZMQ.
+
+Each ends in a named state within a bound, the other replica commits, and nothing but a committed version ever serves.
+What a replica holds is read from its own memory. The bounds come from options: `timeout_s` of a replica, and the
+timeout of the trainer's process group, which alone ends the wait for a rank that neither answers nor dies.
+
+    sender killed, sender stopped, controller gone    RankLost on the other rank; replicas DIRTY, or not yet begun
+    receiver killed                                   its control connection breaks: out, the other commits
+    receiver stopped, link stalled                    its deadline passes: out, the other commits
+    message lost, connection cut                      the same; what the replica did is what it says later
+    bits flipped, bytes skipped or moved              test_publish_processes.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from fakes.publish_processes import Cluster, committed
+
+from weight_sync.errors import RankLost
+from weight_sync.protocol import Phase
+
+TIMEOUT_S = 5.0
+"""Of a publish to one replica, and of a transfer without progress. Mooncake accepts no less."""
+MESSAGE_TIMEOUT_S = 1.5
+"""The same where nothing is wrong with the link."""
+GROUP_TIMEOUT_S = 4.0
+SLACK_S = 12.0
+"""What a loaded machine may add. The waits that the bounds exclude are minutes."""
+
+Make = Callable[..., Cluster]
+
+
+@pytest.fixture
+def clusters() -> Iterator[Make]:
+    """Makes clusters with short deadlines."""
+    made: list[Cluster] = []
+
+    def make(**options: object) -> Cluster:
+        made.append(Cluster(**{"timeout_s": TIMEOUT_S, **options}))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        for child in (*cluster.ranks, *cluster.replicas):
+            if child.process.is_alive():
+                child.signal(signal.SIGCONT)
+        cluster.end_trainer()
+        cluster.close()
+
+
+def assert_holds(cluster: Cluster, replica: int, version: int) -> None:
+    wrong, state = cluster.replicas[replica].ask("wrong", version)
+    assert wrong == []
+    assert (state.phase, state.version) == (Phase.clean, version)
+
+
+def test_a_trainer_rank_that_dies_or_stops_mid_write_leaves_dirty_replicas_and_waves_leave_some_that_serve(
+    clusters: Make,
+) -> None:
+    """Rank 1 is a sender, rank 0 is the sender that also controls. Three trainers die one after the other."""
+    cluster = clusters(publish_waves=2, group_timeout_s=GROUP_TIMEOUT_S)
+    assert committed(cluster.publish(0)) == [True, True]
+    for version, (victim, kind) in enumerate(((1, "die"), (0, "die"), (1, "stop")), start=1):
+        began = time.monotonic()
+        for number, rank in enumerate(cluster.ranks):
+            rank.tell("publish", version, (kind, 0) if number == victim else None, None, ())
+        error = cluster.ranks[1 - victim].get(GROUP_TIMEOUT_S + SLACK_S)
+        assert isinstance(error, RankLost), error
+        assert time.monotonic() - began < GROUP_TIMEOUT_S + SLACK_S
+        wrong, state = cluster.replicas[0].ask("wrong", version)
+        assert (state.phase, state.version) == (Phase.dirty, version), "some bytes came, and nobody vouches for them"
+        assert wrong, "rank 0's or rank 1's part is missing"
+        assert_holds(cluster, 1, version - 1)
+        cluster.end_trainer()
+        cluster.start_trainer()
+        assert committed(cluster.publish(version)) == [True, True], "another trainer heals it"
+        assert_holds(cluster, 0, version)
+        assert_holds(cluster, 1, version)
+
+
+def test_a_receiver_that_stops_mid_write_or_is_stopped_costs_its_deadline_alone(clusters: Make) -> None:
+    cluster = clusters()
+    assert committed(cluster.publish(0)) == [True, True]
+    replica = cluster.replicas[0]
+    replica.ask("when_written", signal.SIGSTOP)
+    began = time.monotonic()
+    report = cluster.publish(1)
+    assert time.monotonic() - began < TIMEOUT_S + SLACK_S
+    assert committed(report) == [False, True]
+    assert "TransferTimeout" in (report.replicas[0].error or "")
+    assert_holds(cluster, 1, 1)
+    replica.signal(signal.SIGCONT)
+    wrong, state = replica.ask("wrong", 1)
+    assert state.version == 1
+    assert state.phase is Phase.dirty or not wrong, "it serves what was proven, or not at all"
+    assert committed(cluster.publish(2)) == [True, True]
+    assert_holds(cluster, 0, 2)
+
+
+def test_a_link_that_stalls_after_begin_costs_its_replica_alone_and_nothing_lands_late(clusters: Make) -> None:
+    """The replica's process is stopped when it has answered Begin: its end of the link takes no byte any more."""
+    cluster = clusters()
+    assert committed(cluster.publish(0)) == [True, True]
+    replica, pid = cluster.replicas[0], cluster.replicas[0].process.pid
+    for number, rank in enumerate(cluster.ranks):
+        rank.tell("publish", 1, ("stall", 0, pid) if number == 0 else None, None, ())
+    began = time.monotonic()
+    reports = [rank.get() for rank in cluster.ranks]
+    assert time.monotonic() - began < TIMEOUT_S + SLACK_S
+    assert committed(reports[0]) == [False, True]
+    assert "trainer rank 0" in (reports[0].replicas[0].error or "")
+    assert_holds(cluster, 1, 1)
+    replica.signal(signal.SIGCONT)
+    assert committed(cluster.publish(2)) == [True, True], "on a fresh connection"
+    assert_holds(cluster, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "error", "phase"),
+    [
+        ("swallow", b"Begin", "TransferTimeout", Phase.clean),
+        ("swallow", b"Commit", "TransferTimeout", Phase.dirty),
+        ("swallow", b"Committed", "TransferTimeout", Phase.clean),
+        ("cut", b"Commit", "is gone", Phase.dirty),
+    ],
+)
+def test_a_lost_message_costs_one_replica_which_never_serves_what_was_not_proven(
+    proxied: Cluster, kind: str, word: bytes, error: str, phase: Phase
+) -> None:
+    versions = proxied.replicas[0].ask("versions")
+    version = versions[-1] + 1 if versions else 0
+    assert committed(proxied.publish(version)) == [True, True]
+    assert proxied.proxy is not None
+    proxied.proxy.fault = (kind, word)
+    began = time.monotonic()
+    report = proxied.publish(version + 1)
+    assert time.monotonic() - began < MESSAGE_TIMEOUT_S + SLACK_S
+    assert committed(report) == [False, True]
+    assert error in (report.replicas[0].error or "")
+    assert_holds(proxied, 1, version + 1)
+    _, state = proxied.replicas[0].ask("wrong", version)
+    assert state.phase is phase
+    if phase is Phase.clean:  # Begin never came, or only the answer to a whole publish was lost
+        assert_holds(proxied, 0, version if word == b"Begin" else version + 1)
+    if kind == "cut":
+        assert "is gone" in (proxied.publish(version + 2).replicas[0].error or ""), "until it is met again"
+        proxied.reconnect(0)
+    assert committed(proxied.publish(version + 3)) == [True, True]
+    assert_holds(proxied, 0, version + 3)
+
+
+@pytest.fixture(scope="module")
+def proxied() -> Iterator[Cluster]:
+    """Replica 0's control channel goes through a proxy."""
+    cluster = Cluster(proxied=True, timeout_s=MESSAGE_TIMEOUT_S)
+    yield cluster
+    cluster.close()
+
+
+def test_a_killed_replica_is_restarted_reads_a_peers_weights_and_rejoins(clusters: Make) -> None:
+    """The trainer's ranks do nothing between the two publishes but meet the replica's new process."""
+    cluster = clusters()
+    assert committed(cluster.publish(0)) == [True, True]
+    cluster.replicas[0].ask("when_written", signal.SIGKILL)
+    assert committed(cluster.publish(1)) == [False, True]
+    fresh = cluster.restart_replica(0)
+    wrong, state = fresh.ask("wrong", 1)
+    assert wrong and not state.is_serving
+    offers = cluster.replicas[1].ask("offer")
+    assert fresh.ask("pull", offers) == ""
+    assert cluster.replicas[1].ask("offer") == offers
+    assert not fresh.ask("wrong", 1)[1].is_serving
+    fresh.ask("adopt", offers[0].version, offers[0].epoch)
+    assert_holds(cluster, 0, 1)
+    assert_holds(cluster, 1, 1)
+    cluster.reconnect(0)
+    report = cluster.publish(2)
+    assert committed(report) == [True, True]
+    assert_holds(cluster, 0, 2)
+
+
+def test_a_peer_that_dies_or_moves_during_a_recovery_leaves_the_restarted_replica_dirty(clusters: Make) -> None:
+    cluster = clusters(num_replicas=3)
+    assert committed(cluster.publish(0)) == [True, True, True]
+    fresh = cluster.restart_replica(0)
+    old = cluster.replicas[1].ask("offer")
+    assert committed(cluster.publish(1, exclude=[0])) == [False, True, True]
+    assert fresh.ask("pull", old) == "IntegrityError", "the bytes are of another version than the offer's"
+    assert fresh.ask("wrong", 0)[1].phase is Phase.dirty
+    cluster.reconnect(0)
+    assert committed(cluster.publish(2)) == [True, True, True]
+
+    fresh = cluster.restart_replica(0)
+    offers = cluster.replicas[2].ask("offer")
+    pid = cluster.replicas[2].process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    assert fresh.ask("pull", offers) in ("TransferFailed", "TransferTimeout")
+    assert time.monotonic() - began < TIMEOUT_S + SLACK_S
+    assert fresh.ask("wrong", 2)[1].phase is Phase.dirty
+    cluster.reconnect(0)
+    assert committed(cluster.publish(3)) == [True, True, False]
+    assert_holds(cluster, 0, 3)
+
+
+def test_two_hundred_publishes_grow_nothing_and_skip_and_repeat_no_version(clusters: Make) -> None:
+    cluster = clusters()
+    processes = (*cluster.ranks, *cluster.replicas)
+    num_warm = 40
+    for version in range(num_warm):
+        assert committed(cluster.publish(version)) == [True, True]
+    before = [process.ask("resources") for process in processes]
+    for version in range(num_warm, num_warm + 200):
+        assert committed(cluster.publish(version)) == [True, True]
+    after = [process.ask("resources") for process in processes]
+    for replica in cluster.replicas:
+        assert replica.ask("versions") == list(range(num_warm + 200))
+    for was, now in zip(before, after, strict=True):
+        assert now["registrations"] == was["registrations"] > 0
+        assert now["files"] <= was["files"]
+        assert now["threads"] <= was["threads"]
+        assert now["rss_bytes"] - was["rss_bytes"] < 3 << 20, "15 KiB a publish would be a leak"
