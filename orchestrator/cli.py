@@ -73,7 +73,12 @@ def _dispatch(words: list[str]) -> int:
     if command == "--version":
         print(cli_help.version())
         return EXIT_OK
-    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "plan": _plan, "doctor": _doctor}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "plan": _plan,
+        "doctor": _doctor,
+        "recover": _recover,
+    }
     if command not in commands:
         from conf.options import did_you_mean
 
@@ -205,6 +210,25 @@ def _doctor(words: list[str]) -> int:
     from orchestrator.doctor import run_doctor
 
     return run_doctor(as_json=flags.json)
+
+
+def _recover(words: list[str]) -> int:
+    parser = _Parser(prog="slipstream recover", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("run", type=Path, nargs="?")
+    parser.add_argument("--worker", type=int)
+    flags = parser.parse_args(words)
+    if flags.help:
+        from orchestrator import cli_help
+
+        print(cli_help.recover())
+        return EXIT_OK
+    if flags.run is None:
+        raise ConfigError("slipstream recover needs a run folder, e.g. slipstream recover runs/latest")
+    from orchestrator.requests import ask
+
+    print("\n".join(ask(flags.run, flags.worker)))
+    return EXIT_OK
 
 
 @contextmanager

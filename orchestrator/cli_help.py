@@ -35,6 +35,7 @@ commands
   train     start a run; its options are the words that follow
   plan      say what a publish of a run would move, hold and take, on any cluster; starts nothing
   doctor    look at this machine: versions, devices and links, limits, ports
+  recover   restart a rollout worker of a run that goes on
 
 start here
   slipstream doctor
@@ -105,6 +106,18 @@ limits, ports, Ray, Mooncake. Starts nothing that lasts. Every warning comes wit
 exit code: 0 when a run can work here, 1 when something that it needs is missing or broken"""
 
 
+_RECOVER = """\
+usage: slipstream recover RUN [--worker N]
+
+Asks the run that goes on in the folder RUN to start rollout workers again. A worker comes back with dummy weights,
+reads the current ones from a healthy worker (or gets them with the next publish) and then samples; trainer and other
+workers go on. Workers that fail are restarted without being asked, rollout.max_restarts times each.
+
+  --worker N   this worker, whatever its state; without it: every worker that is out of service
+
+exit code: 0 when the run has taken the request, 2 when there is no such run or worker"""
+
+
 def top() -> str:
     """`slipstream --help`."""
     return _TOP
@@ -118,6 +131,11 @@ def plan() -> str:
 def doctor() -> str:
     """`slipstream doctor --help`."""
     return _DOCTOR
+
+
+def recover() -> str:
+    """`slipstream recover --help`."""
+    return _RECOVER
 
 
 def version() -> str:
