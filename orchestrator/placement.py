@@ -227,6 +227,10 @@ class RayRolloutWorker:
         """Serve what was pulled."""
         await self._call("adopt", version, epoch)
 
+    async def release(self, offers: Sequence[Offer]) -> None:
+        """Close the links to the peer."""
+        await self._call("release", list(offers))
+
     async def _call(self, method: str, *args: Any) -> Any:
         call = self._actor.call.options(name=f"RolloutWorker.{method}")
         return await _result(call.remote(method, *args), self.name, OrchestratorError)

@@ -67,6 +67,10 @@ class RolloutHandle(Protocol):
         """Serve what was pulled."""
         ...
 
+    async def release(self, offers: Sequence[Offer]) -> None:
+        """Close the links to the peer."""
+        ...
+
 
 class ReplicaOutcome(Protocol):
     """What a publish reports about one replica (weight_sync.publisher)."""
@@ -402,6 +406,10 @@ class Supervisor:
         async with self._changed:
             self._serve(replica)
             self._changed.notify_all()
+        try:
+            await self._call(replica, "release", replica.worker.release(offers))
+        except Exception as error:  # it serves all the same; only a later death of its peer would notice
+            logger.warning("%s keeps its link to %s: %s", replica.worker.name, peer.worker.name, error)
 
     async def _wait_for_publish(self, replica: Replica, why: str) -> None:
         logger.info("%s joins the next publish: %s", replica.worker.name, why)

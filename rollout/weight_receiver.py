@@ -31,7 +31,7 @@ from weight_sync.layout import TensorMeta
 from weight_sync.protocol import Expected, pack, unpack
 from weight_sync.receiver import Receiver
 from weight_sync.recorder import record_layout
-from weight_sync.recovery import Offer, make_offer, pull
+from weight_sync.recovery import Offer, make_offer, pull, release
 from weight_sync.transport.mooncake import MooncakeTransport
 
 # At import, because vLLM imports its worker extension just before it loads the model, and both decisions are made while
@@ -141,6 +141,12 @@ class WeightReceiver:
     def slipstream_adopt(self, version: int, epoch: int) -> None:
         """Receiver.adopt."""
         self._slipstream.adopt(version, epoch)
+
+    @_replies
+    def slipstream_release(self, offers: bytes) -> None:
+        """recovery.release. `offers` as given to slipstream_pull."""
+        worker: Any = self
+        release(self._slipstream, unpack(tuple[Offer, ...], offers)[worker.rank])
 
     @_replies
     def slipstream_state(self) -> bytes:

@@ -17,6 +17,7 @@ and of its recovery from another worker, which gives its offer() and goes on sam
 
     pull(offers) pause; every rank DIRTY, reads the peer's same rank, proves the bytes
     adopt(v)     every rank CLEAN(v); the version moves; the engine resumes
+    release      every rank closes its link to the peer
 """
 
 from __future__ import annotations
@@ -201,7 +202,6 @@ class RolloutWorker:
         return Pulled(
             sum(rank.num_bytes for rank in ranks),
             max(rank.read_s for rank in ranks),
-            max(rank.close_s for rank in ranks),
             max(rank.verify_s for rank in ranks),
         )
 
@@ -209,6 +209,10 @@ class RolloutWorker:
         """Serve what was pulled. The caller has seen that the peer did not move meanwhile."""
         await self._put_in_service("slipstream_adopt", version, epoch)
         self._endpoint.adopt(self._state)
+
+    async def release(self, offers: Sequence[Offer]) -> None:
+        """Close the links to a peer that was pulled from; about a second without sampling."""
+        await self._engine.call_ranks("slipstream_release", pack(list(offers)))
 
     def health(self) -> WorkerHealth:
         """What the controller's supervisor wants to know; never blocks."""

@@ -12,6 +12,7 @@ what serves.
           VERIFIED
                                     offer      <---   make_offer once more, compared by the caller
     Receiver.adopt: CLEAN
+    release: closes the link
 
 The bytes are those that kernels read, fills and repacking included: nothing is loaded, sent or packed again, and no
 trainer rank takes part. A publish that begins on the peer meanwhile changes its epoch before it changes a byte: equal
@@ -27,7 +28,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weight_sync.errors import LinkMismatch, PlanMismatch, ReplicaDirty
+from weight_sync.errors import LinkMismatch, PlanMismatch, ReplicaDirty, TransportError
 from weight_sync.layout import Binding, DestLayout
 from weight_sync.protocol import pack
 
@@ -57,8 +58,6 @@ class Pulled:
 
     num_bytes: int
     read_s: float
-    close_s: float
-    """Closing the link to the peer, whose memory would stay pinned by it after its death."""
     verify_s: float
 
 
@@ -118,9 +117,18 @@ def pull(receiver: Receiver, offer: Offer, *, timeout_s: float) -> Pulled:
             list(sizes.values()),
             timeout_s=timeout_s,
         )
-        read = time.monotonic()
-    finally:
-        receiver.transport.reset(offer.binding.session)
-    closed = time.monotonic()
+    except TransportError:
+        receiver.transport.reset(offer.binding.session)  # nothing of it may land after this
+        raise
+    read = time.monotonic()
     receiver.verify_at_rest(offer.version, offer.epoch, offer.plan, offer.hashes)
-    return Pulled(sum(sizes.values()), read - began, closed - read, time.monotonic() - closed)
+    return Pulled(sum(sizes.values()), read - began, time.monotonic() - read)
+
+
+def release(receiver: Receiver, offer: Offer) -> None:
+    """Close the link to a peer that was read from, once this rank serves.
+
+    Left open it would keep the peer's memory mapped here, and pinned after the peer's death. Not part of pull():
+    closing takes about a second, in which the version would move.
+    """
+    receiver.transport.reset(offer.binding.session)

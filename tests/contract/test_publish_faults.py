@@ -176,6 +176,7 @@ def test_a_killed_replica_is_restarted_reads_a_peers_weights_and_rejoins(cluster
     assert cluster.replicas[1].ask("offer") == offers
     assert not fresh.ask("wrong", 1)[1].is_serving
     fresh.ask("adopt", offers[0].version, offers[0].epoch)
+    fresh.ask("release", offers)
     assert_holds(cluster, 0, 1)
     assert_holds(cluster, 1, 1)
     cluster.reconnect(0)

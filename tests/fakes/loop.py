@@ -185,6 +185,9 @@ class FakeWorker:
     async def adopt(self, version: int, epoch: int) -> None:
         self.world.committed[self.index] = version
 
+    async def release(self, offers: Sequence[Any]) -> None:
+        self.world.diary.append(("release", self.index))
+
 
 @dataclass(frozen=True)
 class Offer:

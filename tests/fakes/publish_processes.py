@@ -29,7 +29,7 @@ from fakes.publish import KEY, NUM_ENGINE_RANKS, DictSource, PlainEngine
 from weight_sync.endpoint import ReplicaEndpoint
 from weight_sync.errors import WeightSyncError
 from weight_sync.publisher import Publisher, PublishReport
-from weight_sync.recovery import Offer, make_offer, pull
+from weight_sync.recovery import Offer, make_offer, pull, release
 from weight_sync.transport.mooncake import MooncakeTransport
 
 NUM_TRAINER_RANKS = 2
@@ -71,6 +71,10 @@ async def _serve(timeout_s: float, pipe: Connection) -> None:
             for receiver in engine.receivers:
                 receiver.adopt(*args)
             endpoint.adopt(engine.receivers[0].state)
+            pipe.send(None)
+        elif verb == "release":
+            for receiver, offer in zip(engine.receivers, args[0], strict=True):
+                release(receiver, offer)
             pipe.send(None)
         elif verb == "zero":
             for params in engine.params:

@@ -81,7 +81,7 @@ async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other
     assert cast.worker(1).num_groups == 1
     cast.gate.set()
     await until(lambda: cast.states[0] is S.serving)
-    assert cast.world.diary[-1] == ("pull", 0, 7)
+    await until(lambda: cast.world.diary[-2:] == [("pull", 0, 7), ("release", 0)])
     assert cast.world.committed == [7, 7]
     (recovery,) = cast.supervisor.recoveries
     assert (recovery.replica, recovery.read_s) == (0, 0.5)

@@ -67,7 +67,7 @@ class NotingEngine:
             "slipstream_describe": pack(EngineRank(layout, BINDING, "tcp")),
             "slipstream_begin": pack(BINDING),
             "slipstream_offer": pack(OFFER),
-            "slipstream_pull": pack(Pulled(100, 0.5, 0.0, 0.25)),
+            "slipstream_pull": pack(Pulled(100, 0.5, 0.25)),
         }
         return [replies.get(method)] * 2
 
@@ -253,7 +253,7 @@ async def test_a_recovery_pauses_reads_and_serves_only_when_it_is_adopted(monkey
     await worker.start()
     engine.calls = []
     try:
-        assert await worker.pull([OFFER, OFFER]) == Pulled(200, 0.5, 0.0, 0.25)
+        assert await worker.pull([OFFER, OFFER]) == Pulled(200, 0.5, 0.25)
         assert worker.health().phase == "verified"
         with pytest.raises(ReplicaNotServing):
             await worker.generate_group(PROMPT, 1)
@@ -262,6 +262,8 @@ async def test_a_recovery_pauses_reads_and_serves_only_when_it_is_adopted(monkey
         await worker.adopt(3, 7)
         assert engine.calls == ["pause keep clear=True", "slipstream_pull", "slipstream_adopt", "version 3", "resume"]
         assert (worker.health().phase, worker.health().version, worker.health().epoch) == ("clean", 3, 7)
+        await worker.release([OFFER, OFFER])
+        assert engine.calls[-1] == "slipstream_release"
         assert await worker.offer() == [OFFER, OFFER]
         assert worker._endpoint.state.is_serving, "a publisher learns its epoch"
         await publish(worker, 4, 8)

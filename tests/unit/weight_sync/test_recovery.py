@@ -12,7 +12,7 @@ from weight_sync.errors import IntegrityError, LinkMismatch, PlanMismatch, Repli
 from weight_sync.integrity import hash_bytes
 from weight_sync.protocol import Expected, pack, unpack
 from weight_sync.receiver import Receiver
-from weight_sync.recovery import Offer, layout_digest, make_offer, pull
+from weight_sync.recovery import Offer, layout_digest, make_offer, pull, release
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
 
 DIGEST = "9f" * 32
@@ -75,6 +75,17 @@ def test_a_recovered_rank_takes_the_next_publish_and_may_be_a_peer_itself(pair: 
     assert [name for name in pair.fresh.wrong_params(4) if name.startswith("0:")] == []
     with pytest.raises(StaleEpoch):
         pair.rank.begin(5, 6, DIGEST)
+
+
+def test_releasing_a_peer_closes_its_link_and_nothing_else(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer = pair.offer()
+    pull(pair.rank, offer, timeout_s=5)
+    pair.rank.adopt(3, 5)
+    closed: list[str] = []
+    monkeypatch.setattr(MemoryTransport, "reset", lambda self, session: closed.append(session))
+    release(pair.rank, offer)
+    assert closed == [offer.binding.session]
+    assert pair.rank.state.is_serving
 
 
 def test_a_rank_without_a_committed_version_offers_nothing(pair: Pair) -> None:
