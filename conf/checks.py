@@ -11,7 +11,18 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.options import options_by_name
-from conf.schema import Device, EngineFormat, Init, Objective, RatioBaseline, RunConfig, TrainMode, TransportKind
+from conf.schema import (
+    ENGINE_LORA_RANKS,
+    Device,
+    EngineFormat,
+    Init,
+    Objective,
+    RatioBaseline,
+    RunConfig,
+    SyncMode,
+    TrainMode,
+    TransportKind,
+)
 
 CPU_ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that vLLM's CPU attention has kernels for (vLLM 0.32, `cpu_attn.py`)."""
@@ -28,6 +39,7 @@ def check_all(config: RunConfig) -> None:
         check_prompt_and_response_fit(config)
         check_transport_fits_device(config)
         check_expert_parallel_engine_has_gpus(config)
+        check_adapter_mode_has_an_adapter(config)
     if config.model.init is Init.random and config.model.path is None:
         check_architecture(config, config.model.hf_config)
 
@@ -41,6 +53,7 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
         check_tp_size_divides_heads(config, hf_config)
         check_head_dim_on_cpu(config, hf_config)
         check_fp8_engine_has_gpus(config, hf_config)
+        check_adapted_experts_have_gpu_engines(config, hf_config)
 
 
 def check_data_is_given(config: RunConfig) -> None:
@@ -109,6 +122,32 @@ def check_expert_parallel_engine_has_gpus(config: RunConfig) -> None:
             "rollout.enable_expert_parallel=true contradicts cluster.device=cpu: the engine splits experts over GPUs "
             "only; "
             "set rollout.enable_expert_parallel=false (trainer.ep_size works on a CPU)"
+        )
+
+
+def check_adapter_mode_has_an_adapter(config: RunConfig) -> None:
+    """Engine slots hold adapters of a bounded rank, and nothing else."""
+    if config.weight_sync.mode is not SyncMode.adapter:
+        return
+    if config.trainer.mode is TrainMode.full:
+        raise ConfigError(
+            "weight_sync.mode=adapter contradicts trainer.mode=full, which trains no adapter; set "
+            "weight_sync.mode=merged, or trainer.mode=lora"
+        )
+    if config.trainer.lora.slot_rank == 0:
+        raise ConfigError(
+            f"weight_sync.mode=adapter: engines serve adapters of rank {ENGINE_LORA_RANKS[-1]} at most, got "
+            f"trainer.lora.rank={config.trainer.lora.rank}; set weight_sync.mode=merged, or a lower rank"
+        )
+
+
+def check_adapted_experts_have_gpu_engines(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """vLLM applies the adapters of experts in Triton kernels; its CPU kernels know none."""
+    is_adapter = config.weight_sync.mode is SyncMode.adapter
+    if is_adapter and config.cluster.device is Device.cpu and config.trainer.lora.experts and num_experts_of(hf_config):
+        raise ConfigError(
+            "weight_sync.mode=adapter: the CPU engine has no kernels for adapters of experts; set "
+            "trainer.lora.experts=false (attention only), weight_sync.mode=merged, or cluster.device=cuda"
         )
 
 
@@ -248,6 +287,18 @@ def check_no_override_is_ignored(config: RunConfig, names: Iterable[str]) -> Non
             cluster.ray_address is not None,
             f"cluster.ray_address={cluster.ray_address}",
             "remove it: that cluster is not ours to configure",
+        ),
+        (
+            ("weight_sync.pause_mode", "weight_sync.keep_kv"),
+            config.weight_sync.mode is SyncMode.adapter,
+            "weight_sync.mode=adapter, which never pauses an engine",
+            "remove it, or set weight_sync.mode=merged",
+        ),
+        (
+            "weight_sync.on_busy_slot",
+            config.weight_sync.mode is SyncMode.merged,
+            "weight_sync.mode=merged, which has no slots",
+            "remove it, or set weight_sync.mode=adapter",
         ),
         (
             "rollout.gpu_memory_utilization",

@@ -100,6 +100,23 @@ class PauseMode(StrEnum):
     abort = "abort"
 
 
+class SyncMode(StrEnum):
+    """What a publish carries: whole weights with the adapter merged in, or the adapter alone, into a slot of its own."""
+
+    merged = "merged"
+    adapter = "adapter"
+
+
+class BusySlot(StrEnum):
+    """What a publish does when requests of older versions read every adapter slot: wait for them, sample them anew
+    under the newest version, or go on with what they have so far under the newest version.
+    """
+
+    wait = "wait"
+    requeue = "requeue"
+    re_prefill = "re_prefill"
+
+
 class TransportKind(StrEnum):
     """Link that carries the weights. `auto` takes nvlink when both ends are GPUs of this host, rdma when a NIC is
     found, else tcp.
@@ -181,6 +198,10 @@ class ModelConfig:
             )
 
 
+ENGINE_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""max_lora_rank of vLLM 0.25 to 0.33 (`MaxLoRARanks`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters: W + (alpha / rank) * B @ A on every projection, routed experts included."""
@@ -241,6 +262,14 @@ class LoraConfig:
     def _of_rank(self, rank: int | None) -> LoraConfig:
         rank = self.rank if rank is None else rank
         return replace(self, rank=rank, alpha=self.alpha * rank / self.rank, attention_rank=None, expert_rank=None)
+
+    @property
+    def slot_rank(self) -> int:
+        """Rank of an engine's adapter slots: the smallest that vLLM has kernels for and that holds every kind's; 0:
+        none.
+        """
+        largest = max(kind.rank for kind in (self.for_attention, self.for_mlp, self.for_experts) if kind is not None)
+        return next((rank for rank in ENGINE_LORA_RANKS if rank >= largest), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,6 +450,15 @@ class WeightSyncConfig:
 
     enabled: bool = True
     """false: publish version 0 only. For experiments that show what publishing is worth."""
+    mode: SyncMode = SyncMode.merged
+    """merged: W + (alpha / rank) * B @ A replaces the engine's weights, while it is paused. adapter: the base is sent
+    once, then only A and B, into a free slot of the running engine, which is never paused; requests finish on the
+    version that they started with. Needs trainer.mode=lora; adapted experts need GPU engines.
+    """
+    on_busy_slot: BusySlot = BusySlot.wait
+    """When requests of older versions read every slot (there are algorithm.max_staleness_steps + 2). `wait` gives up
+    after half of timeout_s. Ignored when mode=merged.
+    """
     transport: TransportKind = TransportKind.auto
     """Link that must carry the weights; one that is really another link is an error, never a fallback."""
     watermark_bytes: int = 1 << 30
@@ -428,10 +466,12 @@ class WeightSyncConfig:
     is cut to at most half of it.
     """
     pause_mode: PauseMode = PauseMode.keep
-    """What happens to requests in flight while weights change. With `wait` the longest response must fit timeout_s."""
+    """What happens to requests in flight while weights change. With `wait` the longest response must fit timeout_s.
+    Ignored when mode=adapter.
+    """
     keep_kv: bool = False
     """true: requests in flight go on with KV entries of older weights. false: they are prefilled again under the new
-    weights.
+    weights. Ignored when mode=adapter.
     """
     verify_hashes: bool = True
     """Compare a position-dependent 64-bit hash of every parameter at both ends before a version is committed."""

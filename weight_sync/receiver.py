@@ -176,7 +176,7 @@ class Receiver:
             self._synchronize()
         self._wire_hashes = self._verified_hashes
         self.committed_hashes = (
-            {param.name: self._hash_at_rest(param.name) for param in self._layout.params} if self._wire_hashes else {}
+            {param.name: self._hash_at_rest(param) for param in self._layout.params} if self._wire_hashes else {}
         )
         self._state = state
 
@@ -274,11 +274,10 @@ class Receiver:
             total[name] = (total[name] + value) & HASH_MASK
         return total
 
-    def _hash_at_rest(self, name: str) -> int:
-        tensor = self._params[name].detach()
-        is_as_sent = next(p for p in self._layout.params if p.name == name).post_load is PostLoad.identity
+    def _hash_at_rest(self, param: Param) -> int:
+        name, tensor = param.name, self._params[param.name].detach()
         if (
-            is_as_sent
+            param.post_load is PostLoad.identity
             and name in self._wire_hashes
             and self._covered[name] == [(0, tensor.numel() * tensor.element_size())]
         ):

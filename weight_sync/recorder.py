@@ -37,6 +37,8 @@ aten = torch.ops.aten
 
 _ALIASES = {aten.clone.default, aten.contiguous.default, aten._to_copy.default, aten.lift_fresh_copy.default}
 """Ops that return the same values in other memory: on a source they are the identity (or a cast)."""
+_STACKS = {aten.stack.default, aten.cat.default}
+"""Ops that put whole sources one after the other into fresh memory (a loader that gathers experts)."""
 _FILLS = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 
 
@@ -50,6 +52,14 @@ class _Source:
     """Whether a cast lost values; then only a parameter of that very dtype may take it."""
     base: Tensor
     """Keeps the storage alive, so that its identity stays unique."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Sources gathered along a first dim: entry i of that dim is sources[i], of the shape that `base` has below it."""
+
+    sources: tuple[Tensor, ...]
+    base: Tensor
 
 
 class _Span(NamedTuple):
@@ -125,6 +135,7 @@ class _Recorder(TorchDispatchMode):
         self.current = ""
         self.error: RecordError | None = None
         self._sources: dict[int, _Source] = {}
+        self._stacks: dict[int, _Stack] = {}
         self._spans: dict[int, list[_Span]] = {}
         self._storages: list[Any] = []  # alive while we compare identities
         for name, param in params.items():
@@ -200,7 +211,10 @@ class _Recorder(TorchDispatchMode):
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a copy or a fill, let views and unrelated ops run, refuse the rest."""
         if func is aten.copy_.default:
-            return self._copy(func, args, kwargs)
+            stack = self._stack_of(args[1])
+            return self._copy(func, args, kwargs) if stack is None else self._copy_stack(func, args, kwargs, stack)
+        if func in _STACKS and any(self._source_of(one) for one in args[0]):
+            return self._stack(func, args, kwargs)
         leaves = tree_leaves((args, kwargs))
         source = next((found for found in map(self._source_of, leaves) if found), None)
         if func in _FILLS and source is None:
@@ -214,6 +228,8 @@ class _Recorder(TorchDispatchMode):
                 )
             if source is not None:
                 raise RecordError(f"{source.meta.name}: {func} writes argument {name} of an op that reads it")
+            if self._stack_of(tensor) is not None:
+                raise RecordError(f"while loading {self.current}: {func} changes the values of a stack")
         if source is None:
             return func(*args, **kwargs)
         if func in _ALIASES:
@@ -239,6 +255,47 @@ class _Recorder(TorchDispatchMode):
         is_narrowed = torch.promote_types(source.dtype, dtype) != dtype
         self._remember(_Source(source.meta, dtype, is_narrowed, base))
         return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _stack_of(self, tensor: Any) -> _Stack | None:
+        """The stack that a tensor is a view of."""
+        if not isinstance(tensor, Tensor) or tensor.device.type != "meta":
+            return None
+        return self._stacks.get(tensor.untyped_storage()._cdata)
+
+    def _stack(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Remember which source is which entry. Only a stack along a first dim keeps each of them in one piece."""
+        parts: list[Tensor] = list(args[0])
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        meta = next(found.meta for found in map(self._source_of, parts) if found)
+        alike = {(tuple(part.shape), part.dtype) for part in parts}
+        if func is not aten.stack.default or dim != 0 or len(alike) != 1 or not all(map(self._source_of, parts)):
+            raise RecordError(
+                f"{meta.name}: {func} joins it with other tensors; only torch.stack(..., dim=0) of equal checkpoint "
+                "tensors can be replayed"
+            )
+        base = torch.empty((len(parts), *parts[0].shape), dtype=parts[0].dtype, device="meta")
+        self._stacks[base.untyped_storage()._cdata] = _Stack(tuple(parts), base)
+        return base
+
+    def _copy_stack(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stack: _Stack) -> Tensor:
+        """A copy from a stack is one copy from each of its entries."""
+        dest, value = args[0], args[1]
+        entry_size = stack.base.stride(0)
+        first = int(value.storage_offset()) // entry_size if entry_size else 0
+        whole = value.dim() == stack.base.dim() and value.stride() == stack.base.stride()
+        if dest.shape != value.shape or value.dtype != stack.base.dtype or not whole:
+            raise RecordError(
+                f"while loading {self.current}: a view of shape {list(value.shape)} and stride {list(value.stride())} "
+                f"is copied from a stack of shape {list(stack.base.shape)}; only parts of its entries can be replayed"
+            )
+        inside = int(value.storage_offset()) - first * entry_size
+        for index in range(value.shape[0]):
+            entry = stack.sources[first + index]
+            if not entry.is_contiguous():
+                raise RecordError(f"while loading {self.current}: a stack of tensors that are not contiguous")
+            part = entry.as_strided(value.shape[1:], value.stride()[1:], entry.storage_offset() + inside)
+            self._copy(func, (dest.select(0, index), part), kwargs)
+        return dest
 
     def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """A copy into a parameter is recorded and not done."""

@@ -66,6 +66,8 @@ OPTIONS = [
     "rollout.max_restarts",
     "rollout.restart_backoff_s",
     "weight_sync.enabled",
+    "weight_sync.mode",
+    "weight_sync.on_busy_slot",
     "weight_sync.transport",
     "weight_sync.watermark_bytes",
     "weight_sync.pause_mode",

@@ -1,0 +1,238 @@
+"""What this trainer rank can write out of its adapter: the trainer's side of a publish into engine slots.
+
+Owns the translation of sharded LoRA factors into the rectangles of trainer/adapter_names.py, and their values: cast to
+the engine's dtype, B then multiplied by alpha / rank *in that dtype*. This is what vLLM does when it loads an adapter
+from disk, so a slot holds the same bytes either way, whatever alpha / rank is. (The trainer scales after the product. The
+two agree to the bit when alpha / rank is a power of two, and to a rounding of B otherwise.)
+
+Invariant: nothing here communicates, `begin` included: FSDP2 shards A and B by rows, experts are held whole, and a
+factor is published as it lies. Over all ranks, the rectangles of one factor are disjoint and cover it: whoever holds the
+last rows of A also writes the zero rows that pad it to the slot's rank.
+
+    rows of one read        first_row .. first_row + count of a parameter's local rows
+    a run                   reads at equal distance in the parameter, next to each other in the slot: one copy for the
+                            gate rows (or the up rows) of all experts that this rank holds
+
+Shapes: R rows, K columns in the slot, N blocks of a run. Callers: trainer/rank.py; weight_sync.publisher and
+weight_sync.pipeline, through `weight_sync.source.WeightSource` and `weight_sync.packing.CompilingSource`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from conf.schema import LoraConfig
+from trainer.adapter_names import adapter_tensors, factor_names
+from trainer.errors import LayoutError
+from trainer.lora import Linear
+from trainer.model.decoder import Decoder
+from trainer.moe.experts import Experts
+from trainer.parallel import local_part
+from trainer.shards import local_rows
+from weight_sync.layout import Region, SourceLayout, SourceShard
+from weight_sync.packing import FillSlot, PackedRead, view_as
+
+_EXPERT_PARTS = (("gate_proj", "gate_up", 0), ("up_proj", "gate_up", 1), ("down_proj", "down", 0))
+"""Checkpoint name, stack of trainer/moe/experts.py, and which part of the stack's rows of B it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldFactor:
+    """A rectangle of one factor that this rank holds, padding included."""
+
+    region: Region
+    """In the factor as the slot has it: rank R, not the trainer's."""
+    parameter: nn.Parameter
+    first_row: int
+    """Which of this rank's rows of the parameter is the rectangle's first."""
+    num_rows: int
+    """Rows that the parameter has of it; the rest of the rectangle is zero."""
+    num_columns: int
+    """Columns that the parameter has of it."""
+    scale: float
+    """alpha / rank for B, 1 for A."""
+
+    def run(self, region: Region) -> FactorRun:
+        """Where a part of the rectangle lies in the parameter."""
+        start = region.start[0] - self.region.start[0]
+        stop = min(start + region.shape[0], self.num_rows)
+        return FactorRun(
+            self.parameter,
+            self.scale,
+            self.first_row + start,
+            max(0, stop - start),
+            slice(region.start[1], max(region.start[1], min(region.stop[1], self.num_columns))),
+            region.shape,
+        )
+
+
+@dataclass(slots=True)
+class FactorRun:
+    """Equal blocks of rows of one parameter, at equal distances; each is written as a block of `shape`, padded."""
+
+    parameter: nn.Parameter
+    scale: float
+    first_row: int
+    num_rows: int
+    columns: slice
+    shape: tuple[int, ...]
+    num_blocks: int = 1
+    step: int = 0
+    """Rows from one block to the next; 0 while there is one."""
+
+    def take(self, following: FactorRun) -> bool:
+        """Whether `following` is the next block; then it is part of this run from here on."""
+        step = following.first_row - self.first_row - (self.num_blocks - 1) * self.step
+        is_next = (
+            self.parameter is following.parameter
+            and (self.scale, self.num_rows, self.columns, self.shape)
+            == (following.scale, following.num_rows, following.columns, following.shape)
+            and step > 0
+            and self.step in (0, step)
+        )
+        if is_next:
+            self.num_blocks, self.step = self.num_blocks + 1, step
+        return is_next
+
+    def write(self, out: Tensor) -> None:
+        """Fill `out`, (num_blocks, *shape) with any strides, cast to its dtype. No communication."""
+        num_columns = self.columns.stop - self.columns.start
+        is_padded = (self.num_rows, num_columns) != self.shape
+        if is_padded:
+            out.zero_()
+        if not self.num_rows or not num_columns:
+            return
+        rows = local_rows(self.parameter)
+        blocks_NRK = rows.as_strided(
+            (self.num_blocks, self.num_rows, num_columns),
+            (self.step * rows.stride(0), rows.stride(0), rows.stride(1)),
+            rows.storage_offset() + self.first_row * rows.stride(0) + self.columns.start * rows.stride(1),
+        )
+        target = out[:, : self.num_rows, :num_columns] if is_padded else out
+        target.copy_(blocks_NRK)
+        if self.scale != 1.0:
+            target.mul_(self.scale)
+
+
+class AdapterSource:
+    """WeightSource over the LoRA factors of one rank's decoder."""
+
+    temporary_bytes = 0
+    """Values go from the float32 parameter straight into the slot."""
+
+    def __init__(self, decoder: Decoder, rank: int, lora: LoraConfig) -> None:
+        self._rank = rank
+        self._held: dict[str, list[HeldFactor]] = {}
+        for name, factor in _held_factors(decoder, lora):
+            if factor.region.num_elements:
+                self._held.setdefault(name, []).append(factor)
+        dtype = str(decoder.dtype).removeprefix("torch.")
+        tensors = tuple(adapter_tensors(decoder.spec.checkpoint_tensors(dtype), lora))
+        known = {meta.name for meta in tensors}
+        unknown = sorted(set(self._held) - known)
+        if unknown:
+            raise LayoutError(
+                f"rank {rank}: {len(unknown)} adapter factors have no name for an engine ({unknown[0]}, ...); "
+                "set weight_sync.mode=merged"
+            )
+        shards = tuple(SourceShard(name, one.region) for name, held in self._held.items() for one in held)
+        self._layout = SourceLayout(rank, tensors, shards)
+
+    def layout(self) -> SourceLayout:
+        """The rectangles this rank can write without communication."""
+        return self._layout
+
+    def begin(self, version: int) -> int:
+        """Nothing to gather."""
+        return 0
+
+    @torch.no_grad()
+    def read(self, tensor: str, region: Region, out: Tensor) -> None:
+        """Write the values of `region` into `out`, cast to out.dtype; see the protocol."""
+        self._run(tensor, region).write(out[None])
+
+    def compile_reads(self, reads: Sequence[PackedRead]) -> FillSlot:
+        """Join reads that lie at equal distances in a parameter and follow each other in the slot; see packing.py."""
+        runs = self.joined(reads)
+
+        @torch.no_grad()
+        def fill(slot: Tensor) -> None:
+            for run, read in runs:
+                if read.is_row_major:
+                    run.write(view_as(slot, read.offset_bytes, read.dtype, (run.num_blocks, *run.shape)))
+                else:
+                    run.write(read.view(slot)[None])
+
+        return fill
+
+    def joined(self, reads: Sequence[PackedRead]) -> list[tuple[FactorRun, PackedRead]]:
+        """Runs, each with the first of its reads."""
+        joined: list[tuple[FactorRun, PackedRead]] = []
+        stop_bytes = 0
+        for read in reads:
+            run = self._run(read.tensor, read.region)
+            if joined:
+                last_run, first = joined[-1]
+                is_adjacent = stop_bytes == read.offset_bytes and first.dtype == read.dtype
+                if is_adjacent and first.is_row_major and read.is_row_major and last_run.take(run):
+                    stop_bytes += read.num_bytes
+                    continue
+            joined.append((run, read))
+            stop_bytes = read.offset_bytes + read.num_bytes
+        return joined
+
+    def end(self) -> None:
+        """Nothing to drop."""
+
+    def _run(self, tensor: str, region: Region) -> FactorRun:
+        for held in self._held.get(tensor, ()):
+            if held.region.intersect(region) == region:
+                return held.run(region)
+        holds = [held.region for held in self._held.get(tensor, ())]
+        raise LayoutError(f"rank {self._rank} cannot read {region} of {tensor}: it holds {holds or 'none of it'}")
+
+
+def _held_factors(decoder: Decoder, lora: LoraConfig) -> Iterator[tuple[str, HeldFactor]]:
+    """Every rectangle that this rank holds, in the order of the modules."""
+    for name, module in decoder.named_modules():
+        if isinstance(module, Experts) and module.lora is not None:
+            yield from _expert_factors(name, module, lora)
+        elif isinstance(module, Linear) and module.lora is not None:
+            a, b = factor_names(f"{name}.weight")
+            yield a, _held_a(module.lora_A, lora)
+            yield b, _held_b(module.lora_B, lora)
+
+
+def _held_a(parameter: nn.Parameter, lora: LoraConfig) -> HeldFactor:
+    """Rows of A; whoever has the last one has the padding below it too."""
+    local, start = local_part(parameter)
+    num_rows, columns = local.shape
+    has_last = num_rows > 0 and start + num_rows == lora.rank
+    region = Region((start, 0), (num_rows + (lora.slot_rank - lora.rank if has_last else 0), columns))
+    return HeldFactor(region, parameter, 0, num_rows, columns, 1.0)
+
+
+def _held_b(parameter: nn.Parameter, lora: LoraConfig) -> HeldFactor:
+    local, start = local_part(parameter)
+    region = Region((start, 0), (local.shape[0], lora.slot_rank))
+    return HeldFactor(region, parameter, 0, local.shape[0], lora.rank, lora.scale)
+
+
+def _expert_factors(name: str, bank: Experts, lora: LoraConfig) -> Iterator[tuple[str, HeldFactor]]:
+    """An expert is held whole, with its own A and B. Gate and up publish the same A under two names."""
+    num_held, start = local_part(bank.down_lora_A)[0].shape[0], local_part(bank.down_lora_A)[1]
+    for index in range(num_held):
+        for leaf, stack, part in _EXPERT_PARTS:
+            a, b = getattr(bank, f"{stack}_lora_A"), getattr(bank, f"{stack}_lora_B")
+            columns, rows_of_b = a.shape[2], b.shape[1]
+            num_rows = bank.intermediate_size if stack == "gate_up" else rows_of_b
+            a_name, b_name = factor_names(f"{name}.{bank.first_expert + start + index}.{leaf}.weight")
+            whole_a = Region((0, 0), (lora.slot_rank, columns))
+            whole_b = Region((0, 0), (num_rows, lora.slot_rank))
+            yield a_name, HeldFactor(whole_a, a, index * lora.rank, lora.rank, columns, 1.0)
+            first_row = index * rows_of_b + part * num_rows
+            yield b_name, HeldFactor(whole_b, b, first_row, num_rows, lora.rank, lora.scale)
