@@ -32,14 +32,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rollout.errors
-import weight_sync.errors
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
-from rollout.errors import EngineDied, EngineError
+from rollout.errors import EngineDied, EngineError, error_class
 from rollout.lifeline import OWNER_VARIABLE
-from rollout.types import Rollout
+from rollout.slots import Adapter
+from rollout.types import AdapterSlotsSpec, Rollout
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,8 @@ SHUTDOWN_TIMEOUT_S = 1.0
 DRAIN_TIMEOUT_S = 30.0
 """Longest that outputs which have arrived may wait for vLLM's own handler."""
 ABORTED = "abort"
-"""finish_reason of a request that a pause or a shutdown ended."""
+"""finish_reason of a request that a pause, an eviction or a shutdown ended."""
+NUM_PROBE_LOGPROBS = 16
 
 
 def engine_environment(device: Device) -> dict[str, str]:
@@ -76,10 +77,18 @@ def engine_environment(device: Device) -> dict[str, str]:
     }
 
 
-def engine_arguments(folder: Path, config: RolloutConfig, *, dtype: DType, device: Device, seed: int) -> dict[str, Any]:
+def engine_arguments(
+    folder: Path,
+    config: RolloutConfig,
+    *,
+    dtype: DType,
+    device: Device,
+    seed: int,
+    adapters: AdapterSlotsSpec | None = None,
+) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs. The same names hold for both supported releases."""
     is_cpu = device is not Device.cuda
-    arguments = {
+    arguments: dict[str, Any] = {
         "model": str(folder),
         "load_format": "dummy",  # version 0 comes by publish, as every other version
         "skip_tokenizer_init": True,  # token ids in, token ids out
@@ -107,6 +116,17 @@ def engine_arguments(folder: Path, config: RolloutConfig, *, dtype: DType, devic
     if is_cpu and _has_latent_attention(folder):
         # With the AMX kernels vLLM would move kv_b_proj into private packed copies.
         arguments["attention_backend"] = "CPU_MLA"
+    if adapters is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": adapters.num_slots,
+            "max_cpu_loras": adapters.num_slots,
+            "max_lora_rank": adapters.rank,
+            "lora_target_modules": list(adapters.target_modules),
+            "fully_sharded_loras": False,  # has no form with expert parallelism
+        }
+        if config.enable_expert_parallel:
+            arguments["all2all_backend"] = "allgather_reducescatter"  # the only one that adapters of experts work with
     return arguments
 
 
@@ -155,16 +175,28 @@ class Engine:
         dtype: Format of weights and activations.
         device: cpu or cuda (`auto` must be decided by now).
         seed: Of the engine's own random numbers; give every worker another one.
+        adapters: Slots for adapters; None: requests name none.
     """
 
-    def __init__(self, folder: Path, config: RolloutConfig, *, dtype: DType, device: Device, seed: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: RolloutConfig,
+        *,
+        dtype: DType,
+        device: Device,
+        seed: int,
+        adapters: AdapterSlotsSpec | None = None,
+    ) -> None:
         self._folder = folder
         self._config = config
         self._device = device
-        self._arguments = engine_arguments(folder, config, dtype=dtype, device=device, seed=seed)
+        self._arguments = engine_arguments(folder, config, dtype=dtype, device=device, seed=seed, adapters=adapters)
         self._llm: AsyncLLM | None = None
         self._request_numbers = itertools.count()
         self._stamps: dict[str, list[int]] = {}
+        self._adapters: dict[str, Adapter] = {}
+        """Of requests in flight that name one; its version is their stamp from the first token to the last."""
         self._stop_token_ids = stop_token_ids(folder)
         self.version = -1
         """Policy version that stamps new tokens; -1 while the weights are dummies."""
@@ -224,14 +256,17 @@ class Engine:
             for output in outputs.outputs:
                 request_id, _, _ = output.request_id.rpartition("-")  # vLLM appends 8 random characters
                 if request_id in self._stamps:
-                    self._stamps[request_id].extend([self.version] * len(output.new_token_ids))
+                    adapter = self._adapters.get(request_id)
+                    version = self.version if adapter is None else adapter.version
+                    self._stamps[request_id].extend([version] * len(output.new_token_ids))
                     self.num_generated_tokens += len(output.new_token_ids)
             return outputs
 
         client.get_output_async = get_stamped_output
 
-    async def warm_up(self) -> None:
-        """Sample once at every batch size whose kernels vLLM's start leaves uncompiled.
+    async def warm_up(self, adapter: Adapter | None = None) -> None:
+        """Sample once at every batch size whose kernels vLLM's start leaves uncompiled, with an adapter where they are
+        served.
 
         vLLM runs its largest batch and those that it captures. A batch in between (a prefill) meets kernels that are
         compiled while it waits, most of a second each; a publish that comes then waits for that step to end.
@@ -249,7 +284,7 @@ class Engine:
             # No two prompts share a first block: it would not be computed again.
             prompt = [(length + index) % num_tokens for index in range(length)]
             try:
-                await self.generate_group(prompt, 1, sampling)
+                await self.generate_group(prompt, 1, sampling, adapter=adapter)
             except EngineDied:
                 raise
             except EngineError as e:  # with dummy weights anything may come out; the kernels have run
@@ -257,7 +292,13 @@ class Engine:
         self.num_generated_tokens = 0
 
     async def generate_group(
-        self, prompt_token_ids: Sequence[int], n: int, sampling: SamplingConfig, *, seed: int | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        n: int,
+        sampling: SamplingConfig,
+        *,
+        seed: int | None = None,
+        adapter: Adapter | None = None,
     ) -> list[Rollout]:
         """Sample `n` responses to one prompt. Their `text` is empty: the engine has no tokenizer.
 
@@ -266,16 +307,18 @@ class Engine:
             n: Siblings; each is a request of its own and shares the prompt's KV blocks with the others.
             sampling: Temperature, bounds and end of a response.
             seed: Of the first sibling; the others follow. None: the engine's own stream (much faster on GPUs).
+            adapter: Applied to all of them, from first token to last. The caller holds a lease on its slot.
 
         Returns:
-            Rollouts in order; finish_reason "stop", "length", or ABORTED where a pause ended a request.
+            Rollouts in order; finish_reason "stop", "length", or ABORTED where a pause or abort_version() ended a
+            request.
 
         Raises:
             EngineDied: The process is gone.
             EngineError: vLLM refused the request or answered inconsistently.
         """
         seeds = [None if seed is None else seed + index for index in range(n)]
-        tasks = [asyncio.create_task(self._generate(prompt_token_ids, sampling, own)) for own in seeds]
+        tasks = [asyncio.create_task(self._generate(prompt_token_ids, sampling, own, adapter)) for own in seeds]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -283,10 +326,11 @@ class Engine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _generate(self, prompt_token_ids: Sequence[int], sampling: SamplingConfig, seed: int | None) -> Rollout:
+    async def _generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingConfig, seed: int | None, adapter: Adapter | None
+    ) -> Rollout:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -299,25 +343,58 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        # The salt keeps prefix blocks of one version from requests that start under another, whether or not they were
-        # dropped.
-        prompt: Any = {"prompt_token_ids": list(prompt_token_ids), "cache_salt": f"policy version {self.version}"}
         request_id = f"rollout-{next(self._request_numbers)}"
         stamps = self._stamps[request_id] = []
         try:
+            final = await self._run(prompt_token_ids, params, request_id, adapter)
+        finally:
+            del self._stamps[request_id]
+        return self._to_rollout(request_id, final, stamps)
+
+    async def _run(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str, adapter: Adapter | None
+    ) -> Any:
+        """One request to its end: vLLM's last output."""
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        # The salt keeps prefix blocks of one version from requests that start under another, whether or not they were
+        # dropped.
+        salt = f"policy version {self.version}" if adapter is None else adapter.name
+        prompt: Any = {"prompt_token_ids": list(prompt_token_ids), "cache_salt": salt}
+        lora = None
+        if adapter is not None:
+            self._adapters[request_id] = adapter
+            lora = LoRARequest(adapter.name, adapter.lora_id, "slot")  # loaded long ago: the path is never read
+        try:
             final = None
-            async for output in self._running().generate(prompt, params, request_id):
+            async for output in self._running().generate(prompt, params, request_id, lora_request=lora):
                 final = output
+            return final
         except EngineDeadError as e:
             raise EngineDied("the engine's process died while it sampled; this rollout worker must be restarted") from e
         except EngineError:
             raise
         except Exception as e:  # the edge to vLLM, whose refusals share no base between releases
-            what = f"a request of {len(prompt_token_ids)} prompt and at most {sampling.max_tokens} new tokens"
+            what = f"a request of {len(prompt_token_ids)} prompt and at most {params.max_tokens} new tokens"
             raise EngineError(f"the engine refused or failed {what}: {type(e).__name__}: {e}") from e
         finally:
-            del self._stamps[request_id]
-        return self._to_rollout(request_id, final, stamps)
+            self._adapters.pop(request_id, None)
+
+    async def next_logprobs(self, prompt_token_ids: Sequence[int], adapter: Adapter | None) -> dict[int, float]:
+        """Log-probabilities of the likeliest next tokens, and of the one that was sampled."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=1.0, seed=1, logprobs=NUM_PROBE_LOGPROBS, detokenize=False)
+        final = await self._run(prompt_token_ids, params, f"probe-{next(self._request_numbers)}", adapter)
+        if final is None or not final.outputs[0].logprobs:
+            raise EngineError("a probe of the engine ended without an output")
+        return {token: entry.logprob for token, entry in final.outputs[0].logprobs[0].items()}
+
+    async def abort_version(self, version: int) -> None:
+        """End the requests in flight that use this version's adapter; each returns what it has so far, ABORTED."""
+        requests = [request for request, adapter in self._adapters.items() if adapter.version == version]
+        await self._running().abort(requests)
 
     def _to_rollout(self, request_id: str, final: Any, stamps: list[int]) -> Rollout:
         if final is None or not final.outputs:
@@ -325,6 +402,8 @@ class Engine:
         (completion,) = final.outputs
         token_ids = list(completion.token_ids)
         logprobs = [entry[token].logprob for token, entry in zip(token_ids, completion.logprobs or [], strict=True)]
+        if completion.finish_reason == ABORTED:
+            del stamps[len(token_ids) :]  # tokens that arrived after the request was ended
         if len(stamps) != len(token_ids):
             raise EngineError(f"{request_id} has {len(token_ids)} tokens and {len(stamps)} version stamps")
         if not all(map(math.isfinite, logprobs)):
@@ -386,7 +465,7 @@ class Engine:
             raise EngineError(f"{method} failed inside the engine: {type(e).__name__}: {e}") from e
         for error, text, _ in replies:
             if error:
-                raise _error_class(error)(text)
+                raise error_class(error)(text)
         return [result for _, _, result in replies]
 
     def shutdown(self) -> None:
@@ -403,12 +482,3 @@ class Engine:
         if self._llm.errored:
             raise EngineDied("the engine's process died; this rollout worker must be restarted")
         return self._llm
-
-
-def _error_class(name: str) -> type[Exception]:
-    """The class of an error that crossed from an engine rank by name."""
-    for module in (rollout.errors, weight_sync.errors):
-        found = getattr(module, name, None)
-        if found is not None:
-            return found
-    return EngineError

@@ -7,6 +7,7 @@
         EngineError(RuntimeError)          the engine refused to start, or a request failed inside it
           EngineDied(ConnectionError)      the engine's process is gone; the worker must be restarted
           UnsupportedWeights(ValueError)   the engine keeps a weight in a form that cannot be written in place
+          SlotsBusy                        requests of older versions read every adapter slot
         ReplicaNotServing(ReplicaDirty)    asked to sample while the weights are not of one committed version
 
 DataError and RewardError are the user's to repair: their message says what to change. Each class is built from one
@@ -15,6 +16,9 @@ message, so that it unpickles on the other side of a Ray call.
 
 from __future__ import annotations
 
+import sys
+
+import weight_sync.errors
 from conf.errors import ConfigError, SlipstreamError
 from weight_sync.errors import ReplicaDirty
 
@@ -43,5 +47,18 @@ class UnsupportedWeights(EngineError, ValueError):
     """The engine stores a parameter in a form that one-sided writes cannot fill. Names the parameter and the reason."""
 
 
+class SlotsBusy(EngineError):
+    """No adapter slot became free in time for a publish. Names who reads them."""
+
+
 class ReplicaNotServing(RolloutError, ReplicaDirty):
     """A request came while the replica's weights were not of one committed version. Names the state."""
+
+
+def error_class(name: str) -> type[Exception]:
+    """The class of an error that crossed from an engine rank by name."""
+    for module in (sys.modules[__name__], weight_sync.errors):
+        found = getattr(module, name, None)
+        if isinstance(found, type) and issubclass(found, SlipstreamError):
+            return found
+    return EngineError

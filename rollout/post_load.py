@@ -229,6 +229,7 @@ def _check_linear(name: str, module: nn.Module) -> None:
 def _expert_method(name: str, module: nn.Module) -> tuple[Any, str]:
     """How the experts of a layer are quantized, and the name of the kernels that were chosen."""
     method: Any = getattr(module, "quant_method", None)
+    method = getattr(method, "old_quant_method", method)  # LoRA puts a method of its own around it
     if isinstance(method, Fp8MoEMethod):
         if not method.block_quant:
             raise UnsupportedWeights(

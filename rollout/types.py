@@ -5,6 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from weight_sync.layout import TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSlotsSpec:
+    """The adapters that an engine is to serve from slots (weight_sync.mode=adapter)."""
+
+    num_slots: int
+    """Versions that can be held at once, the one being written included."""
+    rank: int
+    """Of the slots; one of conf.schema.ENGINE_LORA_RANKS."""
+    target_modules: tuple[str, ...]
+    """Last names of the modules that carry an adapter."""
+    tensors: tuple[TensorMeta, ...]
+    """Every factor, at the slots' rank."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

@@ -24,8 +24,10 @@ from vllm.config import set_current_vllm_config
 
 from conf.errors import SlipstreamError
 from conf.schema import TransportKind
+from rollout.adapter_slots import AdapterSlots, own_stream, slot_buffers, without_adapters
 from rollout.lifeline import OWNER_VARIABLE, end_with
 from rollout.post_load import Forms, readable, refuse_unwritable
+from rollout.slot_channel import SlotServer, socket_address
 from weight_sync.heap import freeze_heap
 from weight_sync.layout import TensorMeta
 from weight_sync.protocol import Expected, pack, unpack
@@ -67,6 +69,7 @@ class WeightReceiver:
     """Methods that vLLM's worker gains. `self` is the worker: rank, device, vllm_config and get_model() are vLLM's."""
 
     _slipstream: Receiver
+    _slipstream_transport: MooncakeTransport
 
     @_replies
     def slipstream_describe(
@@ -86,21 +89,43 @@ class WeightReceiver:
         worker: Any = self
         refuse_unwritable(worker.vllm_config)
         model = worker.get_model()
-        forms = Forms.of(model, worker.vllm_config.model_config.dtype)
         metas = [TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in tensors]
-        with set_current_vllm_config(worker.vllm_config):
+        with set_current_vllm_config(worker.vllm_config), without_adapters(worker):
+            forms = Forms.of(model, worker.vllm_config.model_config.dtype)
             layout = record_layout(model.load_weights, forms.params, metas, worker.rank, post_load=forms.post_load)
         device = worker.device.type
+        self._slipstream_transport = MooncakeTransport(
+            TransportKind(transport), device=device, host=host, timeout_s=timeout_s
+        )
         self._slipstream = Receiver(
             forms.params,
             layout,
-            MooncakeTransport(TransportKind(transport), device=device, host=host, timeout_s=timeout_s),
+            self._slipstream_transport,
             repack=forms.repack,
             recompute=forms.recompute,
             synchronize=torch.cuda.synchronize if device == "cuda" else None,
         )
         described = pack(self._slipstream.describe())
         freeze_heap()  # vLLM froze this process's heap before there was a layout
+        return described
+
+    @_replies
+    def slipstream_open_slots(self, tensors: Sequence[tuple[str, Sequence[int], str]], folder: str) -> bytes:
+        """Record the layout of an adapter slot, register all slots, and serve them. Once, after slipstream_describe.
+
+        Args:
+            tensors: (name, shape, dtype) of every factor of the adapter.
+            folder: Where this rank's socket goes (rollout.slot_channel).
+
+        Returns:
+            weight_sync.protocol.EngineRank, packed.
+        """
+        worker: Any = self
+        metas = [TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in tensors]
+        slots = AdapterSlots(worker, metas, self._slipstream_transport, worker.rank)
+        SlotServer(socket_address(folder, worker.rank), slots.handlers(), functools.partial(own_stream, worker.device))
+        described = pack(slots.describe())
+        freeze_heap()
         return described
 
     @_replies
@@ -158,6 +183,15 @@ class WeightReceiver:
         """sha256 of every weight's bytes as the kernels read them. For tests and for looking into a mismatch."""
         worker: Any = self
         return {name: _sha256(tensor) for name, tensor in readable(worker.get_model()).items()}
+
+    @_replies
+    def slipstream_read_slots(self) -> list[dict[str, str]]:
+        """sha256 of every adapter buffer, by slot. For tests and for looking into a mismatch."""
+        worker: Any = self
+        manager = worker.model_runner.lora_manager
+        num_slots = manager.lora_config.max_loras
+        buffers = slot_buffers(manager._adapter_manager.modules, num_slots)
+        return [{name: _sha256(stacked[slot]) for name, stacked in buffers.items()} for slot in range(num_slots)]
 
     @_replies
     def slipstream_zero_params(self) -> None:

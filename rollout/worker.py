@@ -23,7 +23,9 @@ and of its recovery from another worker, which gives its offer() and goes on sam
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,9 +33,12 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
+from rollout.adapter_replica import AdapterReplica
 from rollout.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing
-from rollout.types import Prompt, Rollout
+from rollout.slot_channel import SlotClients
+from rollout.slots import PROBE, Adapter
+from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from weight_sync.endpoint import ReplicaEndpoint
 from weight_sync.errors import PlanMismatch
 from weight_sync.heap import freeze_heap
@@ -77,6 +82,8 @@ class RolloutWorker:
         tensors: Every checkpoint tensor of the model (ModelSpec.checkpoint_tensors()).
         key: The run's key, shared with the publisher.
         host: Address under which trainer ranks reach this worker.
+        adapters: Slots of the engine, when weight_sync.mode=adapter. Base weights then come once, over endpoint(), and
+            policy versions over adapter_endpoint().
     """
 
     def __init__(
@@ -91,12 +98,19 @@ class RolloutWorker:
         tensors: Sequence[TensorMeta],
         key: bytes,
         host: str = "127.0.0.1",
+        adapters: AdapterSlotsSpec | None = None,
     ) -> None:
         self._sampling = config.sampling
         self._sync = weight_sync
         self._tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in tensors]
         self._host = host
-        self._engine = Engine(folder, config, dtype=dtype, device=Device(device), seed=seed)
+        self._key = key
+        self._adapters = adapters
+        self._replica: AdapterReplica | None = None
+        self._adapter_endpoint: ReplicaEndpoint | None = None
+        self._sockets = contextlib.ExitStack()
+        """The folder of the slots' sockets, and our ends of them."""
+        self._engine = Engine(folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters)
         self._endpoint = ReplicaEndpoint(self, key, host=host)
         self._tokenizer_file = folder / "tokenizer.json"
         self._tokenizer: Tokenizer | None = None
@@ -125,13 +139,33 @@ class RolloutWorker:
                 "slipstream_describe", self._tensors, str(self._sync.transport), self._host, self._sync.timeout_s
             )
             self._ranks = [unpack(EngineRank, reply) for reply in replies]
-            await self._engine.warm_up()
+            if self._adapters is not None:
+                await self._open_slots(self._adapters)
+            await self._engine.warm_up(None if self._adapters is None else Adapter(0, PROBE, "warm-up"))
             freeze_heap()
             logger.info("the engine is up: %d ranks, %d KV blocks", len(self._ranks), self._engine.num_kv_blocks)
             return await self._endpoint.start()
         except BaseException:
+            self._sockets.close()
             self._engine.shutdown()
             raise
+
+    async def _open_slots(self, adapters: AdapterSlotsSpec) -> None:
+        folder = self._sockets.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-slots-"))
+        tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in adapters.tensors]
+        replies = await self._engine.call_ranks("slipstream_open_slots", tensors, folder)
+        ranks = [unpack(EngineRank, reply) for reply in replies]
+        clients = SlotClients(folder, len(ranks), self._sync.timeout_s)
+        self._sockets.callback(clients.close)
+        self._replica = AdapterReplica(self._engine, ranks, clients, adapters.num_slots, self._sync)
+        self._adapter_endpoint = ReplicaEndpoint(self._replica, self._key, host=self._host)
+        await self._adapter_endpoint.start()
+
+    async def adapter_endpoint(self) -> str:
+        """Address of the control endpoint of the adapter slots; after start(), with slots."""
+        if self._adapter_endpoint is None:
+            raise EngineError("this rollout worker has no adapter slots")
+        return self._adapter_endpoint.address
 
     def endpoint(self) -> str:
         """Address of the control endpoint."""
@@ -159,6 +193,9 @@ class RolloutWorker:
                 ": it samples only from a committed version"
             )
         sampling = sampling or self._sampling
+        if self._replica is not None:
+            rollouts = await self._replica.sample(prompt.token_ids, n, sampling, seed=seed)
+            return [replace(rollout, text=self._decode(rollout)) for rollout in rollouts]
         while True:
             rollouts = await self._engine.generate_group(prompt.token_ids, n, sampling, seed=seed)
             if not any(rollout.finish_reason == ABORTED for rollout in rollouts):
@@ -218,7 +255,7 @@ class RolloutWorker:
         """What the controller's supervisor wants to know; never blocks."""
         return WorkerHealth(
             phase=str(self._state.phase),
-            version=self._state.version,
+            version=self._state.version if self._replica is None else self._replica.version,
             epoch=self._state.epoch,
             is_alive=self._engine.is_alive,
             num_requests_in_flight=self._engine.num_in_flight,
@@ -232,6 +269,9 @@ class RolloutWorker:
         self._serving.clear()
         self._state = self._state.invalidate()
         await self._endpoint.close()
+        if self._adapter_endpoint is not None:
+            await self._adapter_endpoint.close()
+        self._sockets.close()
         await asyncio.to_thread(self._engine.shutdown)
 
     # -- for the endpoint: weight_sync.endpoint.ReplicaHandler

@@ -30,8 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from conf.schema import AlgorithmConfig, ModelConfig, Objective, TrainerConfig, TrainMode, WeightSyncConfig
+from conf.schema import AlgorithmConfig, ModelConfig, Objective, SyncMode, TrainerConfig, TrainMode, WeightSyncConfig
 from trainer.adapter_io import save_adapter, save_merged
+from trainer.adapter_source import AdapterSource
 from trainer.checkpoint_state import read_rank_state, write_rank_state
 from trainer.control import ControlGroup
 from trainer.errors import LayoutError, TrainerError
@@ -136,7 +137,13 @@ class TrainerRank:
             if self._algorithm.kl_coef > 0
             else None
         )
-        self._source = TrainerWeightSource(decoder, self._rank, BlockFp8.from_hf_config(self._hf_config))
+        self._base_source: TrainerWeightSource | None = None
+        quantization = BlockFp8.from_hf_config(self._hf_config)
+        if self._weight_sync.mode is SyncMode.adapter:
+            self._base_source = TrainerWeightSource(decoder, self._rank, quantization, is_merged=False)
+            self._source = AdapterSource(decoder, self._rank, self._trainer.lora)
+        else:
+            self._source = TrainerWeightSource(decoder, self._rank, quantization)
         num_trainable = self._control.sum(sum(shard.values.numel() for shard in self._shards))
         return {
             "rank": self._rank,
@@ -265,16 +272,26 @@ class TrainerRank:
 
     # --------------------------------------------------------------------------------------------------------- publish
 
-    def connect(self, endpoints: list[str], transport: Transport | None = None) -> dict[str, Any]:
+    def connect(
+        self, endpoints: list[str], transport: Transport | None = None, *, adapter_endpoints: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Meet the rollout workers at these ZMQ endpoints and build the transfer plan. Returns its summary.
 
         Args:
             transport: the link to write over; by default Mooncake's, as weight_sync.transport asks.
-        """
-        from weight_sync.publisher import Publisher
+            adapter_endpoints: of the same workers' adapter slots. With weight_sync.mode=adapter the frozen base goes to
+                `endpoints` here, once, and publish() writes to these.
 
+        Raises:
+            TrainerError: a worker did not take the base.
+        """
         self._loaded()
-        self._control.agree("endpoints", endpoints)
+        self._control.agree("endpoints", (endpoints, list(adapter_endpoints)))
+        if len(adapter_endpoints) != (len(endpoints) if self._base_source is not None else 0):
+            raise TrainerError(
+                f"rank {self._rank}: {len(endpoints)} endpoints and {len(adapter_endpoints)} of adapter slots came to "
+                f"weight_sync.mode={self._weight_sync.mode}"
+            )
         if transport is None:
             from weight_sync.transport.mooncake import MooncakeTransport
 
@@ -282,8 +299,29 @@ class TrainerRank:
                 self._weight_sync.transport, device=self._device.type, timeout_s=self._weight_sync.timeout_s
             )
         self._transport = transport
-        self._publisher = Publisher(
-            self._source,
+        if self._base_source is not None:
+            self._send_base(self._base_source, endpoints, transport)
+        self._publisher = self._make_publisher(self._source, transport)
+        return asdict(self._publisher.connect(list(adapter_endpoints) or endpoints))
+
+    def _send_base(self, source: TrainerWeightSource, endpoints: list[str], transport: Transport) -> None:
+        """The frozen base is version 0 of every engine's own weights, for good."""
+        publisher = self._make_publisher(source, transport)
+        try:
+            publisher.connect(endpoints)
+            report = publisher.publish(0)
+        finally:
+            publisher.close()
+        failed = [f"{replica.endpoint}: {replica.error}" for replica in report.replicas if not replica.committed]
+        if failed:
+            raise TrainerError(f"rank {self._rank}: the base weights did not reach every engine: {'; '.join(failed)}")
+        logger.info("base weights sent: %d bytes in %.2f s", report.num_bytes, report.total_s)
+
+    def _make_publisher(self, source: TrainerWeightSource | AdapterSource, transport: Transport) -> Publisher:
+        from weight_sync.publisher import Publisher
+
+        return Publisher(
+            source,
             transport,
             rank=self._rank,
             world_size=self._world_size,
@@ -292,7 +330,6 @@ class TrainerRank:
             key=self._sync_key,
             device=self._device,
         )
-        return asdict(self._publisher.connect(endpoints))
 
     def publish(self, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
         """Write the current policy version into every connected engine but those excluded (see Publisher.publish)."""

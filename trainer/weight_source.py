@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,15 +52,19 @@ class PackedRun:
 class TrainerWeightSource:
     """WeightSource over the shards of one rank's decoder. Construction is collective."""
 
-    def __init__(self, decoder: Decoder, rank: int, quantization: BlockFp8 | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, rank: int, quantization: BlockFp8 | None = None, *, is_merged: bool = True
+    ) -> None:
         """Take stock of what this rank holds; gathers A once to know how many bytes `begin` will hold.
 
         Args:
             decoder: Loaded and sharded.
             rank: Of this process.
             quantization: The format that engines want projections in; None: the decoder's own.
+            is_merged: False: the frozen base alone, without its adapters.
         """
         self._decoder = decoder
+        self._is_merged = is_merged
         self._rank = rank
         self._held: dict[str, list[HeldTensor | FusedTensor]] = defaultdict(list)
         shards: list[SourceShard] = []
@@ -70,7 +74,8 @@ class TrainerWeightSource:
             m.name: m.shape for m in tensors if quantization is not None and quantization.quantizes(m.name, m.shape)
         }
         quantized: list[HeldTensor] = []
-        for held in local_shards(decoder):
+        for shard in local_shards(decoder):
+            held = shard if is_merged else replace(shard, delta=None)
             self._held[held.tensor].append(held)
             shards.append(SourceShard(held.tensor, held.region))
             if held.tensor in shapes:
@@ -158,7 +163,7 @@ class TrainerWeightSource:
             self._scales.drop()
 
     def _gather(self) -> int:
-        self._gathered = gather_lora_a(self._decoder)
+        self._gathered = gather_lora_a(self._decoder) if self._is_merged else {}
         return sum(a.numel() * a.element_size() for a in self._gathered.values())
 
     def _write(self, tensor: str, run: RowRun | FusedRun | ScaleRun, out: Tensor) -> None:

@@ -42,3 +42,31 @@ def vllm_loads_and_samples(
         (output,) = engine.generate(asked, greedy, use_tqdm=False)
         tokens.append(list(output.outputs[0].token_ids))
     return [hashes for _, _, hashes in replies], tokens
+
+
+def vllm_serves_adapter(
+    base: Path, adapter: Path, prompt: list[int], *, num_tokens: int, seed: int, engine_options: dict[str, Any]
+) -> tuple[dict[str, str], list[int], list[float]]:
+    """An engine in this process that loads a base and an adapter from disk by itself.
+
+    Returns:
+        sha256 of every buffer of the adapter's slot, and the tokens and log-probabilities of one response.
+    """
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    engine = LLM(
+        model=str(base), load_format="safetensors", skip_tokenizer_init=True, disable_log_stats=True,
+        worker_extension_cls="rollout.weight_receiver.WeightReceiver", logprobs_mode="processed_logprobs",
+        **engine_options,
+    )  # fmt: skip
+    params = SamplingParams(
+        max_tokens=num_tokens, temperature=1.0, seed=seed, logprobs=0, ignore_eos=True, detokenize=False
+    )
+    (output,) = engine.generate(
+        {"prompt_token_ids": prompt}, params, lora_request=LoRARequest("from disk", 1, str(adapter)), use_tqdm=False
+    )
+    ((error, text, slots),) = engine.collective_rpc("slipstream_read_slots")
+    assert not error, text
+    tokens = list(output.outputs[0].token_ids)
+    return slots[0], tokens, [entry[t].logprob for t, entry in zip(tokens, output.outputs[0].logprobs, strict=True)]

@@ -12,8 +12,7 @@ import pytest
 
 from conf.schema import Device, DType, RolloutConfig
 from rollout.engine import Engine, engine_arguments, engine_environment, stop_token_ids, warm_up_lengths
-from rollout.engine import _error_class as error_class
-from rollout.errors import EngineError, UnsupportedWeights
+from rollout.errors import EngineError, UnsupportedWeights, error_class
 from weight_sync.errors import IntegrityError
 
 

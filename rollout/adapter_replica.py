@@ -1,0 +1,201 @@
+"""A rollout worker's side of adapter mode: a publish fills a free slot of a running engine, and a commit flips to it.
+
+    begin(v)    pick a slot that nobody reads; every rank's receiver of that slot DIRTY -> the slot's addresses
+                (none is free: wait, or end the requests of the oldest version, as weight_sync.on_busy_slot says)
+    verify      every rank proves the slot's bytes
+    commit(v)   requests that start from here on read the slot
+    abort       the slot is empty; the version before goes on serving
+
+Owns: that order, the policy for busy slots, and the probe: before the first version, noise in the factors of each kind of
+module must change what the engine says. (An engine that silently ignores the adapters of experts is the commonest fault
+of this mode, and no hash can see it.) Does not own: the table (slots.py), the engine (engine.py), proof (weight_sync).
+Invariants: the engine is never paused; one request reads one slot from its first token to its last, unless its version
+was evicted; a publish that fails costs the version that was being written and nothing else.
+Callers: worker.py (sample), weight_sync.endpoint (the rest, one at a time).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
+from rollout.engine import ABORTED, Engine
+from rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
+from rollout.slot_channel import SlotClients
+from rollout.slots import PROBE, Adapter, SlotTable
+from rollout.types import Rollout
+from weight_sync.layout import Binding
+from weight_sync.protocol import EngineRank, Expected, pack, unpack
+
+logger = logging.getLogger(__name__)
+
+PROBE_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)
+MIN_PROBE_CHANGE = 1e-3
+"""Largest change of a log-probability that noise in a slot must at least make; an ignored adapter makes none."""
+EVICT_RETRY_S = 0.02
+"""Requests that reach the engine while their version is being ended are ended by the next try."""
+
+
+class AdapterReplica:
+    """weight_sync.endpoint.ReplicaHandler over the adapter slots of one engine.
+
+    Args:
+        engine: Started, with LoRA.
+        ranks: Every engine rank's slots: layout, and the binding of one slot.
+        clients: Calls to those ranks.
+        num_slots: Slots of the engine.
+        config: on_busy_slot and the deadline.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        ranks: Sequence[EngineRank],
+        clients: SlotClients,
+        num_slots: int,
+        config: WeightSyncConfig,
+    ) -> None:
+        self._engine = engine
+        self._ranks = list(ranks)
+        self._clients = clients
+        self._config = config
+        self._table = SlotTable(num_slots)
+        self._writing: int | None = None
+        self._is_probed = False
+        self.num_evicted_requests = 0
+        """Requests ended because a publish needed their slot, and sampled on under a newer version."""
+
+    @property
+    def version(self) -> int:
+        """Version that new requests use; -1 before the first commit."""
+        newest = self._table.newest
+        return -1 if newest is None else newest.version
+
+    # -- sampling ----------------------------------------------------------------------------------------------------
+
+    async def sample(
+        self, token_ids: Sequence[int], n: int, sampling: SamplingConfig, *, seed: int | None
+    ) -> list[Rollout]:
+        """`n` responses under the newest committed version.
+
+        Raises:
+            ReplicaNotServing: No version was committed yet.
+        """
+        if self._table.newest is None:
+            raise ReplicaNotServing("this rollout worker has no adapter yet: it samples only from a committed version")
+        if self._config.on_busy_slot is BusySlot.re_prefill:
+            seeds = [None if seed is None else seed + index for index in range(n)]
+            return list(await asyncio.gather(*(self._sample_on(token_ids, sampling, own) for own in seeds)))
+        while True:
+            with self._table.lease() as adapter:
+                rollouts = await self._engine.generate_group(token_ids, n, sampling, seed=seed, adapter=adapter)
+            if not any(rollout.finish_reason == ABORTED for rollout in rollouts):
+                return rollouts
+            self._check_evicted()  # siblings are of one version, so all of them start anew
+
+    async def _sample_on(self, token_ids: Sequence[int], sampling: SamplingConfig, seed: int | None) -> Rollout:
+        """One response that outlives the eviction of its version: what it has so far is prefilled under the newest."""
+        so_far = Rollout([], [], [], "", ABORTED)
+        while so_far.finish_reason == ABORTED:
+            if len(so_far.token_ids) == sampling.max_tokens:
+                return replace(so_far, finish_reason="length")
+            rest = replace(sampling, max_tokens=sampling.max_tokens - len(so_far.token_ids))
+            with self._table.lease() as adapter:
+                prompt = [*token_ids, *so_far.token_ids]
+                (part,) = await self._engine.generate_group(prompt, 1, rest, seed=seed, adapter=adapter)
+            so_far = Rollout(
+                so_far.token_ids + part.token_ids,
+                so_far.logprobs + part.logprobs,
+                so_far.policy_versions + part.policy_versions,
+                "",
+                part.finish_reason,
+            )
+            if part.finish_reason == ABORTED:
+                self._check_evicted()
+        return so_far
+
+    def _check_evicted(self) -> None:
+        if self._config.on_busy_slot is BusySlot.wait:
+            raise EngineError("the engine aborted requests although nobody asked it to")
+        self.num_evicted_requests += 1
+
+    # -- weight_sync.endpoint.ReplicaHandler ---------------------------------------------------------------------------
+
+    async def describe(self) -> Sequence[EngineRank]:
+        """What a slot of every engine rank must receive."""
+        return self._ranks
+
+    async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
+        """Take a slot out of reach. The engine goes on."""
+        if not self._is_probed:
+            await self._probe()
+            self._is_probed = True
+        slot = await self._free_slot(version)
+        self._table.write(slot)
+        self._writing = slot
+        return [unpack(Binding, reply) for reply in await self._clients.call("begin", slot, version, epoch, digest)]
+
+    async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
+        """Every rank proves its bytes."""
+        await self._clients.call("verify", self._writing, version, epoch, digest, pack(list(expected)))
+
+    async def commit(self, version: int, epoch: int) -> None:
+        """Requests that start from here on use `version`."""
+        assert self._writing is not None
+        await self._clients.call("commit", self._writing, version, epoch)
+        self._table.commit(self._writing, version)
+        self._writing = None
+
+    async def abort(self, epoch: int, reason: str) -> None:
+        """The slot stays empty; the next begin() takes it again, on a fresh connection."""
+        slot, self._writing = self._writing, None
+        if slot is not None:
+            await self._clients.call("abort", slot, epoch, reason)
+
+    async def _free_slot(self, version: int) -> int:
+        """A slot that nobody reads, by the policy."""
+        policy, limit_s = self._config.on_busy_slot, self._config.timeout_s / 2
+        try:
+            async with asyncio.timeout(limit_s):
+                while (slot := self._table.free()) is None:
+                    if policy is BusySlot.wait:
+                        await self._table.wait_changed()
+                    elif (oldest := self._table.oldest_read()) is not None:
+                        await self._engine.abort_version(oldest.version)
+                        await asyncio.sleep(EVICT_RETRY_S)
+                return slot
+        except TimeoutError as e:
+            raise SlotsBusy(
+                f"no adapter slot became free for version {version} within {limit_s:g} s: requests in flight by version"
+                f" {self._table.num_readers}; raise weight_sync.timeout_s, or set weight_sync.on_busy_slot=re_prefill"
+            ) from e
+
+    async def _probe(self) -> None:
+        """Noise in the factors of each kind of module must change the next token's distribution."""
+        (kinds, *_) = await self._clients.call("kinds")
+        slot = self._table.free()
+        assert slot is not None
+
+        async def said_with(kind: str) -> dict[int, float]:
+            await self._clients.call("fill", slot, kind, 1)
+            return await self._engine.next_logprobs(PROBE_TOKENS, Adapter(slot, PROBE, f"probe of {kind or 'nothing'}"))
+
+        silent = await said_with("")
+        ignored = [kind for kind in kinds if _largest_change(silent, await said_with(kind)) < MIN_PROBE_CHANGE]
+        await self._clients.call("fill", slot, "", 1)
+        if ignored:
+            raise EngineError(
+                f"the engine ignores adapters of {', '.join(ignored)}: noise in them changes no log-probability;"
+                " set weight_sync.mode=merged"
+            )
+        logger.info("adapters of %s reach the engine's output", ", ".join(kinds))
+
+
+def _largest_change(before: dict[int, float], after: dict[int, float]) -> float:
+    """Of the log-probability of any token that both name; infinite where they name different ones."""
+    if set(before) != set(after):
+        return float("inf")
+    return max(abs(before[token] - after[token]) for token in before)

@@ -1,0 +1,237 @@
+"""Inside a vLLM worker process: the engine's adapter slots, and what vLLM's own loading of an adapter writes into one.
+
+A slot is entry i of every stacked LoRA tensor of the engine. At start each gets an adapter of its own number, which is
+never unloaded: requests name the number, and what the slot holds is what was written into it last, one-sided.
+
+    slot  LoRA id   stacked tensors                                    who may read it
+    0     1         layers.0.self_attn.qkv_proj.lora_a.0[0], ...       requests that name id 1
+    1     2         ...                              [1]               requests that name id 2
+
+Owns: recording one slot's layout (vLLM's LoRA loader runs over recording tensors, once for every slot, and must do the
+same in each), a Receiver a slot, and noise for the probe. Does not own: which slot is free or which version it holds
+(rollout/slots.py, in the rollout worker), pausing (nobody pauses).
+Invariant: after a commit a slot holds the bytes that vLLM would have left there, had it loaded the adapter from disk.
+Caller: weight_receiver.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.request import LoRARequest
+
+from rollout.errors import UnsupportedWeights
+from weight_sync.layout import DestLayout, TensorMeta
+from weight_sync.protocol import EngineRank, Expected, pack, unpack
+from weight_sync.receiver import Receiver
+from weight_sync.recorder import record_layout
+from weight_sync.transport.base import Transport
+
+_EXPERT_BUFFERS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
+_LINEAR_BUFFERS = ("lora_a_stacked", "lora_b_stacked")
+_NOISE_STD = 0.05
+
+
+class AdapterSlots:
+    """All slots of one engine rank.
+
+    Args:
+        worker: vLLM's worker, with LoRA enabled.
+        tensors: Every factor of the adapter, at the slots' rank.
+        transport: Link under whose session the trainer writes.
+        rank: This engine rank inside its replica.
+    """
+
+    def __init__(self, worker: Any, tensors: Sequence[TensorMeta], transport: Transport, rank: int) -> None:
+        manager = worker.model_runner.lora_manager
+        self._num_slots: int = manager.lora_config.max_loras
+        self._buffers = slot_buffers(manager._adapter_manager.modules, self._num_slots)
+        layout = record_slot(manager, self._buffers, tensors, rank)
+        self._receivers = [Receiver(self._params(slot), layout, transport) for slot in range(self._num_slots)]
+
+    def _params(self, slot: int) -> dict[str, Tensor]:
+        return {name: stacked[slot] for name, stacked in self._buffers.items()}
+
+    def describe(self) -> EngineRank:
+        """Layout of a slot. The binding is the first slot's: begin() says which one a publish writes."""
+        return self._receivers[0].describe()
+
+    def handlers(self) -> Mapping[str, Callable[..., Any]]:
+        """What a SlotServer offers."""
+        return {
+            "begin": self._begin,
+            "verify": self._verify,
+            "commit": lambda slot, version, epoch: self._receivers[slot].commit(version, epoch),
+            "abort": lambda slot, epoch, reason: self._receivers[slot].abort(epoch, reason),
+            "kinds": lambda: sorted({_kind(name) for name in self._buffers}),
+            "fill": self._fill,
+        }
+
+    def _begin(self, slot: int, version: int, epoch: int, digest: str) -> bytes:
+        return pack(self._receivers[slot].begin(version, epoch, digest))
+
+    def _verify(self, slot: int, version: int, epoch: int, digest: str, expected: bytes) -> None:
+        receiver = self._receivers[slot]
+        per_rank = unpack(tuple[Expected, ...], expected)
+        receiver.verify(version, epoch, digest, per_rank[receiver.describe().layout.rank])
+
+    @torch.inference_mode()
+    def _fill(self, slot: int, kind: str, seed: int) -> None:
+        """Noise in the factors of one kind of module, zeros in all others; kind "" zeroes the slot."""
+        for name, tensor in self._params(slot).items():
+            if _kind(name) == kind:
+                generator = torch.Generator(tensor.device).manual_seed(seed)
+                tensor.normal_(0.0, _NOISE_STD, generator=generator)
+            else:
+                tensor.zero_()
+        if next(iter(self._buffers.values())).is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._receivers[slot].invalidate()
+
+
+def _kind(buffer: str) -> str:
+    """Kind of module that a buffer belongs to, for the probe."""
+    if ".experts." in buffer:
+        return "experts"
+    return "attention" if ".self_attn." in buffer else "feed-forward"
+
+
+def slot_buffers(modules: Mapping[str, Any], num_slots: int) -> dict[str, Tensor]:
+    """Every stacked LoRA tensor, (num_slots, ...), by "<module>.<factor>.<number>".
+
+    Raises:
+        UnsupportedWeights: A module keeps its factors in another form.
+    """
+    buffers: dict[str, Tensor] = {}
+    for name, module in modules.items():
+        attributes = _EXPERT_BUFFERS if hasattr(module, _EXPERT_BUFFERS[0]) else _LINEAR_BUFFERS
+        for attribute in attributes:
+            for number, stacked in enumerate(getattr(module, attribute)):
+                if stacked.shape[0] != num_slots or not stacked.is_contiguous():
+                    raise UnsupportedWeights(
+                        f"{name}.{attribute} of shape {tuple(stacked.shape)} is not stacked over {num_slots} slots"
+                    )
+                buffers[f"{name}.{attribute.removesuffix('_stacked')}.{number}"] = stacked
+    if not buffers:
+        raise UnsupportedWeights("vLLM wrapped no module of this model for LoRA: it supports none of its targets")
+    return buffers
+
+
+def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[TensorMeta], rank: int) -> DestLayout:
+    """Let vLLM load an adapter of recording tensors into every slot, and pin it there. The slots stay as they are.
+
+    Args:
+        manager: vLLM's WorkerLoRAManager, with no adapter loaded.
+        buffers: `slot_buffers`.
+        tensors: Every factor.
+        rank: Of the engine.
+
+    Raises:
+        UnsupportedWeights: Slots differ, or vLLM put an adapter into another slot.
+        RecordError: vLLM's loader does something that one-sided writes cannot replay.
+    """
+    num_slots = manager.lora_config.max_loras
+    manager.remove_all_adapters()  # of the warm-up
+    params = {f"{slot}/{name}": stacked[slot] for name, stacked in buffers.items() for slot in range(num_slots)}
+
+    def load(stream: Iterator[tuple[str, Tensor]]) -> None:
+        factors = dict(stream)
+        with _in_memory(manager, factors) as folder:
+            for slot in range(num_slots):
+                manager.add_adapter(LoRARequest(f"slot {slot}", slot + 1, folder))
+                manager.pin_adapter(slot + 1)
+
+    whole = record_layout(load, params, tensors, rank)
+    held = manager._adapter_manager.lora_index_to_id
+    if held != [slot + 1 for slot in range(num_slots)]:
+        raise UnsupportedWeights(f"vLLM put adapters 1 to {num_slots} into slots {held}, not one after the other")
+    layouts = [_only_slot(whole, slot) for slot in range(num_slots)]
+    if any(layout != layouts[0] for layout in layouts):
+        raise UnsupportedWeights("vLLM loads the same adapter differently into its slots")
+    return layouts[0]
+
+
+@contextlib.contextmanager
+def _in_memory(manager: Any, factors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Let the manager take these tensors for the content of an adapter's file. Yields the adapter's folder.
+
+    The scale is 1: B arrives multiplied (trainer/adapter_source.py).
+    """
+
+    class InMemory(LoRAModel):
+        @classmethod
+        def from_local_checkpoint(cls, lora_dir: str, expected: set[str], **options: Any) -> LoRAModel:
+            known = ("peft_helper", "lora_model_id", "dtype", "model_vocab_size", "weights_mapper", "skip_prefixes")
+            chosen = {name: options[name] for name in known if name in options}
+            return LoRAModel.from_lora_tensors(tensors=dict(factors), device="meta", **chosen)
+
+    rank = next(tensor.shape[0] for name, tensor in factors.items() if name.endswith("lora_A.weight"))
+    before = manager._lora_model_cls
+    manager._lora_model_cls = InMemory
+    try:
+        with tempfile.TemporaryDirectory(prefix="slipstream-adapter-") as folder:
+            described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
+            (Path(folder) / "adapter_config.json").write_text(json.dumps(described))
+            yield folder
+    finally:
+        manager._lora_model_cls = before
+
+
+def _only_slot(whole: DestLayout, slot: int) -> DestLayout:
+    prefix = f"{slot}/"
+    return DestLayout(
+        whole.rank,
+        tuple(replace(p, name=p.name.removeprefix(prefix)) for p in whole.params if p.name.startswith(prefix)),
+        tuple(replace(x, param=x.param.removeprefix(prefix)) for x in whole.loads if x.param.startswith(prefix)),
+        tuple(replace(x, param=x.param.removeprefix(prefix)) for x in whole.fills if x.param.startswith(prefix)),
+    )
+
+
+@contextlib.contextmanager
+def without_adapters(worker: Any) -> Iterator[None]:
+    """The model as it is without LoRA, for as long as the block runs: names of parameters and of experts are plain.
+
+    vLLM's load_weights finds no parameter of a wrapped layer under its checkpoint name.
+    """
+    runner_manager = getattr(getattr(worker, "model_runner", None), "lora_manager", None)
+    if runner_manager is None:
+        yield
+        return
+    model = worker.get_model()
+    wrapped = dict(runner_manager._adapter_manager.modules)
+    prefixes: list[tuple[Any, str]] = []
+    try:
+        for name, module in wrapped.items():
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, module.base_layer)
+            experts = getattr(module.base_layer, "routed_experts", None)
+            if experts is not None and hasattr(experts, "lora_base_layer_prefix"):
+                prefixes.append((experts, experts.lora_base_layer_prefix))
+                experts.lora_base_layer_prefix = ""
+        yield
+    finally:
+        for name, module in wrapped.items():
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, module)
+        for experts, prefix in prefixes:
+            experts.lora_base_layer_prefix = prefix
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """This thread's device work runs beside the engine's, not between its steps."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield

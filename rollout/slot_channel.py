@@ -1,0 +1,130 @@
+"""A door into an engine rank beside vLLM's own: calls run in a thread of the engine's process, while it samples.
+
+vLLM's collective_rpc runs between two steps of the engine, so each call waits for one step and stalls the next; a publish
+into adapter slots makes three, once a second. What they do needs no step to end: nothing reads the slot that is written.
+
+    RolloutWorker's process                          engine rank's process
+      SlotClients.call(method, args) -- unix socket --> SlotServer's thread -> handler(*args) -> (error, text, result)
+
+Owns the sockets, which live in a folder that only this user may enter (so nothing is signed), request numbers, and the
+deadline of a call. Does not own what a call does (rollout/adapter_slots.py). Values are msgpack, never pickle.
+Callers: weight_receiver.py serves, adapter_replica.py calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import zmq
+import zmq.asyncio
+
+from conf.errors import SlipstreamError
+from rollout.errors import EngineDied, error_class
+
+logger = logging.getLogger(__name__)
+
+
+def socket_address(folder: str, rank: int) -> str:
+    """Where one engine rank listens."""
+    return f"ipc://{Path(folder) / f'rank-{rank}'}"
+
+
+class SlotServer:
+    """Serves calls in a daemon thread, one after the other, until the process ends.
+
+    Args:
+        address: `socket_address` of this rank.
+        handlers: Method -> what to do; arguments and results are plain values and bytes.
+        context: Entered once by the thread: its device and stream.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        handlers: Mapping[str, Callable[..., Any]],
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._handlers = handlers
+        self._socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        threading.Thread(target=self._serve, args=(context,), name="adapter-slots", daemon=True).start()
+
+    def _serve(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        with context():
+            while True:
+                sender, data = self._socket.recv_multipart()
+                number, method, *args = msgpack.unpackb(data)
+                self._socket.send_multipart([sender, msgpack.packb([number, *self._answer(method, args)])])
+
+    def _answer(self, method: str, args: Sequence[Any]) -> tuple[str, str, Any]:
+        try:
+            return "", "", self._handlers[method](*args)
+        except SlipstreamError as e:
+            return type(e).__name__, str(e), None
+        except Exception as e:  # the boundary of one call: it travels to the caller, and the thread goes on
+            logger.exception("%s failed", method)
+            return "EngineError", f"{method} failed inside the engine: {type(e).__name__}: {e}", None
+
+
+class SlotClients:
+    """The rollout worker's sockets to all ranks of its engine. Belongs to one event loop.
+
+    Args:
+        folder: Where the sockets are.
+        num_ranks: Ranks of the engine.
+        timeout_s: Longest that all ranks together may take for one call.
+    """
+
+    def __init__(self, folder: str, num_ranks: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count()
+        self._context = zmq.asyncio.Context()
+        self._sockets: list[zmq.asyncio.Socket] = []
+        for rank in range(num_ranks):
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(socket_address(folder, rank))
+            self._sockets.append(socket)
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on every rank at once. Results by rank.
+
+        Raises:
+            SlipstreamError: The first rank's error, as its own class.
+            EngineDied: A rank did not answer in time.
+        """
+        number = next(self._numbers)
+        data = msgpack.packb([number, method, *args])
+        for socket in self._sockets:
+            await socket.send(data)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                replies = [await self._receive(socket, number) for socket in self._sockets]
+        except TimeoutError as e:
+            raise EngineDied(f"the engine did not answer {method} within {self._timeout_s:g} s") from e
+        for error, text, _ in replies:
+            if error:
+                raise error_class(error)(text)
+        return [result for _, _, result in replies]
+
+    async def _receive(self, socket: zmq.asyncio.Socket, number: int) -> tuple[str, str, Any]:
+        while True:
+            answered, error, text, result = msgpack.unpackb(await socket.recv())
+            if answered == number:  # an older one belongs to a call that was given up
+                return error, text, result
+
+    def close(self) -> None:
+        """Close all sockets. Idempotent."""
+        for socket in self._sockets:
+            socket.close(0)
+        self._sockets = []
+        self._context.destroy(linger=0)

@@ -1,0 +1,108 @@
+"""Which adapter slot holds which version, who reads it, and which one the next publish may write. Pure bookkeeping.
+
+    empty --begin--> writing --commit--> newest --a later commit--> older, read by requests in flight --last one ends--> free
+      ^                 |
+      +---- failed -----+            the newest slot is never written, whether or not anybody reads it
+
+Owns: leases, and the choice. Does not own: the slots' memory (adapter_slots.py) nor the policy when none is free
+(adapter_replica.py). Invariant: a slot with a reader, and the newest slot, are never chosen. One event loop; no awaits
+but in wait_changed().
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+PROBE = -1
+"""Version of an adapter that is not a policy: noise, to see whether the engine applies it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What a request names. Example: Adapter(slot=1, version=7)."""
+
+    slot: int
+    version: int
+    purpose: str = "policy version"
+
+    @property
+    def name(self) -> str:
+        """Part of the key of prefix blocks: versions never share one, although they share slots."""
+        return f"{self.purpose} {self.version}"
+
+    @property
+    def lora_id(self) -> int:
+        """The engine's number for the slot."""
+        return self.slot + 1
+
+
+class SlotTable:
+    """See the module's docstring.
+
+    Args:
+        num_slots: At least 2: one serves while another is written.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 2:
+            raise ValueError(f"adapter mode needs 2 slots at least, got {num_slots}")
+        self._held: list[Adapter | None] = [None] * num_slots
+        self._readers = [0] * num_slots
+        self._order: list[int] = []
+        """Slots that hold a version, in the order of their commits. Versions may go back, commits do not."""
+        self._changed = asyncio.Event()
+
+    @property
+    def newest(self) -> Adapter | None:
+        """What new requests use."""
+        return self._held[self._order[-1]] if self._order else None
+
+    @property
+    def num_readers(self) -> dict[int, int]:
+        """Version -> requests in flight on it, of versions that have any."""
+        return {held.version: n for held, n in zip(self._held, self._readers, strict=True) if held is not None and n}
+
+    @contextmanager
+    def lease(self) -> Iterator[Adapter]:
+        """Read the newest slot: it keeps its version until the block ends."""
+        newest = self.newest
+        if newest is None:
+            raise LookupError("no version was committed yet")
+        self._readers[newest.slot] += 1
+        try:
+            yield newest
+        finally:
+            self._readers[newest.slot] -= 1
+            self._changed.set()
+
+    def free(self) -> int | None:
+        """A slot that may be written: an empty one, else the one committed longest ago that nobody reads."""
+        empty = [slot for slot, held in enumerate(self._held) if held is None]
+        older = [slot for slot in self._order[:-1] if not self._readers[slot]]
+        return next(iter([*empty, *older]), None)
+
+    def oldest_read(self) -> Adapter | None:
+        """The version committed longest ago that requests still read, the newest left out."""
+        return next((self._held[slot] for slot in self._order[:-1] if self._readers[slot]), None)
+
+    def write(self, slot: int) -> None:
+        """What the slot held is gone."""
+        if self._readers[slot] or (self._order and self._order[-1] == slot):
+            raise AssertionError(f"slot {slot} is read")
+        self._held[slot] = None
+        if slot in self._order:
+            self._order.remove(slot)
+
+    def commit(self, slot: int, version: int) -> None:
+        """The slot holds `version`, which new requests use from here on."""
+        self._held[slot] = Adapter(slot, version)
+        self._order.append(slot)
+        self._changed.set()
+
+    async def wait_changed(self) -> None:
+        """Return after the next lease that ends, or commit."""
+        self._changed.clear()
+        await self._changed.wait()

@@ -1,0 +1,314 @@
+"""Adapter mode with a real trainer rank, a real engine, Mooncake over TCP and ZMQ: attention and feed-forward adapters.
+
+One worker serves all tests of this file, in order. The oracle is a second engine that loads what `save_adapter` wrote.
+Adapters are drawn at random for every version, so that versions are far apart. Experts: tests/gpu/test_adapter_gpu.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from fakes.vllm_oracle import vllm_serves_adapter
+
+from conf.load import load_run_config
+from conf.schema import BusySlot, Device, RunConfig, SamplingConfig
+from rollout.engine import Engine, engine_arguments
+from rollout.errors import ReplicaNotServing
+from rollout.types import AdapterSlotsSpec, Prompt, Rollout
+from rollout.worker import RolloutWorker
+from trainer.adapter_names import adapter_tensors, target_modules
+from trainer.model.spec import ModelSpec
+from trainer.rank import TrainerRank
+from weight_sync.publisher import PublishReport
+from weight_sync.transport.mooncake import MooncakeTransport
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+KEY = b"k" * 32
+NUM_SLOTS = 3
+LONG = SamplingConfig(max_tokens=400, stop_at_eos=False)
+SHORT = SamplingConfig(max_tokens=8, stop_at_eos=False)
+PROMPT = Prompt(0, tuple(3 + (7 * i) % 60 for i in range(150)), "")
+"""More than one block of the CPU engine's KV cache, so that a prefix can be reused at all."""
+
+
+class FlippingTransport(MooncakeTransport):
+    """Flips one bit of the next write, after it was hashed and before it leaves."""
+
+    is_armed = False
+
+    def write(self, session, src_ptrs, dst_ptrs, sizes, *, timeout_s):
+        if self.is_armed:
+            self.is_armed = False
+            byte = ctypes.c_ubyte.from_address(src_ptrs[0])
+            byte.value ^= 1
+        super().write(session, src_ptrs, dst_ptrs, sizes, timeout_s=timeout_s)
+
+
+def config_of() -> RunConfig:
+    """Rank 6 in slots of rank 8, and a scale of 2.5: neither is a power of two."""
+    return load_run_config(
+        [
+            "experiment=quickstart", "model=tiny_qwen3", "trainer.ep_size=1", "trainer.num_ranks=1",
+            "trainer.lora.rank=6", "trainer.lora.alpha=15", "model.dtype=bfloat16", "rollout.max_model_len=1024",
+            "model.hf_config.max_position_embeddings=1024", "weight_sync.mode=adapter", "weight_sync.timeout_s=20",
+        ]
+    )  # fmt: skip
+
+
+def engine_options() -> dict[str, Any]:
+    """Of the worker's engine, for the oracle."""
+    names = ("dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "enforce_eager", "max_loras",
+             "max_lora_rank", "lora_target_modules", "enable_lora")  # fmt: skip
+    config = config_of()
+    arguments = engine_arguments(
+        Path(), config.rollout, dtype=config.model.dtype, device=Device.cpu, seed=1, adapters=slots_of(config)
+    )
+    return {name: arguments[name] for name in names}
+
+
+def slots_of(config: RunConfig) -> AdapterSlotsSpec:
+    """What the worker is told."""
+    tensors = ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16")
+    lora = config.trainer.lora
+    return AdapterSlotsSpec(
+        NUM_SLOTS, lora.slot_rank, tuple(target_modules(tensors, lora)), tuple(adapter_tensors(tensors, lora))
+    )
+
+
+@dataclass
+class Setup:
+    """One trainer rank, one worker."""
+
+    folder: Path
+    trainer: TrainerRank
+    worker: RolloutWorker
+    transport: FlippingTransport
+    refusal: Exception | None = None
+    version: int = 0
+
+    def draw(self, version: int) -> None:
+        """Give the trainer another adapter."""
+        generator = torch.Generator().manual_seed(1000 + version)
+        for _, parameter in self.trainer._trainable:
+            parameter.data.normal_(0, 0.3, generator=generator)
+        self.trainer._policy_version = self.version = version
+
+    async def publish(self) -> PublishReport:
+        """The next version: drawn, kept on disk, published."""
+        self.draw(self.version + 1)
+        self.trainer.save_adapter(self.adapter(self.version))
+        return await asyncio.to_thread(self.trainer.publish)
+
+    def adapter(self, version: int) -> Path:
+        """Where a version is on disk."""
+        return self.folder / f"adapter-{version}"
+
+    def use(self, policy: BusySlot) -> None:
+        """Choose on_busy_slot."""
+        replica = self.worker._replica
+        assert replica is not None
+        replica._config = dataclasses.replace(replica._config, on_busy_slot=policy, timeout_s=8.0)
+
+    async def slots(self) -> list[dict[str, str]]:
+        """sha256 of every buffer of every slot."""
+        return (await self.worker._engine.call_ranks("slipstream_read_slots"))[0]
+
+    async def start_long(self, n: int = 1) -> asyncio.Task[list[Rollout]]:
+        """A group that is being sampled when this returns."""
+        before = self.worker.health().num_generated_tokens
+        task = asyncio.create_task(self.worker.generate_group(PROMPT, n, sampling=LONG, seed=3))
+        while self.worker.health().num_generated_tokens < before + 5:
+            await asyncio.sleep(0.005)
+        return task
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup]:
+    folder = tmp_path_factory.mktemp("adapter")
+    config = config_of()
+    model_folder = folder / "model"
+    model_folder.mkdir()
+    (model_folder / "config.json").write_text(json.dumps(config.model.hf_config))
+    tensors = tuple(ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
+    worker = RolloutWorker(
+        model_folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
+        device=Device.cpu, seed=1, tensors=tensors, key=KEY, adapters=slots_of(config),
+    )  # fmt: skip
+    trainer = TrainerRank(
+        model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
+        weight_sync=config.weight_sync, seed=3, num_steps=4, rank=0, world_size=1, rendezvous="", device="cpu",
+        hf_config=config.model.hf_config, sync_key=KEY,
+    )  # fmt: skip
+    trainer.load()
+    transport = FlippingTransport(timeout_s=20)
+    made = Setup(folder, trainer, worker, transport)
+    address = await worker.start()
+    try:
+        slots = await worker.adapter_endpoint()
+        await asyncio.to_thread(trainer.connect, [address], transport, adapter_endpoints=[slots])
+        try:
+            await worker.generate_group(PROMPT, 1)
+        except ReplicaNotServing as e:
+            made.refusal = e
+        trainer.save_merged(folder / "base")  # B is still zero: the merged model is the base
+        yield made
+    finally:
+        await worker.stop()
+        await asyncio.to_thread(trainer.shutdown)
+
+
+async def test_a_worker_refuses_to_sample_before_the_first_adapter(setup: Setup):
+    assert "no adapter yet" in str(setup.refusal)
+
+
+async def test_a_slot_holds_what_vllm_loads_from_disk_and_samples_the_same(setup: Setup):
+    report = await setup.publish()
+    assert report.replicas[0].error is None
+    rollouts = await setup.worker.generate_group(PROMPT, 1, sampling=SHORT, seed=5)
+    assert rollouts[0].policy_versions == [1] * 8
+    held = [slot for slot in await setup.slots() if len(set(slot.values())) > 2]
+    assert len(held) == 1, "one slot holds the adapter, the others are zero"
+    hashes, tokens, logprobs = await asyncio.to_thread(
+        vllm_serves_adapter, setup.folder / "base", setup.adapter(1), list(PROMPT.token_ids), num_tokens=8, seed=5,
+        engine_options=engine_options(),
+    )  # fmt: skip
+    assert held[0] == hashes
+    assert tokens == rollouts[0].token_ids
+    assert logprobs == rollouts[0].logprobs
+
+
+async def test_one_request_outlives_three_publishes_on_its_own_version(setup: Setup):
+    setup.use(BusySlot.wait)
+    await setup.publish()
+    first = setup.version
+    (alone,) = await setup.worker.generate_group(PROMPT, 1, sampling=LONG, seed=3)
+    task = await setup.start_long()
+    for _ in range(3):
+        assert (await setup.publish()).replicas[0].error is None
+    assert not task.done(), "the request was meant to be in flight still; make LONG longer"
+    (newer,) = await setup.worker.generate_group(PROMPT, 1, sampling=SHORT, seed=3)
+    assert newer.policy_versions == [first + 3] * 8
+    (outlived,) = await task
+    assert outlived.policy_versions == [first] * LONG.max_tokens
+    assert outlived.token_ids == alone.token_ids, "sampled by another adapter, or from another's prefix"
+
+
+async def test_versions_share_no_prefix_and_slots_are_not_confused(setup: Setup):
+    seen = []
+    for _ in range(NUM_SLOTS + 1):
+        assert (await setup.publish()).replicas[0].error is None
+        first, again = [(await setup.worker.generate_group(PROMPT, 1, sampling=SHORT, seed=9))[0] for _ in range(2)]
+        assert first.logprobs == pytest.approx(again.logprobs, abs=0.05)
+        seen.append((tuple(first.token_ids), first.logprobs[0]))
+    assert len(set(seen)) == len(seen)
+
+
+async def test_a_flipped_bit_leaves_the_old_version_serving(setup: Setup):
+    await setup.publish()
+    good = setup.version
+    (before,) = await setup.worker.generate_group(PROMPT, 1, sampling=SHORT, seed=4)
+    setup.transport.is_armed = True
+    report = await setup.publish()
+    assert "IntegrityError" in str(report.replicas[0].error)
+    assert "lora" in str(report.replicas[0].error)
+    (after,) = await setup.worker.generate_group(PROMPT, 1, sampling=SHORT, seed=4)
+    assert after.policy_versions == [good] * 8
+    assert after.token_ids == before.token_ids
+    assert (await setup.publish()).replicas[0].error is None
+    (healed,) = await setup.worker.generate_group(PROMPT, 1, sampling=SHORT, seed=4)
+    assert healed.policy_versions == [good + 2] * 8
+
+
+async def fill_all_slots(setup: Setup) -> list[asyncio.Task[list[Rollout]]]:
+    """Requests in flight on every slot: the newest, and the older ones."""
+    tasks = []
+    for _ in range(NUM_SLOTS):
+        assert (await setup.publish()).replicas[0].error is None
+        tasks.append(await setup.start_long(2))
+    return tasks
+
+
+async def test_a_publish_waits_for_a_busy_slot(setup: Setup):
+    setup.use(BusySlot.wait)
+    tasks = await fill_all_slots(setup)
+    report = await setup.publish()
+    assert report.replicas[0].error is None
+    assert tasks[0].done()
+    for age, task in enumerate(tasks):
+        assert {v for r in await task for v in r.policy_versions} == {setup.version - NUM_SLOTS + age}
+
+
+async def test_waiting_for_a_busy_slot_ends_with_an_error_that_names_the_readers(setup: Setup):
+    setup.use(BusySlot.wait)
+    replica = setup.worker._replica
+    assert replica is not None
+    replica._config = dataclasses.replace(replica._config, timeout_s=0.02)
+    tasks = await fill_all_slots(setup)
+    report = await setup.publish()
+    assert "no adapter slot became free" in str(report.replicas[0].error)
+    (served,) = await setup.worker.generate_group(PROMPT, 1, sampling=SHORT)
+    assert served.policy_versions == [setup.version - 1] * 8
+    await asyncio.gather(*tasks)
+
+
+async def test_a_busy_slots_requests_are_sampled_anew(setup: Setup):
+    setup.use(BusySlot.requeue)
+    tasks = await fill_all_slots(setup)
+    assert (await setup.publish()).replicas[0].error is None
+    for age, task in enumerate(tasks):
+        for rollout in await task:
+            assert len(rollout.token_ids) == LONG.max_tokens
+            expected = setup.version - NUM_SLOTS + age if age else setup.version
+            # The evicted group restarts at once, on the newest version that is committed by then.
+            assert set(rollout.policy_versions) <= {expected, setup.version - 1}
+            assert len(set(rollout.policy_versions)) == 1
+    assert setup.worker._replica is not None
+    assert setup.worker._replica.num_evicted_requests
+
+
+async def test_a_busy_slots_requests_go_on_under_the_newest_version(setup: Setup):
+    setup.use(BusySlot.re_prefill)
+    tasks = await fill_all_slots(setup)
+    first = setup.version - NUM_SLOTS + 1
+    assert (await setup.publish()).replicas[0].error is None
+    for rollout in await tasks[0]:
+        assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.policy_versions) == LONG.max_tokens
+        assert rollout.policy_versions == sorted(rollout.policy_versions)
+        assert rollout.policy_versions[0] == first
+        assert rollout.policy_versions[-1] > first
+    await asyncio.gather(*tasks[1:])
+
+
+async def test_no_publish_pauses_the_engine(setup: Setup, monkeypatch: pytest.MonkeyPatch):
+    async def refuse(*_, **__):
+        raise AssertionError("adapter mode paused the engine")
+
+    monkeypatch.setattr(Engine, "pause", refuse)
+    assert (await setup.publish()).replicas[0].error is None
+
+
+async def test_an_engine_that_ignores_adapters_is_refused_by_name(setup: Setup, monkeypatch: pytest.MonkeyPatch):
+    replica = setup.worker._replica
+    assert replica is not None
+    asked = replica._engine.next_logprobs
+
+    async def without(tokens, adapter):
+        return await asked(tokens, None)
+
+    monkeypatch.setattr(replica._engine, "next_logprobs", without)
+    monkeypatch.setattr(replica, "_is_probed", False)
+    report = await setup.publish()
+    assert "ignores adapters of attention, feed-forward" in str(report.replicas[0].error)
+    (served,) = await setup.worker.generate_group(PROMPT, 1, sampling=SHORT)
+    assert served.policy_versions == [setup.version - 1] * 8
