@@ -101,7 +101,7 @@ class PauseMode(StrEnum):
 
 
 class SyncMode(StrEnum):
-    """What a publish carries: whole weights with the adapter merged in, or the adapter alone, into a slot of its own."""
+    """What a publish carries: whole weights with the adapter merged in, or the adapter alone, into a slot."""
 
     merged = "merged"
     adapter = "adapter"

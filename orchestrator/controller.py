@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from conf.schema import RunConfig, TrainMode
+from conf.schema import RunConfig, SyncMode, TrainMode
 from orchestrator.advantages import build_samples, denominators_of, is_informative
 from orchestrator.buffer import Batch, GroupBuffer, Slot
 from orchestrator.checkpoint import CheckpointStore, RunState, fingerprint
@@ -147,11 +147,13 @@ async def _run(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
         supervisor = Supervisor(
             cluster.workers,
             request_timeout_s=config.rollout.request_timeout_s,
-            # Without publishes a worker that comes back would never get the version that the others sample from.
-            restart=cluster.restart_worker if config.weight_sync.enabled else None,
+            # Without publishes a worker that comes back would never get the version that the others sample from. In
+            # adapter mode it would need its base again, which is published at the start only.
+            restart=cluster.restart_worker if config.weight_sync.enabled and not is_adapter_mode(config) else None,
             max_restarts=config.rollout.max_restarts,
             backoff_s=config.rollout.restart_backoff_s,
             recovery_timeout_s=config.weight_sync.timeout_s + RAY_CALL_S,
+            max_missed_publishes=config.algorithm.max_staleness_steps if is_adapter_mode(config) else 0,
         )
         stack.push_async_callback(supervisor.close)
         rooms = Rooms(
@@ -178,6 +180,11 @@ async def _run(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
     )
     log.say(result.summary())
     return result
+
+
+def is_adapter_mode(config: RunConfig) -> bool:
+    """Whether a publish leaves engines running: it fills a free adapter slot."""
+    return config.weight_sync.mode is SyncMode.adapter
 
 
 class Controller:
@@ -290,7 +297,7 @@ class Controller:
     async def publish(self) -> PublishReport:
         """Send the trainer's version to every replica. Who fails is restarted, or out; the others go on."""
         supervisor, trainer, config = self.rooms.supervisor, self.rooms.trainer, self.config.weight_sync
-        held = await supervisor.hold()
+        held = await supervisor.hold(pauses=not is_adapter_mode(self.config))
         # Every replica has its own deadline inside; these only catch a trainer that is lost.
         timeout_s = 2 * config.timeout_s * config.publish_waves + 60
         for replica, endpoint in held.joining.items():

@@ -41,14 +41,16 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from conf.errors import SlipstreamError
-from conf.schema import Device, Objective, RunConfig, TrainMode
+from conf.schema import Device, Objective, RunConfig, SyncMode, TrainMode
 from orchestrator.environment import resolve_device, variables_of
 from orchestrator.errors import OrchestratorError, PlacementError, TrainingStopped
 from orchestrator.prepare import engine_checkpoint
 from orchestrator.run_folder import RunFolder
 from orchestrator.waiting import together, wait_for
-from rollout.types import Prompt, Rollout
+from rollout.types import AdapterSlotsSpec, Prompt, Rollout
+from trainer.adapter_names import adapter_tensors, target_modules
 from trainer.types import Denominators, LossStats, OptimStats, Sample
+from weight_sync.layout import TensorMeta
 
 if TYPE_CHECKING:
     from weight_sync.publisher import PublishReport
@@ -150,9 +152,10 @@ class RayTrainerGroup:
         """Apply the gradients; every rank returns the same."""
         return (await self._call("optimizer_step", timeout_s=_STEP_TIMEOUT_S))[0]
 
-    async def connect(self, endpoints: Sequence[str], timeout_s: float) -> None:
-        """Fetch the replicas' layouts, build the plan, bind it to their addresses."""
-        await self._call("connect", [(list(endpoints),)] * self.num_ranks, timeout_s=timeout_s)
+    async def connect(self, endpoints: Sequence[str], timeout_s: float, adapter_endpoints: Sequence[str] = ()) -> None:
+        """Fetch the replicas' layouts, build the plan, bind it to their addresses; in adapter mode, send the base."""
+        arguments = (list(endpoints), None, list(adapter_endpoints))
+        await self._call("connect", [arguments] * self.num_ranks, timeout_s=timeout_s)
 
     async def publish(self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
         """Send the current policy version to every replica but those excluded. Rank 0 speaks for all, and writes the
@@ -240,6 +243,10 @@ class RayRolloutWorker:
         ray.kill(self._actor)
         _kill_trees(self._processes)
 
+    async def adapter_endpoint(self) -> str:
+        """Where publishers reach the engine's adapter slots."""
+        return await _result(self._actor.call.remote("adapter_endpoint"), self.name, OrchestratorError)
+
     async def stop(self) -> None:
         """End the engine and its processes."""
         call = _result(self._actor.call.remote("stop"), self.name, OrchestratorError)
@@ -299,7 +306,10 @@ class Cluster:
             return
         await together(self._start_trainer(hf_config), self._start_workers(hf_config))
         endpoints = [worker.endpoint for worker in self._workers]
-        await self.trainer.connect(endpoints, self._config.cluster.start_timeout_s)
+        slots: list[str] = []
+        if self._config.weight_sync.mode is SyncMode.adapter:
+            slots = await together(*(worker.adapter_endpoint() for worker in self._workers))
+        await self.trainer.connect(endpoints, self._config.cluster.start_timeout_s, slots)
 
     async def _start_trainer(self, hf_config: dict[str, Any]) -> None:
         """Place the trainer ranks and load the model on them."""
@@ -336,14 +346,16 @@ class Cluster:
         rollout = self._config.rollout
         self._rollout_group = await self._place("rollout", rollout.num_workers, num_gpus=rollout.tp_size)
         dtype = self._config.model.dtype
+        tensors = engine_checkpoint(hf_config, dtype)
         self._worker_options = {
             "folder": self._folder.model,
             "config": rollout,
             "weight_sync": self._config.weight_sync,
             "dtype": dtype,
             "device": Device(self._device),
-            "tensors": engine_checkpoint(hf_config, dtype),
+            "tensors": tensors,
             "key": self._sync_key,
+            "adapters": adapter_slots(self._config, tensors),
         }
         starts = [self._start_worker(index, f"rollout-{index}") for index in range(rollout.num_workers)]
         self._workers = await self._await_start(starts, "rollout workers")
@@ -494,6 +506,22 @@ class Cluster:
             return f"{what} to start ({sum(task.done() for task in tasks)} of {len(tasks)} are up)"
 
         return await wait_for(together(*tasks), who_is_late, timeout_s=self._config.cluster.start_timeout_s)
+
+
+def adapter_slots(config: RunConfig, tensors: Sequence[TensorMeta]) -> AdapterSlotsSpec | None:
+    """The slots that engines need in adapter mode; None when adapters are merged.
+
+    One serves, one is written, and requests may be `max_staleness_steps` versions old.
+    """
+    if config.weight_sync.mode is SyncMode.merged:
+        return None
+    lora = config.trainer.lora
+    return AdapterSlotsSpec(
+        num_slots=config.algorithm.max_staleness_steps + 2,
+        rank=lora.slot_rank,
+        target_modules=tuple(target_modules(tensors, lora)),
+        tensors=tuple(adapter_tensors(tensors, lora)),
+    )
 
 
 def _take_sigterm_back() -> None:

@@ -3,7 +3,8 @@
 Owns: the state of every replica, routing to the least loaded, what a failed request costs (the worker leaves the
 router, the group is sampled again elsewhere, both are counted), and the way back of a worker that failed.
 Does not own: publishing (the controller brackets it with `hold` and `settle`), nor processes (`restart` is handed in).
-Invariant: a request goes only to a replica that holds the newest published version, committed.
+Invariant: a request goes only to a replica that holds the newest published version, committed; in adapter mode, where
+serving replicas go on during a publish, to one that missed at most `max_missed_publishes`.
 
     pending --hold--> updating --settle: committed--> serving --hold--> updating ...
        ^                 |                               |
@@ -112,6 +113,10 @@ class Replica:
     failed_at: float = 0.0
     pulled: Pulled | None = None
     """What the present process read from a peer."""
+    num_missed: int = 0
+    """Publishes in a row that failed on it while it went on serving (adapter mode)."""
+    is_held: bool = False
+    """Takes part in the publish under way."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it fails, so that groups in flight on it are given up at once."""
 
@@ -147,6 +152,8 @@ class Supervisor:
         max_restarts: attempts a worker.
         backoff_s: pause before a worker's first restart; doubles with every further one.
         recovery_timeout_s: longest that one call of a recovery may take.
+        max_missed_publishes: publishes in a row that may fail on a replica before it is out. More than 0 only where a
+            failed publish leaves the version before serving (weight_sync.mode=adapter); the buffer judges its samples.
     """
 
     def __init__(
@@ -158,6 +165,7 @@ class Supervisor:
         max_restarts: int = 0,
         backoff_s: float = 1.0,
         recovery_timeout_s: float = 60.0,
+        max_missed_publishes: int = 0,
     ) -> None:
         self.replicas = [Replica(index, worker) for index, worker in enumerate(workers)]
         self.num_failed_groups = 0
@@ -173,6 +181,7 @@ class Supervisor:
         self._recovery_timeout_s = recovery_timeout_s
         self._num_publishes = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._max_missed_publishes = max_missed_publishes
         self._changed = asyncio.Condition()
 
     @property
@@ -262,15 +271,22 @@ class Supervisor:
 
     # ---- publishes ----
 
-    async def hold(self) -> Held:
-        """A publish begins: no group starts until `settle`. Groups in flight go on; engines pause and resume them."""
+    async def hold(self, *, pauses: bool = True) -> Held:
+        """A publish begins.
+
+        Args:
+            pauses: no group starts until `settle`; groups in flight go on, engines pause and resume them. False:
+                replicas that serve go on, from the version before.
+        """
         async with self._changed:
             self._num_publishes += 1
             included: list[Replica] = []
             for replica in self.replicas:
                 if replica.state in (ReplicaState.pending, ReplicaState.serving):
-                    replica.state = ReplicaState.updating
+                    if pauses or replica.state is ReplicaState.pending:
+                        replica.state = ReplicaState.updating
                     replica.num_updates += 1
+                    replica.is_held = True
                     included.append(replica)
         return Held(
             exclude=[replica.index for replica in self.replicas if replica not in included],
@@ -287,10 +303,18 @@ class Supervisor:
         When nobody is left the next `generate_group` says so: the step that was published is whole all the same.
         """
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
-            if replica.state is not ReplicaState.updating:
+            was_held, replica.is_held = replica.is_held, False
+            if not was_held or replica.state not in (ReplicaState.updating, ReplicaState.serving):
                 continue  # it was left out, or failed meanwhile
             if outcome.committed:
+                replica.num_missed = 0
                 self._serve(replica)
+            elif replica.state is ReplicaState.serving and replica.num_missed < self._max_missed_publishes:
+                replica.num_missed += 1
+                logger.warning(
+                    "%s serves the version before, after %d failed publishes: %s",
+                    replica.worker.name, replica.num_missed, outcome.error,
+                )  # fmt: skip
             else:
                 await self.fail(replica, outcome.error or "it did not commit and gave no reason")
         async with self._changed:

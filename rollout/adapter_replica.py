@@ -6,9 +6,10 @@
     commit(v)   requests that start from here on read the slot
     abort       the slot is empty; the version before goes on serving
 
-Owns: that order, the policy for busy slots, and the probe: before the first version, noise in the factors of each kind of
-module must change what the engine says. (An engine that silently ignores the adapters of experts is the commonest fault
-of this mode, and no hash can see it.) Does not own: the table (slots.py), the engine (engine.py), proof (weight_sync).
+Owns: that order, the policy for busy slots, and the probe: before the first version, noise in the factors of each kind
+of module must change what the engine says. (An engine that silently ignores the adapters of experts is the commonest
+fault of this mode, and no hash can see it.) Does not own: the table (slots.py), the engine (engine.py), the proof of
+the bytes (weight_sync).
 Invariants: the engine is never paused; one request reads one slot from its first token to its last, unless its version
 was evicted; a publish that fails costs the version that was being written and nothing else.
 Callers: worker.py (sample), weight_sync.endpoint (the rest, one at a time).
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
@@ -33,8 +34,6 @@ from weight_sync.protocol import EngineRank, Expected, pack, unpack
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)
-MIN_PROBE_CHANGE = 1e-3
-"""Largest change of a log-probability that noise in a slot must at least make; an ignored adapter makes none."""
 EVICT_RETRY_S = 0.02
 """Requests that reach the engine while their version is being ended are ended by the next try."""
 
@@ -48,6 +47,7 @@ class AdapterReplica:
         clients: Calls to those ranks.
         num_slots: Slots of the engine.
         config: on_busy_slot and the deadline.
+        has_base: Whether the engine's own weights have arrived; until then it is paused.
     """
 
     def __init__(
@@ -57,11 +57,13 @@ class AdapterReplica:
         clients: SlotClients,
         num_slots: int,
         config: WeightSyncConfig,
+        has_base: Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._ranks = list(ranks)
         self._clients = clients
         self._config = config
+        self._has_base = has_base
         self._table = SlotTable(num_slots)
         self._writing: int | None = None
         self._is_probed = False
@@ -130,6 +132,8 @@ class AdapterReplica:
 
     async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
         """Take a slot out of reach. The engine goes on."""
+        if not self._has_base():
+            raise ReplicaNotServing("the base weights have not arrived: they are published once, before any adapter")
         if not self._is_probed:
             await self._probe()
             self._is_probed = True
@@ -184,7 +188,8 @@ class AdapterReplica:
             return await self._engine.next_logprobs(PROBE_TOKENS, Adapter(slot, PROBE, f"probe of {kind or 'nothing'}"))
 
         silent = await said_with("")
-        ignored = [kind for kind in kinds if _largest_change(silent, await said_with(kind)) < MIN_PROBE_CHANGE]
+        # Both requests run the same kernels on the same slot: an ignored adapter changes no bit.
+        ignored = [kind for kind in kinds if await said_with(kind) == silent]
         await self._clients.call("fill", slot, "", 1)
         if ignored:
             raise EngineError(
@@ -192,10 +197,3 @@ class AdapterReplica:
                 " set weight_sync.mode=merged"
             )
         logger.info("adapters of %s reach the engine's output", ", ".join(kinds))
-
-
-def _largest_change(before: dict[int, float], after: dict[int, float]) -> float:
-    """Of the log-probability of any token that both name; infinite where they name different ones."""
-    if set(before) != set(after):
-        return float("inf")
-    return max(abs(before[token] - after[token]) for token in before)

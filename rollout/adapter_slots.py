@@ -38,7 +38,8 @@ from weight_sync.transport.base import Transport
 
 _EXPERT_BUFFERS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
 _LINEAR_BUFFERS = ("lora_a_stacked", "lora_b_stacked")
-_NOISE_STD = 0.05
+_NOISE_STD = 0.5
+"""Far above any trained factor: the probe must show through small norms and bfloat16."""
 
 
 class AdapterSlots:

@@ -1,7 +1,7 @@
 """A door into an engine rank beside vLLM's own: calls run in a thread of the engine's process, while it samples.
 
-vLLM's collective_rpc runs between two steps of the engine, so each call waits for one step and stalls the next; a publish
-into adapter slots makes three, once a second. What they do needs no step to end: nothing reads the slot that is written.
+vLLM's collective_rpc runs between two steps of the engine, so each call waits for one step and stalls the next, and a
+publish into an adapter slot makes three. What they do needs no step to end: nothing reads the slot that is written.
 
     RolloutWorker's process                          engine rank's process
       SlotClients.call(method, args) -- unix socket --> SlotServer's thread -> handler(*args) -> (error, text, result)

@@ -1,6 +1,6 @@
 """Which adapter slot holds which version, who reads it, and which one the next publish may write. Pure bookkeeping.
 
-    empty --begin--> writing --commit--> newest --a later commit--> older, read by requests in flight --last one ends--> free
+    empty --begin--> writing --commit--> newest --a later commit--> older --last reader ends--> free --begin--> ...
       ^                 |
       +---- failed -----+            the newest slot is never written, whether or not anybody reads it
 

@@ -157,8 +157,10 @@ class RolloutWorker:
         ranks = [unpack(EngineRank, reply) for reply in replies]
         clients = SlotClients(folder, len(ranks), self._sync.timeout_s)
         self._sockets.callback(clients.close)
-        self._replica = AdapterReplica(self._engine, ranks, clients, adapters.num_slots, self._sync)
-        self._adapter_endpoint = ReplicaEndpoint(self._replica, self._key, host=self._host)
+        self._replica = AdapterReplica(
+            self._engine, ranks, clients, adapters.num_slots, self._sync, has_base=lambda: self._state.is_serving
+        )
+        self._adapter_endpoint = ReplicaEndpoint(self._replica, self._key, host=self._host, pauses=False)
         await self._adapter_endpoint.start()
 
     async def adapter_endpoint(self) -> str:

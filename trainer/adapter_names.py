@@ -6,8 +6,8 @@ Names are those of a PEFT adapter file with one matrix an expert, which is how v
     base_model.model.model.layers.0.mlp.experts.3.gate_proj.lora_B.weight       (out, R)
 
 Gate and up of an expert share one A here: two names, one factor. R is the rank of the engine's slots: the trainer's,
-rounded up to one that engines have kernels for; what lies beyond the trainer's rank is zero and is sent as such, so that
-every byte of a slot is counted and hashed.
+rounded up to one that engines have kernels for; what lies beyond the trainer's rank is zero and is sent as such, so
+that every byte of a slot is counted and hashed.
 
 Owns: which checkpoint matrices carry an adapter. Invariant: `trainer/adapter_source.py` writes out exactly these.
 Callers: adapter_source.py; orchestrator/placement.py, which tells the engines.

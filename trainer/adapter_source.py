@@ -2,12 +2,12 @@
 
 Owns the translation of sharded LoRA factors into the rectangles of trainer/adapter_names.py, and their values: cast to
 the engine's dtype, B then multiplied by alpha / rank *in that dtype*. This is what vLLM does when it loads an adapter
-from disk, so a slot holds the same bytes either way, whatever alpha / rank is. (The trainer scales after the product. The
-two agree to the bit when alpha / rank is a power of two, and to a rounding of B otherwise.)
+from disk, so a slot holds the same bytes either way, whatever alpha / rank is. (The trainer scales after the product.
+The two agree to the bit when alpha / rank is a power of two, and to a rounding of B otherwise.)
 
 Invariant: nothing here communicates, `begin` included: FSDP2 shards A and B by rows, experts are held whole, and a
-factor is published as it lies. Over all ranks, the rectangles of one factor are disjoint and cover it: whoever holds the
-last rows of A also writes the zero rows that pad it to the slot's rank.
+factor is published as it lies. Over all ranks, the rectangles of one factor are disjoint and cover it: whoever holds
+the last rows of A also writes the zero rows that pad it to the slot's rank.
 
     rows of one read        first_row .. first_row + count of a parameter's local rows
     a run                   reads at equal distance in the parameter, next to each other in the slot: one copy for the

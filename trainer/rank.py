@@ -273,7 +273,7 @@ class TrainerRank:
     # --------------------------------------------------------------------------------------------------------- publish
 
     def connect(
-        self, endpoints: list[str], transport: Transport | None = None, *, adapter_endpoints: Sequence[str] = ()
+        self, endpoints: list[str], transport: Transport | None = None, adapter_endpoints: Sequence[str] = ()
     ) -> dict[str, Any]:
         """Meet the rollout workers at these ZMQ endpoints and build the transfer plan. Returns its summary.
 

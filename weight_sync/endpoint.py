@@ -100,10 +100,14 @@ class ReplicaEndpoint:
         key: The run's key, shared with the publisher.
         host: Address to bind; loopback unless publisher and replica are on different machines.
         port: 0 takes a free one.
+        pauses: Whether the replica samples nothing between Begin and the end of Commit.
     """
 
-    def __init__(self, handler: ReplicaHandler, key: bytes, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, handler: ReplicaHandler, key: bytes, *, host: str = "127.0.0.1", port: int = 0, pauses: bool = True
+    ) -> None:
         self._handler = handler
+        self._pauses = pauses
         self._signer = Signer(key)
         self._host = host
         self._port = port
@@ -236,12 +240,9 @@ class ReplicaEndpoint:
         await self._handler.commit(request.version, request.epoch)
         self._state = state.committed(request.version, request.epoch)
         done = time.monotonic()
-        logger.info(
-            "version %d committed (epoch %d, paused %.3f s)", request.version, request.epoch, done - self._began
-        )
-        return self._reply(
-            Committed, request, verify_s=verified - began, commit_s=done - verified, pause_s=done - self._began
-        )
+        pause_s = done - self._began if self._pauses else 0.0
+        logger.info("version %d committed (epoch %d, paused %.3f s)", request.version, request.epoch, pause_s)
+        return self._reply(Committed, request, verify_s=verified - began, commit_s=done - verified, pause_s=pause_s)
 
     async def _fail(self, epoch: int, reason: str) -> None:
         self._state = self._state.failed(epoch)

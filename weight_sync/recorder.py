@@ -136,6 +136,8 @@ class _Recorder(TorchDispatchMode):
         self.error: RecordError | None = None
         self._sources: dict[int, _Source] = {}
         self._stacks: dict[int, _Stack] = {}
+        self._constants: dict[int, tuple[float, Tensor]] = {}
+        """Numbers on their way into a parameter: `param[...] = 0` makes a tensor of the 0 first, on the device."""
         self._spans: dict[int, list[_Span]] = {}
         self._storages: list[Any] = []  # alive while we compare identities
         for name, param in params.items():
@@ -213,6 +215,10 @@ class _Recorder(TorchDispatchMode):
         if func is aten.copy_.default:
             stack = self._stack_of(args[1])
             return self._copy(func, args, kwargs) if stack is None else self._copy_stack(func, args, kwargs, stack)
+        if func is aten.scalar_tensor.default:
+            number = func(*args, **kwargs)
+            self._constants[number.untyped_storage()._cdata] = (float(args[0]), number)
+            return number
         if func in _STACKS and any(self._source_of(one) for one in args[0]):
             return self._stack(func, args, kwargs)
         leaves = tree_leaves((args, kwargs))
@@ -306,6 +312,9 @@ class _Recorder(TorchDispatchMode):
         if source is None and target is None:
             return func(*args, **kwargs)
         if source is None:
+            constant = self._constants.get(value.untyped_storage()._cdata)
+            if constant is not None:
+                return self._fill(func, (dest, constant[0]), {})
             if value.dim() == 0 and value.device.type == "cpu":  # param[...] = number
                 return self._fill(func, (dest, value), {})
             assert target is not None

@@ -46,11 +46,11 @@ def vllm_loads_and_samples(
 
 def vllm_serves_adapter(
     base: Path, adapter: Path, prompt: list[int], *, num_tokens: int, seed: int, engine_options: dict[str, Any]
-) -> tuple[dict[str, str], list[int], list[float]]:
+) -> tuple[list[dict[str, str]], list[int], list[float]]:
     """An engine in this process that loads a base and an adapter from disk by itself.
 
     Returns:
-        sha256 of every buffer of the adapter's slot, and the tokens and log-probabilities of one response.
+        By rank, sha256 of every buffer of the adapter's slot; and the tokens and log-probabilities of one response.
     """
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -66,7 +66,8 @@ def vllm_serves_adapter(
     (output,) = engine.generate(
         {"prompt_token_ids": prompt}, params, lora_request=LoRARequest("from disk", 1, str(adapter)), use_tqdm=False
     )
-    ((error, text, slots),) = engine.collective_rpc("slipstream_read_slots")
-    assert not error, text
+    replies = engine.collective_rpc("slipstream_read_slots")
+    assert not any(error for error, _, _ in replies), replies
     tokens = list(output.outputs[0].token_ids)
-    return slots[0], tokens, [entry[t].logprob for t, entry in zip(tokens, output.outputs[0].logprobs, strict=True)]
+    first_slots = [slots[0] for _, _, slots in replies]
+    return first_slots, tokens, [entry[t].logprob for t, entry in zip(tokens, output.outputs[0].logprobs, strict=True)]

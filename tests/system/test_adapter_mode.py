@@ -183,7 +183,7 @@ async def test_a_slot_holds_what_vllm_loads_from_disk_and_samples_the_same(setup
         vllm_serves_adapter, setup.folder / "base", setup.adapter(1), list(PROMPT.token_ids), num_tokens=8, seed=5,
         engine_options=engine_options(),
     )  # fmt: skip
-    assert held[0] == hashes
+    assert [held[0]] == hashes
     assert tokens == rollouts[0].token_ids
     assert logprobs == rollouts[0].logprobs
 

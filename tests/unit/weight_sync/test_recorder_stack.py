@@ -73,3 +73,17 @@ def test_a_gathering_that_is_not_a_stack_of_whole_tensors_is_refused(gather, wha
 
     with pytest.raises(RecordError, match=what):
         record_layout(load, {"slot": buffer}, metas(), 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_number_assigned_to_a_part_is_a_fill_on_any_device(device: str):
+    """Off the CPU, `buffer[0] = 2.5` is a copy from a tensor that torch makes of the number."""
+    buffer = torch.zeros(2, 3, device=device)
+
+    def load(tensors):
+        buffer[0] = 2.5
+        ((_, tensor),) = tensors
+        buffer[1].copy_(tensor)
+
+    layout = record_layout(load, {"p": buffer}, [TensorMeta("t", (3,), "float32")], 0)
+    assert [(fill.offset, fill.num_elements, fill.value) for fill in layout.fills] == [(0, 3, 2.5)]

@@ -1,0 +1,167 @@
+"""Adapters of experts in engine slots on CUDA: a real trainer rank, a real engine, and an engine that loads from disk.
+
+The trainer and the first engine rank share GPU 0. One slot's bytes are compared bitwise, on every rank;
+log-probabilities within what LoRA's split-k sums, whose order is the scheduler's, may differ by. Two engine starts are
+most of the time; the case with two GPUs (tensor and expert parallel) runs where there are two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.vllm_oracle import vllm_serves_adapter
+from safetensors.torch import save_file
+
+from conf.load import load_run_config
+from conf.schema import Device, LoraConfig, RunConfig, SamplingConfig
+from rollout.types import AdapterSlotsSpec, Prompt
+from trainer.adapter_names import adapter_tensors, target_modules
+from trainer.adapter_source import AdapterSource
+from trainer.model.spec import ModelSpec
+from trainer.rank import TrainerRank
+from weight_sync.layout import Region
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.timeout(300),
+]
+
+KEY = b"k" * 32
+NUM_SLOTS = 3
+MAX_LOGPROB_ERROR = 0.05
+"""bfloat16, and the order of LoRA's atomic sums."""
+PROMPT = Prompt(0, tuple(3 + (7 * i) % 60 for i in range(40)), "")
+SHORT = SamplingConfig(max_tokens=8, stop_at_eos=False)
+
+
+def config_of(tp_size: int) -> RunConfig:
+    """Rank 6 in slots of rank 8."""
+    return load_run_config(
+        [
+            "experiment=quickstart", "cluster.device=cuda", "trainer.ep_size=1", "trainer.num_ranks=1",
+            "trainer.lora.rank=6", "trainer.lora.alpha=12", "model.dtype=bfloat16", "model.hf_config.hidden_size=256",
+            "model.hf_config.head_dim=64", "model.hf_config.moe_intermediate_size=128", "rollout.max_model_len=512",
+            "rollout.gpu_memory_utilization=0.3", f"rollout.tp_size={tp_size}",
+            f"rollout.enable_expert_parallel={str(tp_size > 1).lower()}", "weight_sync.mode=adapter",
+        ]
+    )  # fmt: skip
+
+
+def slots_of(config: RunConfig) -> AdapterSlotsSpec:
+    tensors = ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16")
+    lora = config.trainer.lora
+    return AdapterSlotsSpec(
+        NUM_SLOTS, lora.slot_rank, tuple(target_modules(tensors, lora)), tuple(adapter_tensors(tensors, lora))
+    )
+
+
+def save_for_vllm(trainer: TrainerRank, lora: LoraConfig, targets: tuple[str, ...], folder: Path) -> None:
+    """A PEFT adapter with one matrix an expert: float32, not scaled, at the trainer's rank."""
+    raw = AdapterSource(trainer._decoder, 0, LoraConfig(rank=lora.rank, alpha=float(lora.rank)))
+    tensors = {}
+    for meta in raw.layout().tensors:
+        whole = torch.empty(meta.shape, device="cuda")
+        raw.read(meta.name, Region((0, 0), meta.shape), whole)
+        cropped = whole[: lora.rank] if ".lora_A." in meta.name else whole[:, : lora.rank]
+        tensors[meta.name] = cropped.contiguous().cpu()
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(targets)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def draw(trainer: TrainerRank, version: int) -> None:
+    torch.manual_seed(1000 + version)
+    for _, parameter in trainer._trainable:
+        parameter.data.normal_(0, 0.3)
+    trainer._policy_version = version
+
+
+def engine_options(config: RunConfig) -> dict[str, Any]:
+    from rollout.engine import engine_arguments
+
+    names = ("dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "enforce_eager", "max_loras",
+             "max_lora_rank", "lora_target_modules", "enable_lora", "tensor_parallel_size", "enable_expert_parallel",
+             "moe_backend", "gpu_memory_utilization", "distributed_executor_backend", "all2all_backend")  # fmt: skip
+    arguments = engine_arguments(
+        Path(), config.rollout, dtype=config.model.dtype, device=Device.cuda, seed=1, adapters=slots_of(config)
+    )
+    return {name: arguments[name] for name in names if name in arguments}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+async def test_a_slot_of_expert_adapters_holds_what_vllm_loads_from_disk(tmp_path: Path, tp_size: int) -> None:
+    if torch.cuda.device_count() < tp_size:
+        pytest.skip(f"needs {tp_size} GPUs")
+    from rollout.worker import RolloutWorker
+
+    config = config_of(tp_size)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config.model.hf_config))
+    slots = slots_of(config)
+    assert "experts" in slots.target_modules
+    worker = RolloutWorker(
+        model, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype, device=Device.cuda,
+        seed=1, tensors=tuple(ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16")),
+        key=KEY, adapters=slots,
+    )  # fmt: skip
+    address = await worker.start()
+    trainer = TrainerRank(
+        model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
+        weight_sync=config.weight_sync, seed=3, num_steps=4, rank=0, world_size=1, rendezvous="", device="cuda",
+        hf_config=config.model.hf_config, sync_key=KEY,
+    )  # fmt: skip
+    try:
+        trainer.load()
+        trainer.save_merged(tmp_path / "base")  # B is still zero: the merged model is the base
+        await asyncio.to_thread(trainer.connect, [address], None, [await worker.adapter_endpoint()])
+        draw(trainer, 1)
+        save_for_vllm(trainer, config.trainer.lora, slots.target_modules, tmp_path / "adapter")
+        report = await asyncio.to_thread(trainer.publish)  # the probe runs in it: the engine does apply expert adapters
+        assert report.replicas[0].error is None
+        (first,) = await worker.generate_group(PROMPT, 1, sampling=SHORT, seed=5)
+        ours = [[s for s in rank if len(set(s.values())) > 2] for rank in await _slots(worker)]
+        assert [len(held) for held in ours] == [1] * tp_size, "one slot holds the adapter, the others are zero"
+
+        task = asyncio.create_task(
+            worker.generate_group(PROMPT, 1, sampling=SamplingConfig(max_tokens=400, stop_at_eos=False), seed=3)
+        )
+        while worker.health().num_generated_tokens < 20:
+            await asyncio.sleep(0.002)
+        for version in (2, 3, 4):
+            draw(trainer, version)
+            assert (await asyncio.to_thread(trainer.publish)).replicas[0].error is None
+        was_in_flight = not task.done()
+        (newest,) = await worker.generate_group(PROMPT, 1, sampling=SHORT, seed=5)
+        assert newest.policy_versions == [4] * 8
+        assert newest.logprobs != first.logprobs
+        (outlived,) = await task
+        assert was_in_flight
+        assert outlived.policy_versions == [1] * 400
+    finally:
+        await worker.stop()
+        trainer.shutdown()
+    del trainer
+    torch.cuda.empty_cache()
+    theirs, tokens, logprobs = await asyncio.to_thread(
+        vllm_serves_adapter, tmp_path / "base", tmp_path / "adapter", list(PROMPT.token_ids), num_tokens=8, seed=5,
+        engine_options=engine_options(config),
+    )  # fmt: skip
+    assert [held[0] for held in ours] == theirs
+    agreed = next((i for i, (a, b) in enumerate(zip(tokens, first.token_ids, strict=True)) if a != b), 8)
+    assert agreed >= 1
+    torch.testing.assert_close(
+        torch.tensor(first.logprobs[:agreed]), torch.tensor(logprobs[:agreed]), atol=MAX_LOGPROB_ERROR, rtol=0
+    )
+
+
+async def _slots(worker: Any) -> list[list[dict[str, str]]]:
+    """sha256 of every buffer, by rank and slot."""
+    return await worker._engine.call_ranks("slipstream_read_slots")

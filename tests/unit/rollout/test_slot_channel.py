@@ -1,0 +1,60 @@
+"""Promises of rollout/slot_channel.py: calls reach every rank, errors keep their class, and silence has a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+
+import pytest
+
+from rollout.errors import EngineDied, EngineError
+from rollout.slot_channel import SlotClients, SlotServer, socket_address
+from weight_sync.errors import IntegrityError
+
+
+def serve(folder: Path, rank: int, handlers: dict) -> None:
+    SlotServer(socket_address(str(folder), rank), handlers, contextlib.nullcontext)
+
+
+def fail(error: Exception):
+    raise error
+
+
+async def test_a_call_reaches_every_rank_and_returns_by_rank(tmp_path: Path):
+    for rank in range(3):
+        serve(tmp_path, rank, {"add": lambda a, data, rank=rank: [a + rank, data, threading.current_thread().name]})
+    clients = SlotClients(str(tmp_path), 3, timeout_s=10)
+    try:
+        assert await clients.call("add", 10, b"x") == [[10 + rank, b"x", "adapter-slots"] for rank in range(3)]
+    finally:
+        clients.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "arrives"),
+    [(IntegrityError("a bit"), IntegrityError), (ValueError("odd"), EngineError), (KeyError("x"), EngineError)],
+)
+async def test_an_error_arrives_as_its_own_class_and_the_thread_goes_on(tmp_path: Path, error, arrives):
+    serve(tmp_path, 0, {"fail": lambda: fail(error), "work": lambda: 1})
+    clients = SlotClients(str(tmp_path), 1, timeout_s=10)
+    try:
+        with pytest.raises(arrives, match=r"a bit|odd|x"):
+            await clients.call("fail")
+        assert await clients.call("work") == [1]
+    finally:
+        clients.close()
+
+
+async def test_a_rank_that_is_gone_is_not_waited_for_and_its_late_answer_is_not_taken_for_another(tmp_path: Path):
+    go_on = threading.Event()
+    serve(tmp_path, 0, {"stall": lambda: go_on.wait(10) and "late", "work": lambda: "mine"})
+    clients = SlotClients(str(tmp_path), 1, timeout_s=0.2)
+    try:
+        with pytest.raises(EngineDied, match="did not answer stall"):
+            await clients.call("stall")
+        go_on.set()
+        clients._timeout_s = 10
+        assert await clients.call("work") == ["mine"]
+    finally:
+        clients.close()
