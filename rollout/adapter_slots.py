@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[T
     manager.remove_all_adapters()  # of the warm-up
     params = {f"{slot}/{name}": stacked[slot] for name, stacked in buffers.items() for slot in range(num_slots)}
 
-    def load(stream: Iterator[tuple[str, Tensor]]) -> None:
+    def load(stream: Iterable[tuple[str, Tensor]]) -> None:
         factors = dict(stream)
         with _in_memory(manager, factors) as folder:
             for slot in range(num_slots):
@@ -170,7 +170,7 @@ def _in_memory(manager: Any, factors: Mapping[str, Tensor]) -> Iterator[str]:
 
     class InMemory(LoRAModel):
         @classmethod
-        def from_local_checkpoint(cls, lora_dir: str, expected: set[str], **options: Any) -> LoRAModel:
+        def from_local_checkpoint(cls, *_: Any, **options: Any) -> LoRAModel:  # its arguments differ by release
             known = ("peft_helper", "lora_model_id", "dtype", "model_vocab_size", "weights_mapper", "skip_prefixes")
             chosen = {name: options[name] for name in known if name in options}
             return LoRAModel.from_lora_tensors(tensors=dict(factors), device="meta", **chosen)

@@ -63,7 +63,8 @@ class SlotServer:
             while True:
                 sender, data = self._socket.recv_multipart()
                 number, method, *args = msgpack.unpackb(data)
-                self._socket.send_multipart([sender, msgpack.packb([number, *self._answer(method, args)])])
+                answer: Any = msgpack.packb([number, *self._answer(method, args)])
+                self._socket.send_multipart([sender, answer])
 
     def _answer(self, method: str, args: Sequence[Any]) -> tuple[str, str, Any]:
         try:
