@@ -375,7 +375,7 @@ def main() -> None:
                 raise RuntimeError(f"the engine's process ended with code {process.exitcode}")
         base, slots, start_s = pipe.recv()
         print(f"engine up after {start_s:.1f} s", flush=True)
-        wire = measure_wire(trainer.transport, slots, 10)  # writes into the first slot, which holds nothing yet
+        wire = measure_wire(trainer.transport, base, 10)  # into the largest parameter, whose values come after
         connected = trainer.connect(base, slots)
         print(json.dumps(connected), flush=True)
         phases, reports = measure(trainer, pipe, args)

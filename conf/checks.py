@@ -53,7 +53,7 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
         check_tp_size_divides_heads(config, hf_config)
         check_head_dim_on_cpu(config, hf_config)
         check_fp8_engine_has_gpus(config, hf_config)
-        check_adapted_experts_have_gpu_engines(config, hf_config)
+        check_adapters_beside_experts_have_gpu_engines(config, hf_config)
 
 
 def check_data_is_given(config: RunConfig) -> None:
@@ -141,13 +141,13 @@ def check_adapter_mode_has_an_adapter(config: RunConfig) -> None:
         )
 
 
-def check_adapted_experts_have_gpu_engines(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """vLLM applies the adapters of experts in Triton kernels; its CPU kernels know none."""
+def check_adapters_beside_experts_have_gpu_engines(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """With adapters enabled vLLM computes every expert in Triton kernels, adapted or not; a CPU has none."""
     is_adapter = config.weight_sync.mode is SyncMode.adapter
-    if is_adapter and config.cluster.device is Device.cpu and config.trainer.lora.experts and num_experts_of(hf_config):
+    if is_adapter and config.cluster.device is Device.cpu and num_experts_of(hf_config):
         raise ConfigError(
-            "weight_sync.mode=adapter: the CPU engine has no kernels for adapters of experts; set "
-            "trainer.lora.experts=false (attention only), weight_sync.mode=merged, or cluster.device=cuda"
+            "weight_sync.mode=adapter: the CPU engine serves no adapters in a model with experts, whose kernels are a "
+            "GPU's; set weight_sync.mode=merged, choose a dense model (model=tiny_qwen3), or cluster.device=cuda"
         )
 
 

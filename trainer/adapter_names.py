@@ -9,7 +9,9 @@ Gate and up of an expert share one A here: two names, one factor. R is the rank 
 rounded up to one that engines have kernels for; what lies beyond the trainer's rank is zero and is sent as such, so
 that every byte of a slot is counted and hashed.
 
-Owns: which checkpoint matrices carry an adapter. Invariant: `trainer/adapter_source.py` writes out exactly these.
+Owns: which checkpoint matrices carry an adapter that engines can serve. Those of latent attention are missing: vLLM
+folds kv_b_proj into other matrices, where no adapter reaches it. Invariant: `trainer/adapter_source.py` writes out
+exactly these.
 Callers: adapter_source.py; orchestrator/placement.py, which tells the engines.
 """
 
@@ -24,7 +26,7 @@ from weight_sync.layout import TensorMeta
 PREFIX = "base_model.model."
 _LEAF = r"(?P<leaf>{})_proj\.weight"
 _ATTENTION = re.compile(r"\.self_attn\." + _LEAF.format("q|k|v|o") + "$")
-_MLP = re.compile(r"\.mlp\." + _LEAF.format("gate|up|down") + "$")
+_MLP = re.compile(r"\.mlp\.(?:shared_experts\.)?" + _LEAF.format("gate|up|down") + "$")
 _EXPERTS = re.compile(r"\.mlp\.experts\.\d+\." + _LEAF.format("gate|up|down") + "$")
 
 

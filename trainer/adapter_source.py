@@ -127,7 +127,7 @@ class AdapterSource:
     def __init__(self, decoder: Decoder, rank: int, lora: LoraConfig) -> None:
         self._rank = rank
         self._held: dict[str, list[HeldFactor]] = {}
-        for name, factor in _held_factors(decoder, lora):
+        for name, factor in _held_factors(decoder, lora.slot_rank):
             if factor.region.num_elements:
                 self._held.setdefault(name, []).append(factor)
         dtype = str(decoder.dtype).removeprefix("torch.")
@@ -196,33 +196,33 @@ class AdapterSource:
         raise LayoutError(f"rank {self._rank} cannot read {region} of {tensor}: it holds {holds or 'none of it'}")
 
 
-def _held_factors(decoder: Decoder, lora: LoraConfig) -> Iterator[tuple[str, HeldFactor]]:
-    """Every rectangle that this rank holds, in the order of the modules."""
+def _held_factors(decoder: Decoder, slot_rank: int) -> Iterator[tuple[str, HeldFactor]]:
+    """Every rectangle that this rank holds, in the order of the modules. Kinds of modules may differ in rank."""
     for name, module in decoder.named_modules():
         if isinstance(module, Experts) and module.lora is not None:
-            yield from _expert_factors(name, module, lora)
+            yield from _expert_factors(name, module, module.lora, slot_rank)
         elif isinstance(module, Linear) and module.lora is not None:
             a, b = factor_names(f"{name}.weight")
-            yield a, _held_a(module.lora_A, lora)
-            yield b, _held_b(module.lora_B, lora)
+            yield a, _held_a(module.lora_A, module.lora, slot_rank)
+            yield b, _held_b(module.lora_B, module.lora, slot_rank)
 
 
-def _held_a(parameter: nn.Parameter, lora: LoraConfig) -> HeldFactor:
+def _held_a(parameter: nn.Parameter, lora: LoraConfig, slot_rank: int) -> HeldFactor:
     """Rows of A; whoever has the last one has the padding below it too."""
     local, start = local_part(parameter)
     num_rows, columns = local.shape
     has_last = num_rows > 0 and start + num_rows == lora.rank
-    region = Region((start, 0), (num_rows + (lora.slot_rank - lora.rank if has_last else 0), columns))
+    region = Region((start, 0), (num_rows + (slot_rank - lora.rank if has_last else 0), columns))
     return HeldFactor(region, parameter, 0, num_rows, columns, 1.0)
 
 
-def _held_b(parameter: nn.Parameter, lora: LoraConfig) -> HeldFactor:
+def _held_b(parameter: nn.Parameter, lora: LoraConfig, slot_rank: int) -> HeldFactor:
     local, start = local_part(parameter)
-    region = Region((start, 0), (local.shape[0], lora.slot_rank))
+    region = Region((start, 0), (local.shape[0], slot_rank))
     return HeldFactor(region, parameter, 0, local.shape[0], lora.rank, lora.scale)
 
 
-def _expert_factors(name: str, bank: Experts, lora: LoraConfig) -> Iterator[tuple[str, HeldFactor]]:
+def _expert_factors(name: str, bank: Experts, lora: LoraConfig, slot_rank: int) -> Iterator[tuple[str, HeldFactor]]:
     """An expert is held whole, with its own A and B. Gate and up publish the same A under two names."""
     num_held, start = local_part(bank.down_lora_A)[0].shape[0], local_part(bank.down_lora_A)[1]
     for index in range(num_held):
@@ -231,8 +231,8 @@ def _expert_factors(name: str, bank: Experts, lora: LoraConfig) -> Iterator[tupl
             columns, rows_of_b = a.shape[2], b.shape[1]
             num_rows = bank.intermediate_size if stack == "gate_up" else rows_of_b
             a_name, b_name = factor_names(f"{name}.{bank.first_expert + start + index}.{leaf}.weight")
-            whole_a = Region((0, 0), (lora.slot_rank, columns))
-            whole_b = Region((0, 0), (num_rows, lora.slot_rank))
+            whole_a = Region((0, 0), (slot_rank, columns))
+            whole_b = Region((0, 0), (num_rows, slot_rank))
             yield a_name, HeldFactor(whole_a, a, index * lora.rank, lora.rank, columns, 1.0)
             first_row = index * rows_of_b + part * num_rows
             yield b_name, HeldFactor(whole_b, b, first_row, num_rows, lora.rank, lora.scale)

@@ -63,11 +63,13 @@ def slots_of(config: RunConfig) -> AdapterSlotsSpec:
 
 def save_for_vllm(trainer: TrainerRank, lora: LoraConfig, targets: tuple[str, ...], folder: Path) -> None:
     """A PEFT adapter with one matrix an expert: float32, not scaled, at the trainer's rank."""
-    raw = AdapterSource(trainer._decoder, 0, LoraConfig(rank=lora.rank, alpha=float(lora.rank)))
+    raw = AdapterSource(trainer._decoder, 0, lora)
     tensors = {}
     for meta in raw.layout().tensors:
         whole = torch.empty(meta.shape, device="cuda")
         raw.read(meta.name, Region((0, 0), meta.shape), whole)
+        if ".lora_B." in meta.name:
+            whole /= lora.scale  # a power of two: exact
         cropped = whole[: lora.rank] if ".lora_A." in meta.name else whole[:, : lora.rank]
         tensors[meta.name] = cropped.contiguous().cpu()
     folder.mkdir()

@@ -40,9 +40,9 @@ CASES = [
     ),
     (["weight_sync.mode=adapter", "trainer=full"], "weight_sync.mode=adapter contradicts trainer.mode=full"),
     (["weight_sync.mode=adapter", "trainer.lora.rank=600"], "rank 512 at most, got trainer.lora.rank=600"),
-    (["weight_sync.mode=adapter"], "CPU engine has no kernels for adapters of experts.*trainer.lora.experts=false"),
+    (["weight_sync.mode=adapter"], "CPU engine serves no adapters in a model with experts.*model=tiny_qwen3"),
     (
-        ["weight_sync.mode=adapter", "trainer.lora.experts=false", "weight_sync.keep_kv=false"],
+        ["model=tiny_qwen3", "trainer.ep_size=1", "weight_sync.mode=adapter", "weight_sync.keep_kv=false"],
         "weight_sync.keep_kv has no effect with weight_sync.mode=adapter",
     ),
     (["weight_sync.on_busy_slot=requeue"], "weight_sync.on_busy_slot has no effect with weight_sync.mode=merged"),

@@ -18,6 +18,7 @@ from trainer.adapter_io import ADAPTER_FILE
 from trainer.adapter_names import PREFIX, adapter_tensors, target_modules
 from trainer.adapter_source import AdapterSource
 from trainer.errors import LayoutError
+from trainer.lora import Adapted
 from trainer.model.spec import ModelSpec
 from trainer.rank import TrainerRank
 from weight_sync.layout import Region
@@ -160,8 +161,10 @@ def test_a_scale_that_is_no_power_of_two_is_applied_as_vllm_does(tmp_path: Path)
     rank = make_rank(dtype=DType.bfloat16)
     fill_adapters(rank, 1)
     rank.save_adapter(tmp_path)
-    lora = LoraConfig(rank=RANK, alpha=10.0)
-    read = read_all(AdapterSource(rank._decoder, 0, lora), torch.bfloat16)
+    for module in rank._decoder.modules():
+        if isinstance(module, Adapted) and module.lora is not None:
+            module.lora = LoraConfig(rank=RANK, alpha=10.0)
+    read = read_all(source_of(rank), torch.bfloat16)
     slots = expected(tmp_path, 2.5, torch.bfloat16)
     assert all(torch.equal(values, slots[name]) for (name, _), values in read.items())
 
@@ -175,6 +178,13 @@ def test_names_and_targets_follow_what_is_adapted():
     assert target_modules(tensors, LoraConfig(experts=False, mlp=False)) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert "experts" in target_modules(tensors, LoraConfig(attention=False, mlp=False))
     assert target_modules(tensors, LoraConfig(attention=False, experts=False)) == ["down_proj", "gate_proj", "up_proj"]
+
+
+def test_kinds_of_another_rank_share_the_slots_of_the_largest():
+    lora = LoraConfig(rank=16, attention_rank=33, expert_rank=4)
+    assert lora.slot_rank == 64
+    tensors = ModelSpec.from_hf_config(make_config(num_layers=1, dense_layers=[])).checkpoint_tensors("bfloat16")
+    assert all(64 in meta.shape for meta in adapter_tensors(tensors, lora))
 
 
 @pytest.mark.parametrize(("rank", "slot_rank"), [(1, 1), (2, 8), (8, 8), (33, 64), (257, 320), (512, 512), (513, 0)])
