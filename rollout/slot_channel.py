@@ -31,6 +31,9 @@ from rollout.errors import EngineDied, error_class
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 0.2
+"""How often a call that waits looks whether the engine lives."""
+
 
 def socket_address(folder: str, rank: int) -> str:
     """Where one engine rank listens."""
@@ -83,10 +86,12 @@ class SlotClients:
         folder: Where the sockets are.
         num_ranks: Ranks of the engine.
         timeout_s: Longest that all ranks together may take for one call.
+        is_alive: Whether the engine runs. A Unix socket stays silent when the process behind it dies.
     """
 
-    def __init__(self, folder: str, num_ranks: int, timeout_s: float) -> None:
+    def __init__(self, folder: str, num_ranks: int, timeout_s: float, is_alive: Callable[[], bool]) -> None:
         self._timeout_s = timeout_s
+        self._is_alive = is_alive
         self._numbers = itertools.count()
         self._context = zmq.asyncio.Context()
         self._sockets: list[zmq.asyncio.Socket] = []
@@ -101,7 +106,7 @@ class SlotClients:
 
         Raises:
             SlipstreamError: The first rank's error, as its own class.
-            EngineDied: A rank did not answer in time.
+            EngineDied: The engine's process is gone, or a rank did not answer in time.
         """
         number = next(self._numbers)
         data = msgpack.packb([number, method, *args])
@@ -119,6 +124,9 @@ class SlotClients:
 
     async def _receive(self, socket: zmq.asyncio.Socket, number: int) -> tuple[str, str, Any]:
         while True:
+            while not await socket.poll(LOOK_S * 1000):
+                if not self._is_alive():
+                    raise EngineDied("the engine's process died; this rollout worker must be restarted")
             answered, error, text, result = msgpack.unpackb(await socket.recv())
             if answered == number:  # an older one belongs to a call that was given up
                 return error, text, result

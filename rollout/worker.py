@@ -155,7 +155,7 @@ class RolloutWorker:
         tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in adapters.tensors]
         replies = await self._engine.call_ranks("slipstream_open_slots", tensors, folder)
         ranks = [unpack(EngineRank, reply) for reply in replies]
-        clients = SlotClients(folder, len(ranks), self._sync.timeout_s)
+        clients = SlotClients(folder, len(ranks), self._sync.timeout_s, lambda: self._engine.is_alive)
         self._sockets.callback(clients.close)
         self._replica = AdapterReplica(
             self._engine, ranks, clients, adapters.num_slots, self._sync, has_base=lambda: self._state.is_serving

@@ -24,7 +24,7 @@ def fail(error: Exception):
 async def test_a_call_reaches_every_rank_and_returns_by_rank(tmp_path: Path):
     for rank in range(3):
         serve(tmp_path, rank, {"add": lambda a, data, rank=rank: [a + rank, data, threading.current_thread().name]})
-    clients = SlotClients(str(tmp_path), 3, timeout_s=10)
+    clients = SlotClients(str(tmp_path), 3, timeout_s=10, is_alive=lambda: True)
     try:
         assert await clients.call("add", 10, b"x") == [[10 + rank, b"x", "adapter-slots"] for rank in range(3)]
     finally:
@@ -37,7 +37,7 @@ async def test_a_call_reaches_every_rank_and_returns_by_rank(tmp_path: Path):
 )
 async def test_an_error_arrives_as_its_own_class_and_the_thread_goes_on(tmp_path: Path, error, arrives):
     serve(tmp_path, 0, {"fail": lambda: fail(error), "work": lambda: 1})
-    clients = SlotClients(str(tmp_path), 1, timeout_s=10)
+    clients = SlotClients(str(tmp_path), 1, timeout_s=10, is_alive=lambda: True)
     try:
         with pytest.raises(arrives, match=r"a bit|odd|x"):
             await clients.call("fail")
@@ -49,12 +49,22 @@ async def test_an_error_arrives_as_its_own_class_and_the_thread_goes_on(tmp_path
 async def test_a_rank_that_is_gone_is_not_waited_for_and_its_late_answer_is_not_taken_for_another(tmp_path: Path):
     go_on = threading.Event()
     serve(tmp_path, 0, {"stall": lambda: go_on.wait(10) and "late", "work": lambda: "mine"})
-    clients = SlotClients(str(tmp_path), 1, timeout_s=0.2)
+    clients = SlotClients(str(tmp_path), 1, timeout_s=0.3, is_alive=lambda: True)
     try:
         with pytest.raises(EngineDied, match="did not answer stall"):
             await clients.call("stall")
         go_on.set()
         clients._timeout_s = 10
         assert await clients.call("work") == ["mine"]
+    finally:
+        clients.close()
+
+
+async def test_the_death_of_the_engine_ends_a_call_at_once(tmp_path: Path):
+    serve(tmp_path, 0, {"stall": lambda: threading.Event().wait(20)})
+    clients = SlotClients(str(tmp_path), 1, timeout_s=20, is_alive=lambda: False)
+    try:
+        with pytest.raises(EngineDied, match="process died"):
+            await clients.call("stall")
     finally:
         clients.close()
