@@ -130,6 +130,9 @@ class AdapterReplica:
         """What a slot of every engine rank must receive."""
         return self._ranks
 
+    async def pause(self, version: int, epoch: int, digest: str) -> None:
+        """Nothing stands still."""
+
     async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
         """Take a slot out of reach. The engine goes on."""
         if not self._has_base():

@@ -45,7 +45,7 @@ class NotingEngine:
     async def start(self) -> None:
         self.calls.append("start")
 
-    async def warm_up(self) -> None:
+    async def warm_up(self, adapter: object = None) -> None:
         self.calls.append("warm up")
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
