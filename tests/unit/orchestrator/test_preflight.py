@@ -14,11 +14,12 @@ from conf.schema import Device
 from orchestrator import machine
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
-from orchestrator.model_files import INDEX_NAME, check_checkpoint_files, read_header
+from orchestrator.model_files import check_checkpoint_files
 from orchestrator.preflight import run_preflight
 from orchestrator.prepare import save_character_tokenizer
 from trainer.model.spec import ModelSpec
 from weight_sync.layout import TensorMeta
+from weight_sync.safetensors_files import INDEX_NAME, read_header
 
 A = TensorMeta("a.weight", (2, 3), "float32")
 B = TensorMeta("b.weight", (4,), "float32")
@@ -40,7 +41,9 @@ def write_safetensors(path: Path, tensors: list[TensorMeta]) -> None:
 
 def test_header_is_read(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", [A, B])
-    assert read_header(tmp_path / "model.safetensors") == {"a.weight": (2, 3), "b.weight": (4,)}
+    header = read_header(tmp_path / "model.safetensors")
+    assert {name: stored.shape for name, stored in header.items()} == {"a.weight": (2, 3), "b.weight": (4,)}
+    assert header["b.weight"].offset == header["a.weight"].offset + 24
     size = (tmp_path / "model.safetensors").stat().st_size
     assert check_checkpoint_files(tmp_path, [A, B]) == size
 
