@@ -76,6 +76,8 @@ def _dispatch(words: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "plan": _plan,
+        "push": _push,
+        "record": _record,
         "doctor": _doctor,
         "recover": _recover,
     }
@@ -194,6 +196,115 @@ def _plan(words: list[str]) -> int:
         return EXIT_OK
     plan_report.print_report(report)
     print(f"timeline: {picture}\ntrace:    {trace}  (ui.perfetto.dev, chrome://tracing)\nNothing was started.")
+    return EXIT_OK
+
+
+def _push(words: list[str]) -> int:
+    words, serve_words = _split_at_dashes(words)
+    parser = _Parser(prog="slipstream push", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("checkpoint", nargs="?", type=Path)
+    parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--to", action="append", default=[])
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--expert-parallel", action="store_true")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--transport", choices=["auto", "nvlink", "rdma", "tcp"], default="auto")
+    parser.add_argument("--watermark-mib", type=int, default=1024)
+    parser.add_argument("--timeout-s", type=float, default=60.0)
+    parser.add_argument("--start-timeout-s", type=float, default=1800.0)
+    parser.add_argument("--log-dir", type=Path, default=Path("push-logs"))
+    parser.add_argument("--once", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args(words)
+    if flags.help or not words:
+        from orchestrator import cli_help
+
+        print(cli_help.push())
+        return EXIT_OK
+    if flags.checkpoint is None:
+        raise ConfigError(
+            "push needs a CHECKPOINT: a Hugging Face folder with safetensors. See: slipstream push --help"
+        )
+    with _names_missing_packages():
+        from orchestrator.push_command import PushOptions, run_push
+
+    options = PushOptions(
+        checkpoint=flags.checkpoint,
+        start=flags.start,
+        to=tuple(url for word in flags.to for url in word.split(",") if url),
+        tp_size=flags.tp,
+        enable_expert_parallel=flags.expert_parallel,
+        dtype=flags.dtype,
+        host=flags.host,
+        port=flags.port,
+        num_ranks=flags.ranks,
+        num_threads=flags.threads,
+        transport=flags.transport,
+        watermark_mib=flags.watermark_mib,
+        timeout_s=flags.timeout_s,
+        start_timeout_s=flags.start_timeout_s,
+        log_dir=flags.log_dir,
+        serve_words=tuple(serve_words),
+    )
+    with _signals() as received:
+        try:
+            run_push(options, as_json=flags.json, stay=not flags.once)
+        except KeyboardInterrupt:
+            print("\nstopped; engines that were started here have ended.", file=sys.stderr)
+            return 128 + received[0] if received else EXIT_INTERRUPTED
+        except ConfigError:
+            raise
+        except SlipstreamError as error:  # its message names the engine or rank, and where to read on
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_FAILED
+    return EXIT_OK
+
+
+def _split_at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
+    """Words before and after the first `--`."""
+    if "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
+
+
+def _record(words: list[str]) -> int:
+    parser = _Parser(prog="slipstream record", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("model", nargs="?", type=Path)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--expert-parallel", action="store_true")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--layout-cache", type=Path)
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args(words)
+    if flags.help or not words:
+        from orchestrator import cli_help
+
+        print(cli_help.record())
+        return EXIT_OK
+    if flags.model is None:
+        raise ConfigError("record needs a MODEL: a folder with config.json. See: slipstream record --help")
+    with _names_missing_packages():
+        from orchestrator import record_command
+
+    report = record_command.record(
+        flags.model,
+        tp_size=flags.tp,
+        enable_expert_parallel=flags.expert_parallel,
+        dtype=flags.dtype,
+        device=flags.device,
+        cache=flags.layout_cache,
+        out=flags.out,
+    )
+    print(json.dumps(report.as_plain(), indent=2) if flags.json else report.as_text())
     return EXIT_OK
 
 

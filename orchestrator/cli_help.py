@@ -34,6 +34,8 @@ carries the policy's new weights from one to the other after every step.
 commands
   train     start a run; its options are the words that follow
   plan      say what a publish of a run would move, hold and take, on any cluster; starts nothing
+  push      bring a checkpoint on disk into vLLM engines, started here or running
+  record    write down how an engine lays out a model; needs no GPU and no weights
   doctor    look at this machine: versions, devices and links, limits, ports
   recover   restart a rollout worker of a run that goes on
 
@@ -95,6 +97,72 @@ flags: what comes out
   --layout-cache DIR        where recorded engine layouts are kept; ~/.cache/slipstream/layouts
   --config-dir DIR          a folder with YAML files of your own"""
 
+_PUSH = """\
+usage: slipstream push CHECKPOINT --start N [flags] [-- WORDS FOR vllm serve]
+       slipstream push CHECKPOINT --to URL[,URL...] [flags]
+
+Brings the weights of a Hugging Face checkpoint (safetensors) into vLLM engines, and proves every byte in their memory
+before they serve. The checkpoint is read once, by several ranks in parallel, each its share.
+
+examples
+  slipstream push /models/Qwen3-30B-A3B --start 2 --tp 2
+      two engines on GPUs 0,1 and 2,3; they start while the disk is read; http://127.0.0.1:8000 and :8001
+  slipstream push /models/Qwen3-30B-A3B --start 1 -- --max-model-len 8192 --enable-prefix-caching
+      further words are for `vllm serve`
+  slipstream push /checkpoints/step-400 --to http://127.0.0.1:8000,http://127.0.0.1:8001
+      other weights of the same model into engines that run; requests in flight are frozen meanwhile, then go on
+
+An engine of yours can be pushed to when it was started with
+  VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "slipstream"}'
+and, for experts on GPUs, --moe-backend triton. On CPUs add --worker-extension-cls rollout.transfer_engine.ServedWorker.
+
+flags: engines to start
+  --start N               how many; they live until this command ends (Ctrl-C), unless --once
+  --tp N                  GPUs of one engine; 1
+  --expert-parallel       whole experts on every GPU of an engine
+  --dtype DTYPE           of the engine's weights; auto: the checkpoint's
+  --host HOST --port PORT address of the first engine's API, the others count on; 127.0.0.1 8000
+  --start-timeout-s S     longest start; 1800
+  --log-dir DIR           what the engines say; push-logs
+
+flags: the publish
+  --to URL[,URL...]       engines that run; may be given again
+  --ranks N               processes that read and send; one for each GPU in use, 1 on CPUs
+  --threads N             that read, in each rank; 8
+  --transport LINK        auto, nvlink, rdma, tcp; auto
+  --watermark-mib N       most temporary memory of a rank on its GPU; 1024
+  --timeout-s S           deadline of one publish to one engine, and of one request to it; 60
+
+flags: the end
+  --once                  end after the publish, and the started engines with it
+  --json                  the report for programs, as one line
+
+exit code: 0 all engines serve the checkpoint; 1 one does not (it stays paused and is named), or an engine or rank
+failed; 2 the command cannot work as given; 130 Ctrl-C, 143 SIGTERM"""
+
+_RECORD = """\
+usage: slipstream record MODEL [flags]
+
+Writes down how an engine would lay out a model: which rectangle of which checkpoint tensor goes to which place of which
+parameter, on every rank. The engine's own loader runs once on tensors without memory, so no GPU, no weights and no
+engine are needed, however large the model. `slipstream plan` uses the same recordings.
+
+examples
+  slipstream record /models/Qwen3-30B-A3B --tp 4
+  slipstream record ./config-only --tp 16 --expert-parallel --out kimi-tp16.layouts
+
+MODEL is a folder with config.json. With safetensors beside it, their headers say which tensors there are; without, the
+architecture does.
+
+flags
+  --tp N                  ranks of the engine; 1
+  --expert-parallel       whole experts on every rank
+  --dtype DTYPE           of the engine's weights; bfloat16
+  --device KIND           cuda or cpu: kind of device that the engine would run on; cuda
+  --out FILE              also write the layouts there (weight_sync.layout_wire reads them)
+  --layout-cache DIR      where recordings are kept; ~/.cache/slipstream/layouts
+  --json                  the same for programs"""
+
 _DOCTOR = """\
 usage: slipstream doctor [--json]
 
@@ -126,6 +194,16 @@ def top() -> str:
 def plan() -> str:
     """`slipstream plan --help`."""
     return _PLAN
+
+
+def push() -> str:
+    """`slipstream push --help`."""
+    return _PUSH
+
+
+def record() -> str:
+    """`slipstream record --help`."""
+    return _RECORD
 
 
 def doctor() -> str:

@@ -8,6 +8,7 @@
         WaitTimeout(TimeoutError)          something awaited did not come within its deadline
         PlacementError(RuntimeError)       the Ray cluster cannot hold the run's processes
         NoReplicasLeft(RuntimeError)       every rollout worker is out of service
+        PushError(RuntimeError)            a rank or an engine of `slipstream push` failed
         TrainingStopped(RuntimeError)      the loop cannot go on: a trainer rank died, or too many steps were refused
 
 ConfigError and DataError (rollout.errors) are mistakes that the user can repair: the command line shows their message
@@ -43,6 +44,10 @@ class PlacementError(OrchestratorError, RuntimeError):
 
 class NoReplicasLeft(OrchestratorError, RuntimeError):
     """Every rollout worker is out of service."""
+
+
+class PushError(OrchestratorError, RuntimeError):
+    """A rank of `slipstream push` failed, or an engine did not commit. The message names it and its reason."""
 
 
 class TrainingStopped(OrchestratorError, RuntimeError):

@@ -8,7 +8,7 @@
 Owns: the cache, and the process that fills it. Does not own: the recording (meta_engine.py, which imports vLLM;
 weight_sync.recorder). Invariant: equal keys have equal layouts, so a cached file is never out of date.
 
-Callers: orchestrator/plan_command.py.
+Callers: orchestrator/plan_command.py, orchestrator/record_command.py.
 """
 
 from __future__ import annotations
@@ -69,20 +69,10 @@ def offline_layouts(
     Raises:
         EngineError: No engine is installed, or it cannot build this model.
     """
-    version = engine_version()
-    request = {
-        "format_version": FORMAT_VERSION,
-        "engine": version,
-        "hf_config": dict(hf_config),
-        "tp_size": tp_size,
-        "enable_expert_parallel": enable_expert_parallel,
-        "dtype": str(dtype),
-        "device": str(device),
-        "tensors": [[meta.name, list(meta.shape), meta.dtype] for meta in tensors],
-    }
-    text = json.dumps(request, sort_keys=True)
-    folder = default_cache() if cache is None else cache
-    file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.layouts"
+    text = _request_text(
+        hf_config, tensors, tp_size=tp_size, enable_expert_parallel=enable_expert_parallel, dtype=dtype, device=device
+    )
+    file = _file(text, cache)
     if file.is_file():
         try:
             return layouts_from_bytes(file.read_bytes())
@@ -91,6 +81,55 @@ def offline_layouts(
     layouts = _record(text)
     _keep(file, layouts_to_bytes(layouts))
     return layouts
+
+
+def cached_file(
+    hf_config: Mapping[str, Any],
+    tensors: Sequence[TensorMeta],
+    *,
+    tp_size: int,
+    enable_expert_parallel: bool,
+    dtype: DType,
+    device: Device,
+    cache: Path | None = None,
+) -> Path:
+    """Where offline_layouts keeps what it records for these arguments, whether or not it is there yet.
+
+    Raises:
+        EngineError: No engine is installed.
+    """
+    text = _request_text(
+        hf_config, tensors, tp_size=tp_size, enable_expert_parallel=enable_expert_parallel, dtype=dtype, device=device
+    )
+    return _file(text, cache)
+
+
+def _request_text(
+    hf_config: Mapping[str, Any],
+    tensors: Sequence[TensorMeta],
+    *,
+    tp_size: int,
+    enable_expert_parallel: bool,
+    dtype: DType,
+    device: Device,
+) -> str:
+    """Everything that decides a layout, as JSON."""
+    request = {
+        "format_version": FORMAT_VERSION,
+        "engine": engine_version(),
+        "hf_config": dict(hf_config),
+        "tp_size": tp_size,
+        "enable_expert_parallel": enable_expert_parallel,
+        "dtype": str(dtype),
+        "device": str(device),
+        "tensors": [[meta.name, list(meta.shape), meta.dtype] for meta in tensors],
+    }
+    return json.dumps(request, sort_keys=True)
+
+
+def _file(request: str, cache: Path | None) -> Path:
+    folder = default_cache() if cache is None else cache
+    return folder / f"{hashlib.sha256(request.encode()).hexdigest()}.layouts"
 
 
 def engine_version() -> str:

@@ -124,7 +124,7 @@ class SlotClients:
 
     async def _receive(self, socket: zmq.asyncio.Socket, number: int) -> tuple[str, str, Any]:
         while True:
-            while not await socket.poll(LOOK_S * 1000):
+            while not await socket.poll(int(LOOK_S * 1000)):
                 if not self._is_alive():
                     raise EngineDied("the engine's process died; this rollout worker must be restarted")
             answered, error, text, result = msgpack.unpackb(await socket.recv())

@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -276,7 +277,7 @@ def _allocate(plan: BlockPlan) -> mmap.mmap:
 
 def _read_into(path: Path, offset: int, out: Tensor) -> None:
     """pread until `out` is full. The interpreter's lock is free meanwhile."""
-    view = memoryview(out.numpy())
+    view = memoryview(cast(Any, out.numpy()))
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -298,7 +299,7 @@ def _pin(memory: mmap.mmap) -> bool:
 
     It is unlocked when nothing refers to the pages any more, tensors over them included.
     """
-    address, cudart = torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), torch.cuda.cudart()
+    address, cudart = torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), cast(Any, torch.cuda.cudart())
     code = int(cudart.cudaHostRegister(address, len(memory), 1))  # 1: for all contexts of this process
     if code != 0:
         logger.warning("%d bytes cannot be page-locked (code %d): copies from them will be slow", len(memory), code)

@@ -1,4 +1,4 @@
-"""Rectangles in memory become the bytes that slicing, permuting and casting give, in as few copies as neighbours allow."""
+"""Rectangles in memory become what slicing, permuting and casting give, in as few copies as neighbours allow."""
 
 from __future__ import annotations
 

@@ -1,0 +1,352 @@
+"""`slipstream push`: a checkpoint on disk into the memory of vLLM engines, started here or already served.
+
+    --start N    vllm serve, N times, dummy weights ----+
+                                                        +--> attach --> pause --> publish --> verify, commit --> resume
+    --to URL     engines that run ----------------------+         ^
+                 ranks: read the disk, each its share ------------+
+
+Owns: the order of these, progress, what is said at the end. Does not own a rank (`push_rank.py`), a server
+(`rollout.fleet`, `rollout.served`) or the publish. Invariant: an engine is resumed only after every byte of the
+checkpoint was proven in the memory of all its ranks; one that was not stays paused and is named.
+Callers: `orchestrator.cli`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conf.errors import ConfigError
+from conf.schema import Device
+from orchestrator.environment import resolve_device
+from orchestrator.errors import PushError
+from orchestrator.machine import count_gpus, is_port_free
+from orchestrator.push_rank import RankOptions, RankProcess
+from rollout.errors import EngineError
+from rollout.fleet import ServerOptions, ServerProcess
+from rollout.served import Rendezvous, ServedEngine
+from weight_sync.safetensors_files import read_index, tensor_metas
+
+POLL_S = 0.05
+PROGRESS_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushOptions:
+    """The flags of the command."""
+
+    checkpoint: Path
+    start: int = 0
+    to: tuple[str, ...] = ()
+    tp_size: int = 1
+    enable_expert_parallel: bool = False
+    dtype: str = "auto"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    num_ranks: int | None = None
+    num_threads: int = 8
+    transport: str = "auto"
+    watermark_mib: int = 1024
+    timeout_s: float = 60.0
+    start_timeout_s: float = 1800.0
+    log_dir: Path = Path("push-logs")
+    serve_words: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.start) == bool(self.to):
+            raise ConfigError("push needs either --start N (engines to start here) or --to URL[,URL...] (running ones)")
+        if self.start < 0 or self.tp_size < 1 or self.num_threads < 1 or (self.num_ranks or 1) < 1:
+            raise ConfigError("--start, --tp, --ranks and --threads must be >= 1")
+        if self.watermark_mib < 1 or self.timeout_s <= 0 or self.start_timeout_s <= 0:
+            raise ConfigError("--watermark-mib, --timeout-s and --start-timeout-s must be > 0")
+        if self.to and (self.serve_words or self.enable_expert_parallel or self.tp_size != 1):
+            raise ConfigError("--tp, --expert-parallel and words after -- shape engines that --start starts, not --to")
+
+
+@dataclass(slots=True)
+class PushReport:
+    """What was done. Seconds count from the command's own start unless they say otherwise."""
+
+    checkpoint: str
+    num_bytes: int
+    num_ranks: int
+    device: str
+    link: str = ""
+    read_s: float = 0.0
+    """Longest read of a rank, by itself."""
+    pinned_bytes: int = 0
+    disk_done_s: float = 0.0
+    engines_up_s: float = 0.0
+    """When the last engine answered; 0 with --to."""
+    publish_s: float = 0.0
+    """From Begin to committed, by itself."""
+    serving_s: float = 0.0
+    """When the last engine was resumed."""
+    publish: dict[str, Any] = field(default_factory=dict)
+    engines: dict[str, str] = field(default_factory=dict)
+    """URL -> "" when it serves the checkpoint, else why not."""
+
+
+class Push:
+    """One run of the command. Use as a context manager: leaving it ends what it started."""
+
+    def __init__(self, options: PushOptions) -> None:
+        self._options = options
+        self._began = time.monotonic()
+        if not (options.checkpoint / "config.json").is_file():
+            raise ConfigError(
+                f"CHECKPOINT={options.checkpoint} has no config.json; give a Hugging Face checkpoint folder"
+            )
+        self._tensors = tensor_metas(read_index(options.checkpoint, "CHECKPOINT"))
+        self._device = Device(resolve_device(Device.auto))
+        self._gpus = _visible_gpus(self._device)
+        self._key = secrets.token_bytes(32)
+        self._cleanup = contextlib.ExitStack()
+        self._servers: list[ServerProcess] = []
+        self._ranks: list[RankProcess] = []
+
+    def __enter__(self) -> Push:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def run(self) -> PushReport:
+        """Read, start, publish, resume.
+
+        Raises:
+            ConfigError: Nothing can be done as asked.
+            PushError, EngineError: A rank or an engine failed; engines that --start started are ended.
+        """
+        options = self._options
+        engines = [ServedEngine(url, timeout_s=options.timeout_s) for url in options.to]
+        if options.start:
+            self._start_servers()
+            engines = [server.engine for server in self._servers]
+        rendezvous = Rendezvous(self._key, _local_host(engines))
+        self._cleanup.callback(rendezvous.close)
+        num_ranks = options.num_ranks or max(
+            1, min(len(self._gpus), options.start * options.tp_size or len(self._gpus))
+        )
+        report = PushReport(str(options.checkpoint), 0, num_ranks, self._device.value)
+        self._start_ranks(num_ranks, _local_host(engines))
+        endpoints = {engine: self._attach(engine, rendezvous) for engine in engines if options.to}
+        self._say(len(self._servers))
+        endpoints |= self._wait_until_ready(report, rendezvous)
+        self._say(0)
+        self._publish(endpoints, report)
+        return report
+
+    def watch(self) -> None:
+        """Until an engine ends.
+
+        Raises:
+            EngineError: Names it.
+        """
+        while True:
+            for server in self._servers:
+                if not server.is_running:
+                    raise server.why_it_ended()
+            time.sleep(1.0)
+
+    def _start_servers(self) -> None:
+        options = self._options
+        needed = options.start * options.tp_size
+        if self._gpus and needed > len(self._gpus):
+            raise ConfigError(
+                f"--start {options.start} with --tp {options.tp_size} needs {needed} GPUs, there are {len(self._gpus)}"
+            )
+        ports = range(options.port, options.port + options.start)
+        taken = [port for port in ports if not is_port_free(port, options.host)]
+        if taken:
+            raise ConfigError(f"port {taken[0]} is taken; choose another first port with --port")
+        common = ServerOptions(
+            options.checkpoint,
+            self._device,
+            options.host,
+            options.tp_size,
+            options.enable_expert_parallel,
+            options.dtype,
+            options.serve_words,
+        )
+        for number, port in enumerate(ports):
+            gpus = self._gpus[number * options.tp_size : (number + 1) * options.tp_size]
+            server = ServerProcess(common, port, gpus, options.log_dir / f"engine-{port}.log")
+            self._cleanup.callback(server.stop)
+            self._servers.append(server)
+
+    def _start_ranks(self, num_ranks: int, host: str) -> None:
+        options = self._options
+        folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-push-"))
+        common = RankOptions(
+            checkpoint=options.checkpoint,
+            world_size=num_ranks,
+            num_threads=options.num_threads,
+            device=self._device.value,
+            host=host,
+            transport=options.transport,
+            watermark_bytes=options.watermark_mib << 20,
+            timeout_s=options.timeout_s,
+            key=self._key,
+            rendezvous=f"file://{folder}/rendezvous",
+        )
+        for rank in range(num_ranks):
+            process = RankProcess(rank, common, self._gpus[rank % len(self._gpus)] if self._gpus else None)
+            self._cleanup.callback(process.stop)
+            self._ranks.append(process)
+
+    def _wait_until_ready(self, report: PushReport, rendezvous: Rendezvous) -> dict[ServedEngine, list[str]]:
+        """All shares read and all started engines up and attached, whichever takes longer. Returns their endpoints.
+
+        An engine is paused as soon as it answers: it holds dummy weights, and nobody must be answered from them.
+        """
+        reading, starting = list(self._ranks), list(self._servers)
+        endpoints: dict[ServedEngine, list[str]] = {}
+        next_word = time.monotonic() + PROGRESS_S
+        while reading or starting:
+            for rank in list(reading):
+                if (answer := rank.result(0)) is not None:
+                    num_bytes, seconds, pinned = answer
+                    reading.remove(rank)
+                    report.num_bytes += num_bytes
+                    report.pinned_bytes += pinned
+                    report.read_s = max(report.read_s, seconds)
+                    report.disk_done_s = self._elapsed()
+            for server in list(starting):
+                if not server.is_running:
+                    raise server.why_it_ended()
+                if server.engine.is_healthy():
+                    server.engine.pause()
+                    report.engines_up_s = self._elapsed()
+                    starting.remove(server)
+                    endpoints[server.engine] = self._attach(server.engine, rendezvous)
+            if starting and self._elapsed() > self._options.start_timeout_s:
+                late = starting[0]
+                raise EngineError(f"{late.engine.url} is not up after {self._elapsed():.0f} s; see {late.log}")
+            if time.monotonic() > next_word:
+                next_word += PROGRESS_S
+                self._say(len(starting))
+            time.sleep(POLL_S)
+        return endpoints
+
+    def _attach(self, engine: ServedEngine, rendezvous: Rendezvous) -> list[str]:
+        options = self._options
+        return engine.attach(
+            self._tensors, self._key, rendezvous, transport=options.transport, timeout_s=options.timeout_s
+        )
+
+    def _publish(self, endpoints: dict[ServedEngine, list[str]], report: PushReport) -> None:
+        """Pause, send to all ranks of all engines at once, then resume the engines whose ranks all committed."""
+        started: list[ServedEngine] = []
+        try:
+            for engine in endpoints:
+                engine.start()
+                started.append(engine)
+            for rank in self._ranks:
+                rank.update([address for addresses in endpoints.values() for address in addresses])
+            published, report.link = self._results()[0]
+        except BaseException as e:
+            for engine in started:
+                engine.abandon(f"{type(e).__name__}: {e}")
+            raise
+        report.publish, report.publish_s = asdict(published), published.total_s
+        failed = {replica.endpoint: replica.error for replica in published.replicas if not replica.committed}
+        for engine, addresses in endpoints.items():
+            errors = [f"rank {number}: {failed[a]}" for number, a in enumerate(addresses) if a in failed]
+            report.engines[engine.url] = "; ".join(errors)
+            if errors:
+                engine.abandon(errors[0])
+            else:
+                engine.finish()
+        report.serving_s = self._elapsed()
+
+    def _results(self) -> list[Any]:
+        """Every rank's report; the first error of any rank."""
+        waiting, found = list(self._ranks), []
+        while waiting:
+            for rank in list(waiting):
+                if (answer := rank.result(POLL_S)) is not None:
+                    found.append(answer)
+                    waiting.remove(rank)
+        return found
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+    def _say(self, num_starting: int) -> None:
+        read = sum(rank.num_bytes_read.value for rank in self._ranks) / 1e9
+        words = [f"{self._elapsed():6.1f} s  read {read:.2f} GB"]
+        if self._servers:
+            words.append(f"engines up {len(self._servers) - num_starting} of {len(self._servers)}")
+        sys.stderr.write(", ".join(words) + "\n")
+
+
+def run_push(options: PushOptions, *, as_json: bool, stay: bool) -> None:
+    """The command: push, say what was done, and stay with engines that were started here.
+
+    Raises:
+        ConfigError, PushError, EngineError: See Push.
+    """
+    with Push(options) as push:
+        report = push.run()
+        sys.stdout.write((json.dumps(asdict(report)) if as_json else describe(report)) + "\n")
+        sys.stdout.flush()
+        check_all_serve(report)
+        if options.start and stay:
+            push.watch()
+
+
+def describe(report: PushReport) -> str:
+    """The report in words."""
+    lines = [
+        f"{report.checkpoint}: {report.num_bytes / 1e9:.2f} GB, {report.num_ranks} ranks, {report.device}",
+        f"  read      {report.read_s:8.2f} s   {report.num_bytes / max(report.read_s, 1e-9) / 1e9:.2f} GB/s, "
+        f"{report.pinned_bytes / 1e9:.2f} GB page-locked",
+        f"  publish   {report.publish_s:8.2f} s   {report.publish['num_bytes'] / report.publish_s / 1e9:.2f} GB/s "
+        f"over {report.link}, every byte verified",
+    ]
+    if report.engines_up_s:
+        lines.append(f"  disk read after {report.disk_done_s:.2f} s, engines up after {report.engines_up_s:.2f} s")
+    lines.append(f"  serving after {report.serving_s:.2f} s")
+    for url, error in report.engines.items():
+        lines.append(
+            f"  {url}  {'serves the checkpoint' if not error else 'DOES NOT SERVE, it stays paused: ' + error}"
+        )
+    return "\n".join(lines)
+
+
+def check_all_serve(report: PushReport) -> None:
+    """Raise PushError unless every engine serves the checkpoint."""
+    failed = [url for url, error in report.engines.items() if error]
+    if failed:
+        raise PushError(
+            f"{len(failed)} of {len(report.engines)} engines did not commit: {', '.join(failed)}; push again"
+        )
+
+
+def _visible_gpus(device: Device) -> list[str]:
+    if device is not Device.cuda:
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(count_gpus())]
+
+
+def _local_host(engines: Sequence[ServedEngine]) -> str:
+    """This machine's address as the engines see it: loopback when they are here, else that of the route to them."""
+    remote = [engine.host for engine in engines if not engine.host.startswith("127.")]
+    if not remote:
+        return "127.0.0.1"
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((remote[0], 9))  # sends nothing: asks the kernel for the route
+        return probe.getsockname()[0]

@@ -1,0 +1,149 @@
+"""One process of `slipstream push`: reads its share of the checkpoint, then writes it into the engines.
+
+Owns: the process and the pipe to the command. Does not own reading or sending (`weight_sync.api`). Imports torch only
+after the environment says which GPU is its own.
+
+    command  -- spawn -->  read the share  -- ("read", seconds, bytes, pinned) -->
+             -- endpoints -->  connect, publish  -- ("done", report) -->        or ("failed", class, text)
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any
+
+from conf.errors import ConfigError, SlipstreamError
+from conf.schema import TransportKind
+from orchestrator.errors import PushError
+
+JOIN_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """What all ranks have in common."""
+
+    checkpoint: Path
+    world_size: int
+    num_threads: int
+    device: str
+    host: str
+    transport: str
+    watermark_bytes: int
+    timeout_s: float
+    key: bytes
+    rendezvous: str
+    """file:// address of the ranks' process group."""
+
+
+class RankProcess:
+    """The command's end of one rank."""
+
+    def __init__(self, rank: int, options: RankOptions, gpu: str | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.rank = rank
+        self.num_bytes_read: Any = context.Value("q", 0, lock=False)
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_run, args=(rank, options, gpu, theirs, self.num_bytes_read), name=f"push-{rank}", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def result(self, timeout_s: float) -> Any:
+        """The next answer, or None when there is none yet.
+
+        Raises:
+            ConfigError: What the user can repair.
+            PushError: The rank failed or died.
+        """
+        if not self._pipe.poll(timeout_s):
+            if not self._process.is_alive() and not self._pipe.poll(0):
+                raise PushError(f"rank {self.rank} ended with code {self._process.exitcode}")
+            return None
+        try:
+            kind, *values = self._pipe.recv()
+        except EOFError:
+            self._process.join(JOIN_TIMEOUT_S)
+            raise PushError(f"rank {self.rank} ended with code {self._process.exitcode}") from None
+        if kind == "failed":
+            raise ConfigError(values[1]) if values[0] == "ConfigError" else PushError(f"{values[0]}: {values[1]}")
+        return values
+
+    def update(self, endpoints: list[str]) -> None:
+        """Connect and publish; result() has the report."""
+        self._pipe.send(endpoints)
+
+    def stop(self) -> None:
+        """End the process. Idempotent."""
+        self._pipe.close()  # a rank that waits for endpoints ends by itself
+        self._process.join(1.0)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(JOIN_TIMEOUT_S)
+
+
+def _run(rank: int, options: RankOptions, gpu: str | None, pipe: Connection, num_read: Synchronized[int]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's to handle
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        _read_and_send(rank, options, pipe, num_read)
+    except EOFError:  # the command is gone
+        return
+    except SlipstreamError as e:
+        pipe.send(("failed", type(e).__name__, str(e)))
+    except Exception as e:  # the boundary of this process
+        pipe.send(("failed", type(e).__name__, f"rank {rank}: {e}"))
+
+
+def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: Synchronized[int]) -> None:
+    import threading
+
+    import torch.distributed as dist
+
+    from conf.schema import WeightSyncConfig
+    from weight_sync.api import Sender
+    from weight_sync.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(
+        options.checkpoint, rank=rank, world_size=options.world_size, num_threads=options.num_threads
+    )
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.2):
+            num_read.value = checkpoint.num_bytes_read
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        report = checkpoint.read()
+    finally:
+        done.set()
+    num_read.value = checkpoint.num_bytes_read
+    group = None
+    if options.world_size > 1:
+        dist.init_process_group("gloo", init_method=options.rendezvous, rank=rank, world_size=options.world_size)
+        group = dist.group.WORLD
+    pipe.send(("read", report.num_bytes, report.seconds, report.pinned_bytes))
+    endpoints = pipe.recv()
+    config = WeightSyncConfig(
+        transport=TransportKind(options.transport),
+        watermark_bytes=options.watermark_bytes,
+        timeout_s=options.timeout_s,
+    )
+    sender = Sender(
+        checkpoint.source, endpoints, key=options.key, rank=rank, world_size=options.world_size, group=group,
+        device=options.device, host=options.host, config=config,
+    )  # fmt: skip
+    try:
+        pipe.send(("done", sender.update(0), sender.link))
+    finally:
+        sender.close()

@@ -1,0 +1,158 @@
+"""`slipstream record`: how an engine lays out a model, rank by rank, written down without a GPU, weights or an engine.
+
+    MODEL/config.json, headers of its safetensors or trainer.model.spec --> rollout.offline_layout --> cache, figures
+
+Owns: where the list of checkpoint tensors comes from, and the figures. Does not own the recording or its cache
+(`rollout.offline_layout`). Callers: `orchestrator.cli`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.errors import ConfigError
+from conf.schema import Device, DType
+from rollout.errors import EngineError
+from rollout.offline_layout import cached_file, engine_version, offline_layouts
+from trainer.model.spec import ModelSpec
+from weight_sync.layout import DestLayout, TensorMeta
+from weight_sync.layout_wire import layouts_to_bytes
+from weight_sync.safetensors_files import read_index, tensor_metas
+
+
+@dataclass(frozen=True, slots=True)
+class RankFigures:
+    """One engine rank."""
+
+    rank: int
+    num_params: int
+    num_loads: int
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordReport:
+    """What was recorded."""
+
+    model: str
+    engine: str
+    """Name and version of the engine whose loader was asked."""
+    tp_size: int
+    expert_parallel: bool
+    dtype: str
+    device: str
+    tensors_from: str
+    num_tensors: int
+    ranks: tuple[RankFigures, ...]
+    digest: str
+    """sha256 over all ranks; equal digests are equal layouts."""
+    cache: str
+    """File of the cache that holds the layouts."""
+    was_cached: bool
+
+    def as_plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def as_text(self) -> str:
+        """For people."""
+        lines = [
+            f"{self.model}: {self.num_tensors} checkpoint tensors (from {self.tensors_from})",
+            f"engine    {self.engine}, tp {self.tp_size}, expert parallel {'on' if self.expert_parallel else 'off'}, "
+            f"{self.dtype} on {self.device}",
+        ]
+        lines += [
+            f"rank {r.rank:<4} {r.num_params:>6} parameters {r.num_loads:>8} loads {r.num_bytes / 1e9:>9.3f} GB  "
+            f"{r.digest[:16]}"
+            for r in self.ranks
+        ]
+        lines += [f"digest    {self.digest}", f"cache     {self.cache}{' (was there)' if self.was_cached else ''}"]
+        return "\n".join(lines)
+
+
+def record(
+    model: Path,
+    *,
+    tp_size: int,
+    enable_expert_parallel: bool,
+    dtype: str,
+    device: str,
+    cache: Path | None = None,
+    out: Path | None = None,
+) -> RecordReport:
+    """Record, or take from the cache, the layouts of one engine.
+
+    Raises:
+        ConfigError: The model or a flag is wrong, or the engine cannot build it.
+    """
+    if tp_size < 1:
+        raise ConfigError(f"--tp must be >= 1, got {tp_size}")
+    if dtype not in list(DType):
+        raise ConfigError(f"--dtype must be one of {', '.join(DType)}, got {dtype!r}")
+    hf_config = _hf_config(model)
+    tensors, source = _tensors(model, hf_config, dtype)
+    options: dict[str, Any] = {
+        "tp_size": tp_size,
+        "enable_expert_parallel": enable_expert_parallel,
+        "dtype": DType(dtype),
+        "device": Device(device),
+        "cache": cache,
+    }
+    try:
+        file = cached_file(hf_config, tensors, **options)
+        was_cached = file.is_file()
+        layouts = offline_layouts(hf_config, tensors, **options)
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
+    data = layouts_to_bytes(layouts)
+    if out is not None:
+        try:
+            out.write_bytes(data)
+        except OSError as error:
+            raise ConfigError(f"--out={out} cannot be written: {error}") from error
+    return RecordReport(
+        model=str(model),
+        engine=engine_version(),
+        tp_size=tp_size,
+        expert_parallel=enable_expert_parallel,
+        dtype=dtype,
+        device=device,
+        tensors_from=source,
+        num_tensors=len(tensors),
+        ranks=tuple(_figures(layout) for layout in layouts),
+        digest=layouts_digest(layouts),
+        cache=str(file),
+        was_cached=was_cached,
+    )
+
+
+def layouts_digest(layouts: tuple[DestLayout, ...]) -> str:
+    """sha256 of one engine's layouts."""
+    return hashlib.sha256(layouts_to_bytes(layouts)).hexdigest()
+
+
+def _figures(layout: DestLayout) -> RankFigures:
+    num_bytes = sum(param.num_bytes for param in layout.params)
+    return RankFigures(layout.rank, len(layout.params), len(layout.loads), num_bytes, layouts_digest((layout,)))
+
+
+def _hf_config(model: Path) -> dict[str, Any]:
+    path = model if model.is_file() else model / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"MODEL={model} has no config.json; give a Hugging Face model folder") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+
+
+def _tensors(model: Path, hf_config: dict[str, Any], dtype: str) -> tuple[tuple[TensorMeta, ...], str]:
+    """The checkpoint's tensors, and where they are named: its files where there are any, else its architecture."""
+    if model.is_dir() and any(model.glob("*.safetensors*")):
+        return tensor_metas(read_index(model, "MODEL")), "its safetensors"
+    return tuple(ModelSpec.from_hf_config(hf_config).checkpoint_tensors(dtype)), "its architecture"

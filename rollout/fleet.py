@@ -1,0 +1,125 @@
+"""`vllm serve` processes that start with dummy weights and wait for the first publish.
+
+Owns: their command line, environment, log files and end. Does not own what they are sent (`served.py` asks them,
+`weight_sync.api` sends). Invariant: a server that this process started ends with it, however it ends: the server's
+engine processes watch it (`lifeline`), and stop() ends the whole process group.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.schema import Device
+from rollout.engine import engine_environment
+from rollout.errors import EngineError
+from rollout.lifeline import OWNER_VARIABLE
+from rollout.served import ServedEngine
+from rollout.vllm_plugin import BACKEND
+
+STOP_TIMEOUT_S = 15.0
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What all servers of a fleet have in common."""
+
+    checkpoint: Path
+    """Its config and tokenizer are read; its weights are not."""
+    device: Device
+    host: str = "127.0.0.1"
+    tp_size: int = 1
+    enable_expert_parallel: bool = False
+    dtype: str = "auto"
+    extra: tuple[str, ...] = ()
+    """Further words for `vllm serve`; they come last, hence win."""
+
+
+def serve_command(options: ServerOptions, port: int) -> list[str]:
+    """The command line of one server. The same words hold for both supported releases."""
+    is_cpu = options.device is not Device.cuda
+    words = [
+        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(options.checkpoint),
+        "--host", options.host,
+        "--port", str(port),
+        "--load-format", "dummy",  # the first publish brings the weights
+        "--dtype", options.dtype,
+        "--tensor-parallel-size", str(options.tp_size),
+        "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}',
+        "--worker-extension-cls", "rollout.transfer_engine.ServedWorker",
+        "--moe-backend", "auto" if is_cpu else "triton",  # others reorder experts after loading
+    ]  # fmt: skip
+    if options.enable_expert_parallel:
+        words.append("--enable-expert-parallel")
+    if is_cpu:
+        words.append("--enforce-eager")
+    if not any((options.checkpoint / name).is_file() for name in _TOKENIZER_FILES):
+        words.append("--skip-tokenizer-init")
+    return [*words, *options.extra]
+
+
+class ServerProcess:
+    """One started server.
+
+    Args:
+        options: Of the fleet.
+        port: Of its API.
+        gpus: Names for CUDA_VISIBLE_DEVICES; empty on CPUs.
+        log: File that gets everything it says.
+    """
+
+    def __init__(self, options: ServerOptions, port: int, gpus: Sequence[str], log: Path) -> None:
+        self.engine = ServedEngine(f"http://{options.host}:{port}")
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                serve_command(options, port),
+                env=server_environment(options.device, gpus, os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a group of its own: Ctrl-C reaches it through stop() alone
+            )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the server's process lives."""
+        return self._process.poll() is None
+
+    def why_it_ended(self) -> EngineError:
+        """The last error line of its log."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        told = [line for line in lines if "Error" in line and "Traceback" not in line]
+        why = (told or lines or ["it said nothing"])[-1].strip()
+        return EngineError(f"{self.engine.url} ended with code {self._process.poll()}: {why}; all of it: {self.log}")
+
+    def stop(self) -> None:
+        """End the server and its engine. Idempotent."""
+        for signum, wait_s in ((signal.SIGTERM, STOP_TIMEOUT_S), (signal.SIGKILL, STOP_TIMEOUT_S)):
+            try:
+                os.killpg(self._process.pid, signum)
+            except ProcessLookupError:
+                break
+            try:
+                self._process.wait(wait_s)
+            except subprocess.TimeoutExpired:
+                continue
+        self._process.poll()
+
+
+def server_environment(device: Device, gpus: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Of one server: vLLM's development routes, our package on the path, the GPUs, whom to live with."""
+    root = str(Path(__file__).parent.parent)
+    chosen = engine_environment(device) | dict(environ)
+    chosen |= {"VLLM_SERVER_DEV_MODE": "1", OWNER_VARIABLE: str(os.getpid())}
+    chosen["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])
+    if gpus:
+        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return chosen

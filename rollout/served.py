@@ -1,0 +1,207 @@
+"""A vLLM that somebody serves, from outside: its control API over HTTP, and where its ranks report.
+
+Owns the requests of one weight update and the order they need, and the socket on which engine ranks say where their
+endpoints are. Does not own the bytes (`weight_sync.api`) nor the engine's side (`transfer_engine.py`). No vLLM here.
+
+    attach      /init_weight_transfer_engine   every rank reports its endpoint, or why it cannot be written
+    start       /pause?mode=keep, /start_weight_update
+      ... weight_sync.api publishes to the endpoints ...
+    finish      /finish_weight_update, /resume
+    abandon     /update_weights {"abort": reason}: an update that failed is over; the engine stays paused
+
+The server must run with VLLM_SERVER_DEV_MODE=1: vLLM has these routes in no other mode. They are not authenticated, and
+the key that signs the update crosses in /init_weight_transfer_engine: both belong into a trusted network.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import socket
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from conf.errors import ConfigError
+from rollout.errors import EngineError
+from weight_sync.layout import TensorMeta
+from weight_sync.protocol import unpack
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+HEALTH_TIMEOUT_S = 5.0
+MODES_HINT = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "slipstream"}\''
+
+
+@dataclass(slots=True)
+class RankReport:
+    """What one engine rank says after init_weight_transfer_engine: an endpoint, or an error's class and text."""
+
+    rank: int
+    num_ranks: int
+    endpoint: str = ""
+    error: str = ""
+    text: str = ""
+
+
+class Rendezvous:
+    """The sender's socket for reports. Messages that are not signed with the key are ignored."""
+
+    def __init__(self, key: bytes, host: str) -> None:
+        self._key = key
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
+
+    def receive(self, timeout_s: float) -> RankReport | None:
+        """The next report, or None when none came in time."""
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            if not self._socket.poll(int(left * 1000) + 1):
+                break
+            frames = self._socket.recv_multipart()
+            if len(frames) == 2 and hmac.compare_digest(hmac.digest(self._key, frames[1], "sha256"), frames[0]):
+                return unpack(RankReport, frames[1])
+            logger.warning("a report that is not signed with this update's key was ignored")
+        return None
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+        self._context.term()
+
+
+class ServedEngine:
+    """One `vllm serve`.
+
+    Args:
+        url: Of its API, "http://127.0.0.1:8000".
+        timeout_s: Longest that one request may take.
+
+    Raises:
+        ConfigError: This is no http address.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 120.0) -> None:
+        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            is_good = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/")
+            is_good = is_good and (parts.port or True)
+        except ValueError:
+            is_good = False
+        if not is_good:
+            raise ConfigError(f"--to takes addresses of vLLM servers such as http://127.0.0.1:8000, got {url!r}")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self.host = socket.gethostbyname(str(parts.hostname)) if parts.hostname else ""
+        self._timeout_s = timeout_s
+
+    def is_healthy(self) -> bool:
+        """Whether it answers /health."""
+        try:
+            self._request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+        except EngineError:
+            return False
+        return True
+
+    def attach(
+        self, tensors: Sequence[TensorMeta], key: bytes, rendezvous: Rendezvous, *, transport: str, timeout_s: float
+    ) -> list[str]:
+        """Ask every rank to open an endpoint. Returns their addresses, by rank.
+
+        Raises:
+            EngineError: The server has no such route, or a rank refused: with the rank's own reason.
+        """
+        info = {
+            "tensors": [[meta.name, list(meta.shape), meta.dtype] for meta in tensors],
+            "key": key.hex(),
+            "report_to": rendezvous.address,
+            "host": self.host,
+            "transport": transport,
+            "timeout_s": timeout_s,
+        }
+        refused: EngineError | None = None
+        try:
+            self._request("POST", "/init_weight_transfer_engine", {"init_info": info})
+        except EngineError as e:
+            refused = e  # the reason comes as a report, if the ranks got as far
+        reports: dict[int, RankReport] = {}
+        wait_s = 2.0 if refused is not None else timeout_s
+        while not reports or len(reports) < next(iter(reports.values())).num_ranks:
+            report = rendezvous.receive(wait_s)
+            if report is None:
+                break
+            if report.error:
+                raise EngineError(f"{self.url}, rank {report.rank}: {report.error}: {report.text}")
+            reports[report.rank] = report
+        if refused is not None:
+            raise refused
+        if not reports or len(reports) < next(iter(reports.values())).num_ranks:
+            raise EngineError(f"{self.url}: {len(reports)} ranks reported within {timeout_s:g} s; see the server's log")
+        return [reports[rank].endpoint for rank in sorted(reports)]
+
+    def pause(self) -> None:
+        """Freeze requests in flight and hold new ones."""
+        self._request("POST", "/pause?mode=keep&clear_cache=true")
+
+    def start(self) -> None:
+        """No step runs from here on, and the ranks' endpoints may begin."""
+        self.pause()
+        self._request("POST", "/start_weight_update")
+
+    def finish(self) -> None:
+        """All ranks hold one committed version: serve it."""
+        self._request("POST", "/finish_weight_update", {})
+        self._request("POST", "/resume")
+
+    def abandon(self, reason: str) -> None:
+        """The update failed: let another one start. The engine stays paused, its weights are of no version."""
+        try:
+            self._request("POST", "/update_weights", {"update_info": {"abort": reason}})
+        except EngineError as e:  # always: this is how vLLM ends an update without finishing it
+            logger.debug("%s gave up the update: %s", self.url, e)
+
+    def call(self, method: str) -> list[Any]:
+        """A method of the worker extension on every rank; for tests and for looking into a mismatch."""
+        return self._request("POST", "/collective_rpc", {"method": method})["results"]
+
+    def _request(self, verb: str, path: str, body: object = None, *, timeout_s: float | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} if data is not None else {}
+        if token := os.environ.get("VLLM_API_KEY"):
+            headers["Authorization"] = f"Bearer {token}"
+        request = urllib.request.Request(self.url + path, data=data, headers=headers, method=verb)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s or self._timeout_s) as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as e:
+            said = e.read().decode(errors="replace")[:500]
+            hint = f"; {MODES_HINT}" if e.code == 404 else ""
+            raise EngineError(f"{self.url}{path} answered {e.code}: {said}{hint}") from e
+        except (OSError, ValueError) as e:
+            raise EngineError(f"{self.url}{path} cannot be reached: {e}") from e
+        return json.loads(text) if text else None
+
+
+def wait_until_healthy(engine: ServedEngine, is_running: Callable[[], bool], timeout_s: float) -> None:
+    """Until /health answers.
+
+    Raises:
+        EngineError: It did not come up in time, or its process ended.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not engine.is_healthy():
+        if not is_running():
+            raise EngineError(f"the engine for {engine.url} ended while it started; see its log")
+        if time.monotonic() > deadline:
+            raise EngineError(f"the engine at {engine.url} did not come up within {timeout_s:g} s; see its log")
+        time.sleep(POLL_S)

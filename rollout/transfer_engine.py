@@ -1,0 +1,290 @@
+"""Slipstream as a weight-transfer backend of vLLM, for engines that somebody else serves.
+
+    vllm serve MODEL --load-format dummy --weight-transfer-config '{"backend": "slipstream"}'
+
+    sender (served.py, api.py)              vLLM's API                      one engine rank: this file
+      init_weight_transfer_engine  ----->   on every rank  ----->   record the layout, register memory, open an endpoint
+      <-- ZMQ: rank, endpoint or error ---------------------------  report it to the sender, signed with its key
+      pause, start_weight_update   ----->   on every rank  ----->   the endpoint may begin
+      Begin, writes, Commit  ------------- ZMQ and the link ----->   this rank is DIRTY, VERIFIED, CLEAN(v)
+      finish_weight_update         ----->   on every rank  ----->   refused unless this rank is CLEAN
+      resume
+
+Every rank is a replica of its own to the publisher: vLLM hands a backend one rank and no way to call the others. The
+engine is resumed only after all of its ranks have finished, so that they serve one version or none.
+
+Owns the life of one rank's endpoint and its thread. Does not own recording (`weight_receiver.py`) nor the protocol.
+Invariant: bytes change between start_weight_update and finish_weight_update alone, while vLLM runs no step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import hmac
+import logging
+import threading
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import zmq
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+import rollout.errors
+import weight_sync.errors
+from rollout.errors import EngineError
+from rollout.served import RankReport
+from rollout.vllm_plugin import register
+from rollout.weight_receiver import WeightReceiver
+from weight_sync.endpoint import ReplicaEndpoint
+from weight_sync.layout import Binding
+from weight_sync.protocol import EngineRank, Expected, pack, unpack
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+CALL_TIMEOUT_S = 60.0
+"""Longest that opening or closing an endpoint may take."""
+_KNOWN_DUTIES = {
+    "init_transfer_engine",
+    "start_weight_update",
+    "finish_weight_update",
+    "receive_weights",
+    "shutdown",
+    "trainer_send_weights",
+}
+"""What vLLM 0.25.1 and 0.32 ask of a backend. One that asks for more would not be served right by this file."""
+
+
+@dataclass
+class SlipstreamInitInfo(WeightTransferInitInfo):
+    """What a sender posts to init_weight_transfer_engine."""
+
+    tensors: list[Any] = field(default_factory=list)
+    """[name, shape, dtype] of every checkpoint tensor."""
+    key: str = ""
+    """Hex; signs everything between sender and rank."""
+    report_to: str = ""
+    """ZMQ address of the sender, where ranks report."""
+    host: str = "127.0.0.1"
+    """Address under which the sender's ranks reach this engine."""
+    transport: str = "auto"
+    timeout_s: float = 60.0
+
+
+@dataclass
+class SlipstreamUpdateInfo(WeightTransferUpdateInfo):
+    """update_weights carries no weights here. With a reason it gives up an update, so that another can start."""
+
+    abort: str = ""
+
+
+class _Rank(WeightReceiver):
+    """WeightReceiver's methods on one engine rank that stands for a replica of its own: rank 0 of 1."""
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
+        self.rank = 0
+        self.vllm_config = vllm_config
+        self.device = device
+        self._model = model
+
+    def get_model(self) -> torch.nn.Module:
+        """As vLLM's worker has it."""
+        return self._model
+
+
+class _Handler:
+    """ReplicaHandler over one rank. Runs in the endpoint's thread; vLLM runs no step meanwhile."""
+
+    def __init__(self, rank: _Rank, described: EngineRank) -> None:
+        self._rank = rank
+        self._described = described
+        self.is_open = False
+        """Whether vLLM has said that weights may change."""
+
+    async def describe(self) -> Sequence[EngineRank]:
+        """See ReplicaHandler."""
+        return [self._described]
+
+    async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
+        """See ReplicaHandler."""
+        if not self.is_open:
+            raise EngineError("no weight update is under way: post /pause and /start_weight_update first")
+        return [unpack(Binding, _result(self._rank.slipstream_begin(version, epoch, digest)))]
+
+    async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
+        """See ReplicaHandler."""
+        _result(self._rank.slipstream_verify(version, epoch, digest, pack(list(expected))))
+
+    async def commit(self, version: int, epoch: int) -> None:
+        """See ReplicaHandler."""
+        _result(self._rank.slipstream_commit(version, epoch))
+
+    async def abort(self, epoch: int, reason: str) -> None:
+        """See ReplicaHandler."""
+        _result(self._rank.slipstream_abort(epoch, reason))
+
+
+class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, SlipstreamUpdateInfo]):
+    """One engine rank's end. vLLM makes it after the model is loaded; see the module's docstring."""
+
+    init_info_cls = SlipstreamInitInfo
+    update_info_cls = SlipstreamUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        unknown = getattr(WeightTransferEngine, "__abstractmethods__", frozenset()) - _KNOWN_DUTIES
+        if unknown:
+            raise EngineError(
+                f"this vLLM asks weight-transfer backends for {', '.join(sorted(unknown))}, which this Slipstream does "
+                "not know; supported releases are 0.25.1 and 0.32"
+            )
+        super().__init__(*args, **kwargs)
+        self._thread: _EndpointThread | None = None
+        self._handler: _Handler | None = None
+
+    def init_transfer_engine(self, init_info: SlipstreamInitInfo) -> None:
+        """Record, register, open an endpoint, and tell the sender. Again is allowed: an earlier sender is forgotten.
+
+        Raises:
+            SlipstreamError: This engine's weights cannot be written, or no link can be had. The sender is told why.
+        """
+        parallel = self.parallel_config
+        report = RankReport(
+            rank=parallel.data_parallel_rank * parallel.world_size + parallel.rank,
+            num_ranks=parallel.world_size * parallel.data_parallel_size,
+        )
+        key = bytes.fromhex(init_info.key)
+        try:
+            report.endpoint = self._open(init_info, key)
+        except Exception as e:  # vLLM's HTTP server would answer "Internal Server Error" and keep the reason
+            report.error, report.text = type(e).__name__, str(e)
+            raise
+        finally:
+            _tell(init_info.report_to, key, report)
+
+    def _open(self, init_info: SlipstreamInitInfo, key: bytes) -> str:
+        self.shutdown()
+        rank = _Rank(self.model, self.vllm_config, self.device)
+        described = _result(
+            rank.slipstream_describe(init_info.tensors, init_info.transport, init_info.host, init_info.timeout_s)
+        )
+        self._handler = _Handler(rank, unpack(EngineRank, described))
+        self._thread = _EndpointThread(ReplicaEndpoint(self._handler, key, host=init_info.host), self.device)
+        return self._thread.start()
+
+    def start_weight_update(self) -> None:
+        """From here on the endpoint may begin."""
+        if self._handler is None:
+            raise EngineError("start_weight_update before init_weight_transfer_engine")
+        self._handler.is_open = True
+
+    def finish_weight_update(self) -> None:
+        """Refused unless every byte of one version was proven on this rank.
+
+        Raises:
+            EngineError: It was not. The weights are not of one version: do not resume; abort, then push again.
+        """
+        assert self._handler is not None
+        assert self._thread is not None
+        state = self._thread.endpoint.state
+        if not state.is_serving:
+            raise EngineError(
+                f"finish_weight_update, but this rank is {state.phase} (version {state.version}): it holds no committed"
+                " version and must not serve; push again"
+            )
+        self._handler.is_open = False
+
+    def receive_weights(self, update_info: SlipstreamUpdateInfo) -> None:
+        """Always an error: weights are written one-sided. It ends an update that failed, on both releases."""
+        if self._handler is not None:
+            self._handler.is_open = False
+        raise EngineError(
+            f"weight update given up: {update_info.abort}"
+            if update_info.abort
+            else "update_weights carries no weights with the slipstream backend: they are written between "
+            "start_weight_update and finish_weight_update, see docs/push.md"
+        )
+
+    def shutdown(self) -> None:
+        """Close the endpoint. Idempotent."""
+        if self._thread is not None:
+            self._thread.close()
+        self._thread, self._handler = None, None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """vLLM 0.25.1 asks backends for a sender, too; ours is weight_sync.api."""
+        raise EngineError("send with weight_sync.api.update or `slipstream push`, see docs/push.md")
+
+
+class _EndpointThread:
+    """A ReplicaEndpoint on an event loop of its own: vLLM's worker has none."""
+
+    def __init__(self, endpoint: ReplicaEndpoint, device: torch.device) -> None:
+        self.endpoint = endpoint
+        self._device = device
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="slipstream-endpoint", daemon=True)
+
+    def start(self) -> str:
+        """Bind. Returns the address."""
+        self._thread.start()
+        return self._call(self.endpoint.start())
+
+    def close(self) -> None:
+        """Stop serving and end the loop."""
+        self._call(self.endpoint.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=CALL_TIMEOUT_S)
+
+    def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._loop.run_forever()
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return future.result(timeout=CALL_TIMEOUT_S)
+
+
+class ServedWorker(WeightReceiver):
+    """vLLM worker extension for a served engine: importing it prepares the process before the model is loaded.
+
+    Needed on CPUs, where vLLM would otherwise move linear weights into private buffers; and wherever the package is not
+    installed, so that vLLM does not find the plugin.
+    """
+
+
+def _result(reply: tuple[str, str, Any]) -> Any:
+    """What a WeightReceiver method returned, or its error as its own class."""
+    error, text, value = reply
+    if error:
+        cls = getattr(rollout.errors, error, None) or getattr(weight_sync.errors, error, None) or EngineError
+        raise cls(text)
+    return value
+
+
+def _tell(address: str, key: bytes, report: RankReport) -> None:
+    """One signed message to the sender; it does not answer."""
+    body = pack(report)
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.LINGER, int(CALL_TIMEOUT_S * 1000))
+    try:
+        socket.connect(address)
+        socket.send_multipart([hmac.digest(key, body, "sha256"), body])
+    except zmq.ZMQError as e:
+        logger.error("the sender at %s cannot be told: %s", address, e)
+    finally:
+        socket.close()
+        context.term()
+
+
+register()

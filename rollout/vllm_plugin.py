@@ -1,0 +1,27 @@
+"""vLLM's plugin entry point: makes `--weight-transfer-config '{"backend": "slipstream"}'` known to every vLLM process.
+
+Owns the registration alone: a name, and where the class is. vLLM calls register() in each of its processes, also in
+those of engines that use another backend, so nothing else is imported or changed here. Called by vLLM (pyproject.toml,
+`vllm.general_plugins`) and by transfer_engine.py, where the package is not installed.
+"""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "slipstream"
+
+
+def register() -> None:
+    """Register the backend; again is harmless. A vLLM without weight transfer is told about, and left alone."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError as e:
+        logger.warning("the slipstream weight-transfer backend needs vLLM 0.25.1 or 0.32: %s", e)
+        return
+    try:
+        WeightTransferEngineFactory.register_engine(BACKEND, "rollout.transfer_engine", "SlipstreamTransferEngine")
+    except ValueError:
+        logger.debug("the backend is registered already")

@@ -1,0 +1,109 @@
+"""The weight sync on its own: tensors or a folder of safetensors into engines, over real Mooncake and ZMQ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fakes.publish import EMBED, KEY, NUM_ENGINE_RANKS, EndpointThread, PlainEngine, checkpoint
+from safetensors.torch import save_file
+
+from conf.errors import ConfigError
+from conf.schema import WeightSyncConfig
+from weight_sync.api import Part, Sender, register_checkpoint, register_tensors, update
+from weight_sync.errors import WeightSyncError
+from weight_sync.transport.mooncake import MooncakeTransport
+
+CONFIG = WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=10.0)
+
+
+class Replica:
+    """An engine with plain tensors that a publisher can reach."""
+
+    def __init__(self) -> None:
+        self.engine = PlainEngine([MooncakeTransport(timeout_s=10.0) for _ in range(NUM_ENGINE_RANKS)])
+        self._thread = EndpointThread(self.engine)
+        self.address = self._thread.address
+
+    def close(self) -> None:
+        self._thread.close()
+
+
+@pytest.fixture
+def replicas() -> Iterator[list[Replica]]:
+    made = [Replica(), Replica()]
+    yield made
+    for replica in made:
+        replica.close()
+
+
+def test_a_dict_of_tensors_is_sent_as_it_is_at_each_update(replicas: list[Replica]) -> None:
+    tensors = checkpoint(3)
+    calls: list[str] = []
+    sender = Sender(register_tensors(tensors), [r.address for r in replicas], key=KEY, device="cpu", config=CONFIG)
+    try:
+        for version in (3, 4):
+            for name, tensor in checkpoint(version).items():
+                tensors[name].copy_(tensor)
+            report = sender.update(version, request_hook=calls.append)
+            assert report.num_committed == 2
+            assert [replica.engine.wrong_params(version) for replica in replicas] == [[], []]
+    finally:
+        sender.close()
+    assert calls == ["start", "finish"] * 2
+    assert sender.link == "tcp"
+
+
+def test_parts_of_tensors_and_another_format_make_the_same_engine(replicas: list[Replica]) -> None:
+    tensors = {name: tensor.float() for name, tensor in checkpoint(1).items()}
+    whole = tensors.pop(EMBED)
+    parts = {EMBED: Part(whole[:], (0, 0), tuple(whole.shape))}
+    report = update(register_tensors({**tensors, **parts}), [replicas[0].address], key=KEY, device="cpu", config=CONFIG)
+    assert report.num_committed == 1
+    assert replicas[0].engine.wrong_params(0) == replicas[0].engine.wrong_params(2) != []
+    assert replicas[0].engine.wrong_params(1) == []
+
+
+def test_a_checkpoint_on_disk_is_registered_sent_refreshed_and_sent_again(
+    replicas: list[Replica], tmp_path: Path
+) -> None:
+    save_file(checkpoint(0), tmp_path / "model.safetensors")
+    handle = register_checkpoint(tmp_path)
+    assert update(handle, [replicas[0].address], key=KEY, device="cpu", config=CONFIG).num_committed == 1
+    assert replicas[0].engine.wrong_params(0) == []
+    save_file(checkpoint(1), tmp_path / "model.safetensors")
+    handle.refresh()
+    assert update(handle, [replicas[0].address], key=KEY, version=1, device="cpu", config=CONFIG).num_committed == 1
+    assert replicas[0].engine.wrong_params(1) == []
+
+
+def test_a_hook_that_fails_stops_the_update_and_finish_needs_every_engine(replicas: list[Replica]) -> None:
+    calls: list[str] = []
+
+    def refuses(event: str) -> None:
+        raise RuntimeError("no such server")
+
+    sender = Sender(
+        register_tensors(checkpoint(0)), [r.address for r in replicas], key=KEY, device="cpu", config=CONFIG
+    )
+    try:
+        with pytest.raises(WeightSyncError, match=r"request_hook\('start'\) failed: RuntimeError: no such server"):
+            sender.update(0, request_hook=refuses)
+        assert "begin" not in replicas[0].engine.calls
+        replicas[1].engine.fail_on["verify"] = RuntimeError("broken")
+        report = sender.update(0, request_hook=calls.append)
+        assert [replica.committed for replica in report.replicas] == [True, False]
+        assert calls == ["start"]
+    finally:
+        sender.close()
+
+
+def test_tensors_that_cannot_be_sent_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"norm is complex64"):
+        register_tensors({"norm": torch.zeros(2, dtype=torch.complex64)})
+    with pytest.raises(ConfigError, match=r"w is not contiguous"):
+        register_tensors({"w": torch.zeros(2, 3).t()})
+    with pytest.raises(ConfigError, match=r"w: \(3, 2\) at \(2, 0\) is not inside \(4, 2\)"):
+        register_tensors({"w": Part(torch.zeros(3, 2), (2, 0), (4, 2))})

@@ -1,0 +1,192 @@
+"""`slipstream push` against real `vllm serve` processes: what is on disk is what vLLM's own loader would have made.
+
+The oracle loads the same folders by itself, in a process of its own. The plugin is found as an installed package's is:
+by an entry point, here in a folder that is made from pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.checkpoints import TINY, save_checkpoint
+
+from conf.schema import Device
+from orchestrator.machine import next_free_port
+from rollout.engine import engine_environment
+from rollout.errors import EngineError
+from rollout.served import Rendezvous, ServedEngine
+from weight_sync.safetensors_files import read_index, tensor_metas
+
+pytest.importorskip("vllm")
+REPOSITORY = Path(__file__).parents[2]
+SMALL = ["--max-model-len", "256", "--kv-cache-memory-bytes", str(16 << 20)]
+START_TIMEOUT_S = 240.0
+
+
+def environment(*folders: Path) -> dict[str, str]:
+    path = os.pathsep.join(str(folder) for folder in (*folders, REPOSITORY, REPOSITORY / "tests"))
+    return {**os.environ, **engine_environment(Device.cpu), "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def install_entry_points(folder: Path) -> None:
+    """What pip would write for pyproject.toml's entry points."""
+    points = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"]
+    info = folder / "slipstream_rl-0.0.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slipstream-rl\nVersion: 0.0.0\n")
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "orchestrator.cli", *words]
+
+
+def oracle(folder: Path, checkpoint: Path) -> dict[str, str]:
+    """Hashes of every parameter after vLLM's own load."""
+    file = folder / f"{checkpoint.name}.json"
+    text = f"import json; from fakes.vllm_oracle import vllm_loads; from pathlib import Path; \
+Path({str(file)!r}).write_text(json.dumps(vllm_loads(Path({str(checkpoint)!r}), 'bfloat16')))"
+    subprocess.run([sys.executable, "-c", text], env=environment(), check=True, timeout=240, capture_output=True)
+    return json.loads(file.read_text())
+
+
+def held(engine: ServedEngine) -> dict[str, str]:
+    """Hashes of every parameter that a served engine holds."""
+    (result,) = engine.call("slipstream_read_params")
+    error, text, hashes = ast.literal_eval(result) if isinstance(result, str) else result
+    assert not error, text
+    return hashes
+
+
+class Server:
+    """`vllm serve` as its user starts it: with the plugin, without our command."""
+
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
+        install_entry_points(folder / "installed")
+        port = next_free_port(8400)
+        self.engine = ServedEngine(f"http://127.0.0.1:{port}")
+        self.log = folder / "server.log"
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    *[sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), "--port", str(port)],
+                    *["--host", "127.0.0.1", "--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"],
+                    *["--served-model-name", "tiny", "--dtype", "bfloat16", *SMALL],
+                    *["--weight-transfer-config", '{"backend": "slipstream"}'],
+                    *["--worker-extension-cls", "rollout.weight_receiver.WeightReceiver"],
+                ],
+                env=environment(folder / "installed") | {"VLLM_SERVER_DEV_MODE": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.engine.is_healthy():
+            assert self._process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("push")
+    for seed, name in ((1, "one"), (2, "two")):
+        save_checkpoint(folder / name, TINY, seed=seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    server = Server(folder, folder / "one")
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.close()
+
+
+def push(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command("push", *words), cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_a_served_engine_holds_what_its_own_loader_makes_of_each_checkpoint(server: Server, folder: Path) -> None:
+    for name in ("one", "two"):
+        done = push(folder, name, "--to", server.engine.url, "--ranks", "2", "--json")
+        assert done.returncode == 0, done.stdout + done.stderr + server.log.read_text()[-3000:]
+        report = json.loads(done.stdout.splitlines()[-1])
+        assert report["engines"] == {server.engine.url: ""}
+        assert report["num_bytes"] == sum(file.stat().st_size for file in (folder / name).glob("*.safetensors")) - sum(
+            8 + int.from_bytes(file.read_bytes()[:8], "little") for file in (folder / name).glob("*.safetensors")
+        )
+        assert held(server.engine) == oracle(folder, folder / name)
+
+
+def test_an_update_that_fails_leaves_the_engine_paused_and_another_one_repairs_it(server: Server, folder: Path) -> None:
+    tensors = tensor_metas(read_index(folder / "one", "x"))
+    key = b"k" * 32
+    rendezvous = Rendezvous(key, "127.0.0.1")
+    try:
+        with pytest.raises(EngineError, match=r"rank 0: RecordError: .*o_proj"):
+            missing = [meta for meta in tensors if "layers.0.self_attn.o_proj" not in meta.name]
+            server.engine.attach(missing, key, rendezvous, transport="tcp", timeout_s=20)
+        (endpoint,) = server.engine.attach(tensors, key, rendezvous, transport="tcp", timeout_s=20)
+    finally:
+        rendezvous.close()
+    assert endpoint.startswith("tcp://127.0.0.1:")
+    server.engine.start()
+    with pytest.raises(EngineError, match="500"):
+        server.engine.finish()
+    assert server.engine._request("GET", "/is_paused")["is_paused"]
+    server.engine.abandon("nothing was sent")
+    done = push(folder, "one", "--to", server.engine.url)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert held(server.engine) == oracle(folder, folder / "one")
+    assert not server.engine._request("GET", "/is_paused")["is_paused"]
+
+
+def test_a_fleet_starts_from_disk_serves_and_ends_with_the_command(folder: Path) -> None:
+    port = next_free_port(8500)
+    words = ["one", "--start", "1", "--port", str(port), "--json", "--", *SMALL]
+    process = subprocess.Popen(
+        command("push", *words),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    engine = ServedEngine(f"http://127.0.0.1:{port}")
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate()[1] + "".join(f.read_text()[-3000:] for f in folder.glob("push-logs/*"))
+        report: dict[str, Any] = json.loads(line)
+        assert report["engines"] == {engine.url: ""}
+        assert report["serving_s"] >= max(report["disk_done_s"], report["engines_up_s"])
+        assert held(engine) == oracle(folder, folder / "one")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+        assert not engine.is_healthy()
+    finally:
+        process.kill()
+        process.wait(20)

@@ -1,0 +1,57 @@
+"""Tiny checkpoints on disk, as Hugging Face writes them: config.json, shards, an index."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from trainer.model.spec import ModelSpec
+from weight_sync.safetensors_files import INDEX_NAME
+
+TINY: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 500,  # no multiple of 64: vLLM pads the vocabulary
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+
+
+def save_checkpoint(folder: Path, config: dict[str, Any], *, seed: int, num_files: int = 2) -> None:
+    """Random weights in several shards. Norms are float32, so that a publish must cast."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        meta.name: (torch.randn(meta.shape, generator=generator) * 0.1).to(
+            torch.float32 if "norm" in meta.name else torch.bfloat16
+        )
+        for meta in ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16")
+    }
+    weight_map: dict[str, str] = {}
+    names = list(tensors)
+    for number in range(num_files):
+        file = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        mine = names[number * len(names) // num_files : (number + 1) * len(names) // num_files]
+        save_file({name: tensors[name] for name in mine}, folder / file)
+        weight_map |= dict.fromkeys(mine, file)
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))

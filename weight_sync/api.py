@@ -1,0 +1,236 @@
+"""The weight sync on its own, for people with other trainers or with checkpoints on disk. Taught in docs/push.md.
+
+    source = register_checkpoint("/models/Qwen3-30B-A3B")       or register_tensors({...}), or a WeightSource of yours
+    report = update(source, engines, key=key)                   engines: endpoints, "tcp://host:port"
+
+With several ranks, every rank makes the same calls at the same time, each with its own part of the tensors.
+
+Owns: the few calls, and the defaults behind them. Does not own anything that they do: `checkpoint.py`,
+`tensor_source.py`, `publisher.py`. Invariant: update() returns when every engine has committed or is named in the
+report; an engine that did not commit does not serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conf.errors import ConfigError
+from conf.schema import WeightSyncConfig
+from weight_sync.checkpoint import NUM_THREADS, Checkpoint
+from weight_sync.copies import Held
+from weight_sync.errors import WeightSyncError
+from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
+from weight_sync.publisher import Publisher, PublishReport
+from weight_sync.source import WeightSource
+from weight_sync.tensor_source import TensorSource
+from weight_sync.transport.mooncake import LOOPBACK, MooncakeTransport
+
+RequestHook = Callable[[Literal["start", "finish"]], None]
+"""Called on rank 0 alone: "start" before the first engine is asked to stop serving, "finish" after all committed (and
+not when one did not). This is where an engine behind an API of its own is paused and resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's rectangle of a tensor that is spread over ranks. Part(local, start=(64, 0), shape=(512, 64))."""
+
+    local: Tensor
+    start: tuple[int, ...]
+    """Of the rectangle's first element, in elements of the whole tensor."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+
+def register_checkpoint(
+    path: Path | str, *, rank: int = 0, world_size: int = 1, num_threads: int = NUM_THREADS
+) -> Checkpoint:
+    """Read this rank's share of a safetensors checkpoint into host memory, page-locked where there is CUDA.
+
+    The handle's `source` is what update() takes; `refresh()` reads other weights into the same memory.
+
+    Raises:
+        ConfigError: The folder holds no whole checkpoint.
+    """
+    checkpoint = Checkpoint(path, rank=rank, world_size=world_size, num_threads=num_threads)
+    checkpoint.read()
+    return checkpoint
+
+
+def register_tensors(
+    tensors: Mapping[str, Tensor | Part], *, rank: int = 0, group: dist.ProcessGroup | None = None
+) -> TensorSource:
+    """Publish tensors from where they are: CPU, pinned or not, or GPU. Collective over `group`.
+
+    Args:
+        tensors: By their names in the Hugging Face checkpoint. A Tensor is a whole one (several ranks may hold it; each
+            byte is sent once), a Part a rectangle of one, a DTensor the local part of one. Contiguous; they are not
+            copied, so what they hold at update() is sent.
+        rank: This rank.
+        group: All ranks that publish together; None when there is one.
+
+    Raises:
+        ConfigError: A tensor cannot be published as it is, or ranks disagree about one.
+    """
+    held: list[Held] = []
+    metas: dict[str, TensorMeta] = {}
+    for name, value in tensors.items():
+        part = _part_of(name, value)
+        dtype = str(part.local.dtype).removeprefix("torch.")
+        if dtype not in DTYPE_BYTES:
+            raise ConfigError(f"{name} is {dtype}; formats that can be published: {', '.join(DTYPE_BYTES)}")
+        if not part.local.is_contiguous():
+            raise ConfigError(f"{name} is not contiguous (strides {part.local.stride()}); pass a contiguous tensor")
+        metas[name] = TensorMeta(name, part.shape, dtype)
+        if part.local.numel():
+            region = Region(part.start, tuple(part.local.shape))
+            held.append(Held(name, region, dtype, part.local.detach().reshape(-1).view(torch.uint8)))
+    return TensorSource(rank, _agreed(metas, group), held)
+
+
+class Sender:
+    """Ranks connected to engines: plan once, update many times. Construction is collective.
+
+    Args:
+        source: This rank's weights.
+        engines: Endpoints of all replicas, "tcp://host:port"; the same on every rank.
+        key: At least 16 bytes, shared with the engines; signs every control message.
+        rank, world_size, group: This rank, and a gloo group over all of them (None when there is one).
+        device: Where staging lives; None: the GPU that is current, else the CPU. Engines must be on the same kind.
+        host: Address of this machine under which engines on other machines reach it.
+        config: Link, watermark, deadline, hashes.
+
+    Raises:
+        WeightSyncError: An engine does not answer, or its parameters cannot be filled from these tensors.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        engines: Sequence[str],
+        *,
+        key: bytes,
+        rank: int = 0,
+        world_size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        host: str = LOOPBACK,
+        config: WeightSyncConfig | None = None,
+    ) -> None:
+        config = config or WeightSyncConfig()
+        kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._rank, self._group = rank, group
+        self._transport = MooncakeTransport(config.transport, device=kind.type, host=host, timeout_s=config.timeout_s)
+        self._publisher = Publisher(
+            source, self._transport,
+            rank=rank, world_size=world_size, group=group, config=config, key=key, device=kind,
+        )  # fmt: skip
+        try:
+            self.plan = self._publisher.connect(engines)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def link(self) -> str:
+        """The link really in use."""
+        return self._transport.link
+
+    def update(self, version: int = 0, *, request_hook: RequestHook | None = None) -> PublishReport:
+        """Bring the source's weights to every engine. Collective; nobody may change them meanwhile.
+
+        Args:
+            version: A number >= 0 of yours; engines report it, and may be sent the same again.
+            request_hook: See RequestHook.
+
+        Returns:
+            What became of every engine. An engine that failed is an entry, not an exception.
+
+        Raises:
+            WeightSyncError: The hook raised; the same on every rank.
+        """
+        self._call_hook(request_hook, "start")
+        report = self._publisher.publish(version)
+        if report.num_committed == len(report.replicas):
+            self._call_hook(request_hook, "finish")
+        return report
+
+    def close(self) -> None:
+        """Leave the link and drop staging."""
+        self._publisher.close()
+        self._transport.close()
+
+    def _call_hook(self, hook: RequestHook | None, event: Literal["start", "finish"]) -> None:
+        failed: list[str | None] = [None]
+        if hook is not None and self._rank == 0:
+            try:
+                hook(event)
+            except Exception as e:  # a value for now: the other ranks are waiting in the collective
+                failed = [f"request_hook({event!r}) failed: {type(e).__name__}: {e}"]
+        if self._group is not None:
+            dist.broadcast_object_list(failed, group=self._group, group_src=0)
+        if failed[0] is not None:
+            raise WeightSyncError(failed[0])
+
+
+def update(
+    source: WeightSource | Checkpoint,
+    engines: Sequence[str],
+    *,
+    key: bytes,
+    version: int = 0,
+    request_hook: RequestHook | None = None,
+    **options: Any,
+) -> PublishReport:
+    """Connect, bring the weights to every engine once, and disconnect. Options are Sender's.
+
+    Whoever updates the same engines again keeps a Sender instead: planning is done once.
+    """
+    weights = source.source if isinstance(source, Checkpoint) else source
+    sender = Sender(weights, engines, key=key, **options)
+    try:
+        return sender.update(version, request_hook=request_hook)
+    finally:
+        sender.close()
+
+
+def _part_of(name: str, value: Tensor | Part) -> Part:
+    """A Part as it is, a DTensor's local rectangle, or a whole tensor."""
+    if isinstance(value, Part):
+        if len(value.start) != len(value.shape) or value.local.dim() != len(value.shape):
+            raise ConfigError(
+                f"{name}: local, start and shape have {value.local.dim()} dims, {value.start}, {value.shape}"
+            )
+        ends = (a + n for a, n in zip(value.start, value.local.shape, strict=True))
+        if any(a < 0 for a in value.start) or any(end > n for end, n in zip(ends, value.shape, strict=True)):
+            raise ConfigError(f"{name}: {tuple(value.local.shape)} at {value.start} is not inside {value.shape}")
+        return value
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if isinstance(value, DTensor):
+        if any(placement.is_partial() for placement in value.placements):
+            raise ConfigError(f"{name} is a partial sum; redistribute it first")
+        _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        return Part(value.to_local(), tuple(start), tuple(value.shape))
+    return Part(value, (0,) * value.dim(), tuple(value.shape))
+
+
+def _agreed(metas: Mapping[str, TensorMeta], group: dist.ProcessGroup | None) -> list[TensorMeta]:
+    """Every tensor that any rank holds, ordered by name: the same list on every rank."""
+    everyone: list[Any] = [dict(metas)]
+    if group is not None:
+        everyone = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, dict(metas), group=group)
+    found: dict[str, TensorMeta] = {}
+    for rank, theirs in enumerate(everyone):
+        for name, meta in theirs.items():
+            if found.setdefault(name, meta) != meta:
+                raise ConfigError(f"rank {rank} has {name} as {meta}, another rank as {found[name]}")
+    return [found[name] for name in sorted(found)]
