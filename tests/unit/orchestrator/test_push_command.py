@@ -1,0 +1,152 @@
+"""`slipstream push` and `record` answer mistakes with one message and start nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.checkpoints import TINY, save_checkpoint
+
+from orchestrator import cli_help, record_command
+from orchestrator.cli import main
+from rollout import fleet
+from rollout.fleet import ServerOptions, serve_command, server_environment
+from weight_sync.layout import DestLayout, Param
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_checkpoint(folder, TINY, seed=0)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        pytest.fail("a process was started")
+
+    monkeypatch.setattr("orchestrator.push_command.resolve_device", lambda _: "cpu")
+    monkeypatch.setattr(fleet.subprocess, "Popen", refuse)
+    monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", refuse)
+
+
+def message(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 2
+    return capsys.readouterr().err.removeprefix("error: ").strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "either --start N"),
+        (["--start", "1", "--to", "http://a:1"], "either --start N"),
+        (["--start", "-1"], "must be >= 1"),
+        (["--to", "ftp://x"], "addresses of vLLM servers such as http://127.0.0.1:8000, got 'ftp://x'"),
+        (["--to", "http://127.0.0.1:8000/v1"], "addresses of vLLM servers"),
+        (["--to", "http://127.0.0.1:8000", "--tp", "2"], "--tp, --expert-parallel"),
+        (["--start", "1", "--watermark-mib", "0"], "--watermark-mib"),
+        (["--start", "x"], "--start: invalid int value: 'x'"),
+        (["--start", "1", "--transport", "pigeon"], "--transport: invalid choice: 'pigeon'"),
+        (["--strat", "1"], "unrecognized arguments: --strat 1"),
+    ],
+)
+def test_wrong_flags_are_named(
+    words: list[str], expected: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in message(["push", str(checkpoint), *words], capsys)
+
+
+def test_wrong_checkpoints_are_named(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "push needs a CHECKPOINT" in message(["push", "--start", "1"], capsys)
+    assert "has no config.json" in message(["push", str(tmp_path), "--start", "1"], capsys)
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    assert "holds no .safetensors file" in message(["push", str(tmp_path), "--start", "1"], capsys)
+    file = sorted(checkpoint.glob("*.safetensors"))[0]
+    (tmp_path / file.name).write_bytes(file.read_bytes()[:-1])
+    assert "is cut short" in message(["push", str(tmp_path), "--start", "1"], capsys)
+
+
+def test_a_taken_port_is_named(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        text = message(["push", str(checkpoint), "--start", "1", "--port", str(port)], capsys)
+    assert f"port {port} is taken" in text
+
+
+def test_an_engine_that_is_not_there_ends_with_code_1(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("orchestrator.push_command.Push._start_ranks", lambda *_: None)
+        assert main(["push", str(checkpoint), "--to", f"http://127.0.0.1:{port}"]) == 1
+    shown = capsys.readouterr().err
+    assert "cannot be reached" in shown
+    assert "Traceback" not in shown
+
+
+def test_help_teaches_and_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("push", "record"):
+        assert main([command, "--help"]) == 0
+        assert main([command]) == 0
+        assert f"usage: slipstream {command}" in capsys.readouterr().out
+        assert command in cli_help.top()
+    flags = (
+        *("--start", "--to", "--tp", "--expert-parallel", "--dtype", "--host", "--port", "--ranks", "--threads"),
+        *("--transport", "--watermark-mib", "--timeout-s", "--start-timeout-s", "--log-dir", "--once", "--json"),
+    )
+    for flag in flags:
+        assert flag in cli_help.push()
+
+
+def test_a_server_starts_with_dummy_weights_our_backend_and_the_users_words_last(checkpoint: Path) -> None:
+    from conf.schema import Device
+
+    options = ServerOptions(
+        checkpoint, Device.cuda, tp_size=2, enable_expert_parallel=True, extra=("--dtype", "float16")
+    )
+    words = serve_command(options, 8001)
+    pairs = dict(itertools.pairwise(words))
+    assert pairs["--load-format"] == "dummy"
+    assert json.loads(pairs["--weight-transfer-config"]) == {"backend": "slipstream"}
+    assert pairs["--tensor-parallel-size"] == "2"
+    assert pairs["--moe-backend"] == "triton"
+    assert words[-2:] == ["--dtype", "float16"]
+    assert "--skip-tokenizer-init" in words
+    environment = server_environment(Device.cuda, ["2", "3"], {"PYTHONPATH": "/theirs", "VLLM_SERVER_DEV_MODE": "0"})
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert environment["PYTHONPATH"].endswith(":/theirs")
+
+
+def test_record_reports_digests_sizes_and_the_cache(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layouts = tuple(DestLayout(rank, (Param("w", (4, 8), "bfloat16"),), ()) for rank in range(2))
+    asked: list[Any] = []
+
+    def recorded(_config: Any, tensors: Any, **options: Any) -> tuple[DestLayout, ...]:
+        asked.append((len(tensors), options["tp_size"], options["enable_expert_parallel"]))
+        return layouts
+
+    monkeypatch.setattr(record_command, "offline_layouts", recorded)
+    monkeypatch.setattr(record_command, "engine_version", lambda: "vllm 0")
+    monkeypatch.setattr(record_command, "cached_file", lambda *_, **__: tmp_path / "x.layouts")
+    words = ["record", str(checkpoint), "--tp", "2", "--expert-parallel", "--out", str(tmp_path / "out")]
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["digest"] == record_command.layouts_digest(layouts)
+    assert [rank["num_bytes"] for rank in report["ranks"]] == [64, 64]
+    assert not report["was_cached"]
+    assert main(words) == 0
+    assert report["digest"] in capsys.readouterr().out
+    assert asked[0][1:] == (2, True)
+    assert asked[0][0] == report["num_tensors"] > 30
+    assert (tmp_path / "out").stat().st_size > 0
+    assert "MODEL=" in message(["record", str(tmp_path / "nowhere")], capsys)
+    assert "--tp must be >= 1" in message(["record", str(checkpoint), "--tp", "0"], capsys)
+    assert "--dtype must be one of" in message(["record", str(checkpoint), "--dtype", "int3"], capsys)
