@@ -151,7 +151,13 @@ def measure_publish(checkpoint: Any, config: dict[str, Any], device: str, args: 
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=run_engine, args=("plain", config, device, 0, theirs), daemon=True)
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = "1" if args.other_gpu else "0"
     process.start()
+    if seen is None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen
     try:
         while not pipe.poll(5):
             if not process.is_alive():
@@ -296,6 +302,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--threads", type=int, nargs="+", default=[4, 16, 8], help="of reading; push uses the last one")
     parser.add_argument("--folder", type=Path, help="where the checkpoint is, or is written; a temporary one")
+    parser.add_argument("--other-gpu", action="store_true", help="publish to a process on GPU 1 instead of GPU 0")
     parser.add_argument("--no-starts", action="store_true", help="no vLLM: disk, h2d and publish alone")
     parser.add_argument(
         "--serve", nargs="*", default=[], help="further words for vllm serve, without dashes: --serve=..."

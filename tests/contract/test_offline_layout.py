@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from orchestrator.record_command import layouts_digest, record
 from rollout.engine import engine_arguments, engine_environment
 from rollout.errors import EngineError
 from rollout.offline_layout import offline_layouts
@@ -92,6 +93,12 @@ def test_a_layout_recorded_on_meta_is_the_live_engines(model: str, tp_size: int,
         assert mine.params == theirs.params
         assert set(mine.fills) == set(theirs.fills)
         assert mine == theirs
+    report = record(
+        tmp_path, tp_size=tp_size, enable_expert_parallel=False, dtype="bfloat16", device="cpu", cache=tmp_path
+    )
+    assert report.digest == layouts_digest(expected)
+    assert report.was_cached
+    assert [rank.num_bytes for rank in report.ranks] == [sum(p.num_bytes for p in live.params) for live in expected]
 
 
 def test_expert_parallel_ranks_hold_whole_experts_and_gpus_hold_them_as_loaded(tmp_path: Path) -> None:

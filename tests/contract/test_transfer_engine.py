@@ -1,0 +1,154 @@
+"""The weight-transfer backend on one engine rank, over vLLM's own base classes, with a small module as the model.
+
+test_push_vllm.py has the whole: `vllm serve` and the command. Here are the refusals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytest.importorskip("vllm")
+
+from rollout.errors import EngineError
+from rollout.served import RankReport, Rendezvous
+from weight_sync.api import Sender, register_checkpoint, register_tensors, update
+
+KEY = b"0123456789abcdef-backend"
+
+
+class Tiny(torch.nn.Module):
+    """Two checkpoint tensors, one below the other in one parameter, and a norm in another format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.bfloat16))
+        self.norm = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """As vLLM's models have it."""
+        for name, tensor in weights:
+            if name == "norm":
+                self.norm.data.copy_(tensor)
+            else:
+                self.fused.data.narrow(0, {"q": 0, "k": 4}[name], tensor.shape[0]).copy_(tensor)
+        return {"fused", "norm"}
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(rows, 4, generator=generator).to(torch.bfloat16) for rows in (4, 2))
+    return {"q": q, "k": k, "norm": torch.randn(4, generator=generator)}
+
+
+class Served:
+    """The backend as vLLM makes it, and the sender's end of its reports."""
+
+    def __init__(self) -> None:
+        from vllm.config import VllmConfig
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+        from rollout.vllm_plugin import register
+
+        register()
+        self.model = Tiny()
+        config = WeightTransferConfig(backend="slipstream")
+        self.backend: Any = WeightTransferEngineFactory.create_engine(
+            config, VllmConfig(), torch.device("cpu"), self.model
+        )
+        self.rendezvous = Rendezvous(KEY, "127.0.0.1")
+        self.report: RankReport | None = None
+
+    def attach(self, tensors: dict[str, torch.Tensor]) -> RankReport:
+        metas = register_tensors(tensors).layout().tensors
+        info = {
+            "tensors": [[meta.name, list(meta.shape), meta.dtype] for meta in metas],
+            "key": KEY.hex(),
+            "report_to": self.rendezvous.address,
+            "transport": "tcp",
+        }
+        try:
+            self.backend.init_transfer_engine(self.backend.parse_init_info(info))
+        finally:
+            self.report = self.rendezvous.receive(10)
+        assert self.report is not None
+        return self.report
+
+    def wrong(self, seed: int) -> list[str]:
+        wanted = weights(seed)
+        expected = {"fused": torch.cat([wanted["q"], wanted["k"]]), "norm": wanted["norm"].to(torch.bfloat16)}
+        return [name for name, param in self.model.named_parameters() if not torch.equal(param, expected[name])]
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.backend.shutdown()
+    served.rendezvous.close()
+
+
+def test_weights_arrive_between_start_and_finish_and_at_no_other_time(served: Served, tmp_path: Any) -> None:
+    save_file(weights(1), tmp_path / "model.safetensors")
+    report = served.attach(weights(1))
+    assert (report.rank, report.num_ranks, report.error) == (0, 1, "")
+    sender = Sender(register_checkpoint(tmp_path).source, [report.endpoint], key=KEY, device="cpu")
+    try:
+        early = sender.update(0)
+        assert early.num_committed == 0
+        assert "no weight update is under way" in (early.replicas[0].error or "")
+        assert not served.model.fused.any()
+        served.backend.start_weight_update()
+        with pytest.raises(EngineError, match="holds no committed version and must not serve"):
+            served.backend.finish_weight_update()
+        assert sender.update(0).num_committed == 1
+        served.backend.finish_weight_update()
+        assert served.wrong(1) == []
+        late = sender.update(1)
+        assert late.num_committed == 0
+        assert served.wrong(1) == []
+    finally:
+        sender.close()
+
+
+def test_a_failed_update_can_be_given_up_and_another_sender_can_follow(served: Served) -> None:
+    first = served.attach(weights(1)).endpoint
+    served.backend.start_weight_update()
+    with pytest.raises(EngineError, match="given up: link broke"):
+        served.backend.update_weights({"abort": "link broke"})
+    second = served.attach(weights(2)).endpoint
+    assert first != second
+    calls: list[str] = []
+
+    def hook(event: str) -> None:
+        calls.append(event)
+        {"start": served.backend.start_weight_update, "finish": served.backend.finish_weight_update}[event]()
+
+    report = update(register_tensors(weights(2)), [second], key=KEY, device="cpu", request_hook=hook)
+    assert report.num_committed == 1
+    assert calls == ["start", "finish"]
+    assert served.wrong(2) == []
+
+
+def test_what_cannot_be_written_is_reported_to_the_sender_and_raised(served: Served) -> None:
+    with pytest.raises(Exception, match="norm"):
+        served.attach({name: tensor for name, tensor in weights(1).items() if name != "norm"})
+    assert served.report is not None
+    assert (served.report.error, served.report.endpoint) == ("RecordError", "")
+    assert "norm" in served.report.text
+    with pytest.raises(EngineError, match="before init_weight_transfer_engine"):
+        served.backend.start_weight_update()
+
+
+def test_weights_through_vllms_own_calls_are_refused_with_the_cure(served: Served) -> None:
+    with pytest.raises(EngineError, match=r"update_weights carries no weights.*docs/push.md"):
+        served.backend.update_weights({})
+    with pytest.raises(EngineError, match="slipstream push"):
+        served.backend.trainer_send_weights(iter([]), {})
+    with pytest.raises(ValueError, match="Invalid init_info"):
+        served.backend.parse_init_info({"colour": "red"})
