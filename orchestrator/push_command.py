@@ -312,15 +312,14 @@ def describe(report: PushReport) -> str:
         f"  read      {report.read_s:8.2f} s   {report.num_bytes / max(report.read_s, 1e-9) / 1e9:.2f} GB/s, "
         f"{report.pinned_bytes / 1e9:.2f} GB page-locked",
         f"  publish   {report.publish_s:8.2f} s   {report.publish['num_bytes'] / report.publish_s / 1e9:.2f} GB/s "
-        f"over {report.link}, every byte verified",
+        f"over {report.link}",
     ]
     if report.engines_up_s:
         lines.append(f"  disk read after {report.disk_done_s:.2f} s, engines up after {report.engines_up_s:.2f} s")
     lines.append(f"  serving after {report.serving_s:.2f} s")
     for url, error in report.engines.items():
-        lines.append(
-            f"  {url}  {'serves the checkpoint' if not error else 'DOES NOT SERVE, it stays paused: ' + error}"
-        )
+        ends = f"DOES NOT SERVE, it stays paused: {error}" if error else "serves the checkpoint, every byte verified"
+        lines.append(f"  {url}  {ends}")
     return "\n".join(lines)
 
 

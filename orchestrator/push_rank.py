@@ -147,3 +147,5 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
         pipe.send(("done", sender.update(0), sender.link))
     finally:
         sender.close()
+        if group is not None:
+            dist.destroy_process_group()

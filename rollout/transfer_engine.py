@@ -112,10 +112,13 @@ class _Handler:
         """See ReplicaHandler."""
         return [self._described]
 
-    async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
-        """See ReplicaHandler."""
+    async def pause(self, version: int, epoch: int, digest: str) -> None:
+        """vLLM was paused through its own API; here is looked whether it was."""
         if not self.is_open:
             raise EngineError("no weight update is under way: post /pause and /start_weight_update first")
+
+    async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
+        """See ReplicaHandler."""
         return [unpack(Binding, _result(self._rank.slipstream_begin(version, epoch, digest)))]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
