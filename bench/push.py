@@ -38,8 +38,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder
 
+from bench.engine_side import KEY, EngineSpec, run_engine  # noqa: E402
 from bench.runs import environment  # noqa: E402
-from bench.weight_sync import KEY, MIB, model_config, run_engine, wait  # noqa: E402
+from bench.weight_sync import model_config  # noqa: E402
+
+MIB = 1 << 20
 
 START_TIMEOUT_S = 900.0
 LAYERS_A_FILE = 4
@@ -103,10 +106,10 @@ def measure_h2d(device: str, num_bytes: int) -> float | None:
     target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(8):
-        wait(device)
+        torch.cuda.synchronize()
         began = time.perf_counter()
         target.copy_(host, non_blocking=True)
-        wait(device)
+        torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     return num_bytes / statistics.median(seconds[2:]) / 1e9
 
@@ -150,7 +153,7 @@ def measure_publish(checkpoint: Any, config: dict[str, Any], device: str, args: 
 
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=run_engine, args=("plain", config, device, 0, theirs), daemon=True)
+    process = context.Process(target=run_engine, args=(EngineSpec("plain", config, device), theirs), daemon=True)
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = "1" if args.other_gpu else "0"
     process.start()
@@ -174,7 +177,7 @@ def measure_publish(checkpoint: Any, config: dict[str, Any], device: str, args: 
         measured = reports[1:]
         link, num_bytes = sender.link, measured[0].num_bytes
         sender.close()
-        pipe.send("end")
+        pipe.send(("end",))
     finally:
         process.join(20)
         process.kill()
