@@ -96,6 +96,7 @@ def test_an_engine_holds_what_is_on_disk(world_size: int, stored: torch.dtype, t
     def publish(version: int) -> None:
         expected: list[dict[str, tuple[int, int]]] = [{}, {}]
         for pipeline in pipelines:
+            pipeline.prepare(version)
             result = pipeline.run(version, bindings, {0: 5.0})
             assert result.errors == {}
             for (_, rank), sums in result.sums.items():
