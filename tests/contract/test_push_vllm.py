@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.checkpoints import TINY, save_checkpoint
+from fakes.sharded_checkpoints import TINY, save_checkpoint
 
 from conf.schema import Device
 from orchestrator.machine import next_free_port

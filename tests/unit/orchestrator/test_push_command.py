@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.checkpoints import TINY, save_checkpoint
+from fakes.sharded_checkpoints import TINY, save_checkpoint
 
 from orchestrator import cli_help, record_command
 from orchestrator.cli import main
