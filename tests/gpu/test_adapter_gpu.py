@@ -98,9 +98,14 @@ def engine_options(config: RunConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-async def test_a_slot_of_expert_adapters_holds_what_vllm_loads_from_disk(tmp_path: Path, tp_size: int) -> None:
+def test_a_slot_of_expert_adapters_holds_what_vllm_loads_from_disk(tmp_path: Path, tp_size: int) -> None:
     if torch.cuda.device_count() < tp_size:
         pytest.skip(f"needs {tp_size} GPUs")
+    asyncio.run(compare(tmp_path, tp_size))
+
+
+async def compare(tmp_path: Path, tp_size: int) -> None:
+    """Publish adapters into slots of a live engine, then let an engine of its own load them from disk."""
     from rollout.worker import RolloutWorker
 
     config = config_of(tp_size)

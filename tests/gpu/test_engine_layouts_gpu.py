@@ -54,7 +54,8 @@ def test_a_publish_leaves_what_vllms_loader_makes(name: str, tmp_path: Path) -> 
     pytest.importorskip("vllm")
     if CASES[name].tp_size > torch.cuda.device_count():
         pytest.skip(f"needs {CASES[name].tp_size} GPUs")
-    env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}", "HF_HUB_OFFLINE": "1"}
+    paths = [str(REPOSITORY), str(REPOSITORY / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
     for step in ("publish", "load"):
         done = subprocess.run(
             [sys.executable, __file__, name, str(tmp_path), step],
