@@ -153,16 +153,24 @@ async def test_together_raises_the_first_failure_as_it_is_and_cancels_the_rest()
     assert cancelled.is_set()
 
 
+async def publish_without_a_pause(supervisor: Supervisor, *outcomes: Outcome) -> None:
+    """One publish of adapter mode."""
+    await supervisor.hold(pauses=False)
+    await supervisor.settle(outcomes)
+
+
 async def test_in_adapter_mode_a_replica_serves_on_until_its_version_is_too_old() -> None:
     _, workers = make(2)
     supervisor = Supervisor(workers, request_timeout_s=5, max_missed_publishes=1)
-    await supervisor.settle([Outcome(True), Outcome(True)])  # nothing is held
+    await publish_without_a_pause(supervisor, Outcome(True), Outcome(True))
+    await supervisor.hold(pauses=False)
+    assert supervisor.num_serving == 2, "nobody is held"
     await supervisor.settle([Outcome(True), Outcome(False, "a flipped bit")])
     assert supervisor.num_serving == 2
-    await supervisor.settle([Outcome(True), Outcome(True)])
-    await supervisor.settle([Outcome(True), Outcome(False, "a flipped bit")])
+    await publish_without_a_pause(supervisor, Outcome(True), Outcome(True))
+    await publish_without_a_pause(supervisor, Outcome(True), Outcome(False, "a flipped bit"))
     assert supervisor.num_serving == 2, "a commit starts the count anew"
-    await supervisor.settle([Outcome(True), Outcome(False, "again")])
+    await publish_without_a_pause(supervisor, Outcome(True), Outcome(False, "again"))
     assert supervisor.out_of_service == [1]
     assert supervisor.replicas[1].reason == "again"
 
@@ -170,5 +178,5 @@ async def test_in_adapter_mode_a_replica_serves_on_until_its_version_is_too_old(
 async def test_in_adapter_mode_a_first_publish_that_fails_leaves_nothing_to_serve() -> None:
     _, workers = make(1)
     supervisor = Supervisor(workers, request_timeout_s=5, max_missed_publishes=3)
-    await supervisor.settle([Outcome(False, "the engine ignores adapters")])
+    await publish_without_a_pause(supervisor, Outcome(False, "the engine ignores adapters"))
     assert supervisor.out_of_service == [0]
