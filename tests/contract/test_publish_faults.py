@@ -26,7 +26,7 @@ from weight_sync.protocol import Phase
 
 TIMEOUT_S = 5.0
 """Of a publish to one replica, and of a transfer without progress. Mooncake accepts no less."""
-MESSAGE_TIMEOUT_S = 1.5
+MESSAGE_TIMEOUT_S = 3.0
 """The same where nothing is wrong with the link."""
 GROUP_TIMEOUT_S = 4.0
 SLACK_S = 12.0

@@ -5,11 +5,15 @@ test_push_vllm.py has the whole: `vllm serve` and the command. Here are the refu
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fakes.sharded_checkpoints import TINY
 from safetensors.torch import save_file
 
 pytest.importorskip("vllm")
@@ -49,7 +53,7 @@ class Served:
     """The backend as vLLM makes it, and the sender's end of its reports."""
 
     def __init__(self) -> None:
-        from vllm.config import VllmConfig
+        from vllm.config import ModelConfig, VllmConfig
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -58,8 +62,11 @@ class Served:
         register()
         self.model = Tiny()
         config = WeightTransferConfig(backend="slipstream")
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(TINY))
+            described = VllmConfig(model_config=ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16"))
         self.backend: Any = WeightTransferEngineFactory.create_engine(
-            config, VllmConfig(), torch.device("cpu"), self.model
+            config, described, torch.device("cpu"), self.model
         )
         self.rendezvous = Rendezvous(KEY, "127.0.0.1")
         self.report: RankReport | None = None
