@@ -36,7 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where a file hides the package weight_sync
 
 from bench.runs import environment  # noqa: E402
-from bench.weight_sync import KEY, draw_adapters, measure_wire, model_config, wait  # noqa: E402
+from bench.trainer_side import KEY, draw_adapters, measure_wire, wait  # noqa: E402
+from bench.weight_sync import model_config  # noqa: E402
 
 STAGES = ("begin_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s")
 PHASES = ("quiet", "publishing", "quiet again", "no adapter")
@@ -217,6 +218,7 @@ class Trainer:
         with torch.no_grad():
             for parameter in self.decoder.parameters():
                 parameter.normal_(0.0, 0.02)
+        self.adapters = [p for name, p in self.decoder.named_parameters() if "lora_" in name]
         self.transport = MooncakeTransport(device=device)
         self.publisher: Any = None
 
@@ -255,7 +257,7 @@ class Trainer:
 
     def publish(self, version: int) -> dict[str, Any]:
         """Another adapter, into a free slot."""
-        draw_adapters(self.decoder)
+        draw_adapters(self.adapters)
         wait(self.device)
         report = self.publisher.publish(version)
         if report.num_committed != 1:
@@ -364,9 +366,10 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=run_engine, args=(config, device, args, theirs))
-    os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[-1]
     process.start()
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[0]
     theirs.close()
     try:
         trainer = Trainer(config, device, args)
@@ -375,7 +378,9 @@ def main() -> None:
                 raise RuntimeError(f"the engine's process ended with code {process.exitcode}")
         base, slots, start_s = pipe.recv()
         print(f"engine up after {start_s:.1f} s", flush=True)
-        wire = measure_wire(trainer.transport, base, 10)  # into the largest parameter, whose values come after
+        wire = measure_wire(
+            trainer.transport, base, 10, device=trainer.device
+        )  # into the largest parameter, whose values come after
         connected = trainer.connect(base, slots)
         print(json.dumps(connected), flush=True)
         phases, reports = measure(trainer, pipe, args)

@@ -63,6 +63,54 @@ def run_rank(spec: TrainerSpec, pipe: Connection) -> None:
     rank.control.leave()
 
 
+def wait(device: Any) -> None:
+    """Until the device is idle."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def draw_adapters(adapters: list[Any]) -> None:
+    """Another policy: every A and B anew."""
+    import torch
+
+    with torch.no_grad():
+        for values in adapters:
+            values.normal_(0.0, 0.02)
+
+
+def measure_wire(transport: Any, endpoint: str, repeats: int, *, device: Any, rank: int = 0) -> dict[str, Any]:
+    """GB/s of Mooncake's own synchronous write into an engine rank's largest parameter, by size."""
+    import torch
+
+    from weight_sync.endpoint import ReplicaClients
+    from weight_sync.protocol import Describe, Described
+
+    clients = ReplicaClients([endpoint], KEY)
+    reply = clients.call(Describe, {0: {}}, {0: 60.0})[0]
+    clients.close()
+    if not isinstance(reply, Described):
+        raise reply if isinstance(reply, Exception) else RuntimeError(f"{endpoint} answered {reply}")
+    item = reply.ranks[rank % len(reply.ranks)]
+    largest = max(item.layout.params, key=lambda param: param.num_bytes)
+    source = torch.zeros(largest.num_bytes, dtype=torch.uint8, device=device)
+    transport.register([source])
+    figures: dict[str, float] = {}
+    for size in sorted({min(size, largest.num_bytes) for size in (16 * MIB, 256 * MIB, 1024 * MIB)}):
+        seconds = []
+        for _ in range(repeats + 2):
+            began = time.perf_counter()
+            code = transport._engine.transfer_sync_write(
+                item.binding.session, source.data_ptr(), item.binding.addresses[largest.name], size
+            )
+            seconds.append(time.perf_counter() - began)
+            if code != 0:
+                raise RuntimeError(f"the bare write failed with code {code}")
+        figures[str(size)] = size / statistics.median(seconds[2:]) / 1e9
+    return {"link": transport.link, "gb_per_s_by_bytes": figures, "gb_per_s": max(figures.values())}
+
+
 class _Rank:
     def __init__(self, spec: TrainerSpec) -> None:
         import torch
@@ -104,13 +152,6 @@ class _Rank:
 
         return contextlib.closing(MooncakeTransport(device=self.spec.device))
 
-    def wait(self) -> None:
-        """Until the device is idle."""
-        import torch
-
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
     def settle_memory(self) -> None:
         """Give back what the allocator keeps, before a baseline."""
         import torch
@@ -118,7 +159,7 @@ class _Rank:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            self.wait()
+            wait(self.device)
 
     def row(self, row: Row, endpoint: str) -> dict[str, Any]:
         """Connect under one set of options, warm up, publish."""
@@ -157,12 +198,9 @@ class _Rank:
             publisher.close()
 
     def _publish(self, publisher: Any, row: Row, trace: Path | None) -> dict[str, Any]:
-        import torch
 
-        with torch.no_grad():
-            for values in self.adapters:
-                values.normal_(0.0, 0.02)
-        self.wait()
+        draw_adapters(self.adapters)
+        wait(self.device)
         time.sleep(row.settle_s)
         began = time.monotonic()
         report = publisher.publish(self.version, trace=trace)
@@ -193,49 +231,20 @@ class _Rank:
         try:
             for name, work in (("pack", pack), ("hash", hash_all)):
                 for _ in range(2):
-                    self.wait()
+                    wait(self.device)
                     began = time.perf_counter()
                     work()
                     figures[f"{name}_host_s"] = time.perf_counter() - began
-                    self.wait()
+                    wait(self.device)
                     figures[f"{name}_s"] = time.perf_counter() - began
         finally:
             pipeline._source.end()
         return figures
 
     def wire(self, endpoint: str, repeats: int) -> dict[str, Any]:
-        """GB/s of Mooncake's own synchronous write from this rank into the engine's largest parameter, by size."""
-        import torch
-
-        from weight_sync.endpoint import ReplicaClients
-        from weight_sync.protocol import Describe, Described
-
-        clients = ReplicaClients([endpoint], KEY)
-        reply = clients.call(Describe, {0: {}}, {0: 60.0})[0]
-        clients.close()
-        if not isinstance(reply, Described):
-            raise reply if isinstance(reply, Exception) else RuntimeError(f"{endpoint} answered {reply}")
-        item = reply.ranks[self.spec.rank % len(reply.ranks)]
-        largest = max(item.layout.params, key=lambda param: param.num_bytes)
-        source = torch.zeros(largest.num_bytes, dtype=torch.uint8, device=self.device)
+        """The bare link from this rank to one engine rank."""
         with self.link() as transport:
-            transport.register([source])
-            return self._time_writes(transport, item, largest, source, repeats)
-
-    def _time_writes(self, transport: Any, item: Any, largest: Any, source: Any, repeats: int) -> dict[str, Any]:
-        figures: dict[str, float] = {}
-        for size in sorted({min(size, largest.num_bytes) for size in (16 * MIB, 256 * MIB, 1024 * MIB)}):
-            seconds = []
-            for _ in range(repeats + 2):
-                began = time.perf_counter()
-                code = transport._engine.transfer_sync_write(
-                    item.binding.session, source.data_ptr(), item.binding.addresses[largest.name], size
-                )
-                seconds.append(time.perf_counter() - began)
-                if code != 0:
-                    raise RuntimeError(f"the bare write failed with code {code}")
-            figures[str(size)] = size / statistics.median(seconds[2:]) / 1e9
-        return {"link": transport.link, "gb_per_s_by_bytes": figures, "gb_per_s": max(figures.values())}
+            return measure_wire(transport, endpoint, repeats, device=self.device, rank=self.spec.rank)
 
     def nccl_init(self, info: dict[str, Any]) -> None:
         """Meet the engine's ranks as vLLM's trainer side does."""
@@ -259,4 +268,4 @@ class _Rank:
         nccl.NCCLWeightTransferEngine.trainer_send_weights(
             tensors(), nccl.NCCLTrainerSendWeightsArgs(group=self.sender, packed=True)
         )
-        self.wait()
+        wait(self.device)

@@ -115,16 +115,19 @@ async def serve(utilization: float, folder: str, pipe: Connection) -> None:
             pipe.send(e)
 
 
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+
+
 class EngineProcess:
     """One replica, seeing one GPU."""
 
     def __init__(self, number: int, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(number)  # the child's; no process of a run sees a GPU of another one
+        os.environ["CUDA_VISIBLE_DEVICES"] = GPUS[number]  # the child's; no process of a run sees a GPU of another one
         self.process = context.Process(target=run_engine, args=(UTILIZATION[number], str(folder), theirs))
         self.process.start()
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # this process's: CUDA is first used after this
+        os.environ["CUDA_VISIBLE_DEVICES"] = GPUS[0]  # this process's: CUDA is first used after this
         theirs.close()
 
     def get(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
