@@ -29,6 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -119,8 +120,10 @@ class Bench:
             rank.pipe.send(order)
         return [rank.answer(timeout_s) for rank in self.ranks]
 
-    def measure(self, spec: EngineSpec, rows: dict[str, Row], *, is_last: bool) -> dict[str, Any]:
-        """All rows into one engine, then the peers."""
+    def measure(
+        self, spec: EngineSpec, rows: dict[str, Row], *, is_last: bool, keep: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """All rows into one engine, then the peers. `keep` gets the figures before the peers and again with them."""
         gpus = list(range(self.num_ranks, self.num_ranks + spec.tp_size))
         began = time.monotonic()
         engine = Child(run_engine, spec, gpus)
@@ -140,13 +143,14 @@ class Bench:
             found["rows"] = [self.row(title, row, endpoint) for title, row in rows.items()]
             found["held_up"] = held_up(ask(engine, "events"), found["rows"])
             found["num_generated_tokens"] = ask(engine, "tokens")
-            found["peers"] = self.peers(spec, engine.pipe, gpus) if is_last and not self.args.no_peers else {}
+            keep({**found, "peers": {}})
+            if is_last and not self.args.no_peers:
+                keep({**found, "peers": self.peers(spec, engine.pipe, gpus)})
             engine.pipe.send(("end",))
             engine.process.join(20)
         finally:
             engine.process.kill()
             engine.process.join()
-        return found
 
     def row(self, title: str, row: Row, endpoint: str) -> dict[str, Any]:
         """One set of options."""
@@ -295,8 +299,12 @@ def main() -> None:
         try:
             for number, spec in enumerate(engines):
                 rows = rows_of(args, number == 0, args.out, spec.title)
-                report["engines"].append(bench.measure(spec, rows, is_last=number == len(engines) - 1))
-                out.write_text(json.dumps(report, indent=2, default=str) + "\n")  # a later engine may fail
+
+                def keep(found: dict[str, Any], number: int = number) -> None:  # what comes after may fail
+                    report["engines"][number:] = [found]
+                    out.write_text(json.dumps(report, indent=2, default=str) + "\n")
+
+                bench.measure(spec, rows, is_last=number == len(engines) - 1, keep=keep)
         finally:
             bench.close()
     show(report)
