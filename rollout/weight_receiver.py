@@ -26,6 +26,7 @@ from conf.errors import SlipstreamError
 from conf.schema import TransportKind
 from rollout.adapter_slots import AdapterSlots, own_stream, slot_buffers, without_adapters
 from rollout.lifeline import OWNER_VARIABLE, end_with
+from rollout.load_time import load_time_parameters
 from rollout.post_load import Forms, readable, refuse_unwritable
 from rollout.slot_channel import SlotServer, socket_address
 from weight_sync.heap import freeze_heap
@@ -92,7 +93,8 @@ class WeightReceiver:
         metas = [TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in tensors]
         with set_current_vllm_config(worker.vllm_config), without_adapters(worker):
             forms = Forms.of(model, worker.vllm_config.model_config.dtype)
-            layout = record_layout(model.load_weights, forms.params, metas, worker.rank, post_load=forms.post_load)
+            with load_time_parameters(model):
+                layout = record_layout(model.load_weights, forms.params, metas, worker.rank, post_load=forms.post_load)
         device = worker.device.type
         self._slipstream_transport = MooncakeTransport(
             TransportKind(transport), device=device, host=host, timeout_s=timeout_s

@@ -1,7 +1,9 @@
 """Block-FP8 engines without a GPU: what was recorded of vLLM's loader, replayed, is what that loader writes.
 
 The model class is built in host memory as one rank of a GPU engine after the other; its parameters are compared as
-loaded, which is how the Triton and Cutlass kernels read them. One process per case, because vLLM has global state.
+loaded, which is how the Triton and Cutlass kernels read them. What is recorded before loading (for plans) and on the
+loaded model, whose parameters have lost their loaders (in a live engine), is the same. One process per case, because
+vLLM has global state.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,8 +38,30 @@ def test_recorded_loads_are_what_vllm_loads(model: str, tp_size: int, expert_par
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["num_ranks"] == tp_size
     assert facts["num_fp8"] > 0
+    assert facts["num_lost"] > 0
     # Of two layers, two matrices each. They are made after loading, so nothing loads them.
     assert facts["num_derived"] == (4 * tp_size if model == "deepseek_v3" else 0)
+
+
+def finish_loading(engine: Any) -> int:
+    """What a GPU engine does to block-FP8 layers after loading. Returns how many parameters lost what loads them.
+
+    Linear layers: vLLM's own code, whole. Experts: how it ends, because it goes on to build GPU kernels.
+    """
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+    from vllm.model_executor.utils import replace_parameter
+
+    before = dict(engine.named_parameters())
+    for module in engine.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, Fp8LinearMethod):
+            method.process_weights_after_loading(module)
+        elif isinstance(method, Fp8MoEMethod):
+            for leaf in ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv"):
+                replace_parameter(module, leaf, getattr(module, leaf))
+    after = dict(engine.named_parameters())
+    assert after.keys() == before.keys()
+    return sum(type(before[name]) is not type(param) for name, param in after.items())
 
 
 def main(model: str, tp_size: int, expert_parallel: bool, folder: Path) -> None:
@@ -51,6 +76,7 @@ def main(model: str, tp_size: int, expert_parallel: bool, folder: Path) -> None:
 
     from conf.schema import Device, DType, RolloutConfig, SamplingConfig
     from rollout.engine import engine_arguments
+    from rollout.load_time import load_time_parameters
     from rollout.meta_engine import as_rank
     from rollout.post_load import Forms
     from weight_sync.layout import PostLoad, TensorMeta
@@ -66,13 +92,22 @@ def main(model: str, tp_size: int, expert_parallel: bool, folder: Path) -> None:
     )  # fmt: skip
     arguments = engine_arguments(folder, rollout, dtype=DType.bfloat16, device=Device.cpu, seed=0)
     config = EngineArgs(**arguments).create_engine_config()
-    num_fp8 = num_derived = 0
+    num_fp8 = num_derived = num_lost = 0
     for rank in range(tp_size):
         with as_rank(config, DType.bfloat16, rank, tp_size, Device.cuda):
             engine = initialize_model(config)
             forms = Forms.on_meta(engine, torch.bfloat16, Device.cuda)
             layout = record_layout(engine.load_weights, forms.params, metas, rank, post_load=forms.post_load)
             engine.load_weights(iter(tensors.items()))
+            num_lost += finish_loading(engine)
+            forms = Forms.on_meta(engine, torch.bfloat16, Device.cuda)
+            before = dict(engine.named_parameters(remove_duplicate=False))
+            with load_time_parameters(engine):
+                live = record_layout(engine.load_weights, forms.params, metas, rank, post_load=forms.post_load)
+            assert live == layout
+            after = dict(engine.named_parameters(remove_duplicate=False))
+            assert list(before) == list(after)
+            assert all(before[name] is after[name] for name in before), "a live parameter did not come back"
         dist.destroy_process_group()
         memory = replay_plan(layout, metas, tensors)
         for param in layout.params:
@@ -83,7 +118,8 @@ def main(model: str, tp_size: int, expert_parallel: bool, folder: Path) -> None:
             mine, theirs = memory[param.name].view(param.shape), forms.params[param.name]
             assert mine.dtype == theirs.dtype
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), (rank, param.name)
-    print(json.dumps({"num_ranks": rank + 1, "num_fp8": num_fp8, "num_derived": num_derived}), flush=True)
+    facts = {"num_ranks": rank + 1, "num_fp8": num_fp8, "num_derived": num_derived, "num_lost": num_lost}
+    print(json.dumps(facts), flush=True)
     os._exit(0)  # skip vLLM's shutdown
 
 

@@ -154,7 +154,7 @@ if __name__ == "__main__":
     from conf.schema import Device as _Device
     from rollout.engine import engine_environment
 
-    os.environ.update(engine_environment(_Device.cuda) | {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"})
+    os.environ.update(engine_environment(_Device.cuda) | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
     _name, _folder, _step = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     _facts = {"publish": publish, "load": load}[_step](CASES[_name], _folder)
     (_folder / f"{_step}.json").write_text(json.dumps(_facts))

@@ -32,7 +32,8 @@ from weight_sync.publisher import Publisher, PublishReport
 
 pytestmark = pytest.mark.gpu
 
-IS_GPU = torch.cuda.device_count() >= 2
+IS_GPU = os.environ.setdefault("SLIPSTREAM_FAULTS_ON_GPUS", str(torch.cuda.device_count() >= 2)) == "True"
+"""Decided by the test's process, for all: an engine's process imports this module, too, and sees one GPU."""
 DEVICE = "cuda" if IS_GPU else "cpu"
 DTYPE = DType.bfloat16 if IS_GPU else DType.float32
 KEY = b"slipstream-gpu-faults-test-key--"
@@ -82,7 +83,8 @@ async def serve(utilization: float, folder: str, pipe: Connection) -> None:
     from rollout.worker import RolloutWorker
     from trainer.model.spec import ModelSpec
 
-    os.environ.update(engine_environment(Device(DEVICE)))
+    # Spawned, because this process has asked for CUDA (above), which spoils a fork.
+    os.environ.update(engine_environment(Device(DEVICE)) | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
     worker = RolloutWorker(
         Path(folder),
         config=RolloutConfig(

@@ -1,0 +1,74 @@
+"""The parameters of a live model as they were when vLLM loaded it: the same memory, with the loaders they had then.
+
+    constructor    ModelWeightParameter(load_row_parallel_weight, weight_loader, ...)     vLLM keeps class and attributes
+    loading        process_weights_after_loading: replace_parameter(layer, "weight", ...)
+    live           plain Parameter, without what load_weights calls
+
+Block-FP8 layers lose theirs so, bf16 ones do not. vLLM restores them for its own reload of weights from a record that
+every model's constructor leaves (`model_loader.reload`); that record is read here, the same way for all models.
+
+Owns: putting such parameters into a model for the time of a recording. Does not own: the recording
+(weight_sync.recorder), or whether the bytes are read as they were loaded (post_load.py judges the live model).
+
+Invariant: a parameter under this context is the memory of the live one, with its dtype, shape and strides at load time,
+which are those of the live one; a live parameter is never changed.
+
+Callers: weight_receiver.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+from rollout.errors import UnsupportedWeights
+
+
+@contextlib.contextmanager
+def load_time_parameters(model: nn.Module) -> Iterator[None]:
+    """`model.load_weights` finds the parameters that it found at start, for as long as the block runs.
+
+    Args:
+        model: Live, without LoRA's wrappers.
+
+    Raises:
+        UnsupportedWeights: A parameter was loaded as something else than it is now.
+    """
+    live: list[tuple[nn.Module, str, nn.Parameter]] = []
+    made: dict[int, Tensor] = {}  # by the live one, so that tied parameters stay one
+    for name, module in model.named_modules():
+        loaded, _ = get_layerwise_info(module).restore_metadata
+        for leaf, param in module._parameters.items():
+            if param is not None and leaf in loaded:  # vLLM keeps no record of the few that lose nothing
+                live.append((module, leaf, param))
+                if id(param) not in made:
+                    made[id(param)] = _as_loaded(f"{name}.{leaf}", param, loaded[leaf], module)
+    try:
+        for module, leaf, param in live:
+            module._parameters[leaf] = made[id(param)]  # type: ignore[assignment]
+        yield
+    finally:
+        for module, leaf, param in live:
+            module._parameters[leaf] = param
+
+
+def _as_loaded(name: str, param: nn.Parameter, loaded: Tensor, module: nn.Module) -> Tensor:
+    """The memory of `param`, with class and attributes of `loaded`, which is on meta."""
+    for what, was, now in (
+        ("dtype", loaded.dtype, param.dtype),
+        ("shape", list(loaded.shape), list(param.shape)),
+        ("strides", loaded.stride(), param.stride()),
+    ):
+        if was != now:
+            raise UnsupportedWeights(
+                f"{name} was loaded with {what} {was}, and this engine reads it with {now}: what a checkpoint fills is "
+                "not what its kernels read"
+            )
+    made = param.detach()
+    made.__class__ = loaded.__class__
+    made.__dict__ = loaded.__dict__.copy()
+    return restore_layer_refs(made, module)
