@@ -2,9 +2,9 @@
 
 Owns: engine arguments and environment on either device, requests, version stamps, calls to the engine's ranks. Uses
 only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Does not own the protocol of a publish (`worker.py`) nor
-the weights (`weight_receiver.py`, `post_load.py` and `adapter_slots.py`, inside the engine's processes). With these and
-`meta_engine.py` (an engine without weights, for plans), the only importer of vLLM, by start(), so that importing this
-module is cheap.
+the weights (`weight_receiver.py`, `post_load.py`, `load_time.py` and `adapter_slots.py`, inside the engine's
+processes). With these and `meta_engine.py` (an engine without weights, for plans), the only importer of vLLM, by
+start(), so that importing this module is cheap.
 Invariant: a token's stamp is the version whose weights sampled it. Why no stamp can be wrong:
 
     EngineCore process                       this process, one event loop

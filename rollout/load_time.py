@@ -1,6 +1,6 @@
 """The parameters of a live model as they were when vLLM loaded it: the same memory, with the loaders they had then.
 
-    constructor    ModelWeightParameter(load_row_parallel_weight, weight_loader, ...)     vLLM keeps class and attributes
+    constructor    ModelWeightParameter(load_row_parallel_weight, weight_loader, ...)   vLLM records class, attributes
     loading        process_weights_after_loading: replace_parameter(layer, "weight", ...)
     live           plain Parameter, without what load_weights calls
 

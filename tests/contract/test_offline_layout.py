@@ -69,11 +69,11 @@ def offline(model: str, cache: Path, *, tp_size: int = 1, expert_parallel: bool 
     )
 
 
-def live(model: str, tp_size: int, folder: Path) -> tuple[DestLayout, ...]:
+def live(model: str, tp_size: int, folder: Path, *, is_plain: bool = False) -> tuple[DestLayout, ...]:
     env = {**os.environ, **engine_environment(Device.cpu), "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
     done = subprocess.run(
-        [sys.executable, __file__, model, str(tp_size), str(folder)],
+        [sys.executable, __file__, model, str(tp_size), str(folder), str(int(is_plain))],
         env=env,
         capture_output=True,
         text=True,
@@ -84,10 +84,16 @@ def live(model: str, tp_size: int, folder: Path) -> tuple[DestLayout, ...]:
     return unpack(tuple[DestLayout, ...], (folder / "layouts").read_bytes())
 
 
-@pytest.mark.parametrize(("model", "tp_size"), [("qwen3", 1), ("qwen3_moe", 1), ("qwen3_moe", 2)])
-def test_a_layout_recorded_on_meta_is_the_live_engines(model: str, tp_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "tp_size", "is_plain"),
+    [("qwen3", 1, True), ("qwen3_moe", 1, False), ("qwen3_moe", 1, True), ("qwen3_moe", 2, False)],
+)
+def test_a_layout_recorded_on_meta_is_the_live_engines(
+    model: str, tp_size: int, is_plain: bool, tmp_path: Path
+) -> None:
+    """is_plain: the live engine's parameters have lost their loaders, as those of block-FP8 engines do."""
     pytest.importorskip("vllm")
-    recorded, expected = offline(model, tmp_path, tp_size=tp_size), live(model, tp_size, tmp_path)
+    recorded, expected = offline(model, tmp_path, tp_size=tp_size), live(model, tp_size, tmp_path, is_plain=is_plain)
     assert len(recorded) == len(expected) == tp_size
     for mine, theirs in zip(recorded, expected, strict=True):
         assert mine.params == theirs.params
@@ -136,7 +142,20 @@ def test_what_the_engine_cannot_build_is_an_error_that_says_why(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
-def main(model: str, tp_size: int, folder: Path) -> None:
+def forget_loaders(model: Any) -> int:
+    """Every parameter becomes a plain one over the same memory; tied ones stay tied. Returns how many."""
+    from torch import nn
+
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for leaf, param in module._parameters.items():
+            if param is not None:
+                plain = made.setdefault(id(param), nn.Parameter(param.data, requires_grad=False))
+                module._parameters[leaf] = plain
+    return len(made)
+
+
+def main(model: str, tp_size: int, folder: Path, is_plain: bool) -> None:
     """The live side; runs in a process of its own."""
     from vllm import LLM
 
@@ -149,6 +168,9 @@ def main(model: str, tp_size: int, folder: Path) -> None:
     )
     arguments = engine_arguments(folder, config, dtype=DType.bfloat16, device=Device.cpu, seed=0)
     engine = LLM(**arguments)
+    if is_plain:
+        (num_params,) = engine.apply_model(forget_loaders)
+        assert num_params > 10
     tensors = [
         dataclasses.astuple(meta) for meta in ModelSpec.from_hf_config(MODELS[model]).checkpoint_tensors("bfloat16")
     ]
@@ -163,4 +185,4 @@ def main(model: str, tp_size: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), bool(int(sys.argv[4])))

@@ -95,7 +95,7 @@ def main(model: str, tp_size: int, expert_parallel: bool, folder: Path) -> None:
     num_fp8 = num_derived = num_lost = 0
     for rank in range(tp_size):
         with as_rank(config, DType.bfloat16, rank, tp_size, Device.cuda):
-            engine = initialize_model(config)
+            engine: Any = initialize_model(config)
             forms = Forms.on_meta(engine, torch.bfloat16, Device.cuda)
             layout = record_layout(engine.load_weights, forms.params, metas, rank, post_load=forms.post_load)
             engine.load_weights(iter(tensors.items()))
