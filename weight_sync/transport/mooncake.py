@@ -106,6 +106,8 @@ class MooncakeTransport:
         host = [t for t in tensors if not t.is_cuda]
         if host and self._link == "nvlink":
             raise LinkMismatch(f"the nvlink link moves device memory only, got a tensor on {host[0].device}")
+        if cuda:  # Mooncake calls the driver, which has no context in a thread that has not used CUDA yet (error 201)
+            torch.cuda.synchronize(cuda[0].device)
         ranges = [*_segments_of(cuda), *(_storage_range(t) for t in host)]
         merged = merge_ranges([*self._registered, *ranges])
         gone = [item for item in self._registered if item not in merged]
