@@ -49,6 +49,7 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     check_ep_size_divides_experts(config, hf_config)
     check_sequence_fits_model(config, hf_config)
     check_lora_adapts_something(config, hf_config)
+    check_packed_experts_stay_frozen(config, hf_config)
     if config.algorithm.objective is Objective.policy:
         check_tp_size_divides_heads(config, hf_config)
         check_head_dim_on_cpu(config, hf_config)
@@ -211,6 +212,43 @@ def check_head_dim_on_cpu(config: RunConfig, hf_config: Mapping[str, Any]) -> No
             f"the model's head_dim={head_dim} has no attention kernel in the CPU engine, which has "
             f"{_one_of(CPU_ENGINE_HEAD_DIMS)}; "
             "choose another model, or cluster.device=cuda"
+        )
+
+
+def packing_of(hf_config: Mapping[str, Any]) -> str | None:
+    """Format of four-bit weights that config.json asks for: "INT4", "MXFP4" or None."""
+    quantization = hf_config.get("quantization_config") or {}
+    if quantization.get("quant_method") == "mxfp4":
+        return "MXFP4"
+    for group in (quantization.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        if weights.get("num_bits") == 4 and weights.get("type", "int") == "int":
+            return "INT4"
+    return None
+
+
+def check_packed_experts_stay_frozen(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """A four-bit weight has no gradient step small enough to take."""
+    packing = packing_of(hf_config)
+    if packing is not None and config.trainer.mode is TrainMode.full:
+        raise ConfigError(
+            f"trainer.mode=full cannot train {packing} weights (model.hf_config.quantization_config); set "
+            "trainer.mode=lora, or give a float checkpoint"
+        )
+
+
+def check_engine_takes_merged_weights(hf_config: Mapping[str, Any]) -> None:
+    """An engine with four-bit weights packs them in words, in groups with a scale: merged weights do not go there.
+
+    Raises:
+        ConfigError: config.json asks for such an engine.
+    """
+    packing = packing_of(hf_config)
+    if packing is not None:
+        raise ConfigError(
+            f"model.hf_config.quantization_config asks for {packing} engine weights: {packing} engines accept "
+            "adapter mode only, because merged weights would have to be quantized anew at every publish; "
+            "publish the adapter, or give a config.json without quantization_config (bfloat16) or with block-FP8"
         )
 
 

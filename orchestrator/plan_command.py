@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from conf.checks import check_architecture
+from conf.checks import check_architecture, check_engine_takes_merged_weights
 from conf.errors import ConfigError
 from conf.schema import Device, LoraConfig, RunConfig, TrainMode
 from orchestrator.prepare import engine_checkpoint, resolve_hf_config
@@ -203,23 +203,6 @@ def carried(config: RunConfig) -> RunConfig:
             )
         rollout = replace(rollout, num_workers=cluster.rollout_gpus // rollout.tp_size)
     return replace(config, trainer=trainer, rollout=rollout)
-
-
-def check_engine_takes_merged_weights(hf_config: Mapping[str, Any]) -> None:
-    """An engine with INT4 weights packs eight to a word, in groups with a scale: merged weights do not go there.
-
-    Raises:
-        ConfigError: config.json asks for such an engine.
-    """
-    groups = (hf_config.get("quantization_config") or {}).get("config_groups") or {}
-    for name, group in groups.items():
-        weights = group.get("weights") or {}
-        if weights.get("num_bits") == 4 and weights.get("type", "int") == "int":
-            raise ConfigError(
-                f"model.hf_config.quantization_config ({name}) asks for INT4 engine weights: INT4 engines accept "
-                "adapter mode only, because merged weights would have to be quantized anew at every publish; "
-                "publish the adapter, or give a config.json without quantization_config (bfloat16) or with block-FP8"
-            )
 
 
 def link_rates(

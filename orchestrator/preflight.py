@@ -18,7 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conf.checks import check_architecture, check_expert_parallel_engine_has_gpus, check_transport_fits_device
+from conf.checks import (
+    check_architecture,
+    check_engine_takes_merged_weights,
+    check_expert_parallel_engine_has_gpus,
+    check_transport_fits_device,
+)
 from conf.errors import ConfigError, SlipstreamError
 from conf.schema import Device, Init, Objective, RunConfig, TransportKind
 from orchestrator import machine
@@ -107,6 +112,8 @@ def check_model(config: RunConfig) -> Fact:
     hf_config = resolve_hf_config(model)
     spec = ModelSpec.from_hf_config(hf_config)
     check_architecture(config, hf_config)
+    if config.algorithm.objective is Objective.policy:
+        check_engine_takes_merged_weights(hf_config)
     engine_checkpoint(hf_config, model.dtype)
     tensors = spec.checkpoint_tensors(model.dtype.value)
     origin = "random weights"

@@ -30,6 +30,7 @@ from trainer.fused import deinterleave, interleave
 from trainer.loading import INDEX_FILE, SINGLE_FILE
 from trainer.lora import Linear
 from trainer.moe.experts import Experts
+from trainer.packed import is_packed
 from trainer.parallel import local_part, whole
 from trainer.quantization import BlockFp8
 from trainer.weight_source import TrainerWeightSource
@@ -217,7 +218,15 @@ def save_merged(decoder: Decoder, folder: Path | str, hf_config: dict[str, Any])
         folder: made if missing.
         hf_config: the config.json to write; dtype and architectures are filled in. Its quantization_config decides
             which tensors are written in block-FP8; the others have the compute dtype.
+
+    Raises:
+        CheckpointError: experts are packed.
     """
+    if is_packed(decoder):
+        raise CheckpointError(
+            "a model of packed experts is not written merged: W + B @ A does not fit the packed format; save the "
+            "adapter, and serve it beside the packed base or merge it into a float copy of the model with PEFT"
+        )
     folder = Path(folder)
     dtype = str(decoder.dtype).removeprefix("torch.")
     source = TrainerWeightSource(decoder, decoder.layout.rank, BlockFp8.from_hf_config(hf_config))

@@ -101,15 +101,16 @@ class FusedTensor:
 
 
 def fused_experts(name: str, bank: Experts, deltas: dict[str, LoraDelta | None]) -> Iterator[FusedTensor]:
-    """The four tensors of one layer; `name` is the bank's module in the checkpoint."""
+    """The four tensors of one layer, the two biases where weights are packed; `name` is the bank's module in the checkpoint."""
     assert bank.gate_up_bias is not None and bank.down_bias is not None
-    assert bank.gate_up_proj is not None and bank.down_proj is not None
     for leaf, parameter, num_parts, delta in (
         ("gate_up_proj", bank.gate_up_proj, 2, deltas["gate_up"]),
         ("gate_up_proj_bias", bank.gate_up_bias, 2, None),
         ("down_proj", bank.down_proj, 1, deltas["down"]),
         ("down_proj_bias", bank.down_bias, 1, None),
     ):
+        if parameter is None:  # packed: see trainer.packed
+            continue
         local, start = local_part(parameter)
         rest = tuple(reversed(local.shape[1:]))  # of a bias: itself
         region = Region((bank.first_expert + start,) + (0,) * len(rest), (local.shape[0], *rest))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,6 +25,7 @@ from trainer.errors import CheckpointError
 from trainer.lora import Linear
 from trainer.model.spec import ModelSpec
 from trainer.moe.experts import Experts
+from trainer.packed import forget_unpacked, packed_tensors
 from trainer.parallel import local_part, replicated_parameters
 from trainer.quantization import SCALE_SUFFIX
 from trainer.shards import local_shards
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WEIGHTS_A_WORD = 8
+INT4_RMS, E2M1_RMS = 4.64, 2.93
+"""Root mean square of a random code of each format."""
+E8M0_BIAS = 127
 BLOCK_ELEMENTS = 1 << 20
 """Elements, at most, that random weights draw from one seed (one row at least)."""
 
@@ -56,7 +62,9 @@ class LoadReport:
 
     num_tensors: int
     num_bytes: int
-    """Bytes of base parameters filled on this rank."""
+    """Bytes of base weights filled on this rank, packed ones included."""
+    num_packed_bytes: int
+    """Bytes of packed experts among them."""
     ignored: tuple[str, ...]
     """Tensors on offer that the model has no place for, without those of multi-token prediction."""
     num_mtp_tensors: int
@@ -108,7 +116,8 @@ class CheckpointReader:
 
 
 class RandomReader:
-    """Normal weights of standard deviation `std`, norms 1, biases 0.
+    """Normal weights of standard deviation `std`, norms 1, biases 0; packed experts of random bits, under scales that
+    give the same deviation.
 
     Values are drawn in blocks of whole rows, each from a seed of its own: (seed, tensor, number of the block). So a
     slice costs itself and at most two blocks more, and is the same whoever asks for it. Drawn on the device that will
@@ -124,11 +133,15 @@ class RandomReader:
         return
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """One rectangle, float32."""
+        """One rectangle, float32; of packed experts in the stored format."""
         if tensor.endswith("norm.weight"):
             return torch.ones(region.shape, device=self._device)
         if tensor.endswith((".bias", "_bias")):
             return torch.zeros(region.shape, device=self._device)
+        if tensor.endswith("weight_shape"):
+            rows, columns = self._shapes[tensor.removesuffix("shape") + "packed"]
+            return torch.tensor([rows, columns * WEIGHTS_A_WORD])
+        draw = self._draw(tensor)
         num_rows, *row_shape = self._shapes[tensor]
         block_rows = max(1, BLOCK_ELEMENTS // math.prod(row_shape))
         first, stop = region.start[0], region.stop[0]
@@ -136,10 +149,33 @@ class RandomReader:
         for start in range(first - first % block_rows, stop, block_rows):
             generator = named_generator(self._seed, f"{tensor}/{start // block_rows}", self._device)
             shape = (min(block_rows, num_rows - start), *row_shape)
-            block = torch.randn(shape, generator=generator, device=self._device)
-            blocks.append(block[max(first - start, 0) : stop - start])
+            blocks.append(draw(shape, generator)[max(first - start, 0) : stop - start])
         columns = tuple(slice(a, b) for a, b in zip(region.start[1:], region.stop[1:], strict=True))
-        return torch.cat(blocks)[(slice(None), *columns)].mul_(self._std)
+        return torch.cat(blocks)[(slice(None), *columns)]
+
+    def _draw(self, tensor: str) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
+        """How a block of this tensor is drawn."""
+        device, std = self._device, self._std
+        exponent = E8M0_BIAS + round(math.log2(std / E2M1_RMS)) if std > 0 else 0
+
+        def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).mul_(std)
+
+        def codes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+            return torch.randint(0, 256, shape, generator=generator, device=device, dtype=torch.uint8)
+
+        def words(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+            return codes((*shape[:-1], shape[-1] * 4), generator).view(torch.int32)
+
+        def scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+            spread = torch.rand(shape, generator=generator, device=device).add_(0.5)
+            return spread.mul_(std / INT4_RMS).to(torch.bfloat16)
+
+        def exponents(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+            return torch.randint(max(exponent - 1, 0), exponent + 1, shape, generator=generator, device=device).byte()
+
+        kinds = {"weight_packed": words, "weight_scale": scales, "_proj_blocks": codes, "_proj_scales": exponents}
+        return next((draw for suffix, draw in kinds.items() if tensor.endswith(suffix)), normal)
 
 
 def open_reader(model: ModelConfig, spec: ModelSpec, *, seed: int, device: torch.device | str) -> TensorReader:
@@ -157,7 +193,11 @@ def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadRe
     Raises:
         CheckpointError: a tensor is missing or has another shape.
     """
-    num_tensors = num_bytes = 0
+    num_tensors = num_bytes = num_packed_bytes = 0
+    for packed in packed_tensors(decoder):
+        packed.fill(reader.read(packed.tensor, packed.region))
+        num_tensors, num_packed_bytes = num_tensors + 1, num_packed_bytes + packed.num_bytes
+    forget_unpacked(decoder)
     for held in local_shards(decoder):
         values = reader.read(held.tensor, held.region)
         if values.dtype not in FLOAT_DTYPES:
@@ -173,7 +213,13 @@ def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadRe
     num_layers, num_mtp_layers = decoder.spec.num_layers, decoder.spec.num_mtp_layers
     mtp = tuple(f"model.layers.{layer}." for layer in range(num_layers, num_layers + num_mtp_layers))
     mtp_tensors = {name for name in offered if name.startswith(mtp)}
-    return LoadReport(num_tensors, num_bytes, tuple(sorted(offered - needed - mtp_tensors)), len(mtp_tensors))
+    return LoadReport(
+        num_tensors,
+        num_bytes + num_packed_bytes,
+        num_packed_bytes,
+        tuple(sorted(offered - needed - mtp_tensors)),
+        len(mtp_tensors),
+    )
 
 
 @torch.no_grad()

@@ -35,7 +35,8 @@ from trainer.quantization import (
 from weight_sync.layout import DTYPE_BYTES, Region, SourceLayout, SourceShard, TensorMeta
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj(_bias)?$")
+_FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj(_bias|_blocks|_scales)?$")
+_PACKED = re.compile(r"\.experts\..*(weight_packed|weight_scale|_proj_blocks|_proj_scales)$")
 
 
 def source_layouts(
@@ -139,7 +140,9 @@ class TrainerMemory:
     """Estimated bytes on one trainer rank, without activations, gathered FSDP2 units and the allocator's slack."""
 
     weights: int
-    """Frozen weights in model.dtype (LoRA), or all weights in float32 (full)."""
+    """Frozen weights in model.dtype (LoRA), or all weights in float32 (full). Packed experts as stored, and the two
+    layers of them that are unpacked at a time.
+    """
     adapters: int
     """Float32 A and B; 0 in full training."""
     gradients: int
@@ -148,7 +151,8 @@ class TrainerMemory:
     """Two float32 moments of what is trained."""
 
     FORMULA: ClassVar[str] = (
-        "weights: elements held x bytes of model.dtype (LoRA) or 4 (full); adapters: 4 x r x (in + out), one A for "
+        "weights: elements held x bytes of model.dtype (LoRA) or 4 (full), packed experts as stored on every rank that "
+        "computes them + two layers of them in model.dtype; adapters: 4 x r x (in + out), one A for "
         "gate and up of an expert; gradients 4 and AdamW moments 8 bytes a trained element"
     )
 
@@ -167,10 +171,23 @@ def trainer_memory(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> Train
         frozen = sum(_frozen_elements(meta, trainer.train_router) for meta in tensors.values())
         trained = held - frozen // trainer.num_ranks
         return TrainerMemory(4 * held, 0, 4 * trained, 8 * trained)
-    width = {name: DTYPE_BYTES[meta.dtype] for name, meta in tensors.items()}
-    held_bytes = max(sum(shard.region.num_elements * width[shard.tensor] for shard in one.shards) for one in layouts)
+    packed_bytes, packed = _packed_bytes(spec, dtype, trainer.ep_size, tensors.values())
+    width = {name: 0 if name in packed else DTYPE_BYTES[meta.dtype] for name, meta in tensors.items()}
+    held_bytes = packed_bytes + max(sum(shard.region.num_elements * width[shard.tensor] for shard in one.shards) for one in layouts)
     trained = -(-adapter_elements(spec, trainer.lora) // trainer.num_ranks)
     return TrainerMemory(held_bytes, 4 * trained, 4 * trained, 8 * trained)
+
+
+def _packed_bytes(
+    spec: ModelSpec, dtype: str, ep_size: int, tensors: Iterable[TensorMeta]
+) -> tuple[int, frozenset[str]]:
+    """What packed experts take on every rank, and their tensors: FSDP2 shards no integers (trainer/moe/bank.py)."""
+    packed = [meta for meta in tensors if _PACKED.search(meta.name)]
+    if spec.moe is None or not packed:
+        return 0, frozenset()
+    stored = sum(prod(meta.shape) * DTYPE_BYTES[meta.dtype] for meta in packed) // ep_size
+    a_layer = 3 * spec.moe.num_experts // ep_size * spec.hidden_size * spec.moe.intermediate_size
+    return stored + 2 * a_layer * DTYPE_BYTES[dtype], frozenset(meta.name for meta in packed)
 
 
 def adapter_elements(spec: ModelSpec, lora: LoraConfig) -> int:

@@ -51,7 +51,7 @@ class BlockFp8:
             ConfigError: Another quantization, another block, or static activation scales.
         """
         given = hf_config.get("quantization_config")
-        if not given or given.get("quant_method") == "compressed-tensors":
+        if not given or given.get("quant_method") in ("compressed-tensors", "mxfp4"):
             return None
         for key, allowed in (
             ("quant_method", ("fp8",)),

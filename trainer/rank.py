@@ -138,8 +138,11 @@ class TrainerRank:
             else None
         )
         self._base_source: TrainerWeightSource | None = None
+        self._source: TrainerWeightSource | AdapterSource | None = None
         quantization = BlockFp8.from_hf_config(self._hf_config)
-        if self._weight_sync.mode is SyncMode.adapter:
+        if report.num_packed_bytes:
+            pass  # four-bit weights are not written into engines; fine-tuning publishes nothing
+        elif self._weight_sync.mode is SyncMode.adapter:
             self._base_source = TrainerWeightSource(decoder, self._rank, quantization, is_merged=False)
             self._source = AdapterSource(decoder, self._rank, self._trainer.lora)
         else:
@@ -155,6 +158,7 @@ class TrainerRank:
             "num_trainable_parameters": num_trainable,
             "loaded_tensors": report.num_tensors,
             "loaded_bytes": report.num_bytes,
+            "packed_bytes": report.num_packed_bytes,
             "ignored_tensors": list(report.ignored),
             "mtp_tensors": report.num_mtp_tensors,
             "load_s": time.perf_counter() - started,
@@ -286,6 +290,8 @@ class TrainerRank:
             TrainerError: a worker did not take the base.
         """
         self._loaded()
+        if self._source is None:
+            raise LayoutError(f"rank {self._rank}: packed experts cannot be written into engines")
         self._control.agree("endpoints", (endpoints, list(adapter_endpoints)))
         if len(adapter_endpoints) != (len(endpoints) if self._base_source is not None else 0):
             raise TrainerError(

@@ -76,7 +76,8 @@ class HeldTensor:
 
 
 def local_shards(decoder: Decoder) -> list[HeldTensor | FusedTensor]:
-    """Every non-empty rectangle that this rank holds, in the order of the module's parameters.
+    """Every non-empty rectangle that this rank holds, in the order of the module's parameters; packed experts, whose
+    bits nothing merges into, are trainer.packed's.
 
     Views are live: they follow the optimizer.
     """
@@ -144,7 +145,8 @@ def _held_experts(name: str, bank: Experts) -> Iterator[HeldTensor | FusedTensor
     if bank.gate_up_bias is not None:  # every family with biases fuses its experts
         yield from fused_experts(name, bank, deltas)
         return
-    assert bank.down_proj is not None
+    if bank.down_proj is None:  # packed: see trainer.packed
+        return
     num_held, start = local_part(bank.down_proj)[0].shape[0], local_part(bank.down_proj)[1]
     for index in range(num_held):
         for leaf, stack, first_row, num_rows in parts:

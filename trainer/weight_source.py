@@ -25,6 +25,7 @@ from trainer.errors import LayoutError
 from trainer.fused import FusedRun, FusedTensor
 from trainer.merge import merge_scratch_bytes
 from trainer.model.decoder import Decoder
+from trainer.packed import is_packed
 from trainer.quantization import SCALE_SUFFIX, BlockFp8, engine_tensors
 from trainer.runs import RowRun
 from trainer.shards import HeldTensor, gather_lora_a, local_shards
@@ -63,6 +64,8 @@ class TrainerWeightSource:
             quantization: The format that engines want projections in; None: the decoder's own.
             is_merged: False: the frozen base alone, without its adapters.
         """
+        if is_packed(decoder):
+            raise LayoutError(f"rank {rank}: packed experts have no merged weights to write out")
         self._decoder = decoder
         self._is_merged = is_merged
         self._rank = rank

@@ -30,6 +30,7 @@ from trainer.model.attention import make_attention
 from trainer.model.norm import RMSNorm
 from trainer.model.rope import RotaryEmbedding
 from trainer.model.spec import ExpertFormat, ModelSpec
+from trainer.moe.bank import UnpackedSlots
 from trainer.moe.block import MoeBlock
 from trainer.moe.experts import Experts
 from trainer.moe.routing import Router
@@ -50,6 +51,8 @@ class _Build:
     checkpointing: bool
     combine: CombineMode
     layout: ParallelLayout
+    slots: UnpackedSlots
+    """What packed experts of all layers are unpacked into."""
 
 
 class VocabTable(nn.Module):
@@ -238,6 +241,7 @@ def build_decoder(
         checkpointing=trainer.activation_checkpointing,
         combine=trainer.combine,
         layout=layout,
+        slots=UnpackedSlots(dtype),
     )
     with torch.device("meta"):
         decoder = Decoder(build)
@@ -251,8 +255,8 @@ def _check(spec: ModelSpec, lora: LoraConfig | None, layout: ParallelLayout) -> 
     num_moe_layers = sum(spec.is_moe_layer(layer) for layer in range(spec.num_layers))
     if num_moe_layers == 0 and layout.ep_size > 1:
         raise ConfigError(f"trainer.ep_size must be 1 for a model without experts, got {layout.ep_size}")
-    if spec.moe is not None and spec.moe.expert_format is not ExpertFormat.plain:
-        raise ConfigError(f"model.hf_config.quantization_config: {spec.moe.expert_format} experts cannot be trained on")
+    if spec.moe is not None and spec.moe.expert_format is not ExpertFormat.plain and lora is None:
+        raise ConfigError(f"trainer.mode=full cannot train {spec.moe.expert_format} experts; set trainer.mode=lora")
     if num_moe_layers and spec.moe is not None and spec.moe.num_experts % layout.ep_size:
         raise ConfigError(
             f"trainer.ep_size must divide the number of experts {spec.moe.num_experts}, got {layout.ep_size}"
@@ -284,6 +288,8 @@ def _moe_block(build: _Build) -> MoeBlock:
         activation=moe.activation,
         has_bias=moe.is_fused,
         combine_mode=build.combine,
+        expert_format=moe.expert_format,
+        slots=build.slots,
     )
     router = Router(moe, spec.hidden_size, weight_dtype=build.weight_dtype)
     shared = DenseMlp(build, moe.shared_intermediate_size) if moe.shared_intermediate_size else None

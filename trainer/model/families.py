@@ -360,6 +360,8 @@ def _quantized(spec: ModelSpec, quantization: dict[str, Any]) -> ModelSpec:
     method, layout = quantization.get("quant_method"), quantization.get("format")
     if method == "fp8" and list(quantization.get("weight_block_size") or ()) == FP8_BLOCK:
         return spec
+    if method == "mxfp4" and spec.moe is not None and spec.moe.is_fused:
+        return _packed(spec, ExpertFormat.mxfp4)
     groups = list((quantization.get("config_groups") or {}).values())
     weights = groups[0].get("weights") or {} if len(groups) == 1 else {}
     wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": INT4_GROUP}
@@ -369,7 +371,7 @@ def _quantized(spec: ModelSpec, quantization: dict[str, Any]) -> ModelSpec:
         raise ConfigError(
             f"model.hf_config.quantization_config is not supported: quant_method={method!r}, format={layout!r}, "
             f"weights={got}; the trainer reads float weights, and routed experts as compressed-tensors "
-            f"pack-quantized {wanted}, or fp8 with weight_block_size={FP8_BLOCK}: give the checkpoint in one of these "
+            f"pack-quantized {wanted} or as gpt-oss's mxfp4, or fp8 with weight_block_size={FP8_BLOCK}: give one of these "
             "(GPTQ, AWQ and bitsandbytes are not among them)"
         )
     for linear in _other_linears(spec):
@@ -377,12 +379,17 @@ def _quantized(spec: ModelSpec, quantization: dict[str, Any]) -> ModelSpec:
             raise ConfigError(
                 f"model.hf_config.quantization_config.ignore does not name {linear}: only routed experts may be packed"
             )
+    return _packed(spec, ExpertFormat.int4)
+
+
+def _packed(spec: ModelSpec, expert_format: ExpertFormat) -> ModelSpec:
+    assert spec.moe is not None
     if spec.hidden_size % INT4_GROUP or spec.moe.intermediate_size % INT4_GROUP:
         raise ConfigError(
             f"model.hf_config: hidden_size and moe_intermediate_size must be multiples of {INT4_GROUP} for packed "
             f"experts, got {spec.hidden_size} and {spec.moe.intermediate_size}"
         )
-    return replace(spec, moe=replace(spec.moe, expert_format=ExpertFormat.int4))
+    return replace(spec, moe=replace(spec.moe, expert_format=expert_format))
 
 
 def _other_linears(spec: ModelSpec) -> Iterator[str]:

@@ -315,7 +315,8 @@ class ModelSpec:
         if self.moe.score is RouterScore.softmax_of_top:
             shapes[f"{router}.bias"] = (self.moe.num_experts,)
         if self.moe.is_fused:
-            return shapes | _fused_shapes(self.moe.num_experts, self.hidden_size, self.moe.intermediate_size)
+            fused = _fused_shapes(self.moe.num_experts, self.hidden_size, self.moe.intermediate_size)
+            return shapes | (_mxfp4_shapes(fused) if self.moe.expert_format is ExpertFormat.mxfp4 else fused)
         if self.moe.score is RouterScore.sigmoid:
             shapes[f"gate.{CORRECTION_BIAS}"] = (self.moe.num_experts,)
         for expert in range(self.moe.num_experts):
@@ -330,9 +331,11 @@ CORRECTION_BIAS = "e_score_correction_bias"
 """Float32 leaf of a sigmoid router; the trainer never changes it."""
 
 INT4_GROUP = 32
-"""Weights that share a scale."""
+"""Weights that share a scale, in both packed formats."""
 
-_FIXED_DTYPES = {CORRECTION_BIAS: "float32", "weight_packed": "int32", "weight_shape": "int64"}
+_FIXED_DTYPES = {CORRECTION_BIAS: "float32", "weight_packed": "int32", "weight_shape": "int64"} | dict.fromkeys(
+    ("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"), "uint8"
+)
 """Leaves whose dtype is not the model's."""
 
 
@@ -361,3 +364,16 @@ def _fused_shapes(num_experts: int, hidden: int, width: int) -> dict[str, tuple[
         "experts.down_proj": (num_experts, width, hidden),
         "experts.down_proj_bias": (num_experts, hidden),
     }
+
+
+def _mxfp4_shapes(fused: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Blocks and scales of each fused weight; rows are output features again."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in fused.items():
+        if name.endswith("_bias"):
+            shapes[name] = shape
+            continue
+        num_experts, columns, rows = shape
+        shapes[f"{name}_blocks"] = (num_experts, rows, columns // INT4_GROUP, INT4_GROUP // 2)
+        shapes[f"{name}_scales"] = (num_experts, rows, columns // INT4_GROUP)
+    return shapes

@@ -63,6 +63,15 @@ class PackedBank(nn.Module):
         """gate_up (E, 2I, H) and down (E, H, I), valid until the call for another layer after the next."""
         return self._slots.take(self._index, towards)
 
+    def forget(self) -> None:
+        """The packed bits changed: unpack again, this layer and every other."""
+        self._slots.forget()
+
+    @property
+    def num_bytes(self) -> int:
+        """Packed bits and scales."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+
     def unpack(self, gate_up: Tensor, down: Tensor) -> None:
         """Write the weights, on the current stream."""
         unpack = dequantize_int4 if self.format is ExpertFormat.int4 else dequantize_mxfp4

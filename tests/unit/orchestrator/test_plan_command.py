@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from conf.checks import check_engine_takes_merged_weights
 from conf.errors import ConfigError
 from conf.load import load_run_config
 from conf.schema import LoraConfig
@@ -172,8 +173,8 @@ def test_int4_engines_take_adapters_only() -> None:
         load_run_config([f"experiment={name}"]) for name in ("kimi_k2_thinking_lora", "kimi_k2_fp8_merged")
     )
     with pytest.raises(ConfigError, match="INT4 engines accept adapter mode only"):
-        plan_command.check_engine_takes_merged_weights(thinking.model.hf_config)
-    plan_command.check_engine_takes_merged_weights(merged.model.hf_config)  # block-FP8 takes them
+        check_engine_takes_merged_weights(thinking.model.hf_config)
+    check_engine_takes_merged_weights(merged.model.hf_config)  # block-FP8 takes them
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tiny_models import DEEPSEEK, DENSE, GLM, GPT_OSS, LLAMA, MIXED, MOE, make_decoder, trainer_config
+from tiny_models import DEEPSEEK, DENSE, GLM, GPT_OSS, KIMI_INT4, LLAMA, MIXED, MOE, PACKED, make_decoder, trainer_config
 
 from conf.errors import ConfigError
 from trainer.model.spec import ExpertFormat, MlaSpec, ModelSpec
@@ -122,26 +122,6 @@ def test_kimi_k2_is_deepseek_v3_with_its_own_numbers():
     assert spec.attention.norm_eps == 1e-5
     # (128 + 64)^-0.5 * (0.1 ln 64 + 1)^2
     assert spec.attention.softmax_scale == pytest.approx(0.144680, abs=1e-5)
-
-
-PACKED = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "input_activations": None,
-            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
-        }
-    },
-    "ignore": [
-        "lm_head",
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-    ],
-}
-KIMI_INT4 = {**DEEPSEEK, "model_type": "kimi_k2", "moe_intermediate_size": 32, "quantization_config": PACKED}
 
 
 def test_blocks_of_fp8_do_not_change_what_the_trainer_holds():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from parallel_worker import Scenario, reference, run_ranks
 from safetensors.torch import load_file
-from tiny_models import DEEPSEEK, DENSE, GPT_OSS, MIXED, MOE, relative_error
+from tiny_models import DEEPSEEK, DENSE, GPT_OSS, GPT_OSS_MXFP4, KIMI_INT4, MIXED, MOE, relative_error
 
 from conf.schema import TrainMode
 from trainer.loading import CheckpointReader, RandomReader
@@ -43,6 +43,10 @@ WORLD_2 = [
     Scenario("deepseek_ep1_bfloat16", 1, ((0, 1, 2, 3), ()), hf_config=DEEPSEEK, dtype=torch.bfloat16),
     Scenario("gpt_oss_ep2", 2, ((0, 1), (2, 3)), hf_config=GPT_OSS),
     Scenario("gpt_oss_full_ep1", 1, ((0, 1, 2, 3), ()), mode=TrainMode.full, hf_config=GPT_OSS),
+    Scenario("int4_ep2", 2, ((0, 1), (2, 3)), hf_config=KIMI_INT4),
+    Scenario("int4_adapters_over_both_ep1", 1, ((0, 1, 2, 3), ()), hf_config=KIMI_INT4),
+    Scenario("mxfp4_ep2", 2, ((0, 1), (2, 3)), hf_config=GPT_OSS_MXFP4),
+    Scenario("mxfp4_adapters_over_both_ep1", 1, ((0, 1), (2, 3)), hf_config=GPT_OSS_MXFP4),
     Scenario("no_tokens_at_all_ep2", 2, ((), ()), lengths=()),
 ]
 WORLD_4 = [

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import LoraConfig, MlaNormEps, TrainerConfig, TrainMode
-from trainer.loading import load_weights, named_generator
+from trainer.loading import RandomReader, TensorReader, load_weights, named_generator
 from trainer.model.decoder import Decoder, build_decoder
 from trainer.model.spec import ModelSpec
 from trainer.parallel import ParallelLayout, local_part
@@ -142,6 +142,28 @@ DEEPSEEK = {
 }
 """Latent attention with YaRN, a dense first layer, groups of experts, a shared expert."""
 
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+        }
+    },
+    "ignore": [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+    ],
+}
+KIMI_INT4 = {**DEEPSEEK, "model_type": "kimi_k2", "moe_intermediate_size": 32, "quantization_config": PACKED}
+"""Kimi-K2-Thinking: DeepSeek-V3 with routed experts of four bits."""
+
+GPT_OSS_MXFP4 = {**GPT_OSS, "intermediate_size": 32, "quantization_config": {"quant_method": "mxfp4"}}
+
 LENGTHS = (7, 1, 12, 4)
 """Sequences of one packed microbatch."""
 
@@ -149,6 +171,9 @@ LENGTHS = (7, 1, 12, 4)
 def trainer_config(mode: TrainMode = TrainMode.lora, **changes: Any) -> TrainerConfig:
     """Rank-4 adapters everywhere, checkpointing on."""
     return TrainerConfig(mode=mode, lora=changes.pop("lora", LoraConfig(rank=4, alpha=8.0)), **changes)
+
+
+PACKED_LEAVES = ("weight_packed", "weight_scale", "weight_shape", "_blocks", "_scales")
 
 
 class SpreadReader:
@@ -159,13 +184,16 @@ class SpreadReader:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._shapes = {meta.name: meta.shape for meta in spec.checkpoint_tensors("float32")}
+        self._bits = RandomReader(spec, seed=7, std=0.15, device="cpu")
 
     def names(self) -> set[str]:
         """All of the model's tensors."""
         return set(self._shapes)
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """A slice of the whole."""
+        """A slice of the whole; packed experts bit by bit."""
+        if tensor.endswith(PACKED_LEAVES):
+            return self._bits.read(tensor, region)
         whole = torch.randn(self._shapes[tensor], generator=named_generator(7, tensor, torch.device("cpu"))) * 0.15
         if tensor.endswith("norm.weight"):
             whole += 1.0
@@ -181,11 +209,12 @@ def make_decoder(
     device: torch.device | str = "cpu",
     nonzero_b: bool = True,
     mla_norm_eps: MlaNormEps = MlaNormEps.rollout,
+    reader: TensorReader | None = None,
 ) -> Decoder:
-    """A decoder with SpreadReader's weights; adapters with B drawn too, from (name, expert) alone."""
+    """A decoder with a reader's weights, by default SpreadReader's; adapters with B drawn too, from (name, expert) alone."""
     spec = ModelSpec.from_hf_config(hf_config, mla_norm_eps)
     decoder = build_decoder(spec, dtype=dtype, device=device, trainer=trainer or trainer_config(), layout=layout)
-    load_weights(decoder, SpreadReader(spec), seed=3)
+    load_weights(decoder, reader or SpreadReader(spec), seed=3)
     if nonzero_b:
         draw_b(decoder)
     return decoder
@@ -229,8 +258,10 @@ def probe_loss(logits_TV: Tensor, token_ids_T: Tensor) -> Tensor:
     return -(logprobs_TV.gather(1, token_ids_T[:, None])[:, 0] * weights_T).sum()
 
 
-def hf_model(hf_config: dict[str, Any], *, attention: str = "eager") -> nn.Module:
-    """The transformers model with SpreadReader's weights, float32."""
+def hf_model(
+    hf_config: dict[str, Any], *, attention: str = "eager", reader: TensorReader | None = None
+) -> nn.Module:
+    """The transformers model with a reader's weights, by default SpreadReader's, float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {key: value for key, value in hf_config.items() if key != "model_type"}
@@ -238,7 +269,7 @@ def hf_model(hf_config: dict[str, Any], *, attention: str = "eager") -> nn.Modul
     config._attn_implementation = attention
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     spec = ModelSpec.from_hf_config(hf_config)
-    reader = SpreadReader(spec)
+    reader = reader or SpreadReader(spec)
     whole = {
         m.name: reader.read(m.name, Region((0,) * len(m.shape), m.shape)) for m in spec.checkpoint_tensors("float32")
     }
