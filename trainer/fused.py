@@ -101,7 +101,7 @@ class FusedTensor:
 
 
 def fused_experts(name: str, bank: Experts, deltas: dict[str, LoraDelta | None]) -> Iterator[FusedTensor]:
-    """The four tensors of one layer, the two biases where weights are packed; `name` is the bank's module in the checkpoint."""
+    """The tensors of one layer that are not packed; `name` is the bank's module in the checkpoint."""
     assert bank.gate_up_bias is not None and bank.down_bias is not None
     for leaf, parameter, num_parts, delta in (
         ("gate_up_proj", bank.gate_up_proj, 2, deltas["gate_up"]),

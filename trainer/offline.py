@@ -173,7 +173,9 @@ def trainer_memory(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> Train
         return TrainerMemory(4 * held, 0, 4 * trained, 8 * trained)
     packed_bytes, packed = _packed_bytes(spec, dtype, trainer.ep_size, tensors.values())
     width = {name: 0 if name in packed else DTYPE_BYTES[meta.dtype] for name, meta in tensors.items()}
-    held_bytes = packed_bytes + max(sum(shard.region.num_elements * width[shard.tensor] for shard in one.shards) for one in layouts)
+    held_bytes = packed_bytes + max(
+        sum(shard.region.num_elements * width[shard.tensor] for shard in one.shards) for one in layouts
+    )
     trained = -(-adapter_elements(spec, trainer.lora) // trainer.num_ranks)
     return TrainerMemory(held_bytes, 4 * trained, 4 * trained, 8 * trained)
 

@@ -7,14 +7,14 @@
     experts.E.*.weight_shape                     (2)                held by nobody, compared at load
 
     checkpoint, mxfp4 (gpt-oss)                                     all local experts at once
-    experts.gate_up_proj_blocks | _scales  (E, 2I, H/32[, 16])      gate_up_packed | _scale, rows gate0 up0 gate1 .. -> gate first
-    experts.down_proj_blocks | _scales     (E, H, I/32[, 16])       down_packed | _scale
+    experts.gate_up_proj_blocks | _scales  (E, 2I, H/32[, 16])      gate_up_packed | _scale; rows gate0 up0 gate1 ..
+    experts.down_proj_blocks | _scales     (E, H, I/32[, 16])       down_packed | _scale     become gate first
 
 Owns that translation. Bits go from file to device without a cast: a format that is not the buffer's is refused.
 Nothing merges into packed weights, so they are not among trainer.shards' rectangles.
 
 Callers: trainer.loading; trainer.weight_source and trainer.adapter_io, which refuse.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

@@ -371,8 +371,8 @@ def _quantized(spec: ModelSpec, quantization: dict[str, Any]) -> ModelSpec:
         raise ConfigError(
             f"model.hf_config.quantization_config is not supported: quant_method={method!r}, format={layout!r}, "
             f"weights={got}; the trainer reads float weights, and routed experts as compressed-tensors "
-            f"pack-quantized {wanted} or as gpt-oss's mxfp4, or fp8 with weight_block_size={FP8_BLOCK}: give one of these "
-            "(GPTQ, AWQ and bitsandbytes are not among them)"
+            f"pack-quantized {wanted} or gpt-oss's mxfp4, or fp8 with weight_block_size={FP8_BLOCK}: give one of "
+            "these (GPTQ, AWQ and bitsandbytes are not among them)"
         )
     for linear in _other_linears(spec):
         if not any(_matches(pattern, linear) for pattern in quantization.get("ignore") or ()):

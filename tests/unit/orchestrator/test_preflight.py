@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from conf.checks import check_packed_experts_stay_frozen
 from conf.errors import ConfigError
 from conf.load import load_run_config
 from conf.schema import Device
@@ -117,6 +119,48 @@ def test_rules_about_the_architecture_hold_for_a_checkpoint_too(checkpoint: Path
     words = words_for(checkpoint, "trainer.num_ranks=16", "trainer.ep_size=16")
     with pytest.raises(PreflightError, match=r"trainer\.ep_size=16 does not divide the model's 8 experts.*1, 2, 4, 8"):
         run_preflight(load_run_config(words))
+
+
+@pytest.mark.parametrize(
+    ("packing", "quantization"),
+    [
+        (
+            "INT4",
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {
+                    "group_0": {
+                        "weights": {
+                            "num_bits": 4,
+                            "type": "int",
+                            "symmetric": True,
+                            "strategy": "group",
+                            "group_size": 32,
+                        }
+                    }
+                },
+                "ignore": ["lm_head", "re:.*self_attn.*"],
+            },
+        ),
+        ("MXFP4", {"quant_method": "mxfp4"}),
+    ],
+)
+def test_merged_weights_for_packed_engines_are_refused(checkpoint: Path, packing: str, quantization: Any) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    if packing == "MXFP4":
+        fields = {"model_type": "gpt_oss", "num_local_experts": config["num_experts"], "layer_types": None}
+        config = {**config, **fields, "head_dim": 32, "intermediate_size": 64}
+    (checkpoint / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    with pytest.raises(PreflightError, match=f"{packing} engines accept adapter mode only"):
+        run_preflight(load_run_config(words_for(checkpoint)))
+
+
+def test_full_training_of_packed_experts_is_refused(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = {"config_groups": {"all": {"weights": {"num_bits": 4, "type": "int"}}}}
+    with pytest.raises(ConfigError, match=r"trainer\.mode=full cannot train INT4 weights"):
+        check_packed_experts_stay_frozen(load_run_config(words_for(checkpoint, "trainer.mode=full")), config)
 
 
 def test_one_cause_is_reported_once(tmp_path: Path) -> None:

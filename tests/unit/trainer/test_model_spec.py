@@ -6,7 +6,19 @@ import math
 
 import pytest
 import torch
-from tiny_models import DEEPSEEK, DENSE, GLM, GPT_OSS, KIMI_INT4, LLAMA, MIXED, MOE, PACKED, make_decoder, trainer_config
+from tiny_models import (
+    DEEPSEEK,
+    DENSE,
+    GLM,
+    GPT_OSS,
+    KIMI_INT4,
+    LLAMA,
+    MIXED,
+    MOE,
+    PACKED,
+    make_decoder,
+    trainer_config,
+)
 
 from conf.errors import ConfigError
 from trainer.model.spec import ExpertFormat, MlaSpec, ModelSpec

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_helpers import spawn
-from tiny_models import DEEPSEEK, DENSE, GPT_OSS, MIXED, MOE, make_decoder, trainer_config
+from tiny_models import DEEPSEEK, DENSE, GPT_OSS, GPT_OSS_MXFP4, KIMI_INT4, MIXED, MOE, make_decoder, trainer_config
 from torch.distributed.tensor import DTensor
 
 from conf.schema import Device, LoraConfig, TrainerConfig, TrainMode
 from trainer.merge import BLOCK_ROWS
+from trainer.model.decoder import build_decoder
 from trainer.model.spec import ModelSpec
+from trainer.moe.experts import Experts
 from trainer.offline import (
     adapter_elements,
     expert_of,
@@ -107,6 +110,23 @@ def test_one_rank_holds_what_was_foretold(model, mode):
     )
     if mode is TrainMode.lora:
         assert 4 * adapter_elements(spec, trainer.lora) == trained
+
+
+@pytest.mark.parametrize("hf_config", [KIMI_INT4, GPT_OSS_MXFP4], ids=["int4", "mxfp4"])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_packed_experts_are_counted_as_stored_with_two_layers_unpacked(hf_config, ep_size):
+    trainer = trainer_config(num_ranks=2, ep_size=ep_size)
+    spec = ModelSpec.from_hf_config(hf_config)
+    layout = ParallelLayout(2, ep_size, 0, torch.device("cpu"), None, None, None)
+    decoder = build_decoder(spec, dtype=torch.bfloat16, device="cpu", trainer=trainer, layout=layout)
+    packed = sum(b.numel() * b.element_size() for b in decoder.buffers())
+    banks = [module.packed for module in decoder.modules() if isinstance(module, Experts) and module.packed is not None]
+    unpacked = 2 * 2 * sum(math.prod(shape) for shape in banks[0].shapes.values())
+    dense = [p for name, p in decoder.named_parameters() if not p.requires_grad and ".experts." not in name]
+    biases = [p for name, p in decoder.named_parameters() if not p.requires_grad and ".experts." in name]
+    held = packed + unpacked + sum(p.numel() * p.element_size() for p in dense) // 2
+    held += sum(p.numel() * p.element_size() for p in biases) * ep_size // 2
+    assert trainer_memory(spec, "bfloat16", trainer).weights == pytest.approx(held, rel=0.01)
 
 
 @pytest.mark.parametrize("hf_config", [MIXED, DEEPSEEK], ids=["mixed", "deepseek"])

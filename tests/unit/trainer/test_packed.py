@@ -31,13 +31,14 @@ from tiny_models import (
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from conf.errors import ConfigError
 from conf.schema import AlgorithmConfig, DType, MlaNormEps, Objective, OptimConfig, OptimState, TrainMode
 from trainer.adapter_io import save_adapter, save_merged
 from trainer.errors import CheckpointError, LayoutError
 from trainer.loading import CheckpointReader, load_weights
 from trainer.model.decoder import Decoder, build_decoder
 from trainer.model.spec import ModelSpec
-from trainer.packed import packed_tensors
+from trainer.packed import forget_unpacked, packed_tensors
 from trainer.parallel import ParallelLayout
 from weight_sync.layout import Region
 
@@ -125,7 +126,8 @@ def test_peft_and_transformers_reproduce_the_logits_from_the_saved_adapter(kind,
 def test_unpacked_weights_are_bitwise_what_the_oracles_say():
     for kind, hf_config in MODELS.items():
         decoder = make_decoder(hf_config, dtype=torch.bfloat16)
-        bank = decoder.model.layers[-1].mlp.experts
+        layers: Any = decoder.model.layers
+        bank = layers[-1].mlp.experts
         gate_up, down = (torch.empty(bank.packed.shapes[n], dtype=torch.bfloat16) for n in ("gate_up", "down"))
         bank.packed.unpack(gate_up, down)
         prefix = f"model.layers.{decoder.spec.num_layers - 1}.mlp.experts."
@@ -199,9 +201,7 @@ def test_loading_again_forgets_what_was_unpacked(tmp_path):
     wanted = logits_of(decoder, batch)
     for buffer in decoder.buffers():
         buffer.zero_()
-    for module in decoder.modules():
-        if getattr(module, "packed", None) is not None:
-            module.packed.forget()
+    forget_unpacked(decoder)
     assert relative_error(logits_of(decoder, batch), wanted) > 1e-2
     load_weights(decoder, CheckpointReader(tmp_path, spec), seed=3)
     again = make_decoder(KIMI_INT4, nonzero_b=False)
@@ -216,7 +216,8 @@ def test_a_rank_trains_packed_experts_and_publishes_nothing_merged(kind, objecti
     rank = make_rank(hf_config=hf_config, algorithm=algorithm, dtype=DType.bfloat16, lora_dtype=DType.bfloat16,
                      optim=OptimConfig(lr=1e-2, state=OptimState.int8))  # fmt: skip
     samples = make_samples()
-    bits = [buffer.clone() for buffer in rank._decoder.buffers()]
+    buffers = list(rank._loaded().buffers())
+    bits = [buffer.clone() for buffer in buffers]
     losses = []
     for version in range(4):
         batch = [replace(sample, oldest_version=version) for sample in samples]
@@ -225,18 +226,16 @@ def test_a_rank_trains_packed_experts_and_publishes_nothing_merged(kind, objecti
         assert rank.optimizer_step().is_finite
     if objective is Objective.sft:
         assert losses[-1] < losses[0]
-    assert all(torch.equal(a, b) for a, b in zip(bits, rank._decoder.buffers(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(bits, buffers, strict=True))
     rank.save_adapter(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match="packed experts is not written merged: .* save the adapter"):
+    with pytest.raises(CheckpointError, match=r"packed experts is not written merged: .* save the adapter"):
         rank.save_merged(tmp_path / "merged")
     with pytest.raises(LayoutError, match="packed experts cannot be written into engines"):
         rank.connect([])
 
 
 def test_full_training_of_packed_experts_is_refused():
-    from conf.errors import ConfigError
-
-    with pytest.raises(ConfigError, match="trainer.mode=full cannot train int4 experts; set trainer.mode=lora"):
+    with pytest.raises(ConfigError, match=r"trainer.mode=full cannot train int4 experts; set trainer.mode=lora"):
         make_decoder(KIMI_INT4, trainer_config(TrainMode.full))
     with pytest.raises(CheckpointError, match="serve it beside the packed base"):
         save_merged(make_decoder(KIMI_INT4), "unused", KIMI_INT4)

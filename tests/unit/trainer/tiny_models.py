@@ -211,7 +211,7 @@ def make_decoder(
     mla_norm_eps: MlaNormEps = MlaNormEps.rollout,
     reader: TensorReader | None = None,
 ) -> Decoder:
-    """A decoder with a reader's weights, by default SpreadReader's; adapters with B drawn too, from (name, expert) alone."""
+    """A decoder with a reader's weights, by default SpreadReader's; B is drawn from (name, expert) alone."""
     spec = ModelSpec.from_hf_config(hf_config, mla_norm_eps)
     decoder = build_decoder(spec, dtype=dtype, device=device, trainer=trainer or trainer_config(), layout=layout)
     load_weights(decoder, reader or SpreadReader(spec), seed=3)
@@ -258,9 +258,7 @@ def probe_loss(logits_TV: Tensor, token_ids_T: Tensor) -> Tensor:
     return -(logprobs_TV.gather(1, token_ids_T[:, None])[:, 0] * weights_T).sum()
 
 
-def hf_model(
-    hf_config: dict[str, Any], *, attention: str = "eager", reader: TensorReader | None = None
-) -> nn.Module:
+def hf_model(hf_config: dict[str, Any], *, attention: str = "eager", reader: TensorReader | None = None) -> nn.Module:
     """The transformers model with a reader's weights, by default SpreadReader's, float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,0 +1,378 @@
+"""One rank of bench/kimi_slice.py: Kimi-K2-Thinking's layers in the product's own trainer, measured.
+
+Owns what happens inside a rank's process: forced routing, timing, memory by component, the kernel table, the ladder's
+switches. All of them reach into a loaded TrainerRank from here; the product knows none. Prints nothing but rank 0's
+result, as JSON, into a file.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor
+
+from conf import schema
+from trainer.adamw import MOMENTS
+from trainer.kernels.dequant import dequantize_int4_torch
+from trainer.moe.bank import PackedBank
+from trainer.moe.experts import Experts
+from trainer.moe.grouped import GroupedBackend
+from trainer.moe.routing import Router, Routing
+from trainer.parallel import local_part
+from trainer.rank import TrainerRank
+from trainer.types import Denominators, Sample
+
+ROOT = Path(__file__).resolve().parent.parent
+SEED = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on the GPUs present. All ranks get the same."""
+
+    name: str
+    num_moe_layers: int
+    lora_rank: int
+    adapter_dtype: str
+    state: str
+    sequences: tuple[int, ...]
+    routings: tuple[str, ...]
+    repeats: int
+    is_tiny: bool
+    device: str
+    profile: bool = False
+    ladder: bool = False
+    experts_a_gpu: int = 48
+    vocab_size: int | None = None
+    hf_changes: dict[str, Any] = field(default_factory=dict)
+
+
+def hf_config(case: Case, world_size: int) -> dict[str, Any]:
+    """Kimi-K2-Thinking's config.json with fewer layers, and as many experts as the GPUs hold at `experts_a_gpu`."""
+    config = yaml.safe_load((ROOT / "conf" / "model" / "kimi_k2_thinking.yaml").read_text())["hf_config"]
+    changes: dict[str, Any] = {
+        "num_hidden_layers": 1 + case.num_moe_layers,
+        "n_routed_experts": case.experts_a_gpu * world_size,
+    }
+    if case.is_tiny:
+        changes |= {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 256}
+        changes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32}
+        changes |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    return config | changes
+
+
+# ---- routing ----
+
+
+def zipf_exponent(num_experts: int, top_k: int, max_over_mean: float, device: torch.device) -> float:
+    """Exponent s of p(e) ~ 1 / (e + 1)^s under which the fullest expert gets max_over_mean times the mean."""
+    low, high = 0.0, 3.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        load = torch.bincount(drawn(num_experts, top_k, middle, 1 << 14, 0, device).flatten(), minlength=num_experts)
+        low, high = (middle, high) if float(load[0]) / float(load.float().mean()) < max_over_mean else (low, middle)
+    return (low + high) / 2
+
+
+def drawn(num_experts: int, top_k: int, exponent: float, num_tokens: int, seed: int, device: torch.device) -> Tensor:
+    """Experts (T, K) drawn without replacement (Gumbel), expert 0 the likeliest."""
+    generator = torch.Generator(device).manual_seed(seed)
+    noise = torch.rand((num_tokens, num_experts), generator=generator, device=device).clamp_min_(1e-12)
+    log_p = -exponent * torch.arange(1, num_experts + 1, device=device).log()
+    return (log_p - noise.log().neg().log()).topk(top_k, dim=-1).indices
+
+
+def rank_imbalance(max_over_mean: float | None, top_k: int, device: torch.device) -> float:
+    """Rows of the fullest of 8 ranks over the mean, for 384 experts placed at random, mean of 60 layers."""
+    exponent = 0.0 if max_over_mean is None else zipf_exponent(384, top_k, max_over_mean, device)
+    load = torch.bincount(drawn(384, top_k, exponent, 1 << 16, 0, device).flatten(), minlength=384).float().cpu()
+    ratios = []
+    for layer in range(60):
+        order = torch.randperm(384, generator=torch.Generator().manual_seed(layer))
+        ranks = load[order].view(8, 48).sum(1)
+        ratios.append(float(ranks.max() / ranks.mean()))
+    return statistics.mean(ratios)
+
+
+class ForcedRouting:
+    """Replaces each router's choice, not its work: it still computes scores, and its weights and gradients are used."""
+
+    def __init__(self, rank: TrainerRank, layout_rank: int, num_tokens: int, device: torch.device) -> None:
+        self._routers = [m for m in rank._loaded().modules() if isinstance(m, Router)]
+        self._forwards = [router.forward for router in self._routers]
+        self._rank, self._num_tokens, self._device = layout_rank, num_tokens, device
+
+    def force(self, max_over_mean: float | None) -> dict[str, float]:
+        """Uniform (None) or Zipf; experts in another order in every layer. Returns facts."""
+        moe = self._routers[0].moe
+        exponent = 0.0
+        if max_over_mean is not None:
+            exponent = zipf_exponent(moe.num_experts, moe.top_k, max_over_mean, self._device)
+        worst = []
+        for layer, (router, forward) in enumerate(zip(self._routers, self._forwards, strict=True)):
+            seed = 1000 * layer + self._rank
+            choice = drawn(moe.num_experts, moe.top_k, exponent, self._num_tokens, seed, self._device)
+            order = torch.randperm(moe.num_experts, generator=torch.Generator().manual_seed(layer)).to(self._device)
+            experts_TK = order[choice]
+            load = torch.bincount(experts_TK.flatten(), minlength=moe.num_experts)
+            if dist.is_initialized():
+                dist.all_reduce(load)
+            worst.append(float(load.max() / load.float().mean()))
+            router.forward = _forced(forward, experts_TK)  # pyright: ignore[reportAttributeAccessIssue]
+        return {"exponent": exponent, "expert_max_over_mean": statistics.mean(worst)}
+
+
+def _forced(forward: Callable[[Tensor], Routing], experts_TK: Tensor) -> Callable[[Tensor], Routing]:
+    return lambda x_TH: Routing(forward(x_TH).weights_TK, experts_TK[: x_TH.shape[0]])
+
+
+# ---- one rank ----
+
+
+def make_rank(case: Case, rank: int, world_size: int, rendezvous: str) -> TrainerRank:
+    """Loaded, with random INT4 experts."""
+    config = hf_config(case, world_size)
+    made = TrainerRank(
+        model=schema.ModelConfig(init=schema.Init.random, hf_config=config, dtype=schema.DType.bfloat16),
+        trainer=schema.TrainerConfig(
+            num_ranks=world_size,
+            ep_size=world_size,
+            lora=schema.LoraConfig(
+                rank=case.lora_rank, alpha=2.0 * case.lora_rank, dtype=schema.DType(case.adapter_dtype)
+            ),
+            optim=schema.OptimConfig(lr=1e-5, state=schema.OptimState(case.state)),
+            activation_checkpointing=True,
+        ),
+        algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
+        sampling_temperature=1.0,
+        weight_sync=schema.WeightSyncConfig(),
+        seed=SEED,
+        num_steps=1000,
+        rank=rank,
+        world_size=world_size,
+        rendezvous=rendezvous,
+        device=case.device,
+        hf_config=config,
+        sync_key=b"slipstream-bench-kimi-slice",
+    )
+    made.load()
+    return made
+
+
+def samples_of(lengths: tuple[int, ...], vocab_size: int, rank: int, version: int, real: tuple[int, ...] = ()) -> Any:
+    """Random tokens; of each sequence, the first `real` ones are trained on, all by default."""
+    made = []
+    for index, length in enumerate(lengths):
+        positions = np.arange(length)
+        made.append(
+            Sample(
+                token_ids=np.random.default_rng(1000 * rank + index).integers(0, vocab_size, length).astype(np.int32),
+                loss_mask=(positions > 0) & (positions < (real[index] if real else length)),
+                rollout_logprobs=np.zeros(length, np.float32),
+                advantages=np.ones(length, np.float32),
+                oldest_version=version,
+            )
+        )
+    return made
+
+
+def step(made: TrainerRank, rank: int, world_size: int, lengths: tuple[int, ...], real: tuple[int, ...] = ()) -> float:
+    """Forward, backward, update; seconds until the device is done."""
+    version = made.policy_version
+    samples = samples_of(lengths, made._loaded().spec.vocab_size, rank, version, real)
+    num_tokens = sum(sample.num_valid_tokens for sample in samples) * world_size
+    if dist.is_initialized():
+        dist.barrier()
+    _sync(made._device)
+    began = time.perf_counter()
+    made.forward_backward([samples], Denominators(num_tokens, len(samples) * world_size, version))
+    made.optimizer_step()
+    _sync(made._device)
+    return time.perf_counter() - began
+
+
+def timed_steps(made: TrainerRank, rank: int, world_size: int, case: Case) -> dict[str, float]:
+    """Median over repeats of the slowest rank's seconds."""
+    for _ in range(2):
+        step(made, rank, world_size, case.sequences)
+    times = torch.tensor([step(made, rank, world_size, case.sequences) for _ in range(case.repeats)])
+    if dist.is_initialized():
+        times = times.to(made._device)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+    return {"median_s": float(times.median()), "min_s": float(times.min()), "max_s": float(times.max())}
+
+
+def memory(made: TrainerRank) -> dict[str, float]:
+    """GB on this rank by component, right after a step; the rest of the peak is activations and scratch."""
+    decoder = made._loaded()
+
+    def size(tensors: Any) -> float:
+        return sum(t.numel() * t.element_size() for t in tensors) / 1e9
+
+    banks = [m.packed for m in decoder.modules() if isinstance(m, Experts) and m.packed is not None]
+    frozen = [local_part(p)[0] for p in decoder.parameters() if not p.requires_grad]
+    adapters = [shard.values for shard in made._shards]
+    state = [t for name, t in made._optimizer.state_tensors().items() if any(m in name for m in MOMENTS)]
+    found = {
+        "packed_experts": sum(bank.num_bytes for bank in banks) / 1e9,
+        "unpacked_slots": 2 * sum(np.prod(shape) for shape in banks[0].shapes.values()) * decoder.dtype.itemsize / 1e9,
+        "dense_weights": size(frozen),
+        "adapters": size(adapters),
+        "gradients": size(adapters),
+        "moments": size(state),
+    }
+    if made._device.type == "cuda":
+        found["peak"] = torch.cuda.max_memory_allocated() / 1e9
+        found["activations_and_scratch"] = found["peak"] - sum(v for k, v in found.items() if k != "peak")
+    return {name: float(value) for name, value in found.items()}
+
+
+def exchange_seconds(num_rows: int, hidden: int, device: torch.device) -> dict[str, float]:
+    """An all-to-all of one layer's rows, evenly split: seconds, and bytes that leave a GPU a second."""
+    if not dist.is_initialized():
+        return {}
+    world_size = dist.get_world_size()
+    rows = torch.zeros(num_rows // world_size * world_size, hidden, dtype=torch.bfloat16, device=device)
+    out, times = torch.empty_like(rows), []
+    for _ in range(8):
+        _sync(device)
+        began = time.perf_counter()
+        dist.all_to_all_single(out, rows)
+        _sync(device)
+        times.append(time.perf_counter() - began)
+    seconds = statistics.median(times[3:])
+    sent = rows.numel() * 2 * (world_size - 1) / world_size
+    return {"all_to_all_s": seconds, "all_to_all_gb_s": sent / seconds / 1e9}
+
+
+def run_rank(rank: int, world_size: int, rendezvous: str, case: Case, out: str) -> None:
+    """A process."""
+    if case.device == "cpu":
+        torch.set_num_threads(1)
+    began = time.perf_counter()
+    made = make_rank(case, rank, world_size, rendezvous)
+    result: dict[str, Any] = {"case": asdict(case), "load_s": time.perf_counter() - began, "routings": {}}
+    result["backends"] = made._loaded().backends
+    config = hf_config(case, world_size)
+    num_tokens = sum(case.sequences)
+    routing = ForcedRouting(made, rank, num_tokens, made._device)
+    if case.ladder:
+        result["ladder"] = ladder(made, routing, case, rank, world_size)
+    for name in () if case.ladder else case.routings:
+        wanted = 2.0 if name == "zipf" else None
+        facts = routing.force(wanted)
+        facts["rank_max_over_mean_at_ep8"] = rank_imbalance(wanted, config["num_experts_per_tok"], made._device)
+        if case.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        result["routings"][name] = facts | timed_steps(made, rank, world_size, case) | {"memory_gb": memory(made)}
+        if case.profile and name == case.routings[0]:
+            result["kernels"] = profile(made, lambda: step(made, rank, world_size, case.sequences))
+    result |= exchange_seconds(num_tokens * config["num_experts_per_tok"], config["hidden_size"], made._device)
+    if rank == 0:
+        import json
+
+        Path(out).write_text(json.dumps(result))
+    made.shutdown()
+
+
+def _sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+# ---- where the time goes ----
+
+CATEGORIES = (
+    ("exchange and gather over GPUs", ("nccl",)),
+    ("unpack INT4", ("dequantize_int4",)),
+    ("attention", ("flash", "fmha", "attention", "sdp")),
+    ("adapters of experts", ("gather_project", "low_rank", "_project")),
+    ("SwiGLU and its backward", ("activate", "swiglu")),
+    ("gather, combine, sort", ("_gather", "weighted_sum", "combine", "counting", "count", "_sort", "place")),
+    ("grouped products", ("grouped", "_product", "GroupProblemShape", "GemmUniversal")),
+    ("dense products", ("gemm", "nvjet", "cutlass", "cublas", "splitK")),
+    ("copies and fills", ("Memcpy", "Memset", "copy", "fill", "FillFunctor", "CatArray")),
+)
+"""Kernels by parts of their names; the first category that matches."""
+
+
+def profile(made: TrainerRank, work: Callable[[], Any]) -> dict[str, Any]:
+    """Device milliseconds of one step by category, and the longest kernels of each."""
+    if made._device.type != "cuda":
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        work()
+    table: dict[str, Any] = {}
+    for event in sorted(profiler.key_averages(), key=lambda one: -one.self_device_time_total):
+        if event.self_device_time_total <= 0:
+            continue
+        names = (c for c, parts in CATEGORIES if any(part.lower() in event.key.lower() for part in parts))
+        entry = table.setdefault(next(names, "elementwise, norms, optimizer"), {"ms": 0.0, "calls": 0, "longest": []})
+        entry["ms"] += event.self_device_time_total / 1e3
+        entry["calls"] += event.count
+        if len(entry["longest"]) < 6:
+            entry["longest"].append([event.key[:100], event.self_device_time_total / 1e3, event.count])
+    return table
+
+
+# ---- the ladder of seed 000 ----
+
+
+def ladder(made: TrainerRank, routing: ForcedRouting, case: Case, rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Rung by rung, tokens that are trained on a second. Each rung keeps the ones before."""
+    width = sum(case.sequences) // 4
+    lengths = tuple(int(n) for n in np.random.default_rng(5).integers(width // 8, width, 4))
+    padded, banks = (width,) * 4, [m for m in made._loaded().modules() if isinstance(m, Experts)]
+    chosen, unpack, allocate = banks[0].backend, PackedBank.unpack, type(banks[0].packed._slots)._allocate  # type: ignore[union-attr]
+    slots = banks[0].packed._slots  # type: ignore[union-attr]
+
+    def one_by_one(bank: PackedBank, gate_up: Tensor, down: Tensor) -> None:
+        for name, out in (("gate_up", gate_up), ("down", down)):
+            for packed, scale, part in zip(bank.get_buffer(f"{name}_packed"), bank.get_buffer(f"{name}_scale"), out,
+                                           strict=True):  # fmt: skip
+                dequantize_int4_torch(packed, scale, part)
+
+    def all_at_once(bank: PackedBank, gate_up: Tensor, down: Tensor) -> None:
+        for name, out in (("gate_up", gate_up), ("down", down)):
+            dequantize_int4_torch(bank.get_buffer(f"{name}_packed"), bank.get_buffer(f"{name}_scale"), out)
+
+    def set_up(backend: GroupedBackend, rule: Any, is_ahead: bool) -> None:
+        for bank in banks:
+            bank.backend = backend
+        PackedBank.unpack = rule
+        slots.forget()
+        if not slots._slots:
+            allocate(slots, made._device)
+        if case.device == "cuda":
+            torch.cuda.synchronize()
+            slots._stream = torch.cuda.Stream() if is_ahead else None
+
+    rungs: list[tuple[str, GroupedBackend, Any, bool, tuple[int, ...], tuple[int, ...]]] = [
+        ("loop over experts, unpacked one by one in torch", GroupedBackend.native, one_by_one, False, padded, lengths),
+        (f"{chosen} instead of the loop", chosen, one_by_one, False, padded, lengths),
+        ("unpacked all at once in torch", chosen, all_at_once, False, padded, lengths),
+        ("unpacked by the Triton kernel", chosen, unpack, False, padded, lengths),
+        ("one layer ahead, on a stream of its own", chosen, unpack, True, padded, lengths),
+        ("pads dropped", chosen, unpack, True, lengths, ()),
+        ("packed to the full microbatch", chosen, unpack, True, case.sequences, ()),
+    ]
+    routing.force(None)
+    rows = []
+    for name, backend, rule, is_ahead, given, real in rungs:
+        set_up(backend, rule, is_ahead)
+        step(made, rank, world_size, given, real)
+        seconds = statistics.median(step(made, rank, world_size, given, real) for _ in range(3))
+        trained = sum(real or given)
+        rows.append({"rung": name, "step_s": seconds, "positions": sum(given), "real_tokens": trained,
+                     "real_tokens_per_s": trained * world_size / seconds})  # fmt: skip
+    set_up(chosen, unpack, True)
+    return rows
