@@ -1,16 +1,17 @@
 """One rank of bench/kimi_slice.py: Kimi-K2-Thinking's layers in the product's own trainer, measured.
 
 Owns what happens inside a rank's process: forced routing, timing, memory by component, the kernel table, the ladder's
-switches. All of them reach into a loaded TrainerRank from here; the product knows none. Prints nothing but rank 0's
-result, as JSON, into a file.
+switches. All of them reach into a loaded TrainerRank from here; the product knows none.
 """
 
 from __future__ import annotations
 
+import gc
+import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,14 @@ class Case:
     lora_rank: int
     adapter_dtype: str
     state: str
-    sequences: tuple[int, ...]
-    routings: tuple[str, ...]
+    workloads: dict[str, tuple[tuple[int, ...], float | None]]
+    """Name -> lengths of a GPU's sequences, and rows of the fullest expert over the mean (None: drawn uniformly)."""
     repeats: int
     is_tiny: bool
     device: str
     profile: bool = False
     ladder: bool = False
     experts_a_gpu: int = 48
-    vocab_size: int | None = None
-    hf_changes: dict[str, Any] = field(default_factory=dict)
 
 
 def hf_config(case: Case, world_size: int) -> dict[str, Any]:
@@ -200,11 +199,12 @@ def step(made: TrainerRank, rank: int, world_size: int, lengths: tuple[int, ...]
     return time.perf_counter() - began
 
 
-def timed_steps(made: TrainerRank, rank: int, world_size: int, case: Case) -> dict[str, float]:
+def timed_steps(
+    made: TrainerRank, rank: int, world_size: int, lengths: tuple[int, ...], repeats: int
+) -> dict[str, float]:
     """Median over repeats of the slowest rank's seconds."""
-    for _ in range(2):
-        step(made, rank, world_size, case.sequences)
-    times = torch.tensor([step(made, rank, world_size, case.sequences) for _ in range(case.repeats)])
+    step(made, rank, world_size, lengths)
+    times = torch.tensor([step(made, rank, world_size, lengths) for _ in range(repeats)])
     if dist.is_initialized():
         times = times.to(made._device)
         dist.all_reduce(times, dist.ReduceOp.MAX)
@@ -254,34 +254,51 @@ def exchange_seconds(num_rows: int, hidden: int, device: torch.device) -> dict[s
     return {"all_to_all_s": seconds, "all_to_all_gb_s": sent / seconds / 1e9}
 
 
-def run_rank(rank: int, world_size: int, rendezvous: str, case: Case, out: str) -> None:
-    """A process."""
-    if case.device == "cpu":
-        torch.set_num_threads(1)
+def run_rank(rank: int, world_size: int, cases: list[tuple[Case, str]], out: str) -> None:
+    """A process: all cases, each with a meeting point of its own, because compiling the kernels takes longer than any
+    of them. Rank 0 writes the results after each.
+    """
+    results: dict[str, Any] = {}
+    for case, rendezvous in cases:
+        if case.device == "cpu":
+            torch.set_num_threads(1)
+        results[case.name] = run_case(rank, world_size, rendezvous, case)
+        gc.collect()
+        if case.device == "cuda":
+            torch.cuda.empty_cache()
+        if rank == 0:
+            Path(out).write_text(json.dumps(results))
+            for name, row in results[case.name]["routings"].items():
+                peak = row["memory_gb"].get("peak", float("nan"))
+                print(f"{case.name:14} {name:20} {row['median_s']:.3f} s a step, peak {peak:.1f} GB", flush=True)
+
+
+def run_case(rank: int, world_size: int, rendezvous: str, case: Case) -> dict[str, Any]:
+    """One model: every workload on it."""
     began = time.perf_counter()
     made = make_rank(case, rank, world_size, rendezvous)
     result: dict[str, Any] = {"case": asdict(case), "load_s": time.perf_counter() - began, "routings": {}}
     result["backends"] = made._loaded().backends
     config = hf_config(case, world_size)
-    num_tokens = sum(case.sequences)
+    first_lengths, _ = next(iter(case.workloads.values()))
+    num_tokens = sum(first_lengths)
+    step(made, rank, world_size, first_lengths)  # compiles kernels and the optimizer
     routing = ForcedRouting(made, rank, num_tokens, made._device)
     if case.ladder:
         result["ladder"] = ladder(made, routing, case, rank, world_size)
-    for name in () if case.ladder else case.routings:
-        wanted = 2.0 if name == "zipf" else None
+    for name, (lengths, wanted) in ({} if case.ladder else case.workloads).items():
         facts = routing.force(wanted)
         facts["rank_max_over_mean_at_ep8"] = rank_imbalance(wanted, config["num_experts_per_tok"], made._device)
         if case.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        result["routings"][name] = facts | timed_steps(made, rank, world_size, case) | {"memory_gb": memory(made)}
-        if case.profile and name == case.routings[0]:
-            result["kernels"] = profile(made, lambda: step(made, rank, world_size, case.sequences))
+        result["routings"][name] = (
+            facts | timed_steps(made, rank, world_size, lengths, case.repeats) | {"memory_gb": memory(made)}
+        )
+        if case.profile and "kernels" not in result:
+            result["kernels"] = profile(made, lambda: step(made, rank, world_size, lengths))  # noqa: B023
     result |= exchange_seconds(num_tokens * config["num_experts_per_tok"], config["hidden_size"], made._device)
-    if rank == 0:
-        import json
-
-        Path(out).write_text(json.dumps(result))
     made.shutdown()
+    return result
 
 
 def _sync(device: torch.device) -> None:
@@ -329,8 +346,11 @@ def profile(made: TrainerRank, work: Callable[[], Any]) -> dict[str, Any]:
 
 def ladder(made: TrainerRank, routing: ForcedRouting, case: Case, rank: int, world_size: int) -> list[dict[str, Any]]:
     """Rung by rung, tokens that are trained on a second. Each rung keeps the ones before."""
-    width = sum(case.sequences) // 4
-    lengths = tuple(int(n) for n in np.random.default_rng(5).integers(width // 8, width, 4))
+    (sequences, _), *_ = case.workloads.values()
+    full = sum(sequences)
+    width = full // 4
+    draws = [int(n) for n in np.random.default_rng(5).integers(width // 8, width, 32)]
+    lengths, filled = tuple(draws[:4]), tuple(draws[: sum(1 for n in np.cumsum(draws) if n <= full)])
     padded, banks = (width,) * 4, [m for m in made._loaded().modules() if isinstance(m, Experts)]
     chosen, unpack, allocate = banks[0].backend, PackedBank.unpack, type(banks[0].packed._slots)._allocate  # type: ignore[union-attr]
     slots = banks[0].packed._slots  # type: ignore[union-attr]
@@ -363,7 +383,7 @@ def ladder(made: TrainerRank, routing: ForcedRouting, case: Case, rank: int, wor
         ("unpacked by the Triton kernel", chosen, unpack, False, padded, lengths),
         ("one layer ahead, on a stream of its own", chosen, unpack, True, padded, lengths),
         ("pads dropped", chosen, unpack, True, lengths, ()),
-        ("packed to the full microbatch", chosen, unpack, True, case.sequences, ()),
+        ("packed to the full microbatch", chosen, unpack, True, filled, ()),
     ]
     routing.force(None)
     rows = []

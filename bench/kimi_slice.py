@@ -10,7 +10,8 @@ experts of 2048 in INT4, vocabulary 163,840, dense layer 0) on random weights: 4
 EP=8, expert parallelism over the N GPUs present, so 48 N routed experts at top-8 and 8 x 8,192 / 48 = 1,365 rows an
 expert, 8,192 tokens a GPU. A step is forward, backward (activation checkpointing) and AdamW with 8-bit moments on
 bfloat16 adapters of r=16 (and r=8) on all projections. Routing is forced: drawn uniformly ("balanced"), or from a Zipf
-law whose fullest expert gets twice the mean. Two depths give seconds a layer and a constant; the rest is arithmetic,
+law whose fullest expert gets twice the mean. Sequences are four of 2,048 tokens ("one sequence": one of 8,192, whose
+attention costs four times as much). Two depths give seconds a layer and a constant; the rest is arithmetic,
 and every assumption of it is printed. EXTRAPOLATION: no 8-GPU host has run this.
 """
 
@@ -21,7 +22,6 @@ import json
 import socket
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,44 +45,46 @@ def cases(args: argparse.Namespace, world_size: int) -> list[Any]:
     common: dict[str, Any] = {
         "adapter_dtype": args.adapter_dtype,
         "state": args.state,
-        "sequences": (args.tokens // args.sequences,) * args.sequences,
         "repeats": args.repeats,
         "is_tiny": args.tiny,
         "device": args.device,
         "experts_a_gpu": 4 if args.tiny else 48,
     }
-    both = ("balanced", "zipf")
+    some = (args.tokens // args.sequences,) * args.sequences
+    plain: dict[str, Any] = {"balanced": (some, None)}
+    every = plain | {"zipf": (some, 2.0), "one sequence": ((args.tokens,), None)}
     made = [
-        Case("shallow", shallow, args.rank, routings=both, profile=False, **common),
-        Case("deep", deep, args.rank, routings=both, profile=args.profile, **common),
+        Case("shallow", shallow, args.rank, workloads=every, **common),
+        Case("deep", deep, args.rank, workloads=every, profile=args.profile, **common),
     ]
     if args.other_rank:
-        made.append(Case("other_shallow", shallow, args.other_rank, routings=both[:1], **common))
-        made.append(Case("other_deep", deep, args.other_rank, routings=both[:1], **common))
+        made.append(Case("other_shallow", shallow, args.other_rank, workloads=plain, **common))
+        made.append(Case("other_deep", deep, args.other_rank, workloads=plain, **common))
     if args.ladder:
-        made = [Case("ladder", min(3, deep), args.rank, routings=(), ladder=True, **common)]
+        made = [Case("ladder", min(3, deep), args.rank, workloads=plain, ladder=True, **common)]
     return made
 
 
-def run_case(case: Any, world_size: int) -> dict[str, Any]:
-    """Processes of its own: memory and compiled code start fresh."""
+def run_all(made: list[Any], world_size: int) -> dict[str, Any]:
+    """One process a GPU. What was finished before a failure counts."""
     import torch.multiprocessing as mp
 
     from bench.kimi_rank import run_rank
 
-    with socket.socket() as one:
+    sockets = [socket.socket() for _ in made]
+    for one in sockets:
         one.bind(("127.0.0.1", 0))
-        rendezvous = f"tcp://127.0.0.1:{one.getsockname()[1]}"
+    meetings = [f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    for one in sockets:
+        one.close()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        began = time.perf_counter()
-        mp.spawn(run_rank, (world_size, rendezvous, case, str(out)), nprocs=world_size)  # pyright: ignore[reportPrivateImportUsage]
-        result = json.loads(out.read_text())
-    print(f"{case.name}: {time.perf_counter() - began:.0f} s, loaded in {result['load_s']:.0f} s", flush=True)
-    for name, row in result["routings"].items():
-        peak = row["memory_gb"].get("peak")
-        print(f"    {name:9} {row['median_s']:.3f} s a step, peak {peak and round(peak, 1)} GB", flush=True)
-    return result
+        work = (world_size, list(zip(made, meetings, strict=True)), str(out))
+        try:
+            mp.spawn(run_rank, work, nprocs=world_size)  # pyright: ignore[reportPrivateImportUsage]
+        except mp.ProcessRaisedException as error:  # pyright: ignore[reportPrivateImportUsage]
+            print(error)
+        return json.loads(out.read_text()) if out.is_file() else {}
 
 
 def extrapolate(
@@ -157,12 +159,12 @@ def print_table(report: dict[str, Any]) -> None:
     if report["arguments"]["tiny"]:
         print("\n--tiny: the figures below only show that the script runs")
     print("\nEXTRAPOLATION to Kimi-K2-Thinking, 61 layers, 384 experts, 8 GPUs, 65,536 tokens a step")
-    print(f"{'':6}{'routing':10}{'s/layer':>9}{'const s':>9}{'+a2a s':>9}{'step s':>8}{'tok/s':>8}{'/6,600':>8}"
+    print(f"{'':6}{'workload':14}{'s/layer':>9}{'const s':>9}{'+a2a s':>9}{'step s':>8}{'tok/s':>8}{'/6,600':>8}"
           f"{'/13,000':>9}{'peak GB':>9}")  # fmt: skip
     for rank, routings in report["extrapolated"].items():
         for name, row in routings.items():
             peak = row["memory_gb"].get("peak", float("nan"))
-            print(f"{rank:6}{name:10}{row['layer_s']:9.4f}{row['constant_s']:9.3f}"
+            print(f"{rank:6}{name:14}{row['layer_s']:9.4f}{row['constant_s']:9.3f}"
                   f"{row['missing_exchange_s_a_layer']:9.4f}{row['step_s']:8.2f}{row['tokens_per_s']:8.0f}"
                   f"{row['tokens_per_s'] / OTHERS:8.2f}{row['tokens_per_s'] / GOAL:9.2f}{peak:9.1f}")  # fmt: skip
     for rank, routings in report["extrapolated"].items():
@@ -194,14 +196,14 @@ def print_ladder(rows: list[dict[str, Any]]) -> None:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", nargs=2, type=int, default=[4, 16], metavar=("SHALLOW", "DEEP"),
+    parser.add_argument("--layers", nargs=2, type=int, default=[6, 30], metavar=("SHALLOW", "DEEP"),
                         help="expert layers of the two depths, beside dense layer 0")  # fmt: skip
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--other-rank", type=int, default=8, help="0: none")
     parser.add_argument("--adapter-dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--state", default="int8", choices=("int8", "bfloat16", "float32"))
     parser.add_argument("--tokens", type=int, default=8192, help="a GPU and microbatch")
-    parser.add_argument("--sequences", type=int, default=1, help="of equal length, packed into them")
+    parser.add_argument("--sequences", type=int, default=4, help="of equal length, packed into them")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--ladder", action="store_true")
@@ -232,10 +234,8 @@ def main() -> None:
         "measured": {},
     }
     print(json.dumps(report["environment"]), flush=True)
-    for case in cases(args, world_size):
-        report["measured"][case.name] = run_case(case, world_size)
-        out.write_text(json.dumps(report, indent=1) + "\n")
-    measured = report["measured"]
+    measured = report["measured"] = run_all(cases(args, world_size), world_size)
+    out.write_text(json.dumps(report, indent=1) + "\n")
     if args.ladder:
         print_ladder(measured["ladder"]["ladder"])
     else:
@@ -248,6 +248,7 @@ def main() -> None:
                 for routing in measured[high]["routings"]
             }
             for rank, (low, high) in pairs.items()
+            if high in measured
         }
         report["assumptions"] = assumptions(world_size, report["extrapolated"])
         print_table(report)
