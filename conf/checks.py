@@ -252,6 +252,18 @@ def check_engine_takes_merged_weights(hf_config: Mapping[str, Any]) -> None:
         )
 
 
+def check_packed_base_reaches_engines(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Engines start without weights and get them by publish, the frozen base of adapter mode too."""
+    if config.weight_sync.mode is SyncMode.merged:
+        check_engine_takes_merged_weights(hf_config)
+    packing = packing_of(hf_config)
+    if packing is not None:
+        raise ConfigError(
+            f"weight_sync.mode=adapter sends the frozen base to engines once, and {packing} weights cannot be sent "
+            "(model.hf_config.quantization_config); train on them with algorithm=sft, or give a float checkpoint"
+        )
+
+
 def check_fp8_engine_has_gpus(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     """vLLM's CPU kernels for FP8 repack weights, where they exist at all."""
     if config.cluster.device is not Device.cpu:

@@ -20,8 +20,8 @@ from typing import Any
 
 from conf.checks import (
     check_architecture,
-    check_engine_takes_merged_weights,
     check_expert_parallel_engine_has_gpus,
+    check_packed_base_reaches_engines,
     check_transport_fits_device,
 )
 from conf.errors import ConfigError, SlipstreamError
@@ -112,7 +112,7 @@ def check_model(config: RunConfig) -> Fact:
     hf_config = resolve_hf_config(model)
     spec = ModelSpec.from_hf_config(hf_config)
     if config.algorithm.objective is Objective.policy:
-        check_engine_takes_merged_weights(hf_config)
+        check_packed_base_reaches_engines(config, hf_config)
     check_architecture(config, hf_config)
     engine_checkpoint(hf_config, model.dtype)
     tensors = spec.checkpoint_tensors(model.dtype.value)

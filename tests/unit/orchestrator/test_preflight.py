@@ -154,6 +154,8 @@ def test_merged_weights_for_packed_engines_are_refused(checkpoint: Path, packing
     (checkpoint / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     with pytest.raises(PreflightError, match=f"{packing} engines accept adapter mode only"):
         run_preflight(load_run_config(words_for(checkpoint)))
+    with pytest.raises(PreflightError, match=f"sends the frozen base to engines once, and {packing} weights cannot"):
+        run_preflight(load_run_config(words_for(checkpoint, "weight_sync.mode=adapter")))
 
 
 def test_full_training_of_packed_experts_is_refused(checkpoint: Path) -> None:
