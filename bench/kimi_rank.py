@@ -194,7 +194,8 @@ def step(made: TrainerRank, rank: int, world_size: int, lengths: tuple[int, ...]
     _sync(made._device)
     began = time.perf_counter()
     made.forward_backward([samples], Denominators(num_tokens, len(samples) * world_size, version))
-    made.optimizer_step()
+    if not made.optimizer_step().is_finite:
+        raise RuntimeError("the update was refused: a loss or the norm is not finite, so this is no step to time")
     _sync(made._device)
     return time.perf_counter() - began
 

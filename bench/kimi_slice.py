@@ -236,6 +236,8 @@ def main() -> None:
     print(json.dumps(report["environment"]), flush=True)
     measured = report["measured"] = run_all(cases(args, world_size), world_size)
     out.write_text(json.dumps(report, indent=1) + "\n")
+    if not measured.keys() & {"deep", "ladder"}:
+        sys.exit("nothing was measured: see the error above")
     if args.ladder:
         print_ladder(measured["ladder"]["ladder"])
     else:
