@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from conf.schema import LoraConfig
 
@@ -58,12 +60,47 @@ class Linear(Adapted):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        y = F.linear(x, self.weight.to(x.dtype), bias)
+        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
         if self.lora is None or not self.adapters_enabled:
-            return y
-        low_rank = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
-        return torch.add(y, low_rank, alpha=self.lora.scale)
+            return F.linear(x, weight, bias)
+        return _AdaptedLinear.apply(x, weight, bias, self.lora_A, self.lora_B, self.lora.scale)  # type: ignore[return-value]
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """x W^T + b + scale * (x A^T) B^T with W and b frozen: each adapter product ends in the accumulator of the base's,
+    forward and for the gradient of x."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
+        rows_TI = x.flatten(0, -2)
+        ctx.scale, ctx.adapter_dtype = scale, a.dtype
+        a, b = a.to(x.dtype), b.to(x.dtype)
+        low_TR = rows_TI @ a.t()
+        y_TO = F.linear(rows_TI, weight, bias).addmm_(low_TR, b.t(), alpha=scale)
+        ctx.save_for_backward(rows_TI, weight, a, b, low_TR)
+        return y_TO.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows_TI, weight, a, b, low_TR = ctx.saved_tensors
+        dy_TO = dy.flatten(0, -2)
+        dlow_TR = (dy_TO @ b).mul_(ctx.scale)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = (dy_TO @ weight).addmm_(dlow_TR, a).view(*dy.shape[:-1], weight.shape[1])
+        da = _product(dlow_TR.t(), rows_TI, ctx.adapter_dtype)
+        db = _product(dy_TO.t(), low_TR, ctx.adapter_dtype).mul_(ctx.scale)
+        return dx, None, None, da, db, None
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right; a float32 result of 16-bit factors is not rounded in between on CUDA."""
+    if left.is_cuda and dtype is torch.float32 and left.dtype is not dtype and right.shape[0]:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
 
 
 @contextmanager

@@ -15,11 +15,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "trainer"))
 
 from parallel_worker import Scenario, reference, run_ranks
 from tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
+from torch.utils.checkpoint import checkpoint
 
 from conf.schema import LoraConfig, TrainMode
 from trainer.kernels.groups import RowGroups
 from trainer.model.attend import (
+    KeptAttention,
     PackedSequences,
+    cudnn_attention,
     flex_attention,
     padded_attention,
     sink_attention,
@@ -52,6 +55,37 @@ def test_varlen_attention_is_padded_attention(kv_heads, key_dim, value_dim):
     fast_grads = torch.autograd.grad((fast * weights).sum(), inputs)
     for mine, wanted in zip(fast_grads, torch.autograd.grad((plain * weights).sum(), wide), strict=True):
         assert relative_error(mine, wanted) < 2e-2
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10), reason="needs Hopper"
+)
+@pytest.mark.parametrize("lengths", [(1024,), (1500, 1, 0, 2048)], ids=str)
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_cudnn_attention_is_padded_attention(lengths, kv_heads):
+    """Also when its forward runs again in a checkpoint, which gets the first one's results."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    num_tokens = sum(lengths)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    sequences = PackedSequences.from_cu_seqlens(starts, num_tokens, torch.device("cuda"))
+    shapes = [(num_tokens, 8, 128), (num_tokens, kv_heads, 128), (num_tokens, kv_heads, 128)]
+    inputs = [
+        torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes
+    ]
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    weights = torch.randn(shapes[0], generator=generator, device="cuda")
+    plain = padded_attention(*wide, sequences, 0.1)
+    wanted = torch.autograd.grad((plain * weights).sum(), wide)
+    kept = KeptAttention()
+
+    def run(*qkv):
+        return cudnn_attention(*qkv, sequences, 0.1, kept)
+
+    fast = checkpoint(run, *inputs, use_reentrant=False)
+    assert relative_error(fast, plain) < 1e-2
+    for mine, other in zip(torch.autograd.grad((fast * weights).sum(), inputs), wanted, strict=True):
+        assert relative_error(mine, other) < 2e-2
+    assert kept.take() is None
 
 
 @pytest.mark.parametrize("window", [None, 40])

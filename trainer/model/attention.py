@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import LoraConfig
+from trainer.kernels.norm import norm_rotate
 from trainer.lora import Linear
-from trainer.model.attend import AttentionBackend, PackedSequences, attend
+from trainer.model.attend import AttentionBackend, KeptAttention, PackedSequences, attend
 from trainer.model.norm import RMSNorm
 from trainer.model.rope import rotate
 from trainer.model.spec import GqaSpec, MlaSpec, ModelSpec
@@ -64,18 +65,26 @@ class GroupedQueryAttention(nn.Module):
             self.q_norm = RMSNorm(gqa.head_dim, eps=spec.rms_norm_eps, weight_dtype=weight_dtype)
             self.k_norm = RMSNorm(gqa.head_dim, eps=spec.rms_norm_eps, weight_dtype=weight_dtype)
 
-    def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences) -> Tensor:
-        """[T, H] -> [T, H]."""
+    def forward(
+        self,
+        x_TH: Tensor,
+        rope: tuple[Tensor, Tensor],
+        sequences: PackedSequences,
+        kept: KeptAttention | None = None,
+    ) -> Tensor:
+        """[T, H] -> [T, H]. With `kept`, a second call for the same inputs does not attend again."""
         q_TND = self.q_proj(x_TH).unflatten(1, self.q_heads)
         k_TGD = self.k_proj(x_TH).unflatten(1, self.kv_heads)
         v_TGD = self.v_proj(x_TH).unflatten(1, self.kv_heads)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_TND, k_TGD = self.q_norm(q_TND), self.k_norm(k_TGD)
-        q_TND, k_TGD = rotate(q_TND, *rope), rotate(k_TGD, *rope)
+        q_TND, k_TGD = _norm_rotate(q_TND, self.q_norm, rope), _norm_rotate(k_TGD, self.k_norm, rope)
         out_TND = attend(
-            q_TND, k_TGD, v_TGD, sequences, self.backend, self.scale, window=self.window, sinks_N=self.sinks
+            q_TND, k_TGD, v_TGD, sequences, self.backend, self.scale, window=self.window, sinks_N=self.sinks, kept=kept
         )
         return self.o_proj(out_TND.flatten(1))
+
+
+def _norm_rotate(x_TND: Tensor, norm: RMSNorm | None, rope: tuple[Tensor, Tensor]) -> Tensor:
+    return norm_rotate(x_TND, None, 0.0, *rope) if norm is None else norm_rotate(x_TND, norm.weight, norm.eps, *rope)
 
 
 class LatentAttention(nn.Module):
@@ -104,8 +113,14 @@ class LatentAttention(nn.Module):
             self.q_a_layernorm = RMSNorm(mla.q_lora_rank, eps=mla.norm_eps, weight_dtype=weight_dtype)
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, eps=mla.norm_eps, weight_dtype=weight_dtype)
 
-    def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences) -> Tensor:
-        """[T, H] -> [T, H]."""
+    def forward(
+        self,
+        x_TH: Tensor,
+        rope: tuple[Tensor, Tensor],
+        sequences: PackedSequences,
+        kept: KeptAttention | None = None,
+    ) -> Tensor:
+        """[T, H] -> [T, H]. With `kept`, a second call for the same inputs does not attend again."""
         mla = self.mla
         q_TND = self._queries(x_TH).unflatten(1, (mla.num_heads, mla.qk_head_dim))
         q_fixed, q_turning = q_TND.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)
@@ -116,7 +131,9 @@ class LatentAttention(nn.Module):
         q_turned = rotate(q_turning, *rope, interleaved=self.interleaved)
         k_turned = rotate(k_turning[:, None], *rope, interleaved=self.interleaved).expand(-1, mla.num_heads, -1)
         q_TND, k_TND = torch.cat((q_fixed, q_turned), dim=-1), torch.cat((k_fixed, k_turned), dim=-1)
-        return self.o_proj(attend(q_TND, k_TND, v_TNV, sequences, self.backend, mla.softmax_scale).flatten(1))
+        return self.o_proj(
+            attend(q_TND, k_TND, v_TNV, sequences, self.backend, mla.softmax_scale, kept=kept).flatten(1)
+        )
 
     def _queries(self, x_TH: Tensor) -> Tensor:
         if self.mla.q_lora_rank is None:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from conf.errors import ConfigError
 from conf.schema import CombineMode, LoraConfig, TrainerConfig, TrainMode
 from trainer.lora import Linear
-from trainer.model.attend import AttentionBackend, PackedSequences, choose_attention_backend
+from trainer.model.attend import AttentionBackend, KeptAttention, PackedSequences, choose_attention_backend
 from trainer.model.attention import make_attention
 from trainer.model.norm import RMSNorm
 from trainer.model.rope import RotaryEmbedding
@@ -91,8 +91,9 @@ class DenseMlp(nn.Module):
 class DecoderLayer(nn.Module):
     """One residual block.
 
-    With checkpointing, everything but the routed experts is recomputed in the backward pass (inside FSDP2's hooks,
-    which gather once). They keep only their input, the routing and r numbers a row, and recompute the rest themselves:
+    With checkpointing, everything but attention itself and the routed experts is recomputed in the backward pass
+    (inside FSDP2's hooks, which gather once). Attention keeps its output: at long sequences nothing costs more to
+    compute again. Experts keep only their input, the routing and r numbers a row, and recompute the rest themselves:
     under the checkpoint they would run their down projections and their exchanges once more, for nothing.
     """
 
@@ -115,10 +116,13 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences) -> Tensor:
         """[T, H] -> [T, H]."""
+        kept = KeptAttention() if self.checkpointing and torch.is_grad_enabled() else None
         if isinstance(self.mlp, MoeBlock):
-            residual_TH, y_TH, weights_TK, experts_TK, shared_TH = self._run(self._until_experts, x_TH, rope, sequences)
+            residual_TH, y_TH, weights_TK, experts_TK, shared_TH = self._run(
+                self._until_experts, x_TH, rope, sequences, kept
+            )
             return residual_TH + self.mlp.finish(y_TH, weights_TK, experts_TK, shared_TH)
-        return self._run(self._residuals, x_TH, rope, sequences)
+        return self._run(self._residuals, x_TH, rope, sequences, kept)
 
     def _run(self, part: Callable[..., Out], *inputs: object) -> Out:
         if self.checkpointing and torch.is_grad_enabled():
@@ -126,17 +130,27 @@ class DecoderLayer(nn.Module):
             return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
         return part(*inputs)
 
-    def _residuals(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences) -> Tensor:
-        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), rope, sequences)
-        return x_TH + self.mlp(self.post_attention_layernorm(x_TH))
+    def _residuals(
+        self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences, kept: KeptAttention | None
+    ) -> Tensor:
+        x_TH, y_TH = self._after_attention(x_TH, rope, sequences, kept)
+        return x_TH + self.mlp(y_TH)
 
     def _until_experts(
-        self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences
+        self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences, kept: KeptAttention | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """The residual stream, and what `MoeBlock.finish` takes."""
         assert isinstance(self.mlp, MoeBlock)
-        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), rope, sequences)
-        return (x_TH, *self.mlp.start(self.post_attention_layernorm(x_TH)))
+        x_TH, y_TH = self._after_attention(x_TH, rope, sequences, kept)
+        return (x_TH, *self.mlp.start(y_TH))
+
+    def _after_attention(
+        self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences, kept: KeptAttention | None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream and its norm."""
+        return self.post_attention_layernorm.after_sum(
+            x_TH, self.self_attn(self.input_layernorm(x_TH), rope, sequences, kept)
+        )
 
 
 class Trunk(nn.Module):

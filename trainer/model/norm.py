@@ -1,13 +1,11 @@
-"""RMSNorm (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467) with transformers' order of casts.
-
-Normalize in float32, cast to the compute dtype, then multiply by the weight: the order decides the last bit in
-bfloat16.
-"""
+"""RMSNorm with transformers' order of casts, which decides the last bit in bfloat16 (trainer.kernels.norm)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+from trainer.kernels.norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -20,6 +18,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as x."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight.to(x.dtype) * wide.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
+
+    def after_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm)."""
+        return add_rms_norm(x, delta, self.weight, self.eps)

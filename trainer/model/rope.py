@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from trainer.kernels.norm import norm_rotate
 from trainer.model.spec import Llama3Scaling, RopeSpec, YarnScaling
 
 
@@ -41,9 +42,10 @@ def rotate(x_TND: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
     Interleaved pairs come out in halves. Queries and keys do so alike, so that their products are those of pairs left
     in place, and transformers' bit for bit. Dims past those that turn stay as they are.
     """
-    turning, fixed = x_TND.tensor_split((2 * cos.shape[-1],), dim=-1)
-    first, second = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, fixed), dim=-1)
+    if interleaved:
+        turning, fixed = x_TND.tensor_split((2 * cos.shape[-1],), dim=-1)
+        x_TND = torch.cat((turning[..., 0::2], turning[..., 1::2], fixed), dim=-1)
+    return norm_rotate(x_TND, None, 0.0, cos, sin)
 
 
 def _llama3(extrapolated: Tensor, spec: RopeSpec) -> Tensor:
