@@ -2,8 +2,8 @@
 
 Owns the head's mathematics, forward and backward. Does not own the head's weight: the decoder hands it over, gathered.
 
-Invariant: at most `chunk_tokens` x vocabulary float32 logits are alive, forward and backward. The backward
-pass recomputes them from the saved log-normalizers, so nothing of size vocabulary is kept between the two.
+Invariant: the logits of at most `chunk_tokens` rows are alive, forward and backward. The backward pass
+recomputes them from the saved log-normalizers, so nothing of size vocabulary is kept between the two.
 Logits are rounded to the weight's format before they become float32, because the engine rounds there too and
 parity with it counts for more than the last bits.
 
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from trainer.kernels.log_softmax import log_softmax, logits_gradient
 
 
 def token_logprobs(
@@ -41,12 +43,6 @@ def token_logprobs(
     return _TokenLogprobs.apply(hidden_TH, head_weight_VH, targets_T, temperature, chunk_tokens)  # type: ignore[return-value]
 
 
-def _scaled_logits(hidden_CH: Tensor, head_weight_VH: Tensor, temperature: float) -> Tensor:
-    """The chunk's logits in float32, divided by the temperature; the one place that makes them."""
-    logits_CV = (hidden_CH @ head_weight_VH.t()).float()
-    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
-
-
 class _TokenLogprobs(torch.autograd.Function):
     """Chunked log-softmax at the targets; see `token_logprobs`."""
 
@@ -54,24 +50,18 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TH: Tensor, head_weight_VH: Tensor, targets_T: Tensor, temperature: float, chunk_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """Per chunk: shift by the row maximum, read the target, then overwrite the logits by p and by -p log p."""
+        """Logits of a chunk at a time."""
         num_rows = hidden_TH.shape[0]
         logprobs_T = torch.empty(num_rows, dtype=torch.float32, device=hidden_TH.device)
         log_normalizers_T = torch.empty_like(logprobs_T)
         entropy_T = torch.empty_like(logprobs_T)
         for start in range(0, num_rows, chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            work_CV = _scaled_logits(hidden_TH[rows], head_weight_VH, temperature)
-            max_C = work_CV.amax(dim=-1)
-            work_CV.sub_(max_C.unsqueeze(-1))
-            target_logits_C = work_CV.gather(-1, targets_T[rows].unsqueeze(-1)).squeeze(-1)
-            sum_exp_C = work_CV.exp_().sum(dim=-1)
-            log_sum_exp_C = sum_exp_C.log()
-            logprobs_T[rows] = target_logits_C - log_sum_exp_C
-            log_normalizers_T[rows] = max_C + log_sum_exp_C
-            work_CV.div_(sum_exp_C.unsqueeze(-1))
-            entropy_T[rows] = torch.special.entr(work_CV, out=work_CV).sum(dim=-1)
-            del work_CV  # before the next chunk's logits exist
+            logits_CV = hidden_TH[rows] @ head_weight_VH.t()
+            logprobs_T[rows], log_normalizers_T[rows], entropy_T[rows] = log_softmax(
+                logits_CV, targets_T[rows], temperature
+            )
+            del logits_CV  # before the next chunk's exist
         ctx.save_for_backward(hidden_TH, head_weight_VH, targets_T, log_normalizers_T)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.mark_non_differentiable(entropy_T)
@@ -87,12 +77,11 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight_VH = torch.zeros_like(head_weight_VH, dtype=torch.float32) if needs_weight else None
         for start in range(0, hidden_TH.shape[0], ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
-            scale_C = (grad_logprobs_T[rows].float() / ctx.temperature).unsqueeze(-1)
-            work_CV = _scaled_logits(hidden_TH[rows], head_weight_VH, ctx.temperature)
-            work_CV.sub_(log_normalizers_T[rows].unsqueeze(-1)).exp_().mul_(-scale_C)
-            work_CV.scatter_add_(-1, targets_T[rows].unsqueeze(-1), scale_C)
-            grad_logits_CV = work_CV.to(hidden_TH.dtype)
-            del work_CV
+            logits_CV = hidden_TH[rows] @ head_weight_VH.t()
+            grad_logits_CV = logits_gradient(
+                logits_CV, targets_T[rows], log_normalizers_T[rows], grad_logprobs_T[rows].float(), ctx.temperature
+            )
+            del logits_CV
             if grad_hidden_TH is not None:
                 grad_hidden_TH[rows] = grad_logits_CV @ head_weight_VH
             if grad_weight_VH is not None:

@@ -1,0 +1,140 @@
+"""Log-probability of one column, log-normalizer and entropy of every row of logits, and the logits' gradient.
+
+    logprob = x[target] - z      z = log sum exp x      entropy = z - sum p x      x = logits / temperature
+    gradient = (onehot(target) - exp(x - z)) * g / temperature
+
+Owns that logits in 16 bits are never widened in memory: forward reads them once, backward reads and writes them once,
+in place. Arithmetic is float32. The torch forms are the definition, and what other devices than CUDA run.
+Callers: trainer.logprobs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+
+
+def log_softmax_torch(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition of `log_softmax`; one float32 copy of the logits, written over."""
+    work_CV = _scaled(logits_CV, temperature)
+    max_C = work_CV.amax(dim=-1)
+    work_CV.sub_(max_C.unsqueeze(-1))
+    target_logits_C = work_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
+    sum_exp_C = work_CV.exp_().sum(dim=-1)
+    log_sum_exp_C = sum_exp_C.log()
+    work_CV.div_(sum_exp_C.unsqueeze(-1))
+    entropy_C = torch.special.entr(work_CV, out=work_CV).sum(dim=-1)
+    return target_logits_C - log_sum_exp_C, max_C + log_sum_exp_C, entropy_C
+
+
+def logits_gradient_torch(
+    logits_CV: Tensor, targets_C: Tensor, normalizers_C: Tensor, grads_C: Tensor, temperature: float
+) -> Tensor:
+    """The definition of `logits_gradient`."""
+    scale_C = (grads_C.float() / temperature).unsqueeze(-1)
+    work_CV = _scaled(logits_CV, temperature)
+    work_CV.sub_(normalizers_C.unsqueeze(-1)).exp_().mul_(-scale_C)
+    work_CV.scatter_add_(-1, targets_C.unsqueeze(-1), scale_C)
+    return work_CV.to(logits_CV.dtype)
+
+
+def _scaled(logits_CV: Tensor, temperature: float) -> Tensor:
+    """In float32; may be the logits themselves."""
+    wide_CV = logits_CV.float()
+    return wide_CV if temperature == 1.0 else wide_CV.div_(temperature)
+
+
+def log_softmax_triton(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """As log_softmax_torch; leaves the logits alone."""
+    num_rows, num_columns = logits_CV.shape
+    logprobs_C, normalizers_C, entropy_C = torch.empty(3, num_rows, device=logits_CV.device).unbind()
+    if num_rows:
+        _log_softmax[(num_rows,)](
+            logits_CV, targets_C, logprobs_C, normalizers_C, entropy_C, num_columns, 1.0 / temperature,
+            BLOCK=BLOCK, num_warps=8,  # pyright: ignore[reportArgumentType, reportCallIssue]
+        )  # fmt: skip
+    return logprobs_C, normalizers_C, entropy_C
+
+
+def logits_gradient_triton(
+    logits_CV: Tensor, targets_C: Tensor, normalizers_C: Tensor, grads_C: Tensor, temperature: float
+) -> Tensor:
+    """As logits_gradient_torch, written over the logits."""
+    num_rows, num_columns = logits_CV.shape
+    if num_rows:
+        _logits_gradient[(triton.cdiv(num_columns, BLOCK), num_rows)](
+            logits_CV, targets_C, normalizers_C, grads_C.contiguous(), num_columns, 1.0 / temperature,
+            BLOCK=BLOCK, num_warps=8,  # pyright: ignore[reportArgumentType, reportCallIssue]
+        )  # fmt: skip
+    return logits_CV
+
+
+def log_softmax(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities at the targets, log-normalizers and entropies (nats), float32. May write over the logits.
+
+    Args:
+        logits_CV: contiguous.
+        targets_C: int64 columns.
+        temperature: > 0.
+    """
+    return (log_softmax_triton if logits_CV.is_cuda else log_softmax_torch)(logits_CV, targets_C, temperature)
+
+
+def logits_gradient(
+    logits_CV: Tensor, targets_C: Tensor, normalizers_C: Tensor, grads_C: Tensor, temperature: float
+) -> Tensor:
+    """The gradient of the logits, in their dtype, from that of the log-probabilities. May write over the logits.
+
+    Args:
+        logits_CV, targets_C, temperature: as in `log_softmax`.
+        normalizers_C: what that returned.
+        grads_C: float32.
+    """
+    implementation = logits_gradient_triton if logits_CV.is_cuda else logits_gradient_torch
+    return implementation(logits_CV, targets_C, normalizers_C, grads_C, temperature)
+
+
+@triton.jit
+def _log_softmax(
+    logits_ptr, targets_ptr, logprobs_ptr, normalizers_ptr, entropy_ptr, num_columns, sharpness, BLOCK: tl.constexpr
+):
+    """One pass: the running maximum m, sum of exp(x - m), and sum of exp(x - m) (x - m)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = logits_ptr + row * num_columns
+    highest = -1e30
+    total = 0.0
+    weighted = 0.0
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < num_columns
+        x = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32) * sharpness
+        x = tl.where(inside, x, -1e30)
+        higher = tl.maximum(highest, tl.max(x, 0))
+        shrink = tl.exp(highest - higher)
+        x -= higher
+        p = tl.exp(x)
+        weighted = shrink * (weighted + (highest - higher) * total) + tl.sum(tl.where(inside, p * x, 0.0), 0)
+        total = shrink * total + tl.sum(p, 0)
+        highest = higher
+    normalizer = highest + tl.log(total)
+    target = tl.load(at + tl.load(targets_ptr + row)).to(tl.float32) * sharpness
+    tl.store(logprobs_ptr + row, target - normalizer)
+    tl.store(normalizers_ptr + row, normalizer)
+    tl.store(entropy_ptr + row, tl.log(total) - weighted / total)
+
+
+@triton.jit
+def _logits_gradient(logits_ptr, targets_ptr, normalizers_ptr, grads_ptr, num_columns, sharpness, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    at = logits_ptr + row * num_columns + columns
+    scale = tl.load(grads_ptr + row) * sharpness
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32) * sharpness
+    p = tl.exp(x - tl.load(normalizers_ptr + row))
+    hit = (columns == tl.load(targets_ptr + row)).to(tl.float32)
+    tl.store(at, ((hit - p) * scale).to(logits_ptr.dtype.element_ty), mask=inside)
