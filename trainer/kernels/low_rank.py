@@ -18,7 +18,9 @@ from torch import Tensor
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of
 
-ADD, GRADIENT = Tiling(64, 64, warps=4, stages=1), Tiling(64, 128, warps=4, stages=3)
+ADD, GRADIENT = Tiling(64, 64, warps=4, stages=3), Tiling(64, 128, warps=4, stages=3)
+SPAN = 256
+"""Columns of one program that adds."""
 
 
 def add_low_rank_torch(
@@ -62,11 +64,11 @@ def add_low_rank_triton(
     rank = 16 if low_SR is None else low_SR.shape[1]
     if num_rows:
         tiles = groups.tiles(ADD.rows)
-        _add_low_rank[(triton.cdiv(num_columns, ADD.columns), tiles.shape[0])](
+        _add_low_rank[(triton.cdiv(num_columns, SPAN), tiles.shape[0])](
             rows_SN, low_SR, p_ENR, bias_EN, tiles, scale, num_columns,
             *((0, 0, 0) if p_ENR is None else p_ENR.stride()),
             HAS_LORA=p_ENR is not None, HAS_BIAS=bias_EN is not None, RANK=rank, PADDED_RANK=padded_rank(rank),
-            BLOCK_M=ADD.rows, BLOCK_N=ADD.columns, PRECISION=precision_of(rows_SN),
+            BLOCK_M=ADD.rows, BLOCK_N=ADD.columns, SPAN=SPAN, STAGES=ADD.stages, PRECISION=precision_of(rows_SN),
             num_warps=ADD.warps,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
     return rows_SN
@@ -131,33 +133,35 @@ def low_rank_gradient(left_SR: Tensor, right_SN: Tensor, groups: RowGroups, out_
 def _add_low_rank(
     rows_ptr, low_ptr, p_ptr, bias_ptr, tiles_ptr, scale, num_columns, p_expert_stride, p_row_stride, p_rank_stride,
     HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tiles_ptr + tl.program_id(1) * 3
     expert, first, stop = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if first < stop:
         rows = first + tl.arange(0, BLOCK_M)
-        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        ranks = tl.arange(0, PADDED_RANK)
-        is_row, is_column, is_rank = rows < stop, columns < num_columns, ranks < RANK
-        inside = is_row[:, None] & is_column[None, :]
+        is_row = rows < stop
         rows = rows.to(tl.int64)
-        at = rows_ptr + rows[:, None] * num_columns + columns[None, :]
-        acc = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        if HAS_LORA:
-            low = tl.load(
-                low_ptr + rows[:, None] * RANK + ranks[None, :], is_row[:, None] & is_rank[None, :], other=0.0
-            )
-            p = tl.load(
-                p_ptr + expert * p_expert_stride + columns[None, :] * p_row_stride + ranks[:, None] * p_rank_stride,
-                mask=is_rank[:, None] & is_column[None, :],
-                other=0.0,
-            )
-            acc += scale * tl.dot(low, p.to(low.dtype), input_precision=PRECISION)
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + expert * num_columns + columns, mask=is_column, other=0.0)
-            acc += bias.to(tl.float32)[None, :]
-        tl.store(at, acc.to(rows_ptr.dtype.element_ty), mask=inside)
+        ranks = tl.arange(0, PADDED_RANK)
+        is_rank = ranks < RANK
+        low_at = rows[:, None] * RANK + ranks[None, :]
+        low = tl.load(low_ptr + low_at, is_row[:, None] & is_rank[None, :], other=0.0) if HAS_LORA else 0.0
+        for start in tl.range(0, SPAN, BLOCK_N, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+            columns = tl.program_id(0) * SPAN + start + tl.arange(0, BLOCK_N)
+            is_column = columns < num_columns
+            inside = is_row[:, None] & is_column[None, :]
+            at = rows_ptr + rows[:, None] * num_columns + columns[None, :]
+            acc = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            if HAS_LORA:
+                p = tl.load(
+                    p_ptr + expert * p_expert_stride + columns[None, :] * p_row_stride + ranks[:, None] * p_rank_stride,
+                    mask=is_rank[:, None] & is_column[None, :],
+                    other=0.0,
+                )
+                acc += scale * tl.dot(low, p.to(low_ptr.dtype.element_ty), input_precision=PRECISION)
+            if HAS_BIAS:
+                bias = tl.load(bias_ptr + expert * num_columns + columns, mask=is_column, other=0.0)
+                acc += bias.to(tl.float32)[None, :]
+            tl.store(at, acc.to(rows_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -38,8 +38,8 @@ class InnerAdapter:
 
 
 FORWARD, BACKWARD = Tiling(16, 256, warps=4, stages=3), Tiling(32, 64, warps=8, stages=3)
-ADAPTED = Tiling(64, 32, warps=4, stages=3)
-"""Both ways, with an adapter."""
+ADAPTED, ADAPTED_WIDE_BACKWARD = Tiling(64, 32, warps=4, stages=3), Tiling(32, 64, warps=4, stages=3)
+"""With an adapter; backward, one of a rank above 32."""
 
 
 def activate_torch(
@@ -162,7 +162,9 @@ def activate_backward_triton(
     dw_S = torch.empty(num_rows, dtype=torch.float32, device=gu_SI.device)
     dba_SR = None if xa_SR is None or adapter is None else torch.empty_like(xa_SR)
     if num_rows:
-        tiling = BACKWARD if dba_SR is None else ADAPTED
+        tiling = BACKWARD
+        if dba_SR is not None:
+            tiling = ADAPTED if dba_SR.shape[1] <= 32 else ADAPTED_WIDE_BACKWARD
         tiles = groups.tiles(tiling.rows)
         _activate_backward[(tiles.shape[0],)](  # pyright: ignore[reportCallIssue]
             gu_SI, xa_SR, bias_EI, dh_SI, db_SR, weights_S, dw_S, dba_SR, tiles, width,

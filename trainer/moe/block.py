@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from trainer.moe.routing import Router
 
 
+COPIED_ROWS = 128
+"""Rows an expert, on average: from here on adapters are copied into the compute dtype before kernels read them."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertCall:
     """What one call of `routed_experts` is about, beside tensors that may get gradients."""
@@ -108,6 +112,8 @@ class _RoutedExperts(torch.autograd.Function):
         call: ExpertCall,
     ) -> Tensor:
         plan, groups = call.plan, call.plan.groups
+        stored = (a_gate_up, b_gate_up, a_down, b_down)
+        a_gate_up, b_gate_up, a_down, b_down = (_narrowed(x, x_TH.dtype, groups) for x in stored)
         inner = _inner_adapter(a_down, b_gate_up, call.scale)
         wgu, wd = call.weights(gate_up, down, x_TH.dtype, Towards.output)
         rows, source = plan.send(x_TH, plan.token_of_row_S)
@@ -124,19 +130,16 @@ class _RoutedExperts(torch.autograd.Function):
         )
         y = plan.send_back(y)
         ctx.call = call
-        ctx.save_for_backward(
-            x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, a_gate_up, b_gate_up, a_down, b_down, xa, ha
-        )
+        ctx.save_for_backward(x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, *stored, xa, ha)
         return weighted_sum(y, weights_TK.contiguous(), plan.row_of_slot_TK, call.mode)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, a_gate_up, b_gate_up, a_down, b_down, xa, ha = (
-            ctx.saved_tensors
-        )
+        x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, *stored, xa, ha = ctx.saved_tensors
         call: ExpertCall = ctx.call
         plan, groups, dtype = call.plan, call.plan.groups, x_TH.dtype
+        a_gate_up, b_gate_up, a_down, b_down = (_narrowed(x, dtype, groups) for x in stored)
         _, _, does_gate_up, does_down, does_gate_up_bias, does_down_bias, *does_adapters, _ = ctx.needs_input_grad
         does_adapt = a_gate_up is not None and any(does_adapters)
         inner = _inner_adapter(a_down, b_gate_up, call.scale)
@@ -169,10 +172,10 @@ class _RoutedExperts(torch.autograd.Function):
             assert a_gate_up is not None and b_gate_up is not None and a_down is not None and b_down is not None
             assert dba is not None and db is not None and hw is not None
             sxa, swha = xa * call.scale, ha * (call.scale * w_R[:, None]).to(dtype)
-            grads["a_gate_up"] = low_rank_gradient(dba, rows, groups, torch.empty_like(a_gate_up))
-            grads["b_gate_up"] = _b_gradient(sxa, dgu, groups, b_gate_up)
-            grads["a_down"] = low_rank_gradient(db, hw, groups, torch.empty_like(a_down))
-            grads["b_down"] = _b_gradient(swha, g, groups, b_down)
+            grads["a_gate_up"] = low_rank_gradient(dba, rows, groups, torch.empty_like(stored[0]))
+            grads["b_gate_up"] = _b_gradient(sxa, dgu, groups, stored[1])
+            grads["a_down"] = low_rank_gradient(db, hw, groups, torch.empty_like(stored[2]))
+            grads["b_down"] = _b_gradient(swha, g, groups, stored[3])
         if does_gate_up:
             grads["gate_up"] = grouped_gradient(dgu, rows, groups, call.backend)
         if does_down:
@@ -191,6 +194,15 @@ class _RoutedExperts(torch.autograd.Function):
         dw_TK = plan.send_back(dw_R)[plan.row_of_slot_TK]
         names = ("gate_up", "down", "gate_up_bias", "down_bias", "a_gate_up", "b_gate_up", "a_down", "b_down")
         return dx_TH, dw_TK, *(grads.get(name) for name in names), None
+
+
+def _narrowed(factor: Tensor | None, dtype: torch.dtype, groups: RowGroups) -> Tensor | None:
+    """An adapter's factors in the compute dtype, where kernels read each more often than a copy does.
+
+    The values are the same either way: kernels round what they read.
+    """
+    is_read_often = factor is not None and groups.num_rows > COPIED_ROWS * factor.shape[0]
+    return factor.to(dtype) if factor is not None and is_read_often else factor
 
 
 def _b_gradient(left_SR: Tensor, right_SN: Tensor, groups: RowGroups, b_ENR: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ Owns the choice of kernel and its traps:
                 in all are refused by some builds; the weight gradient of a group without rows is garbage on some GPUs;
                 transposed weights off Hopper and Blackwell run as a loop over experts.
     triton      trainer.kernels.grouped_gemm: any GPU of compute capability 8.0 on; the same strides. On an H200 it is
-                level with grouped_mm, and adds an adapter in its accumulator: products with a narrow adapter take it
-                there too (bench/moe_block.py).
+                level with grouped_mm, and adds an adapter in its accumulator: short products with a narrow adapter take
+                it there too (bench/moe_block.py).
     native      a loop of matrix products, one an expert; waits for the device once to learn the row counts.
 """
 
@@ -23,8 +23,9 @@ from trainer.kernels.grouped_gemm import grouped_gradient_triton, grouped_produc
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.low_rank import add_low_rank
 
-FUSED_RANK = 32
-"""Up to this rank, one triton product with its adapter beats grouped_mm and a pass over its output."""
+FUSED_RANK, FUSED_ROWS = 32, 512
+"""Up to this rank and number of rows an expert, one triton product with its adapter beats grouped_mm and a pass over
+its output."""
 
 
 class GroupedBackend(StrEnum):
@@ -79,7 +80,8 @@ def grouped_product(
     """
     if x_SK.shape[0] == 0:
         return x_SK.new_empty(0, matrices_EKN.shape[2])
-    is_fused = x_SK.is_cuda and low_SR is not None and low_SR.shape[1] <= FUSED_RANK
+    is_short = x_SK.shape[0] <= FUSED_ROWS * groups.num_experts
+    is_fused = x_SK.is_cuda and low_SR is not None and low_SR.shape[1] <= FUSED_RANK and is_short
     if backend is GroupedBackend.triton or (backend is GroupedBackend.grouped_mm and is_fused):
         out_SN = grouped_product_triton(x_SK, matrices_EKN, groups, low_SR, p_ENR, scale)
         return add_low_rank(out_SN, None, None, bias_EN, groups, scale)
