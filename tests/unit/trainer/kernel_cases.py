@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import CombineMode
+from trainer.kernels.adamw import Codes, adamw_triton
 from trainer.kernels.combine import weighted_sum_torch, weighted_sum_triton
 from trainer.kernels.counting_sort import sort_by_expert_torch, sort_by_expert_triton
 from trainer.kernels.dequant import (
@@ -31,11 +32,24 @@ from trainer.kernels.gather import (
 )
 from trainer.kernels.grouped_gemm import grouped_gradient_triton, grouped_product_triton
 from trainer.kernels.groups import RowGroups
+from trainer.kernels.log_softmax import (
+    log_softmax_torch,
+    log_softmax_triton,
+    logits_gradient_torch,
+    logits_gradient_triton,
+)
 from trainer.kernels.low_rank import (
     add_low_rank_torch,
     add_low_rank_triton,
     low_rank_gradient_torch,
     low_rank_gradient_triton,
+)
+from trainer.kernels.norm import (
+    norm_rotate_triton,
+    rms_norm_backward_triton,
+    rms_norm_torch,
+    rms_norm_triton,
+    rotate_torch,
 )
 from trainer.kernels.swiglu import (
     InnerAdapter,
@@ -228,6 +242,115 @@ def case_grouped_gemm(device: str) -> None:
             left = draw(num_rows, WIDTH, device=device, dtype=dtype)
             wanted = grouped_gradient(left, x, groups, GroupedBackend.native)
             assert_near(grouped_gradient_triton(left, x, groups), wanted, str(dtype))
+
+
+def case_rms_norm(device: str) -> None:
+    """With and without a sum before it; rows that lie apart; the gradients are autograd's of the definition."""
+    for dtype in dtypes_of(device):
+        wide_x, delta, weight, dout, dtotal = (
+            draw(*shape, device=device, dtype=dtype, seed=seed)
+            for seed, shape in enumerate([(5, H + 9), (5, H), (H,), (5, H), (5, H)])
+        )
+        x = wide_x[:, 3 : 3 + H]
+        for one in (None, delta):
+            total, out = rms_norm_triton(x, one, weight, 1e-2)
+            start = (x if one is None else x + one).detach()
+            assert_near(total, None if one is None else start, f"sum {dtype}")
+            assert_near(out, rms_norm_torch(start, weight, 1e-2), f"norm {dtype}")
+            exact = start.float().requires_grad_()
+            (wanted,) = torch.autograd.grad(rms_norm_torch(exact, weight.float(), 1e-2), exact, dout.float())
+            given = None if one is None else dtotal
+            wanted = (wanted if given is None else wanted + given.float()).to(dtype)
+            assert_near(rms_norm_backward_triton(start, weight, dout, given, 1e-2), wanted, f"gradient {dtype}")
+
+
+def case_norm_rotate(device: str) -> None:
+    """All dims turn, or some; with a norm before, or without; heads of a slice, as a latent's keys are."""
+    for dtype in dtypes_of(device):
+        for heads, dim, half in ((3, 16, 8), (9, 24, 4), (1, 64, 32)):
+            wide_x, weight, dout = (
+                draw(*shape, device=device, dtype=dtype) for shape in ((5, heads, dim + 8), (dim,), (5, heads, dim))
+            )
+            angles = draw(5, 1, half, device=device)
+            cos, sin, x = angles.cos().to(dtype), angles.sin().to(dtype), wide_x[..., 8:]
+            for one in (None, weight):
+                start = x if one is None else rms_norm_torch(x, one, 1e-2)
+                out = norm_rotate_triton(x, one, 1e-2, cos, sin)
+                assert_near(out, rotate_torch(start, cos, sin), f"{dtype} {one is None}")
+                exact = x.float().requires_grad_()
+                start = exact if one is None else rms_norm_torch(exact, one.float(), 1e-2)
+                turned = rotate_torch(start, cos.float(), sin.float())
+                (wanted,) = torch.autograd.grad(turned, exact, dout.float())
+                mine = norm_rotate_triton(x, one, 1e-2, cos, sin, dout)
+                assert_near(mine, wanted.to(dtype), f"gradient {dtype} {one is None}")
+
+
+def case_log_softmax(device: str) -> None:
+    """Rows longer than a block, and a largest logit in every place."""
+    for dtype in dtypes_of(device):
+        for rows, columns in ((3, 40), (4, 4096 + 77), (0, 40)):
+            logits = 4 * draw(rows, columns, device=device, dtype=dtype)
+            targets = torch.arange(rows, device=device) * 11 % columns
+            for temperature in (1.0, 0.7):
+                wanted = log_softmax_torch(logits.clone(), targets, temperature)
+                mine = log_softmax_triton(logits, targets, temperature)
+                for one, other, what in zip(mine, wanted, ("logprobs", "normalizers", "entropy"), strict=True):
+                    assert_near(one, other, f"{what} {dtype}")
+                grads = draw(rows, device=device)
+                wanted_grad = logits_gradient_torch(logits.clone(), targets, wanted[1], grads, temperature)
+                mine_grad = logits_gradient_triton(logits.clone(), targets, wanted[1], grads, temperature)
+                assert_near(mine_grad, wanted_grad, f"gradient {dtype}")
+
+
+def case_adamw(device: str) -> None:
+    """Every format of moments against torchao's update in eager mode; a size that no program divides."""
+    from torchao.optim.adam import single_param_adam
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    numbers = {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-6}
+    betas = (0.9, 0.99)
+    for state in (torch.float32, torch.float16, torch.uint8):
+        size = 4096 if state is torch.uint8 else 1300
+        p, grads = draw(size, device=device), [draw(size, device=device, seed=step) for step in range(3)]
+        wanted, mine, kept = p.clone(), p.clone(), []
+        for _ in range(2):
+            if state is torch.uint8:
+                kept.append([OptimState8bit.zeros((size,), signed, 256, device) for signed in (True, False)])
+            else:
+                kept.append([torch.zeros_like(p, dtype=state) for _ in range(2)])
+        for step, grad in enumerate(grads, start=1):
+            single_param_adam(
+                wanted,
+                grad,
+                torch.tensor(float(step)),
+                *kept[0],
+                max_exp_avg_sq=None,
+                lr=torch.tensor(numbers["lr"]),
+                beta1=betas[0],
+                beta2=betas[1],
+                weight_decay=numbers["weight_decay"],
+                eps=numbers["eps"],
+                IS_ADAMW=True,
+                BF16_STOCHASTIC_ROUND=False,
+            )
+            moments = [
+                Codes(one.codes, one.scale, one.qmap) if isinstance(one, OptimState8bit) else one for one in kept[1]
+            ]
+            adamw_triton(mine, grad, *moments, betas=betas, num_updates=step, seed=step, **numbers)
+        if state is torch.uint8:  # a value between two codes may fall to the other one
+            for one, other in zip(*kept, strict=True):
+                assert ((one.codes.int() - other.codes.int()).abs() > 1).sum() == 0
+                assert (one.codes != other.codes).float().mean() < 0.01
+            assert (mine - wanted).norm() < 1e-3 * (wanted - p).norm()
+        else:
+            assert_near(mine, wanted, f"parameters {state}")
+    if device != "cpu":  # numpy has no bfloat16
+        p = torch.full((1 << 16,), 1.0, device=device, dtype=torch.bfloat16)
+        zeros = [torch.zeros(p.shape, device=device) for _ in range(2)]
+        adamw_triton(
+            p, torch.ones_like(p), *zeros, lr=1e-3, betas=betas, eps=1e-8, weight_decay=0.0, num_updates=1, seed=1
+        )
+        assert abs(float((1 - p.float()).mean()) - 1e-3) < 1e-4  # a unit below 1 is 2^-8: most stay
 
 
 CASES: dict[str, Callable[[str], None]] = {
