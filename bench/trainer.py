@@ -7,8 +7,7 @@
 Both train the same random weights (bfloat16, drawn by name from one seed) on the same tokens, one sequence a step, with
 LoRA on q, k, v, o and on gate, up and down of every expert (gate and up of an expert share one A, as PEFT has it),
 activation checkpointing, and AdamW with the same formats of adapters and moments; each step is forward, backward and
-update. The loss of the first step is printed for both: it is the same number. The peer's loss is the mean cross-entropy
-that transformers computes from whole logits; ours is the policy loss at advantage 1 over the same tokens. Each row is a
+update. The loss of the first step is printed for both: it is the same number. Each row is a
 process of its own:
 
     ours-float32    float32 adapters and moments            peft-float32     the same, torch.optim.AdamW(fused)
@@ -41,6 +40,17 @@ ROWS = ("ours-float32", "ours-bfloat16", "ours-int8", "ours-host", "peft-float32
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0}
 """Dense bfloat16, from the datasheets."""
 SEED = 3
+KINDS = {
+    "attention": ("sdpa", "flash", "fmha"),
+    "optimizer": ("multi_tensor_apply", "adam", "lpnorm"),
+    "head": ("_log_softmax", "_logits_gradient"),
+    "MoE rows": ("_gather", "_activate", "_low_rank", "_weighted_sum", "_count", "_write_tiles", "_place"),
+    "grouped GEMM": ("GroupProblem", "_product", "_gradient", "grouped"),
+    "dense GEMM": ("nvjet", "gemm", "cutlass", "cublas", "splitK"),
+    "norm and rotation": ("_rms_norm", "_norm_rotate"),
+    "copies": ("Memcpy", "Memset"),
+}
+"""Kinds of kernels by what their names contain; the rest are elementwise."""
 
 
 def model_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -140,14 +150,14 @@ class Ours:
         from trainer.rank import TrainerRank
 
         adapters = "float32" if state in ("float32", "host") else "bfloat16"
-        self._rank = TrainerRank(
+        self.rank = TrainerRank(
             model=schema.ModelConfig(init=schema.Init.random, hf_config=config, dtype=schema.DType.bfloat16),
             trainer=schema.TrainerConfig(
                 lora=schema.LoraConfig(rank=args.rank, alpha=2.0 * args.rank, dtype=schema.DType(adapters)),
                 optim=schema.OptimConfig(lr=1e-5, state=schema.OptimState(state)),
                 activation_checkpointing=True,
             ),
-            algorithm=schema.AlgorithmConfig(),
+            algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
             sampling_temperature=1.0,
             weight_sync=schema.WeightSyncConfig(),
             seed=SEED,
@@ -159,7 +169,12 @@ class Ours:
             hf_config=config,
             sync_key=b"slipstream-bench-trainer",
         )
-        self.facts = {"backends": self._rank.load()["backends"]}
+        self.facts = {"backends": self.rank.load()["backends"]}
+
+    @property
+    def decoder(self) -> Any:
+        """The model."""
+        return self.rank._loaded()
 
     def step(self, token_ids: Any) -> float:
         """Forward, backward, update. Returns the mean negative log-probability before the update."""
@@ -174,13 +189,12 @@ class Ours:
             loss_mask=mask,
             rollout_logprobs=np.zeros(num_tokens, np.float32),
             advantages=mask.astype(np.float32),
-            oldest_version=self._rank.policy_version,
+            oldest_version=self.rank.policy_version,
         )
-        denominators = Denominators(int(mask.sum()), 1, self._rank.policy_version)
-        stats = self._rank.forward_backward([[sample]], denominators)
-        self._rank.optimizer_step()
-        # With rollout log-probabilities of 0, k3 = exp(logprob) - logprob - 1, and exp(logprob) is 1e-5 here.
-        return stats.sums["parity/k3_sum"] / int(mask.sum()) + 1.0
+        denominators = Denominators(int(mask.sum()), 1, self.rank.policy_version)
+        stats = self.rank.forward_backward([[sample]], denominators)
+        self.rank.optimizer_step()
+        return stats.sums["sft/nll_sum"] / int(mask.sum())
 
 
 class Peft:
@@ -326,7 +340,15 @@ def profile(subject: Any, token_ids: Any) -> list[dict[str, Any]]:
         torch.cuda.synchronize()
     events = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
     events.sort(key=lambda e: -e.self_device_time_total)
-    return [{"kernel": e.key[:120], "ms": e.self_device_time_total / 1e3, "calls": e.count} for e in events[:40]]
+    return [
+        {"kernel": e.key[:200], "kind": kind_of(e.key), "ms": e.self_device_time_total / 1e3, "calls": e.count}
+        for e in events
+    ]
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel is for, by its name: the first of KINDS whose pattern it has."""
+    return next((kind for kind, patterns in KINDS.items() if any(one in kernel for one in patterns)), "elementwise")
 
 
 # ---- the whole table ----
@@ -353,7 +375,11 @@ def print_table(report: dict[str, Any]) -> None:
                 f"{cell['first_loss']:.4f}",
             )
             print(f"{name:16}{num_tokens:>8}" + "".join(f"{one:>10}" for one in cells))
-        for kernel in row.get("kernels", [])[:15]:
+        kernels = row.get("kernels", [])
+        for kind in sorted({kernel["kind"] for kernel in kernels}):
+            mine = [kernel for kernel in kernels if kernel["kind"] == kind]
+            print(f"    {sum(k['ms'] for k in mine):8.2f} ms {sum(k['calls'] for k in mine):>6} x  {kind}")
+        for kernel in kernels[:25]:
             print(f"    {kernel['ms']:8.2f} ms {kernel['calls']:>6} x  {kernel['kernel'][:90]}")
 
 
@@ -381,11 +407,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     print(f"drawn: {path}")
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16384, 32768])
+def add_shape_options(parser: argparse.ArgumentParser) -> None:
+    """The model's; by default Qwen3-30B-A3B, r=64."""
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--experts", type=int, default=128)
@@ -394,6 +417,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--vocab", type=int, default=151936)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16384, 32768])
+    add_shape_options(parser)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dollars-per-gpu-hour", type=float, default=3.5, help="an H200 rented by the hour, 2026")
