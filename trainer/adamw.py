@@ -2,7 +2,7 @@
 
     float32    torch.optim.AdamW, fused                    16 bytes a float32 parameter with its gradient
     bfloat16   torchao's update, moments in bfloat16       12
-    int8       torchao's AdamW8bit, 256 values a scale     10    (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861)
+    int8       torchao's formats, 256 values a scale       10    (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861)
     host       float32 moments in (pinned) host memory      8 on the device; each moment crosses the bus twice a step
 
 Parameters in bfloat16 (trainer.lora.dtype) save 4 bytes more; their updates are rounded stochastically, because an
