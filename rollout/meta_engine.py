@@ -6,7 +6,8 @@ Owns: standing in for the processes of a tensor-parallel engine: a process group
 without memory. Does not own the recording (weight_sync.recorder) nor the cache (offline_layout.py).
 
 Invariant: the layout of a rank equals the one that `weight_receiver` reports inside a live engine of the same options.
-What decides it is the same code: engine_arguments, vLLM's model class and its `load_weights`, record_layout.
+What decides it is the same code: engine_arguments, vLLM's model class and its `load_weights`, record_layout (of layers that are alike, two are
+recorded: repeated_layers.py).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from rollout.engine import engine_arguments
 from rollout.post_load import Forms
 from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.layout_wire import layouts_to_bytes
-from weight_sync.recorder import record_layout
+from weight_sync.repeated_layers import record_repeating
 
 _ALLOCATING: frozenset[Callable[..., Any]] = frozenset(
     {torch.empty, torch.empty_strided, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
@@ -85,7 +86,7 @@ def _record_rank(
             with _WithoutMemory():
                 model: Any = initialize_model(config)
             forms = Forms.on_meta(model, getattr(torch, dtype), device)
-            return record_layout(model.load_weights, forms.params, tensors, rank, post_load=forms.post_load)
+            return record_repeating(model.load_weights, forms.params, tensors, rank, post_load=forms.post_load)
     finally:
         dist.destroy_process_group()
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from weight_sync.columns import Flags, Ints, LoadTable, axes_of, padded, walk_orders, widened
+from weight_sync.columns import Flags, Ints, LoadTable, axes_of, changes, padded, spread, walk_orders, widened
 from weight_sync.errors import PlanError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, Param, PostLoad, Region, SourceLayout
 from weight_sync.tasks import DTYPES, MESH_GROUPS, PieceColumns, Task, TaskTable
@@ -57,16 +57,14 @@ def prove_coverage(
     numbering = _Numbering({}, {}, {})
     for dest_rank in sorted({rank for _, rank in wanted}):
         rows = _Rows.of(plan, dest_rank, len(replicas), numbering)
-        proven: set[tuple[int, bytes]] = set()
-        for where, layout in wanted.items():
-            if where[1] != dest_rank:
-                continue
-            gets = rows.gets[:, where[0]]
-            facts = (id(layout), gets.tobytes())
-            if facts not in proven:
-                _Proof(plan, where, layout, rows, np.flatnonzero(gets)).run()
-                proven.add(facts)
-            _check_expected(plan, where, layout)
+        alike: dict[int, list[int]] = {}
+        for replica, rank in wanted:
+            if rank == dest_rank:
+                alike.setdefault(id(wanted[replica, rank]), []).append(replica)
+        for members in alike.values():
+            _Proof(plan, dest_rank, members, wanted[members[0], dest_rank], rows).run()
+    for where, layout in wanted.items():
+        _check_expected(plan, where, layout)
     if sources is not None:
         _prove_held(plan, sources)
 
@@ -79,7 +77,6 @@ class _Numbering:
     tensors: dict[str, int]
     columns: dict[tuple[int, int], Ints]
 
-    @property
     def experts(self) -> Ints:
         """Whether a tensor belongs to the routed experts."""
         return np.array([".experts." in name for name in self.tensors], np.int64)
@@ -138,11 +135,11 @@ class _Rows:
                 )
             )
             counts = table.num_pieces[own]
-            within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-            taken = table.pieces.take(np.repeat(table.first_piece[own], counts) + within)
+            at, within = spread(counts)
+            taken = table.pieces.take(table.first_piece[own][at] + within)
             pieces.append(
                 (
-                    np.repeat(np.arange(len(own)) + num_rows, counts),
+                    at + num_rows,
                     names.column(taken.names, names.tensors)[taken.tensor],
                     widened(taken.start, width, 0),
                     widened(taken.shape, width, 1),
@@ -174,97 +171,110 @@ class _Rows:
 
 
 class _Proof:
-    """The proof for one engine rank, over the rows that it gets."""
+    """The proof for engine ranks of one layout, equal ranks of several replicas, over the rows that they get."""
 
-    def __init__(self, plan: TransferPlan, where: tuple[int, int], layout: DestLayout, rows: _Rows, own: Ints) -> None:
-        self.plan, self.layout, self.rows = plan, layout, rows
-        self.name = f"replica {where[0]} rank {where[1]}"
+    def __init__(
+        self, plan: TransferPlan, dest_rank: int, replicas: Sequence[int], layout: DestLayout, rows: _Rows
+    ) -> None:
+        self.plan, self.dest_rank, self.replicas, self.layout, self.rows = plan, dest_rank, replicas, layout, rows
         self.loads = LoadTable.of(layout.loads)
         numbers = {param.name: number for number, param in enumerate(layout.params)}
         known = np.array([numbers.get(name, -1) for name in rows.names.params], np.int64)
+        own = np.flatnonzero(rows.gets[:, replicas].any(axis=1))
         param = known[rows.param[own]] if len(own) else own
         if (param < 0).any():
             strange = sorted({rows.task(int(row)).param for row in own[param < 0]})
-            raise PlanError(f"{self.name}: tasks write parameters that it does not have: {', '.join(strange)}")
+            name = self.name_of(int(own[param < 0][0]))
+            raise PlanError(f"{name}: tasks write parameters that it does not have: {', '.join(strange)}")
         order = np.lexsort((rows.offset[own], param))
         self.own, self.param = own[order], param[order]
         self.load_param = self.loads.params_in(numbers)
         self.sizes = np.array([DTYPE_BYTES[one.dtype] for one in layout.params], np.int64)
+        self.derived = np.array([one.post_load is PostLoad.derived for one in layout.params], np.bool_)
+
+    def name_of(self, row: int) -> str:
+        """The first engine rank that gets a row, for messages."""
+        return self.name(next(replica for replica in self.replicas if self.rows.gets[row, replica]))
+
+    def name(self, replica: int) -> str:
+        """How messages call an engine rank."""
+        return f"replica {replica} rank {self.dest_rank}"
 
     def run(self) -> None:
-        """Check every parameter, and that nothing else is written."""
-        derived = np.array([one.post_load is PostLoad.derived for one in self.layout.params], np.bool_)
-        for index in np.flatnonzero(derived[self.param])[:1].tolist():
+        """Check every parameter, and that nothing else is written. Rows do not depend on the replica, ranges do."""
+        for index in np.flatnonzero(self.derived[self.param])[:1].tolist():
+            row = int(self.own[index])
             name = self.layout.params[int(self.param[index])].name
-            raise PlanError(f"{self.name}: {name} is derived, and {self.rows.task(int(self.own[index]))} writes it")
-        self.check_tiling(derived)
+            raise PlanError(f"{self.name_of(row)}: {name} is derived, and {self.rows.task(row)} writes it")
+        self.check_counts()
+        self.check_tiling()
         self.check_rows()
         self.check_pieces()
 
-    def check_tiling(self, derived: Flags) -> None:
-        """Step 1: counts add up, ranges tile."""
-        params = self.layout.params
-        numbers = {param.name: number for number, param in enumerate(params)}
+    def check_counts(self) -> None:
+        """Step 1: loads and fills have as many elements as each parameter."""
+        params, fills = self.layout.params, self.layout.fills
         elements = np.array([param.num_elements for param in params], np.int64)
-        fill_param = np.array([numbers[fill.param] for fill in self.layout.fills], np.int64)
-        fill_at = np.array([[fill.offset, fill.num_elements] for fill in self.layout.fills], np.int64).reshape(-1, 2)
+        numbers = {param.name: number for number, param in enumerate(params)}
         loaded, filled = np.zeros_like(elements), np.zeros_like(elements)
         np.add.at(loaded, self.load_param, self.loads.shape.prod(axis=1))
-        np.add.at(filled, fill_param, fill_at[:, 1])
-        for index in np.flatnonzero(~derived & (loaded + filled != elements))[:1].tolist():
+        np.add.at(filled, [numbers[fill.param] for fill in fills], [fill.num_elements for fill in fills])
+        for index in np.flatnonzero(~self.derived & (loaded + filled != elements))[:1].tolist():
             tensors = {self.loads.names[i] for i in self.loads.tensor[self.load_param == index].tolist()}
             raise PlanError(
-                f"{self.name}: {params[index].name} has {elements[index]} elements, its loads bring {loaded[index]} "
-                f"and its fills {filled[index]}; tensors: {', '.join(sorted(tensors)) or 'none'}"
+                f"{self.name(self.replicas[0])}: {params[index].name} has {elements[index]} elements, its loads bring "
+                f"{loaded[index]} and its fills {filled[index]}; tensors: {', '.join(sorted(tensors)) or 'none'}"
             )
+
+    def check_tiling(self) -> None:
+        """Step 1: ranges tile, in every replica."""
+        params = self.layout.params
+        numbers = {param.name: number for number, param in enumerate(params)}
         # Every parameter ends with an empty range: then each range must begin where the one before it ended.
-        kept = np.flatnonzero(~derived)
-        of_fill = ~derived[fill_param]
-        param = np.concatenate([self.param, fill_param[of_fill], kept])
-        begin = np.concatenate(
-            [
-                self.rows.offset[self.own],
-                (fill_at[:, 0] * self.sizes[fill_param])[of_fill],
-                (elements * self.sizes)[kept],
-            ]
-        )
-        size = np.concatenate(
-            [
-                self.rows.num_bytes[self.own],
-                (fill_at[:, 1] * self.sizes[fill_param])[of_fill],
-                np.zeros(len(kept), np.int64),
-            ]
-        )
-        is_end = np.arange(len(param)) >= len(param) - len(kept)
+        kept = np.flatnonzero(~self.derived).tolist()
+        fixed = [(numbers[f.param], f.offset, f.num_elements, False) for f in self.layout.fills]
+        fixed = [one for one in fixed if not self.derived[one[0]]]
+        fixed += [(number, params[number].num_elements, 0, True) for number in kept]
+        columns = np.array(fixed, np.int64).reshape(-1, 4).T
+        size_of = self.sizes[columns[0]]
+        param = np.concatenate([self.param, columns[0]])
+        begin = np.concatenate([self.rows.offset[self.own], columns[1] * size_of])
+        size = np.concatenate([self.rows.num_bytes[self.own], columns[2] * size_of])
+        is_end = np.concatenate([np.zeros(len(self.own), np.bool_), columns[3].astype(np.bool_)])
         order = np.lexsort((size, begin, is_end, param))
-        first = np.append(True, np.diff(param[order]) != 0)
-        end_before = np.append(0, (begin + size)[order][:-1])
-        wrong = np.flatnonzero(begin[order] != np.where(first, 0, end_before))
-        for index in wrong[:1].tolist():
-            self.raise_gap(params[int(param[order[index]])], order, index, bool(first[index]), is_end, begin, size)
+        param, begin, size, is_end = param[order], begin[order], size[order], is_end[order]
+        row = np.concatenate([self.own, np.full(len(fixed), -1)])[order]
+        gets = np.ones((len(row), len(self.replicas)), np.bool_)
+        gets[row >= 0] = self.rows.gets[row[row >= 0]][:, self.replicas]
+        for replica, taken in zip(self.replicas, np.ascontiguousarray(gets.T)):
+            there = np.flatnonzero(taken)
+            first = changes(param[there])
+            end_before = np.append(0, (begin + size)[there][:-1])
+            for index in np.flatnonzero(begin[there] != np.where(first, 0, end_before))[:1].tolist():
+                at = int(there[index])
+                before = None if first[index] else int(there[index - 1])
+                self.raise_gap(self.name(replica), params[int(param[at])], at, before, begin, size, is_end, row)
 
     def raise_gap(
-        self, param: Param, order: Ints, index: int, is_first: bool, is_end: Flags, begin: Ints, size: Ints
+        self, who: str, param: Param, at: int, before: int | None, begin: Ints, size: Ints, is_end: Flags, row: Ints
     ) -> NoReturn:
         """Say where ranges do not meet."""
 
-        def named(position: int) -> str:
-            row = int(order[position])
-            if row >= len(self.own):
+        def named(index: int | None) -> str:
+            if index is None:
+                return "the start"
+            if row[index] < 0:
                 return "a fill"
-            pieces = self.rows.task(int(self.own[row])).pieces
+            pieces = self.rows.task(int(row[index])).pieces
             return pieces[0].tensor if pieces else "nothing"
 
-        at, before = int(begin[order[index]]), 0
-        if not is_first:
-            before = int(begin[order[index - 1]] + size[order[index - 1]])
-        if is_end[order[index]]:
-            raise PlanError(f"{self.name}: {param.name}: tasks and fills end at byte {before} of {param.num_bytes}")
-        kind = "nobody writes" if at > before else "written twice:"
-        previous = "the start" if is_first else named(index - 1)
+        start, stop = int(begin[at]), 0 if before is None else int(begin[before] + size[before])
+        if is_end[at]:
+            raise PlanError(f"{who}: {param.name}: tasks and fills end at byte {stop} of {param.num_bytes}")
+        kind = "nobody writes" if start > stop else "written twice:"
         raise PlanError(
-            f"{self.name}: {param.name}: {kind} bytes {min(at, before)}..{max(at, before) - 1} "
-            f"(between {previous} and {named(index)})"
+            f"{who}: {param.name}: {kind} bytes {min(start, stop)}..{max(start, stop) - 1} "
+            f"(between {named(before)} and {named(at)})"
         )
 
     def check_rows(self) -> None:
@@ -277,7 +287,7 @@ class _Proof:
         for index in np.flatnonzero(wrong)[:1].tolist():
             task = rows.task(int(own[index]))
             raise PlanError(
-                f"{self.called(task)}: {task.num_bytes} bytes of {task.dtype}, the parameter is "
+                f"{self.called(int(own[index]))}: {task.num_bytes} bytes of {task.dtype}, the parameter is "
                 f"{self.layout.params[int(self.param[index])].dtype}, the bound {self.plan.max_task_bytes} bytes"
             )
 
@@ -295,11 +305,11 @@ class _Proof:
         first = np.append(True, np.diff(row) != 0)[: len(row)]
         packed = behind - np.maximum.accumulate(np.where(first, behind, 0))
         totals = np.bincount(row, elements, minlength=len(rows.num_bytes)).astype(np.int64)[self.own]
-        experts = self.rows.names.experts
+        experts = self.rows.names.experts()
 
         def fail(wrong: Flags, say: Callable[[int], str]) -> None:
             for index in np.flatnonzero(wrong)[:1].tolist():
-                raise PlanError(f"{self.called(rows.task(int(row[index])))}: {say(index)}")
+                raise PlanError(f"{self.called(int(row[index]))}: {say(index)}")
 
         def tensor(index: int) -> str:
             return pieces.names[int(pieces.tensor[index])]
@@ -328,7 +338,7 @@ class _Proof:
         for index in np.flatnonzero(wrong)[:1].tolist():
             task = rows.task(int(self.own[index]))
             packs = int(totals[index] * self.sizes[self.param[index]])
-            raise PlanError(f"{self.called(task)}: its pieces pack to {packs} bytes, it says {task.num_bytes}")
+            raise PlanError(f"{self.called(int(self.own[index]))}: its pieces pack to {packs} bytes, it says {task.num_bytes}")
 
     def loaded_at(self, pieces: PieceColumns, start: Ints, shape: Ints, place: Ints, at: Ints) -> Flags:
         """Whether one of the loads of the piece's tensor into its parameter puts it at element `at`, packed."""
@@ -362,9 +372,11 @@ class _Proof:
             open_pieces = open_pieces[~found[open_pieces]]
         return found
 
-    def called(self, task: Task) -> str:
+    def called(self, row: int) -> str:
         """How messages call a task."""
-        return f"{self.name}: {task.param}: task at byte {task.dest_offset_bytes} of source rank {task.source_rank}"
+        task = self.rows.task(row)
+        where = f"task at byte {task.dest_offset_bytes} of source rank {task.source_rank}"
+        return f"{self.name_of(row)}: {task.param}: {where}"
 
 
 def _agree(start: Ints, shape: Ints, axes: Ints, at: Ints, loads: LoadTable, load: Ints, width: int) -> Flags:
@@ -401,7 +413,7 @@ def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout]) -> None:
     """Step 3: every source holds what it packs."""
     held = {source.rank: source for source in sources}
     for rank, table in plan.tables.items():
-        row, pieces = _own_pieces(table)
+        row, pieces = table.own_pieces
         shards = held[rank].shards if rank in held else ()
         numbers = {name: number for number, name in enumerate(dict.fromkeys(shard.tensor for shard in shards))}
         tensor = np.array([numbers[shard.tensor] for shard in shards], np.int64)
@@ -424,13 +436,6 @@ def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout]) -> None:
             inside = ((low[shard] <= start[todo]) & (stop[todo] <= high[shard])).all(axis=1)
             candidate[todo] += 1
             todo = todo[~inside]
-
-
-def _own_pieces(table: TaskTable) -> tuple[Ints, PieceColumns]:
-    """The pieces of one rank's rows, and the row of each."""
-    row = np.repeat(np.arange(table.num_rows), table.num_pieces)
-    before = np.cumsum(table.num_pieces) - table.num_pieces
-    return row, table.pieces.take(table.first_piece[row] + np.arange(len(row)) - before[row])
 
 
 def _raise_not_held(table: TaskTable, row: int, pieces: PieceColumns, index: int) -> NoReturn:
