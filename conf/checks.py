@@ -46,11 +46,12 @@ def check_all(config: RunConfig) -> None:
 
 def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     """Every rule between the run and the model's config.json."""
-    check_ep_size_divides_experts(config, hf_config)
+    check_ep_size_fits_experts(config, hf_config)
     check_sequence_fits_model(config, hf_config)
     check_lora_adapts_something(config, hf_config)
     check_packed_experts_stay_frozen(config, hf_config)
     if config.algorithm.objective is Objective.policy:
+        check_engine_takes_merged_weights(config, hf_config)
         check_tp_size_divides_heads(config, hf_config)
         check_head_dim_on_cpu(config, hf_config)
         check_fp8_engine_has_gpus(config, hf_config)
@@ -152,18 +153,18 @@ def check_adapters_beside_experts_have_gpu_engines(config: RunConfig, hf_config:
         )
 
 
-def check_ep_size_divides_experts(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """Every ep_rank of the trainer holds the same number of whole experts."""
+def check_ep_size_fits_experts(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Every ep_rank of the trainer holds at least one expert."""
     ep_size, num_experts = config.trainer.ep_size, num_experts_of(hf_config)
     if ep_size > 1 and num_experts == 0:
         raise ConfigError(
             f"trainer.ep_size={ep_size} needs a mixture of experts, and model_type={hf_config.get('model_type')} has "
             "none; set trainer.ep_size=1"
         )
-    if num_experts % ep_size:
-        allowed = [size for size in _divisors(config.trainer.num_ranks) if num_experts % size == 0]
+    if ep_size > max(num_experts, 1):
+        allowed = [size for size in _divisors(config.trainer.num_ranks) if size <= num_experts]
         raise ConfigError(
-            f"trainer.ep_size={ep_size} does not divide the model's {num_experts} experts; with trainer.num_ranks="
+            f"trainer.ep_size={ep_size} is more than the model's {num_experts} experts; with trainer.num_ranks="
             f"{config.trainer.num_ranks} it can be {_one_of(allowed)}"
         )
 
@@ -237,30 +238,25 @@ def check_packed_experts_stay_frozen(config: RunConfig, hf_config: Mapping[str, 
         )
 
 
-def check_engine_takes_merged_weights(hf_config: Mapping[str, Any]) -> None:
-    """An engine with four-bit weights packs them in words, in groups with a scale: merged weights do not go there.
-
-    Raises:
-        ConfigError: config.json asks for such an engine.
-    """
+def check_engine_takes_merged_weights(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """An engine with four-bit weights packs them in words, in groups with a scale: merged weights do not go there."""
     packing = packing_of(hf_config)
-    if packing is not None:
+    if packing is not None and config.weight_sync.mode is SyncMode.merged:
         raise ConfigError(
             f"model.hf_config.quantization_config asks for {packing} engine weights: {packing} engines accept "
-            "adapter mode only, because merged weights would have to be quantized anew at every publish; "
-            "publish the adapter, or give a config.json without quantization_config (bfloat16) or with block-FP8"
+            "adapter mode only, because merged weights would have to be quantized anew at every publish; set "
+            "weight_sync.mode=adapter, or give a config.json without quantization_config (bfloat16) or with block-FP8"
         )
 
 
 def check_packed_base_reaches_engines(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     """Engines start without weights and get them by publish, the frozen base of adapter mode too."""
-    if config.weight_sync.mode is SyncMode.merged:
-        check_engine_takes_merged_weights(hf_config)
     packing = packing_of(hf_config)
     if packing is not None:
         raise ConfigError(
-            f"weight_sync.mode=adapter sends the frozen base to engines once, and {packing} weights cannot be sent "
-            "(model.hf_config.quantization_config); train on them with algorithm=sft, or give a float checkpoint"
+            f"weight_sync.mode={config.weight_sync.mode} sends the frozen base to engines once, and {packing} weights "
+            "cannot be sent (model.hf_config.quantization_config); train on them with algorithm=sft, or give a float "
+            "checkpoint"
         )
 
 

@@ -320,8 +320,9 @@ class TrainerConfig:
     num_ranks: int = 1
     """Processes, one device each. Dense parameters are sharded over all of them by FSDP2."""
     ep_size: int = 1
-    """Expert-parallel group size; divides num_ranks and the number of experts. Each ep_rank holds num_experts /
-    ep_size experts, FSDP2-sharded over num_ranks / ep_size ranks.
+    """Expert-parallel group size; divides num_ranks, and is at most the number of experts. Each ep_rank holds
+    num_experts / ep_size experts, FSDP2-sharded over num_ranks / ep_size ranks; where they do not divide, shares differ
+    by one expert, and the larger ones move from layer to layer.
     """
     mode: TrainMode = TrainMode.lora
     """lora: train adapters on a frozen base. full: train every weight (kept in float32)."""

@@ -19,17 +19,26 @@ from math import prod
 from pathlib import Path
 from typing import ClassVar
 
-from conf.checks import check_architecture, check_engine_takes_merged_weights
+from conf.checks import check_architecture
 from conf.errors import ConfigError
-from conf.schema import Device, LoraConfig, RunConfig, TrainMode
+from conf.schema import Device, LoraConfig, RunConfig, SyncMode, TrainMode
 from orchestrator.prepare import engine_checkpoint, resolve_hf_config
 from rollout.errors import EngineError
 from rollout.offline_layout import offline_layouts
+from rollout.offline_slots import offline_slots
+from trainer.adapter_names import adapter_tensors
 from trainer.model.spec import ModelSpec
-from trainer.offline import TrainerMemory, adapter_elements, source_layouts, temporary_bytes, trainer_memory
+from trainer.offline import (
+    TrainerMemory,
+    adapter_elements,
+    adapter_source_layouts,
+    source_layouts,
+    temporary_bytes,
+    trainer_memory,
+)
 from trainer.quantization import BlockFp8
 from weight_sync.errors import PlanError, WatermarkError
-from weight_sync.layout import DTYPE_BYTES, DestLayout
+from weight_sync.layout import DTYPE_BYTES, DestLayout, SourceLayout
 from weight_sync.links import Faults, LinkRates, Placement, place
 from weight_sync.plan import PlanSummary, TransferPlan, build_plan
 from weight_sync.simulate import Simulation, Staging, reserved_bytes, simulate
@@ -80,7 +89,8 @@ class RolloutMemory:
 class ModeChoice:
     """What a publish of merged weights costs, and what one of the adapter alone would."""
 
-    merged_s: float
+    merged_s: float | None
+    """None: the run publishes adapters, and its engines' layout of whole weights is not recorded."""
     merged_bytes: int
     adapter_s: float | None
     """None: nothing but merged weights can be published (full training)."""
@@ -91,8 +101,10 @@ class ModeChoice:
     """Part of its decode speed that an engine loses by serving an adapter."""
 
     @property
-    def break_even_s(self) -> float:
+    def break_even_s(self) -> float | None:
         """Seconds of generation between two publishes above which merged weights win; infinite: adapters always do."""
+        if self.merged_s is None:
+            return None
         saved_s = self.merged_s - (self.adapter_s if self.adapter_s is not None else self.merged_s)
         if saved_s <= 0:
             return 0.0
@@ -129,30 +141,20 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
     if config.cluster.device is Device.auto:
         config = replace(config, cluster=replace(config.cluster, device=Device.cuda))
     hf_config = resolve_hf_config(config.model)
-    check_engine_takes_merged_weights(hf_config)
-    spec = ModelSpec.from_hf_config(hf_config)
     check_architecture(config, hf_config)
-    trainer, rollout, device, dtype = config.trainer, config.rollout, config.cluster.device, config.model.dtype
-    quantization = BlockFp8.from_hf_config(hf_config)
-    tensors = engine_checkpoint(hf_config, dtype)
+    # A trainer's own weights are in model.dtype, whatever engines quantize them to.
+    spec = ModelSpec.from_hf_config({key: value for key, value in hf_config.items() if key != "quantization_config"})
+    trainer, rollout, dtype = config.trainer, config.rollout, config.model.dtype
+    tensors = spec.checkpoint_tensors(dtype.value)
+    is_adapter = config.weight_sync.mode is SyncMode.adapter
     try:
-        staging = _staging(config, spec, quantization)
-        engine = offline_layouts(
-            hf_config,
-            tensors,
-            tp_size=rollout.tp_size,
-            enable_expert_parallel=rollout.enable_expert_parallel,
-            dtype=dtype,
-            device=device,
-            cache=hardware.layout_cache,
-        )
-        plan = build_plan(
-            source_layouts(spec, dtype.value, trainer, quantization),
-            [engine] * rollout.num_workers,
-            max_task_bytes=staging.max_task_bytes,
-        )
+        sides = _adapter_sides if is_adapter else _merged_sides
+        staging, sources, engine = sides(config, hf_config, spec, hardware)
+        plan = build_plan(sources, [engine] * rollout.num_workers, max_task_bytes=staging.max_task_bytes)
         placement = place(list(plan.tasks), list(plan.expected), hardware.ranks_per_node)
         _check_faults(hardware.faults, plan, placement)
+        if is_adapter:
+            hardware = replace(hardware, rates=hardware.rates.without_pause())
         simulation, by_nic = _simulated(plan, placement, hardware, staging, config.weight_sync.verify_hashes)
     except (EngineError, PlanError, WatermarkError) as error:
         raise ConfigError(str(error)) from error
@@ -179,6 +181,39 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
         total_s_by_nic=by_nic,
         modes=compare_modes(config, spec, hardware, simulation, summary),
     )
+
+
+_Sides = tuple[Staging, Sequence[SourceLayout], Sequence[DestLayout]]
+"""What the watermark leaves, what the trainer's ranks hold, and what the ranks of one engine need."""
+
+
+def _merged_sides(config: RunConfig, hf_config: Mapping[str, Any], spec: ModelSpec, hardware: Hardware) -> _Sides:
+    """Every weight, in the form that engines keep it in."""
+    rollout, device, dtype = config.rollout, config.cluster.device, config.model.dtype
+    quantization = BlockFp8.from_hf_config(hf_config)
+    staging = _staging(config, temporary_bytes(spec, config.trainer, device, quantization))
+    engine = offline_layouts(
+        hf_config,
+        engine_checkpoint(hf_config, dtype),
+        tp_size=rollout.tp_size,
+        enable_expert_parallel=rollout.enable_expert_parallel,
+        dtype=dtype,
+        device=device,
+        cache=hardware.layout_cache,
+    )
+    return staging, source_layouts(spec, dtype.value, config.trainer, quantization), engine
+
+
+def _adapter_sides(config: RunConfig, hf_config: Mapping[str, Any], spec: ModelSpec, _hardware: Hardware) -> _Sides:
+    """The factors alone, into one slot; engines keep the base in whatever form they like."""
+    rollout, dtype, lora = config.rollout, config.model.dtype.value, config.trainer.lora
+    engine = offline_slots(
+        adapter_tensors(spec.checkpoint_tensors(dtype), lora),
+        tp_size=rollout.tp_size,
+        enable_expert_parallel=rollout.enable_expert_parallel,
+        num_kv_heads=int(hf_config.get("num_key_value_heads") or 0),
+    )
+    return _staging(config, 0), adapter_source_layouts(spec, dtype, config.trainer), engine
 
 
 def carried(config: RunConfig) -> RunConfig:
@@ -244,11 +279,10 @@ def parse_faults(slow_ranks: Sequence[str], lost_nics: Sequence[int]) -> Faults:
         raise ConfigError(f"--slow-rank: {error}") from error
 
 
-def _staging(config: RunConfig, spec: ModelSpec, quantization: BlockFp8 | None) -> Staging:
+def _staging(config: RunConfig, source_bytes: int) -> Staging:
     """What the watermark leaves on a trainer rank, as the rank's own pipeline reckons."""
-    sync, device = config.weight_sync, config.cluster.device
-    source = temporary_bytes(spec, config.trainer, device, quantization)
-    reserved = reserved_bytes(device.value, sync.watermark_bytes, source, verify_hashes=sync.verify_hashes)
+    sync, device = config.weight_sync, config.cluster.device.value
+    reserved = reserved_bytes(device, sync.watermark_bytes, source_bytes, verify_hashes=sync.verify_hashes)
     return Staging(watermark_bytes=sync.watermark_bytes, reserved_bytes=reserved)
 
 
@@ -281,18 +315,25 @@ def _check_faults(faults: Faults, plan: TransferPlan, placement: Placement) -> N
 def compare_modes(
     config: RunConfig, spec: ModelSpec, hardware: Hardware, simulation: Simulation, summary: PlanSummary
 ) -> ModeChoice:
-    """Merged weights as simulated, against the adapter alone: its bytes by formula, its seconds by the slowest port."""
-    trainer, rollout, rates = config.trainer, config.rollout, hardware.rates
+    """Merged weights as simulated, against the adapter alone: its bytes by formula, its seconds by the slowest port.
+
+    Where the run publishes adapters, these are what was simulated.
+    """
+    trainer, rollout, rates = config.trainer, config.rollout, hardware.rates.without_pause()
     if trainer.mode is not TrainMode.lora:
         return ModeChoice(simulation.total_s, summary.num_bytes, None, 0, 0, 0.0)
     slot = adapter_slot_bytes(spec, trainer.lora, rollout.tp_size, is_split=rollout.enable_expert_parallel)
-    num_bytes = slot * rollout.tp_size * rollout.num_workers
+    loss = hardware.adapter_decode_loss if trainer.lora.experts and spec.moe is not None else 0.0
+    if config.weight_sync.mode is SyncMode.adapter:
+        return ModeChoice(None, 0, simulation.total_s, summary.num_bytes, slot, loss)
+    sent = slot - shared_a_bytes(spec, trainer.lora, rollout.tp_size, is_split=rollout.enable_expert_parallel)
+    num_bytes = sent * rollout.tp_size * rollout.num_workers
     gpus = trainer.num_ranks + rollout.tp_size * rollout.num_workers
     rate = rates.nvlink_bytes_s if gpus <= hardware.ranks_per_node else rates.nic_bytes_s
-    busiest = max(slot, num_bytes / trainer.num_ranks)
-    # The engine goes on meanwhile: no pause, but the gathering, one round of messages and the slot's hash are there.
-    fixed_s = rates.source_begin_s + rates.barrier_s + 2 * rates.write_latency_s + slot / rates.hbm_bytes_s
-    loss = hardware.adapter_decode_loss if trainer.lora.experts and spec.moe is not None else 0.0
+    busiest = max(sent, num_bytes / trainer.num_ranks)
+    # The engine goes on meanwhile: no pause, but messages, threads and the slot's hash are there.
+    fixed_s = rates.begin_s + rates.source_begin_s + rates.barrier_s + rates.commit_s
+    fixed_s += 2 * rates.write_latency_s + sent / rates.hbm_bytes_s
     return ModeChoice(simulation.total_s, summary.num_bytes, busiest / rate + fixed_s, num_bytes, slot, loss)
 
 
@@ -311,6 +352,15 @@ def adapter_slot_bytes(spec: ModelSpec, lora: LoraConfig, tp_size: int, *, is_sp
         slot = 3 * (hidden + width) * experts // tp_size if is_split else 3 * (hidden + width // tp_size) * experts
         elements += lora.rank * (slot - (2 * hidden + 3 * width) * experts)  # instead of what the trainer holds
     return 2 * elements
+
+
+def shared_a_bytes(spec: ModelSpec, lora: LoraConfig, tp_size: int, *, is_split: bool) -> int:
+    """Bytes of a slot that do not cross a link: up's A of every expert, which is gate's (rollout/adapter_slots.py)."""
+    if spec.moe is None or not lora.experts:
+        return 0
+    num_layers = sum(spec.is_moe_layer(layer) for layer in range(spec.num_layers))
+    experts = spec.moe.num_experts // tp_size if is_split else spec.moe.num_experts
+    return 2 * lora.rank * spec.hidden_size * experts * num_layers
 
 
 def _weight_bytes(layout: DestLayout) -> int:

@@ -8,7 +8,7 @@ never unloaded: requests name the number, and what the slot holds is what was wr
     1     2         ...                              [1]               requests that name id 2
 
 Owns: recording one slot's layout (vLLM's LoRA loader runs over recording tensors, once for every slot, and must do the
-same in each), a Receiver a slot, and noise for the probe. Does not own: which slot is free or which version it holds
+same in each), a Receiver a slot, the copy of what gate and up share, and noise for the probe. Does not own: which slot is free or which version it holds
 (rollout/slots.py, in the rollout worker), pausing (nobody pauses).
 Invariant: after a commit a slot holds the bytes that vLLM would have left there, had it loaded the adapter from disk.
 Caller: weight_receiver.py.
@@ -17,6 +17,7 @@ Caller: weight_receiver.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 
 from rollout.errors import UnsupportedWeights
-from weight_sync.layout import DestLayout, TensorMeta
+from weight_sync.layout import DestLayout, PostLoad, TensorMeta
 from weight_sync.protocol import EngineRank, Expected, pack, unpack
 from weight_sync.receiver import Receiver
 from weight_sync.recorder import record_layout
@@ -38,6 +39,7 @@ from weight_sync.transport.base import Transport
 
 _EXPERT_BUFFERS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
 _LINEAR_BUFFERS = ("lora_a_stacked", "lora_b_stacked")
+_GATE_A, _UP_A = ".w13_lora_a.0", ".w13_lora_a.1"
 _NOISE_STD = 0.5
 """Far above any trained factor: the probe must show through small norms and bfloat16."""
 
@@ -56,8 +58,11 @@ class AdapterSlots:
         manager = worker.model_runner.lora_manager
         self._num_slots: int = manager.lora_config.max_loras
         self._buffers = slot_buffers(manager._adapter_manager.modules, self._num_slots)
-        layout = record_slot(manager, self._buffers, tensors, rank)
-        self._receivers = [Receiver(self._params(slot), layout, transport) for slot in range(self._num_slots)]
+        layout = with_shared_a(record_slot(manager, self._buffers, tensors, rank))
+        self._receivers = [
+            Receiver(params, layout, transport, recompute=functools.partial(copy_shared_a, params, layout))
+            for params in map(self._params, range(self._num_slots))
+        ]
 
     def _params(self, slot: int) -> dict[str, Tensor]:
         return {name: stacked[slot] for name, stacked in self._buffers.items()}
@@ -97,6 +102,40 @@ class AdapterSlots:
         if next(iter(self._buffers.values())).is_cuda:
             torch.cuda.current_stream().synchronize()
         self._receivers[slot].invalidate()
+
+
+def with_shared_a(layout: DestLayout) -> DestLayout:
+    """The layout of a slot whose gate and up projections of experts have one A: it crosses the link once.
+
+    vLLM keeps an A for each; a trainer of this product has one (trainer/adapter_names.py). The second is a quarter of
+    an expert adapter's bytes: it is derived from the first at commit, by a copy in device memory.
+    """
+    names = {param.name: param for param in layout.params}
+    shared = {
+        name for name, param in names.items() if name.endswith(_UP_A) and _gate_a(name) in names
+        if names[_gate_a(name)].shape == param.shape
+    }  # fmt: skip
+    return DestLayout(
+        layout.rank,
+        tuple(replace(p, post_load=PostLoad.derived) if p.name in shared else p for p in layout.params),
+        tuple(load for load in layout.loads if load.param not in shared),
+        tuple(fill for fill in layout.fills if fill.param not in shared),
+    )
+
+
+@torch.inference_mode()
+def copy_shared_a(params: Mapping[str, Tensor], layout: DestLayout) -> None:
+    """Fill the derived parameters of `with_shared_a`."""
+    for param in layout.params:
+        if param.post_load is PostLoad.derived:
+            params[param.name].copy_(params[_gate_a(param.name)])
+    # A request may name the version as soon as the commit is known, on another stream.
+    if any(tensor.is_cuda for tensor in params.values()):
+        torch.cuda.current_stream().synchronize()
+
+
+def _gate_a(name: str) -> str:
+    return name.removesuffix(_UP_A) + _GATE_A
 
 
 def _kind(buffer: str) -> str:

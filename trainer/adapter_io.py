@@ -182,7 +182,8 @@ def _ranks(lora: LoraConfig) -> dict[str, Any]:
 
 
 def _load_experts(decoder: Decoder, bank: Experts, prefix: str, read: ReadTensor) -> None:
-    num_experts = bank.num_local_experts * decoder.layout.ep_size
+    assert decoder.spec.moe is not None
+    num_experts = decoder.spec.moe.num_experts
     for leaf, suffix in _EXPERT_MODULES.items():
         a, start = local_part(getattr(bank, f"{leaf}_lora_A"))
         b, _ = local_part(getattr(bank, f"{leaf}_lora_B"))
@@ -269,9 +270,11 @@ def _merged_tensors(decoder: Decoder, source: TrainerWeightSource) -> Iterator[T
         for meta in source.layout().tensors:
             dtype = getattr(torch, meta.dtype)
             merged = torch.empty(meta.shape, dtype=dtype) if layout.rank == 0 else None
-            for holder, regions_of_holder in enumerate(regions):
-                region = regions_of_holder.get(meta.name)
-                if region is None or layout.rank not in (0, holder):
+            holders = [(holder, held[meta.name]) for holder, held in enumerate(regions) if meta.name in held]
+            if holders and holders[0][1].shape == meta.shape:
+                holders = holders[:1]  # the others, if any, hold the same
+            for holder, region in holders:
+                if layout.rank not in (0, holder):
                     continue
                 part = torch.empty(region.shape, dtype=dtype, device=layout.device)
                 if layout.rank == holder:
@@ -292,9 +295,14 @@ def all_experts(decoder: Decoder, parameter: Tensor) -> Tensor:
     group = decoder.layout.ep_group
     if group is None:
         return mine
-    parts = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(parts, mine, group=group)
-    return torch.cat(parts)
+    counts = [mine.new_empty(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(counts, mine.new_full((1,), len(mine), dtype=torch.int64), group=group)
+    sizes = [int(count) for count in counts]
+    padded = mine.new_zeros((max(sizes), *mine.shape[1:]))  # shares may differ by one
+    padded[: len(mine)] = mine
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes)])
 
 
 def _wait_for_rank_0(decoder: Decoder) -> None:

@@ -26,7 +26,7 @@ from trainer.lora import Linear
 from trainer.model.spec import ModelSpec
 from trainer.moe.experts import Experts
 from trainer.packed import forget_unpacked, packed_tensors
-from trainer.parallel import local_part, replicated_parameters
+from trainer.parallel import local_part
 from trainer.quantization import SCALE_SUFFIX
 from trainer.shards import local_shards
 from weight_sync.layout import Region
@@ -204,8 +204,6 @@ def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadRe
             raise CheckpointError(f"{held.tensor} is stored as {values.dtype}, which cannot be read as weights")
         held.fill(values)
         num_tensors, num_bytes = num_tensors + 1, num_bytes + held.base.numel() * held.base.element_size()
-    for name, parameter in replicated_parameters(decoder).items():
-        parameter.copy_(reader.read(name, Region((0,) * parameter.dim(), tuple(parameter.shape))))
     init_adapters(decoder, seed=seed)
     offered = reader.names() or set()
     needed = {meta.name for meta in decoder.spec.checkpoint_tensors("float32")}

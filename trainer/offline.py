@@ -4,7 +4,8 @@ Owns: the placement rules of parallel.py and shards.py, said once more as arithm
 them. Does not own: those rules; a test compares every layout with what real ranks report.
 
     dense tensors    FSDP2 over all ranks: ceil(rows / num_ranks) rows each, the last ones short or empty
-    experts          ep_rank = rank % ep_size holds num_experts / ep_size of them, and of these the ranks with the same
+    frozen vectors   whole on every rank
+    experts          ep_rank = rank % ep_size holds n of them (moe/placement.py), and of these the ranks with the same
                      ep_rank hold ceil(n / (num_ranks / ep_size)) whole experts each
 
 Callers: orchestrator/plan_command.py.
@@ -15,11 +16,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import ClassVar
 
 from conf.schema import Device, LoraConfig, TrainerConfig, TrainMode
+from trainer.adapter_names import adapter_tensors
 from trainer.model.spec import CORRECTION_BIAS, ModelSpec
+from trainer.moe.placement import expert_shares
 from trainer.quantization import (
     MERGE_ROWS,
     SCALE_SUFFIX,
@@ -35,6 +39,7 @@ from trainer.quantization import (
 from weight_sync.layout import DTYPE_BYTES, Region, SourceLayout, SourceShard, TensorMeta
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj(_bias|_blocks|_scales)?$")
 _PACKED = re.compile(r"\.experts\..*(weight_packed|weight_scale|_proj_blocks|_proj_scales)$")
 
@@ -54,17 +59,26 @@ def source_layouts(
 def _held_shards(tensors: Iterable[TensorMeta], spec: ModelSpec, trainer: TrainerConfig) -> list[list[SourceShard]]:
     """What each rank holds of its own decoder's tensors."""
     shards: list[list[SourceShard]] = [[] for _ in range(trainer.num_ranks)]
+
+    @cache
+    def holders_of(layer: int) -> list[int]:
+        return _expert_holders(spec, trainer, layer)
+
     for meta in tensors:
         expert = expert_of(meta.name)
         whole = Region((0,) * len(meta.shape), meta.shape)
         if _FUSED_EXPERTS.search(meta.name):
-            for rank, (first, count) in enumerate(_experts_of_ranks(spec, trainer)):
+            for rank, (first, count) in enumerate(_experts_of_ranks(spec, trainer, _layer_of(meta.name))):
                 if count:
                     region = Region((first, *whole.start[1:]), (count, *meta.shape[1:]))
                     shards[rank].append(SourceShard(meta.name, region))
             continue
         if expert is not None:
-            shards[_expert_rank(spec, trainer, expert)].append(SourceShard(meta.name, whole))
+            shards[holders_of(_layer_of(meta.name))[expert]].append(SourceShard(meta.name, whole))
+            continue
+        if meta.name.endswith(CORRECTION_BIAS) or (trainer.mode is TrainMode.lora and len(meta.shape) == 1):
+            for held in shards:
+                held.append(SourceShard(meta.name, whole))
             continue
         for rank, (start, stop) in enumerate(_rows(meta.shape[0], trainer.num_ranks)):
             if stop > start:
@@ -81,6 +95,34 @@ def _with_scales(shard: SourceShard, shapes: Mapping[str, tuple[int, ...]]) -> I
         if blocks:
             region = Region((blocks.start, 0), (len(blocks), scale_shape(shapes[shard.tensor])[1]))
             yield SourceShard(shard.tensor + SCALE_SUFFIX, region)
+
+
+def adapter_source_layouts(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> tuple[SourceLayout, ...]:
+    """The layout that each rank's AdapterSource would report, shards in checkpoint order."""
+    tensors = tuple(adapter_tensors(spec.checkpoint_tensors(dtype), trainer.lora))
+    shards: list[list[SourceShard]] = [[] for _ in range(trainer.num_ranks)]
+
+    @cache
+    def holders_of(layer: int) -> list[int]:
+        return _expert_holders(spec, trainer, layer)
+
+    for meta in tensors:
+        expert = expert_of(meta.name)
+        if expert is not None:
+            rank = holders_of(_layer_of(meta.name))[expert]
+            shards[rank].append(SourceShard(meta.name, Region((0, 0), meta.shape)))
+            continue
+        lora = trainer.lora.for_attention if ".self_attn." in meta.name else trainer.lora.for_mlp
+        assert lora is not None
+        is_a = meta.name.endswith(".lora_A.weight")
+        num_rows = lora.rank if is_a else meta.shape[0]
+        for rank, (start, stop) in enumerate(_rows(num_rows, trainer.num_ranks)):
+            if stop == num_rows and stop > start:
+                stop = meta.shape[0]  # whoever has the last rows has the padding below them too
+            if stop > start:
+                region = Region((start, 0), (stop - start, meta.shape[1]))
+                shards[rank].append(SourceShard(meta.name, region))
+    return tuple(SourceLayout(rank, tensors, tuple(held)) for rank, held in enumerate(shards))
 
 
 def expert_of(tensor: str) -> int | None:
@@ -230,21 +272,29 @@ def _adapters(spec: ModelSpec, lora: LoraConfig) -> Iterator[_Adapter]:
             yield _Adapter(mlp.rank, width, hidden)
 
 
-def _expert_rank(spec: ModelSpec, trainer: TrainerConfig, expert: int) -> int:
-    """The one rank that holds an expert."""
+def _layer_of(tensor: str) -> int:
+    found = _LAYER.search(tensor)
+    assert found is not None  # experts are in layers
+    return int(found[1])
+
+
+def _expert_holders(spec: ModelSpec, trainer: TrainerConfig, layer: int) -> list[int]:
+    """The one rank that holds each expert of a layer."""
     assert spec.moe is not None
-    num_local, num_data_ranks = spec.moe.num_experts // trainer.ep_size, trainer.num_ranks // trainer.ep_size
-    ep_rank, index = divmod(expert, num_local)
-    return index // -(-num_local // num_data_ranks) * trainer.ep_size + ep_rank
+    num_data_ranks = trainer.num_ranks // trainer.ep_size
+    holders: list[int] = []
+    for ep_rank, share in enumerate(expert_shares(spec.moe.num_experts, trainer.ep_size, layer)):
+        experts_a_rank = -(-len(share) // num_data_ranks)
+        holders += [index // experts_a_rank * trainer.ep_size + ep_rank for index in range(len(share))]
+    return holders
 
 
-def _experts_of_ranks(spec: ModelSpec, trainer: TrainerConfig) -> Iterator[tuple[int, int]]:
+def _experts_of_ranks(spec: ModelSpec, trainer: TrainerConfig, layer: int) -> Iterator[tuple[int, int]]:
     """First expert and number of experts of each rank."""
-    assert spec.moe is not None
-    held = [_expert_rank(spec, trainer, expert) for expert in range(spec.moe.num_experts)]
+    holders = _expert_holders(spec, trainer, layer)
     for rank in range(trainer.num_ranks):
-        count = held.count(rank)
-        yield (held.index(rank) if count else 0), count
+        count = holders.count(rank)
+        yield (holders.index(rank) if count else 0), count
 
 
 def _rows(num_rows: int, num_ranks: int) -> Iterator[tuple[int, int]]:

@@ -1,9 +1,9 @@
 """Meshes, FSDP2 and expert placement.
 
     ranks   0 1 2 3   (num_ranks = 4, ep_size = 2)
-    ep      [0 1] [2 3]     an ep group holds every expert once, num_experts / ep_size on each member
+    ep      [0 1] [2 3]     an ep group holds every expert once, in shares as equal as they go (moe/placement.py)
     expert  [0 2] [1 3]     FSDP2 shards an expert bank over the ranks with the same ep_rank
-    dense   [0 1 2 3]       FSDP2 shards everything else over all ranks
+    dense   [0 1 2 3]       FSDP2 shards everything else over all ranks, but for frozen vectors, which all hold whole
 
 Invariant: gradients are summed, never averaged: the loss is divided by counts of the whole batch before backward, and
 the all-to-all already brings every row's gradient to the expert's owner. Hence every rank's local gradient shards are
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from trainer.errors import LayoutError
 from trainer.model.spec import CORRECTION_BIAS
 from trainer.moe.experts import Experts
-from trainer.moe.routing import Router
+from trainer.moe.placement import expert_shares
 
 if TYPE_CHECKING:
     from trainer.model.decoder import Decoder
@@ -58,6 +58,10 @@ class ParallelLayout:
     def expert_data_rank(self) -> int:
         """Position among the ranks that hold the same experts."""
         return self.rank // self.ep_size
+
+    def expert_shares(self, num_experts: int, layer: int) -> list[range]:
+        """The experts of every ep_rank in a layer."""
+        return expert_shares(num_experts, self.ep_size, layer)
 
     @classmethod
     def single(cls, device: torch.device | str) -> ParallelLayout:
@@ -118,23 +122,28 @@ def shard_decoder(decoder: Decoder, layout: ParallelLayout) -> None:
     if layout.expert_mesh is not None:
         for bank in banks:
             shard(bank, layout.expert_mesh, set())
-    local = {parameter for bank in banks for parameter in bank.parameters()} | set(
-        replicated_parameters(decoder).values()
-    )
+    local = {parameter for bank in banks for parameter in bank.parameters()} | replicated_parameters(decoder)
     tables = [decoder.model.embed_tokens] if decoder.lm_head is None else [decoder.model.embed_tokens, decoder.lm_head]
     for module in (*tables, *decoder.model.layers, decoder):
         shard(module, layout.dense_mesh, local)
 
 
-def replicated_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
-    """Name -> parameter of what every rank holds whole: the routers' frozen float32 correction biases.
+def replicated_parameters(decoder: Decoder) -> set[nn.Parameter]:
+    """What every rank holds whole: vectors frozen beside adapters, and the routers' float32 correction biases.
 
-    FSDP2 would gather them in the compute dtype, and bfloat16 moves tokens to other experts.
+    A norm over 256 ranks would be shards of a few bytes, each a write of its own to every engine rank. They never
+    change, so copies that one reader filled stay equal. Correction biases are float32 in any mode: FSDP2 would gather
+    them in the compute dtype, and bfloat16 moves tokens to other experts.
     """
+    experts = _expert_parameter_ids(decoder)
+    trained = [name for name, parameter in decoder.named_parameters() if parameter.requires_grad]
+    has_frozen_base = all("lora_" in name.rpartition(".")[2] for name in trained)
     return {
-        f"{name}.{CORRECTION_BIAS}": module.e_score_correction_bias
-        for name, module in decoder.named_modules()
-        if isinstance(module, Router) and module.e_score_correction_bias is not None
+        parameter
+        for name, parameter in decoder.named_parameters()
+        if not parameter.requires_grad
+        and id(parameter) not in experts
+        and (name.endswith(CORRECTION_BIAS) or (has_frozen_base and parameter.dim() == 1))
     }
 
 

@@ -5,8 +5,8 @@ checkpoint tensors. Loading, merged export and the weight source all go through 
 rows 0..I-1 of `mlp.experts.gate_up_proj[3]` are `mlp.experts.3.gate_proj.weight`. A parameter's rows are counted
 through its whole stack: that row is row 3 * 2I, and rows that follow each other there merge in one go (`RowRun`).
 
-Invariant: over all ranks, the regions of one checkpoint tensor are disjoint and cover it. No function here
-communicates, except `gather_lora_a`.
+Invariant: over all ranks, the regions of one checkpoint tensor are disjoint and cover it, or every rank holds all of it
+(parallel.replicated_parameters). No function here communicates, except `gather_lora_a`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.lora import Linear
 from trainer.model.spec import CORRECTION_BIAS
 from trainer.moe.experts import Experts
 from trainer.moe.routing import Router
-from trainer.parallel import ParallelLayout, local_part, replicated_parameters, rows_of_rank, whole
+from trainer.parallel import local_part, whole
 from trainer.runs import LoraDelta, RowRun, local_rows
 from weight_sync.layout import Region
 
@@ -81,19 +81,15 @@ def local_shards(decoder: Decoder) -> list[HeldTensor | FusedTensor]:
 
     Views are live: they follow the optimizer.
     """
-    held: list[HeldTensor | FusedTensor] = [
-        _held_part(name, p, decoder.layout) for name, p in replicated_parameters(decoder).items()
-    ]
+    held: list[HeldTensor | FusedTensor] = []
     for name, module in decoder.named_modules():
         if isinstance(module, Experts):
             held.extend(_held_experts(name, module))
         elif isinstance(module, Router):
             checkpoint_name = f"{name.rpartition('.')[0]}.{module.moe.router_name}"
-            held.extend(
-                _held_rows(f"{checkpoint_name}.{leaf}", p)
-                for leaf, p in module.named_parameters(recurse=False)
-                if leaf != CORRECTION_BIAS
-            )
+            for leaf, p in module.named_parameters(recurse=False):
+                owner = name if leaf == CORRECTION_BIAS else checkpoint_name
+                held.append(_held_rows(f"{owner}.{leaf}", p))
         elif isinstance(module, Linear):
             held.append(_held_rows(f"{name}.weight", module.weight, _linear_delta(name, module)))
             if module.bias is not None:
@@ -119,12 +115,6 @@ def _held_rows(tensor: str, parameter: nn.Parameter, delta: LoraDelta | None = N
     local, start = local_part(parameter)
     region = Region((start,) + (0,) * (local.dim() - 1), tuple(local.shape))
     return HeldTensor(tensor, region, parameter, 0, delta)
-
-
-def _held_part(tensor: str, parameter: nn.Parameter, layout: ParallelLayout) -> HeldTensor:
-    """Of what every rank holds whole, the rows that FSDP2 would have given this one: each row has one holder."""
-    start, stop = rows_of_rank(parameter.shape[0], layout.rank, layout.world_size)
-    return HeldTensor(tensor, Region((start,), (stop - start,)), parameter, start)
 
 
 def _linear_delta(name: str, module: Linear) -> LoraDelta | None:

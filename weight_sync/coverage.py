@@ -75,18 +75,19 @@ class _Numbering:
 
     params: dict[str, int]
     tensors: dict[str, int]
-    columns: dict[tuple[int, int], Ints]
+    columns: dict[tuple[int, int], tuple[Sequence[str], Ints]]
 
     def experts(self) -> Ints:
         """Whether a tensor belongs to the routed experts."""
         return np.array([".experts." in name for name in self.tensors], np.int64)
 
     def column(self, names: Sequence[str], numbers: dict[str, int]) -> Ints:
-        """The number of every name of a list, which outlives this."""
+        """The number of every name of a list, which is kept: an identity must not be given again."""
         key = (id(names), id(numbers))
         if key not in self.columns:
-            self.columns[key] = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
-        return self.columns[key]
+            column = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
+            self.columns[key] = (names, column)
+        return self.columns[key][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +339,9 @@ class _Proof:
         for index in np.flatnonzero(wrong)[:1].tolist():
             task = rows.task(int(self.own[index]))
             packs = int(totals[index] * self.sizes[self.param[index]])
-            raise PlanError(f"{self.called(int(self.own[index]))}: its pieces pack to {packs} bytes, it says {task.num_bytes}")
+            raise PlanError(
+                f"{self.called(int(self.own[index]))}: its pieces pack to {packs} bytes, it says {task.num_bytes}"
+            )
 
     def loaded_at(self, pieces: PieceColumns, start: Ints, shape: Ints, place: Ints, at: Ints) -> Flags:
         """Whether one of the loads of the piece's tensor into its parameter puts it at element `at`, packed."""

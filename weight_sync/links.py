@@ -13,12 +13,15 @@ Callers: simulate.py, orchestrator/plan_command.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from weight_sync.errors import PlanError
 
 Destination = tuple[int, int]
 """(replica, destination rank)."""
+
+IDLE_BEGIN_S, IDLE_COMMIT_S = 2.7e-3, 2.3e-3
+"""Beginning and committing where there is no request to stop: measured as LinkRates says, on `--engine plain`."""
 
 Port = tuple[str, int]
 """One direction of one device: ("nic", 12) or ("nvlink", 3)."""
@@ -53,11 +56,15 @@ class LinkRates:
     source_begin_s: float = 12e-3
     """What a rank does once a publish beside packing and writing: gather adapters, start threads, add up hashes."""
     begin_s: float = 35e-3
-    """Pausing the engines: 256 requests in decode. 2.7 ms where nothing runs."""
+    """Pausing the engines: 256 requests in decode."""
     commit_s: float = 7e-3
-    """Adopting the version and resuming. 2.3 ms where nothing runs."""
+    """Adopting the version and resuming."""
     barrier_s: float = 6e-3
     """Collecting what every rank wrote, and telling the replicas what to expect."""
+
+    def without_pause(self) -> LinkRates:
+        """Of a publish into free slots of engines that go on serving: `begin` and `commit` are messages alone."""
+        return replace(self, begin_s=min(self.begin_s, IDLE_BEGIN_S), commit_s=min(self.commit_s, IDLE_COMMIT_S))
 
     def __post_init__(self) -> None:
         for one in fields(self):

@@ -29,12 +29,12 @@ from trainer.model.attend import AttentionBackend, KeptAttention, PackedSequence
 from trainer.model.attention import make_attention
 from trainer.model.norm import RMSNorm
 from trainer.model.rope import RotaryEmbedding
-from trainer.model.spec import ExpertFormat, ModelSpec
+from trainer.model.spec import CORRECTION_BIAS, ExpertFormat, ModelSpec
 from trainer.moe.bank import UnpackedSlots
 from trainer.moe.block import MoeBlock
 from trainer.moe.experts import Experts
 from trainer.moe.routing import Router
-from trainer.parallel import ParallelLayout, replicated_parameters, shard_decoder
+from trainer.parallel import ParallelLayout, shard_decoder
 
 Out = TypeVar("Out")
 
@@ -112,7 +112,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(
             spec.hidden_size, eps=spec.rms_norm_eps, weight_dtype=build.weight_dtype
         )
-        self.mlp = _moe_block(build) if spec.is_moe_layer(layer) else DenseMlp(build, spec.intermediate_size)
+        self.mlp = _moe_block(build, layer) if spec.is_moe_layer(layer) else DenseMlp(build, spec.intermediate_size)
 
     def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences) -> Tensor:
         """[T, H] -> [T, H]."""
@@ -240,7 +240,7 @@ def build_decoder(
     Trainable weights are float32, adapters in trainer.lora.dtype; frozen weights (LoRA mode) are in `dtype`.
 
     Raises:
-        ConfigError: ep_size does not divide the experts, or LoRA finds nothing to adapt.
+        ConfigError: there are more ep_ranks than experts, or LoRA finds nothing to adapt.
     """
     device = torch.device(device)
     layout = layout if layout is not None else ParallelLayout.single(device)
@@ -271,9 +271,9 @@ def _check(spec: ModelSpec, lora: LoraConfig | None, layout: ParallelLayout) -> 
         raise ConfigError(f"trainer.ep_size must be 1 for a model without experts, got {layout.ep_size}")
     if spec.moe is not None and spec.moe.expert_format is not ExpertFormat.plain and lora is None:
         raise ConfigError(f"trainer.mode=full cannot train {spec.moe.expert_format} experts; set trainer.mode=lora")
-    if num_moe_layers and spec.moe is not None and spec.moe.num_experts % layout.ep_size:
+    if num_moe_layers and spec.moe is not None and spec.moe.num_experts < layout.ep_size:
         raise ConfigError(
-            f"trainer.ep_size must divide the number of experts {spec.moe.num_experts}, got {layout.ep_size}"
+            f"trainer.ep_size must be <= the number of experts {spec.moe.num_experts}, got {layout.ep_size}"
         )
     if lora is not None:
         has_dense = num_moe_layers < spec.num_layers or (spec.moe is not None and spec.moe.shared_intermediate_size > 0)
@@ -286,15 +286,16 @@ def _check(spec: ModelSpec, lora: LoraConfig | None, layout: ParallelLayout) -> 
             )
 
 
-def _moe_block(build: _Build) -> MoeBlock:
+def _moe_block(build: _Build, layer: int) -> MoeBlock:
     spec, moe, layout = build.spec, build.spec.moe, build.layout
     assert moe is not None
-    num_local_experts = moe.num_experts // layout.ep_size
+    shares = layout.expert_shares(moe.num_experts, layer)
+    own = shares[layout.ep_rank]
     experts = Experts(
         hidden_size=spec.hidden_size,
         intermediate_size=moe.intermediate_size,
-        first_expert=layout.ep_rank * num_local_experts,
-        num_local_experts=num_local_experts,
+        first_expert=own.start,
+        num_local_experts=len(own),
         compute_dtype=build.compute_dtype,
         weight_dtype=build.weight_dtype,
         lora=None if build.lora is None else build.lora.for_experts,
@@ -307,7 +308,14 @@ def _moe_block(build: _Build) -> MoeBlock:
     )
     router = Router(moe, spec.hidden_size, weight_dtype=build.weight_dtype)
     shared = DenseMlp(build, moe.shared_intermediate_size) if moe.shared_intermediate_size else None
-    return MoeBlock(router, experts, num_experts=moe.num_experts, ep_group=layout.ep_group, shared_experts=shared)
+    return MoeBlock(
+        router,
+        experts,
+        num_experts=moe.num_experts,
+        ep_group=layout.ep_group,
+        shares=[len(share) for share in shares],
+        shared_experts=shared,
+    )
 
 
 def _choose_trainable(decoder: Decoder, trainer: TrainerConfig) -> None:
@@ -320,5 +328,5 @@ def _choose_trainable(decoder: Decoder, trainer: TrainerConfig) -> None:
             parameter.requires_grad_("lora_" in name.rsplit(".", 1)[-1])
         else:
             parameter.requires_grad_(trainer.train_router or id(parameter) not in routers)
-    for parameter in replicated_parameters(decoder).values():
-        parameter.requires_grad_(False)
+        if name.endswith(CORRECTION_BIAS):
+            parameter.requires_grad_(False)

@@ -21,6 +21,7 @@ the batch (up to the grouped product's own choice by row count). Every sum has a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -231,6 +232,7 @@ class MoeBlock(nn.Module):
         *,
         num_experts: int,
         ep_group: dist.ProcessGroup | None,
+        shares: Sequence[int] | None = None,
         shared_experts: nn.Module | None = None,
     ) -> None:
         super().__init__()
@@ -238,6 +240,7 @@ class MoeBlock(nn.Module):
         self.experts = experts
         self.num_experts = num_experts
         self.ep_group = ep_group
+        self.shares = shares
         self.shared_experts = shared_experts
 
     def forward(self, x_TH: Tensor) -> Tensor:
@@ -252,6 +255,6 @@ class MoeBlock(nn.Module):
 
     def finish(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, shared_TH: Tensor | None) -> Tensor:
         """The routed experts, which keep little for backward, and the sum."""
-        plan = plan_dispatch(experts_TK, self.num_experts, self.ep_group)
+        plan = plan_dispatch(experts_TK, self.num_experts, self.ep_group, self.shares)
         out_TH = self.experts(x_TH, weights_TK, plan)
         return out_TH if shared_TH is None else out_TH + shared_TH

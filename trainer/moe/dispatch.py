@@ -11,7 +11,9 @@ and nothing waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -79,25 +81,42 @@ class Dispatch:
 
 
 @torch.no_grad()
-def plan_dispatch(experts_TK: Tensor, num_experts: int, group: dist.ProcessGroup | None) -> Dispatch:
-    """Sort slots by expert and, with a group, agree on row counts (a small all-to-all, one wait for the device)."""
+def plan_dispatch(
+    experts_TK: Tensor, num_experts: int, group: dist.ProcessGroup | None, shares: Sequence[int] | None = None
+) -> Dispatch:
+    """Sort slots by expert and, with a group, agree on row counts (a small all-to-all, one wait for the device).
+
+    Args:
+        experts_TK: Who computes each slot.
+        num_experts: Of the layer.
+        group: The ep_ranks; None: this rank holds every expert.
+        shares: Experts of each ep_rank, in order; None: equal ones.
+    """
     slot_of_row_S, row_of_slot_S, counts_E = sort_by_expert(experts_TK.flatten(), num_experts)
     row_of_slot_TK = row_of_slot_S.view_as(experts_TK)
     if group is None:
         return Dispatch(slot_of_row_S, row_of_slot_TK, RowGroups(counts_E, experts_TK.numel()), None)
 
     num_ranks = group.size()
-    received_E = torch.empty_like(counts_E)
-    dist.all_to_all_single(received_E, counts_E, group=group)
-    received_re = received_E.view(num_ranks, -1)
-    totals = torch.stack((counts_E.view(num_ranks, -1).sum(1), received_re.sum(1))).tolist()
+    shares = [num_experts // num_ranks] * num_ranks if shares is None else list(shares)
+    num_local = shares[group.rank()]
+    received_re = counts_E.new_empty(num_ranks * num_local)
+    dist.all_to_all_single(received_re, counts_E, [num_local] * num_ranks, shares, group=group)
+    counts = torch.cat((counts_E, received_re)).tolist()
+    send_splits = _sums(counts[:num_experts], shares)
+    receive_splits = _sums(counts[num_experts:], [num_local] * num_ranks)
 
-    num_rows = sum(totals[1])
-    expert_of_row = torch.arange(received_re.shape[1], device=counts_E.device).repeat(num_ranks)
-    expert_of_row = expert_of_row.repeat_interleave(received_E, output_size=num_rows)
-    by_expert_R, by_sender_R, counts_e = sort_by_expert(expert_of_row, received_re.shape[1])
-    exchange = Exchange(group, totals[0], totals[1], by_expert_R, by_sender_R)
+    num_rows = sum(receive_splits)
+    expert_of_row = torch.arange(num_local, device=counts_E.device).repeat(num_ranks)
+    expert_of_row = expert_of_row.repeat_interleave(received_re, output_size=num_rows)
+    by_expert_R, by_sender_R, counts_e = sort_by_expert(expert_of_row, num_local)
+    exchange = Exchange(group, send_splits, receive_splits, by_expert_R, by_sender_R)
     return Dispatch(slot_of_row_S, row_of_slot_TK, RowGroups(counts_e, num_rows), exchange)
+
+
+def _sums(counts: Sequence[int], shares: Sequence[int]) -> list[int]:
+    """Sums of neighbouring counts. Example: _sums([1, 2, 3], [1, 2]) == [1, 5]."""
+    return [sum(counts[stop - size : stop]) for stop, size in zip(accumulate(shares), shares)]
 
 
 def _all_to_all(rows: Tensor, send_splits: list[int], receive_splits: list[int], group: dist.ProcessGroup) -> Tensor:

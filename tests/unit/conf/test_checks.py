@@ -15,8 +15,8 @@ CASES = [
         "batch not divisible.*15 samples.*multiple of 2",
     ),
     (
-        ["trainer.num_ranks=3", "trainer.ep_size=3", "algorithm.groups_per_step=3"],
-        "trainer.ep_size=3 does not divide the model's 8 experts.*can be 1",
+        ["trainer.num_ranks=16", "trainer.ep_size=16", "algorithm.groups_per_step=16"],
+        "trainer.ep_size=16 is more than the model's 8 experts.*can be 1, 2, 4, 8",
     ),
     (["model=tiny_qwen3"], "trainer.ep_size=2 needs a mixture of experts.*qwen3.*trainer.ep_size=1"),
     (["trainer.num_ranks=3"], "trainer.ep_size must divide trainer.num_ranks.*2.*3"),

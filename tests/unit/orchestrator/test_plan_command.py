@@ -172,9 +172,22 @@ def test_int4_engines_take_adapters_only() -> None:
     thinking, merged = (
         load_run_config([f"experiment={name}"]) for name in ("kimi_k2_thinking_lora", "kimi_k2_fp8_merged")
     )
-    with pytest.raises(ConfigError, match="INT4 engines accept adapter mode only"):
-        check_engine_takes_merged_weights(thinking.model.hf_config)
-    check_engine_takes_merged_weights(merged.model.hf_config)  # block-FP8 takes them
+    check_engine_takes_merged_weights(thinking, thinking.model.hf_config)
+    check_engine_takes_merged_weights(merged, merged.model.hf_config)  # block-FP8 takes them
+    with pytest.raises(ConfigError, match="INT4 engines accept adapter mode only"):  # `train` and `plan` alike
+        load_run_config(["experiment=kimi_k2_thinking_lora", "weight_sync.mode=merged"])
+
+
+def test_an_adapter_plan_of_kimi_k2_sends_every_factor_once_and_a_shared_one_once_a_gpu() -> None:
+    words = ["model.hf_config.num_hidden_layers=3", "cluster.trainer_gpus=256", "cluster.rollout_gpus=128"]
+    report = plan_run(load_run_config(["experiment=kimi_k2_thinking_lora", *words]), Hardware())
+    # 24 experts a rank of EP16, 2 layers, r=32: A of gate, A of down, three B
+    received = (7168 + 2048 + 2 * 2048 + 7168) * 32 * 24 * 2 * 2
+    assert set(report.summary.received_bytes.values()) == {received}
+    slot, shared = report.modes.slot_bytes, 7168 * 32 * 24 * 2 * 2
+    assert slot == report.rollout.weights == received + shared
+    assert report.modes.merged_s is None
+    assert report.summary.send_balance == 1.0  # 384 experts over 256 ranks, 1 and 2 in turns
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from trainer.loading import CheckpointReader, RandomReader
 from trainer.model.spec import ModelSpec
 from weight_sync.layout import Region
 
-UNEVEN = {**MIXED, "num_experts": 6, "vocab_size": 97, "tie_word_embeddings": True}
+UNEVEN = {**MIXED, "num_experts": 7, "vocab_size": 97, "tie_word_embeddings": True}
 """Rows and local experts that no rank count divides; one table for embedding and head."""
 
 WORLD_2 = [
@@ -41,6 +41,7 @@ WORLD_2 = [
     Scenario("deepseek_ep2", 2, ((0, 1), (2, 3)), hf_config=DEEPSEEK),
     Scenario("deepseek_full_ep1", 1, ((0, 1, 2, 3), ()), mode=TrainMode.full, hf_config=DEEPSEEK),
     Scenario("deepseek_ep1_bfloat16", 1, ((0, 1, 2, 3), ()), hf_config=DEEPSEEK, dtype=torch.bfloat16),
+    Scenario("lora_uneven_ep2", 2, ((0, 1), (2, 3)), hf_config=UNEVEN),
     Scenario("gpt_oss_ep2", 2, ((0, 1), (2, 3)), hf_config=GPT_OSS),
     Scenario("gpt_oss_full_ep1", 1, ((0, 1, 2, 3), ()), mode=TrainMode.full, hf_config=GPT_OSS),
     Scenario("int4_ep2", 2, ((0, 1), (2, 3)), hf_config=KIMI_INT4),

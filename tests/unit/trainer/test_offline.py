@@ -18,6 +18,7 @@ from trainer.merge import BLOCK_ROWS
 from trainer.model.decoder import build_decoder
 from trainer.model.spec import ModelSpec
 from trainer.moe.experts import Experts
+from trainer.moe.placement import expert_shares
 from trainer.offline import (
     adapter_elements,
     expert_of,
@@ -32,7 +33,17 @@ from weight_sync.layout import SourceLayout
 
 ODD = {**MIXED, "vocab_size": 97, "num_experts": 6, "tie_word_embeddings": True}
 """Rows and experts that do not divide evenly."""
-MODELS = {"dense": DENSE, "moe": MOE, "mixed": MIXED, "odd": ODD, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS}
+SEVEN = {**MOE, "num_experts": 7}
+"""Experts that two ep_ranks cannot share evenly."""
+MODELS = {
+    "dense": DENSE,
+    "moe": MOE,
+    "mixed": MIXED,
+    "odd": ODD,
+    "seven": SEVEN,
+    "deepseek": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
+}
 
 
 def sorted_shards(layout: SourceLayout) -> SourceLayout:
@@ -67,6 +78,7 @@ CASES = [
     ("mixed", trainer_config(num_ranks=2)),
     ("odd", trainer_config(TrainMode.full, num_ranks=2, ep_size=2)),
     ("odd", trainer_config(num_ranks=2)),
+    ("seven", trainer_config(num_ranks=2, ep_size=2)),
     ("deepseek", trainer_config(num_ranks=2, ep_size=2)),
     ("gpt_oss", trainer_config(num_ranks=2, ep_size=2)),
     ("gpt_oss", trainer_config(TrainMode.full, num_ranks=2)),
@@ -146,11 +158,26 @@ def test_every_element_has_one_holder_in_any_layout():
     spec = ModelSpec.from_hf_config(ODD)
     for num_ranks, ep_size in ((1, 1), (4, 2), (6, 3), (8, 1), (5, 1), (12, 6)):
         layouts = source_layouts(spec, "bfloat16", TrainerConfig(num_ranks=num_ranks, ep_size=ep_size))
-        total = sum(shard.region.num_elements for layout in layouts for shard in layout.shards)
-        assert total == sum(torch.Size(meta.shape).numel() for meta in layouts[0].tensors)
-        assert len({(shard.tensor, shard.region.start) for layout in layouts for shard in layout.shards}) == sum(
-            len(layout.shards) for layout in layouts
-        )
+        vectors = {meta.name for meta in layouts[0].tensors if len(meta.shape) == 1}
+        shards = [shard for layout in layouts for shard in layout.shards if shard.tensor not in vectors]
+        total = sum(shard.region.num_elements for shard in shards)
+        assert total == sum(torch.Size(meta.shape).numel() for meta in layouts[0].tensors if meta.name not in vectors)
+        assert len({(shard.tensor, shard.region.start) for shard in shards}) == len(shards)
+        for layout in layouts:  # frozen vectors are whole on every rank
+            held = {shard.tensor: shard.region.shape for shard in layout.shards if shard.tensor in vectors}
+            assert held == {meta.name: meta.shape for meta in layout.tensors if meta.name in vectors}
+
+
+@pytest.mark.parametrize(("num_experts", "ep_size"), [(384, 256), (4, 3), (7, 2), (8, 8), (6, 1)])
+def test_shares_of_experts_tile_and_even_out_over_layers(num_experts, ep_size):
+    period = ep_size // math.gcd(num_experts, ep_size)
+    held = [0] * ep_size
+    for layer in range(period):
+        shares = expert_shares(num_experts, ep_size, layer)
+        assert [expert for share in shares for expert in share] == list(range(num_experts))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        held = [before + len(share) for before, share in zip(held, shares)]
+    assert set(held) == {period * num_experts // ep_size}
 
 
 def test_constants_and_names():

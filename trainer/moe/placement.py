@@ -1,0 +1,18 @@
+"""Which experts of a layer each ep_rank holds. Arithmetic alone: real ranks and plans for ranks that need not exist.
+
+    384 experts over 256 ep_ranks     layer 0, 2, ...: 1 2 1 2 ...     layer 1, 3, ...: 2 1 2 1 ...
+
+Where experts do not divide, shares differ by one, and who has the larger one moves from layer to layer: over
+ep_size / gcd(num_experts, ep_size) layers every ep_rank holds the same number.
+
+Invariant: shares are ranges in order of ep_rank; they tile the experts. Callers: parallel.py, offline.py.
+"""
+
+from __future__ import annotations
+
+
+def expert_shares(num_experts: int, ep_size: int, layer: int) -> list[range]:
+    """The experts of every ep_rank. Example: expert_shares(3, 2, layer=0) == [range(0, 1), range(1, 3)]."""
+    turn = layer * (num_experts % ep_size) % ep_size
+    edges = [(ep_rank * num_experts + turn) // ep_size for ep_rank in range(ep_size + 1)]
+    return [range(first, stop) for first, stop in zip(edges, edges[1:])]
