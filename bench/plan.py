@@ -5,7 +5,7 @@
     taskset -c 0 python bench/plan.py --adapter      r=32 adapters of all experts into EP16 slots, nothing else
     python bench/plan.py --layers 2 --experts-per-layer 32 --sources 16 --replicas 2         a small one
 
-Both layouts are written down here by hand from the architecture (config.json of Kimi-K2) and vLLM's parallel layers,
+The trainer's layout is trainer/offline.py's. The engine's is written down here by hand from the architecture (config.json of Kimi-K2) and vLLM's parallel layers,
 so that planner and simulator can be judged without an engine: MLA with heads split and low-rank projections
 replicated, shared expert and dense layer split, block-FP8 128x128 weights with float32 scales. The engine's own
 recorded layouts are what `slipstream plan` uses. Prints seconds, memory, balance and the simulated publish, writes
@@ -21,6 +21,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -31,6 +32,13 @@ sys.path[0] = str(ROOT)  # instead of this folder, where this file hides nothing
 
 import numpy as np  # noqa: E402
 
+from conf.load import load_run_config  # noqa: E402
+from conf.schema import LoraConfig, TrainerConfig  # noqa: E402
+from rollout.offline_slots import offline_slots  # noqa: E402
+from trainer.adapter_names import adapter_tensors  # noqa: E402
+from trainer.model.spec import ModelSpec  # noqa: E402
+from trainer.offline import adapter_source_layouts, source_layouts  # noqa: E402
+from trainer.quantization import BlockFp8  # noqa: E402
 from weight_sync.layout import (  # noqa: E402
     DTYPE_BYTES,
     DestLayout,
@@ -38,7 +46,6 @@ from weight_sync.layout import (  # noqa: E402
     Param,
     Region,
     SourceLayout,
-    SourceShard,
     TensorMeta,
 )
 from weight_sync.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
@@ -200,75 +207,37 @@ def put_experts(engine: Engine, metas: dict[str, TensorMeta], prefix: str, exper
                     engine.loads.append(Load(meta.name, region, (0, 1), f"{prefix}.{param}{suffix}", offset, stride))
 
 
-def adapter_slot(metas: dict[str, TensorMeta], layers: int, experts: int, rank: int, ep_size: int) -> DestLayout:
-    """One slot of vLLM's expert LoRA buffers under expert parallelism; gate and up have an A each."""
-    parts = (
-        ("w13_lora_a_stacked.0", "gate_up.lora_A"),
-        ("w13_lora_a_stacked.1", "gate_up.lora_A"),
-        ("w13_lora_b_stacked.0", "gate_proj.lora_B"),
-        ("w13_lora_b_stacked.1", "up_proj.lora_B"),
-        ("w2_lora_a_stacked", "down_proj.lora_A"),
-        ("w2_lora_b_stacked", "down_proj.lora_B"),
-    )
-    local = range(rank * experts // ep_size, (rank + 1) * experts // ep_size)
-    params: list[Param] = []
-    loads: list[Load] = []
-    for layer in range(1, layers):
-        prefix = f"model.layers.{layer}.mlp.experts"
-        for param, name in parts:
-            shape = metas[f"{prefix}.0.{name}"].shape
-            params.append(Param(f"{prefix}.{param}", (len(local), *shape), BF16))
-            for at, expert in enumerate(local):
-                whole = Region((0, 0), shape)
-                name_of = f"{prefix}.{expert}.{name}"
-                loads.append(Load(name_of, whole, (0, 1), params[-1].name, at * prod(shape), (shape[1], 1)))
-    return DestLayout(rank, tuple(params), tuple(loads))
-
-
-def trainer_ranks(
-    tensors: list[TensorMeta], num_ranks: int, experts: int, ep_size: int, replicate_below: int = 0
-) -> list[SourceLayout]:
-    """Dense tensors by rows over all ranks; an expert's rows over the ranks of its EP rank, where they divide."""
-    frozen = tuple(tensors)
-    held: list[list[SourceShard]] = [[] for _ in range(num_ranks)]
-    sharers = num_ranks // ep_size
-    for meta in tensors:
-        rest, rows = meta.shape[1:], meta.shape[0]
-        if ".experts." not in meta.name:
-            owners = range(num_ranks)
-            if prod(meta.shape) * DTYPE_BYTES[meta.dtype] < replicate_below:
-                whole = SourceShard(meta.name, Region((0,) * len(meta.shape), meta.shape))
-                for shards in held:
-                    shards.append(whole)
-                continue
-        else:
-            expert = int(meta.name.split(".experts.")[1].split(".")[0])
-            owners = range(expert * ep_size // experts, num_ranks, ep_size)
-            assert len(owners) == sharers
-        step = -(-rows // len(owners))
-        for index, rank in enumerate(owners):
-            first, last = min(index * step, rows), min((index + 1) * step, rows)
-            if first < last:
-                held[rank].append(SourceShard(meta.name, Region((first, *(0,) * len(rest)), (last - first, *rest))))
-    return [SourceLayout(rank, frozen, tuple(shards)) for rank, shards in enumerate(held)]
-
-
 def record(args: argparse.Namespace, cache: Path) -> None:
     """Write the engine's layouts where a cache would hold them."""
-    metas = {meta.name: meta for meta in checkpoint(args)}
     if args.adapter:
-        ranks = [adapter_slot(metas, args.layers, args.experts_per_layer, r, args.tp) for r in range(args.tp)]
+        factors = adapter_tensors(model_of(args)[0].checkpoint_tensors(BF16), lora_of(args))
+        ranks = offline_slots(factors, tp_size=args.tp, enable_expert_parallel=True, num_kv_heads=HEADS)
     else:
+        metas = {meta.name: meta for meta in kimi_k2(args.layers, args.experts_per_layer)}
         shape = (metas, args.layers, args.experts_per_layer)
         ranks = [engine_rank(*shape, r, args.tp, args.experts == "ep") for r in range(args.tp)]
     cache.write_bytes(layouts_to_bytes(ranks))
 
 
-def checkpoint(args: argparse.Namespace) -> list[TensorMeta]:
-    """What the trainer's ranks hold together."""
+def model_of(args: argparse.Namespace) -> tuple[ModelSpec, BlockFp8 | None]:
+    """Kimi-K2 as the presets have it, at the size that is asked for."""
+    config = dict(load_run_config(["experiment=kimi_k2_fp8_merged"]).model.hf_config)
+    config |= {"num_hidden_layers": args.layers, "n_routed_experts": args.experts_per_layer}
+    return ModelSpec.from_hf_config(config), BlockFp8.from_hf_config(config)
+
+
+def lora_of(args: argparse.Namespace) -> LoraConfig:
+    """Adapters of all experts, and nothing else, where adapters are what is sent."""
+    return LoraConfig(rank=args.rank, attention=not args.adapter, mlp=not args.adapter)
+
+
+def sources_of(args: argparse.Namespace) -> Sequence[SourceLayout]:
+    """What the trainer's ranks report."""
+    spec, quantization = model_of(args)
+    trainer = TrainerConfig(num_ranks=args.sources, ep_size=args.ep_size, lora=lora_of(args))
     if args.adapter:
-        return kimi_k2_adapters(args.layers, args.experts_per_layer, args.rank)
-    return kimi_k2(args.layers, args.experts_per_layer)
+        return adapter_source_layouts(spec, BF16, trainer)
+    return source_layouts(spec, BF16, trainer, quantization)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -277,13 +246,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         recorder = multiprocessing.get_context("spawn").Process(target=record, args=(args, Path(cache.name)))
         recorder.start()
         recorder.join()
-        sources = trainer_ranks(
-            checkpoint(args), args.sources, args.experts_per_layer, args.ep_size, args.replicate_below
-        )
-        return figures(args, sources, Path(cache.name))
+        return figures(args, sources_of(args), Path(cache.name))
 
 
-def figures(args: argparse.Namespace, sources: list[SourceLayout], cache: Path) -> dict[str, Any]:
+def figures(args: argparse.Namespace, sources: Sequence[SourceLayout], cache: Path) -> dict[str, Any]:
     """What is measured: from a cached layout to a proven plan, and its simulation."""
     began = time.perf_counter()
     layouts = layouts_from_bytes(cache.read_bytes())
@@ -313,11 +279,17 @@ def figures(args: argparse.Namespace, sources: list[SourceLayout], cache: Path) 
     }
     for rate in (50e9, 44e9):
         began = time.perf_counter()
-        simulation = simulate(plan, placement, LinkRates(nic_bytes_s=rate), staging)
+        simulation = simulate(plan, placement, rates_of(args, rate), staging)
         found[f"simulated_{rate / 1e9:g}"] = {
             key: value for key, value in asdict_shallow(simulation).items() if isinstance(value, float)
         } | {"seconds_to_simulate": time.perf_counter() - began, "peak_bytes": simulation.peak_bytes}
     return found
+
+
+def rates_of(args: argparse.Namespace, nic_bytes_s: float) -> LinkRates:
+    """Engines are paused for whole weights only."""
+    rates = LinkRates(nic_bytes_s=nic_bytes_s)
+    return rates.without_pause() if args.adapter else rates
 
 
 def asdict_shallow(value: Any) -> dict[str, Any]:
@@ -356,10 +328,9 @@ def main() -> None:
     parser.add_argument("--adapter", action="store_true")
     for name, value in (("layers", 61), ("experts-per-layer", 384), ("sources", 256), ("replicas", 8), ("tp", 16)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--ep-size", type=int, default=128, help="of the trainer")
+    parser.add_argument("--ep-size", type=int, default=256, help="of the trainer")
     parser.add_argument("--rank", type=int, default=32, help="of the adapters")
     parser.add_argument("--watermark", type=int, default=1 << 30)
-    parser.add_argument("--replicate-below", type=int, default=0, help="bytes; smaller dense tensors are on every rank")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found = measure(args)

@@ -140,7 +140,11 @@ class _Rank:
         torch.manual_seed(spec.rank)
         with torch.no_grad():
             for parameter in self.decoder.parameters():
-                local_part(parameter)[0].normal_(0.0, 0.02)
+                local = local_part(parameter)[0]
+                if parameter.dim() == 1:  # every rank has it whole, and the same
+                    local.fill_(1.0)
+                else:
+                    local.normal_(0.0, 0.02)
         self.adapters = [local_part(p)[0] for name, p in self.decoder.named_parameters() if "lora_" in name]
         self.source = TrainerWeightSource(self.decoder, rank=spec.rank)
         self.version = 0

@@ -14,6 +14,7 @@ from tiny_models import DEEPSEEK, DENSE, GPT_OSS, GPT_OSS_MXFP4, KIMI_INT4, MIXE
 from torch.distributed.tensor import DTensor
 
 from conf.schema import Device, LoraConfig, TrainerConfig, TrainMode
+from trainer.adapter_source import AdapterSource
 from trainer.merge import BLOCK_ROWS
 from trainer.model.decoder import build_decoder
 from trainer.model.spec import ModelSpec
@@ -21,6 +22,7 @@ from trainer.moe.experts import Experts
 from trainer.moe.placement import expert_shares
 from trainer.offline import (
     adapter_elements,
+    adapter_source_layouts,
     expert_of,
     source_layouts,
     temporary_bytes,
@@ -57,11 +59,13 @@ def held_bytes(decoder: torch.nn.Module, *, trained: bool) -> int:
     return sum(p.numel() * p.element_size() for p in local)
 
 
-def report(rank: int, layout: ParallelLayout, model: str, trainer: TrainerConfig) -> tuple[SourceLayout, int, int, int]:
+def report(rank: int, layout: ParallelLayout, model: str, trainer: TrainerConfig) -> tuple:
     decoder = make_decoder(MODELS[model], trainer, dtype=torch.bfloat16, layout=layout, nonzero_b=False)
     source = TrainerWeightSource(decoder, rank)
     sizes = (held_bytes(decoder, trained=False), held_bytes(decoder, trained=True))
-    return source.layout(), source.temporary_bytes, *sizes
+    has_names = trainer.mode is TrainMode.lora and model not in ("deepseek", "gpt_oss")
+    adapter = AdapterSource(decoder, rank, trainer.lora).layout() if has_names else None
+    return source.layout(), source.temporary_bytes, *sizes, adapter
 
 
 def work(rank: int, world_size: int, rendezvous: str, folder: Path, model: str, trainer: TrainerConfig) -> tuple:
@@ -95,7 +99,9 @@ def test_two_ranks_hold_what_was_foretold(two_ranks, case):
     model, trainer = CASES[case]
     spec = ModelSpec.from_hf_config(MODELS[model])
     foretold = source_layouts(spec, "bfloat16", trainer)
-    for rank, (layout, held, frozen, trained) in enumerate(two_ranks[case]):
+    for rank, (layout, held, frozen, trained, adapter) in enumerate(two_ranks[case]):
+        if adapter is not None:
+            assert sorted_shards(adapter) == sorted_shards(adapter_source_layouts(spec, "bfloat16", trainer)[rank])
         assert sorted_shards(layout) == sorted_shards(foretold[rank])
         assert held == temporary_bytes(spec, trainer, Device.cpu)
         memory = trainer_memory(spec, "bfloat16", trainer)
@@ -110,7 +116,7 @@ def test_two_ranks_hold_what_was_foretold(two_ranks, case):
 def test_one_rank_holds_what_was_foretold(model, mode):
     trainer = trainer_config(mode)
     spec = ModelSpec.from_hf_config(MODELS[model])
-    layout, held, frozen, trained = report(0, ParallelLayout.single("cpu"), model, trainer)
+    layout, held, frozen, trained, _ = report(0, ParallelLayout.single("cpu"), model, trainer)
     (foretold,) = source_layouts(spec, "bfloat16", trainer)
     assert sorted_shards(layout) == sorted_shards(foretold)
     assert held == temporary_bytes(spec, trainer, Device.cpu)
