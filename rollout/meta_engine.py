@@ -6,7 +6,8 @@ Owns: standing in for the processes of a tensor-parallel engine: a process group
 without memory. Does not own the recording (weight_sync.recorder) nor the cache (offline_layout.py).
 
 Invariant: the layout of a rank equals the one that `weight_receiver` reports inside a live engine of the same options.
-What decides it is the same code: engine_arguments, vLLM's model class and its `load_weights`, record_layout (of layers that are alike, two are
+What decides it is the same code: engine_arguments, vLLM's model class and its `load_weights`, record_layout
+(of layers that are alike, two are
 recorded: repeated_layers.py).
 """
 

@@ -3,7 +3,7 @@
 vLLM's stacked LoRA tensors follow from the factors and the parallel sizes alone, so they are computed (vLLM 0.25.1,
 `lora/layers`), for the modules that trainer/adapter_names.py adapts:
 
-    q, k, v; gate, up    an A each, whole; B's rows as the layer's outputs are split, k and v repeated beyond their heads
+    q, k, v; gate, up    an A each, whole; B's rows as the layer's outputs are split, k and v repeated
     o, down              A's columns as the layer's inputs are split; B whole
     experts, split       whole factors of this rank's experts, stacked
     experts, not split   all experts; B of gate and up by rows, A of down by columns

@@ -10,9 +10,11 @@ Invariant: shares are ranges in order of ep_rank; they tile the experts. Callers
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 
 def expert_shares(num_experts: int, ep_size: int, layer: int) -> list[range]:
     """The experts of every ep_rank. Example: expert_shares(3, 2, layer=0) == [range(0, 1), range(1, 3)]."""
     turn = layer * (num_experts % ep_size) % ep_size
     edges = [(ep_rank * num_experts + turn) // ep_size for ep_rank in range(ep_size + 1)]
-    return [range(first, stop) for first, stop in zip(edges, edges[1:])]
+    return [range(first, stop) for first, stop in pairwise(edges)]

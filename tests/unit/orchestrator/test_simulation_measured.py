@@ -50,7 +50,9 @@ def measured() -> list[Any]:
         report = json.loads(file.read_text())
         # Files of two forms: rows of the one engine at the top, or a list of engines that say how they are cut.
         num_ranks = int(report.get("plan", "1x1").partition("x")[0])
-        engines = [{"engine": report["engine"], "rows": report["results"]}] if "results" in report else report["engines"]
+        engines = (
+            [{"engine": report["engine"], "rows": report["results"]}] if "results" in report else report["engines"]
+        )
         for engine in engines:
             title = engine["engine"] if " " in engine["engine"] else f"{engine['engine']} TP=1"
             kind, tp = title.split()[:2]
@@ -98,9 +100,7 @@ def part_of(meta: TensorMeta, rank: int, case: Case, spec: ModelSpec) -> Region 
 def test_the_simulator_is_within_15_percent_of_what_was_measured(case: Case, row: dict[str, Any]) -> None:
     report, device = case.report, Device.cuda
     spec = ModelSpec.from_hf_config(report["model"])
-    trainer = TrainerConfig(
-        num_ranks=case.num_ranks, ep_size=case.num_ranks, lora=LoraConfig(rank=report["lora_rank"])
-    )
+    trainer = TrainerConfig(num_ranks=case.num_ranks, ep_size=case.num_ranks, lora=LoraConfig(rank=report["lora_rank"]))
     watermark, verify_hashes = row["watermark_bytes"], row.get("verify_hashes", True)
     held = reserved_bytes("cuda", watermark, temporary_bytes(spec, trainer, device), verify_hashes=verify_hashes)
     staging = Staging(watermark_bytes=watermark, reserved_bytes=held)
