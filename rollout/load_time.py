@@ -70,5 +70,5 @@ def _as_loaded(name: str, param: nn.Parameter, loaded: Tensor, module: nn.Module
             )
     made = param.detach()
     made.__class__ = loaded.__class__
-    made.__dict__ = loaded.__dict__.copy()
+    made.__dict__ = loaded.__dict__.copy()  # pyright: ignore[reportAttributeAccessIssue]
     return restore_layer_refs(made, module)
