@@ -49,13 +49,13 @@ class LinkRates:
     """One batched write to one session, beside its bytes."""
     op_s: float = 1e-6
     """One entry of a batched write, beside its bytes."""
-    load_launch_s: float = 0.3e-3
+    load_launch_s: float = 0.25e-3
     """Host time to launch what fills and hashes one slot."""
     hand_over_s: float = 65e-6
     """From the end of a load's writes to the start of the next one's: two threads that meet."""
     source_begin_s: float = 12e-3
     """What a rank does once a publish beside packing and writing: gather adapters, start threads, add up hashes."""
-    begin_s: float = 35e-3
+    begin_s: float = 50e-3
     """Pausing the engines: 256 requests in decode."""
     commit_s: float = 7e-3
     """Adopting the version and resuming."""
