@@ -264,6 +264,8 @@ def check_fp8_engine_has_gpus(config: RunConfig, hf_config: Mapping[str, Any]) -
     """vLLM's CPU kernels for FP8 repack weights, where they exist at all."""
     if config.cluster.device is not Device.cpu:
         return
+    if packing_of(hf_config) is not None:
+        return  # refused elsewhere, whatever the device
     if config.model.engine_format is EngineFormat.block_fp8 or hf_config.get("quantization_config"):
         asked = "model.engine_format=block_fp8" if not hf_config.get("quantization_config") else "quantization_config"
         raise ConfigError(
