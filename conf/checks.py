@@ -252,9 +252,9 @@ def check_engine_takes_merged_weights(config: RunConfig, hf_config: Mapping[str,
 def check_packed_base_reaches_engines(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     """Engines start without weights and get them by publish, the frozen base of adapter mode too."""
     packing = packing_of(hf_config)
-    if packing is not None:
+    if packing is not None and config.weight_sync.mode is SyncMode.adapter:
         raise ConfigError(
-            f"weight_sync.mode={config.weight_sync.mode} sends the frozen base to engines once, and {packing} weights "
+            f"weight_sync.mode=adapter sends the frozen base to engines once, and {packing} weights "
             "cannot be sent (model.hf_config.quantization_config); train on them with algorithm=sft, or give a float "
             "checkpoint"
         )
@@ -264,8 +264,6 @@ def check_fp8_engine_has_gpus(config: RunConfig, hf_config: Mapping[str, Any]) -
     """vLLM's CPU kernels for FP8 repack weights, where they exist at all."""
     if config.cluster.device is not Device.cpu:
         return
-    if packing_of(hf_config) is not None:
-        return  # refused elsewhere, whatever the device
     if config.model.engine_format is EngineFormat.block_fp8 or hf_config.get("quantization_config"):
         asked = "model.engine_format=block_fp8" if not hf_config.get("quantization_config") else "quantization_config"
         raise ConfigError(

@@ -111,9 +111,9 @@ def check_model(config: RunConfig) -> Fact:
         )
     hf_config = resolve_hf_config(model)
     spec = ModelSpec.from_hf_config(hf_config)
-    check_architecture(config, hf_config)
     if config.algorithm.objective is Objective.policy:
         check_packed_base_reaches_engines(config, hf_config)
+    check_architecture(config, hf_config)
     engine_checkpoint(hf_config, model.dtype)
     tensors = spec.checkpoint_tensors(model.dtype.value)
     origin = "random weights"
