@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where a file hides the package weight_sync
 
 from bench.runs import environment  # noqa: E402
+from bench.shapes import model_config  # noqa: E402
 from bench.trainer_side import KEY, draw_adapters, measure_wire, wait  # noqa: E402
-from bench.weight_sync import model_config  # noqa: E402
 
 STAGES = ("begin_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s")
 PHASES = ("quiet", "publishing", "quiet again", "no adapter")

@@ -31,7 +31,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from bench.runs import environment  # noqa: E402
-from bench.trainer import Ours, add_shape_options, model_config  # noqa: E402
+from bench.shapes import model_config  # noqa: E402
+from bench.trainer import Ours, add_shape_options  # noqa: E402
 from trainer.model.attend import AttentionBackend  # noqa: E402
 from trainer.moe.experts import Experts  # noqa: E402
 from trainer.moe.grouped import GroupedBackend  # noqa: E402

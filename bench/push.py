@@ -40,7 +40,7 @@ sys.path[0] = str(ROOT)  # instead of this folder
 
 from bench.engine_side import KEY, EngineSpec, run_engine  # noqa: E402
 from bench.runs import environment  # noqa: E402
-from bench.weight_sync import model_config  # noqa: E402
+from bench.shapes import model_config  # noqa: E402
 
 MIB = 1 << 20
 

@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where this file hides the package trainer
 
 from bench.runs import environment  # noqa: E402
+from bench.shapes import model_config  # noqa: E402
 
 ROWS = ("ours-float32", "ours-bfloat16", "ours-int8", "ours-host", "peft-float32", "peft-bfloat16")
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0}
@@ -51,32 +52,6 @@ KINDS = {
     "copies": ("Memcpy", "Memset"),
 }
 """Kinds of kernels by what their names contain; the rest are elementwise."""
-
-
-def model_config(args: argparse.Namespace) -> dict[str, Any]:
-    """config.json; the defaults are Qwen3-30B-A3B's."""
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "vocab_size": args.vocab,
-        "hidden_size": args.hidden,
-        "num_hidden_layers": args.layers,
-        "num_attention_heads": args.heads,
-        "num_key_value_heads": max(1, args.heads // 8),
-        "head_dim": args.head_dim,
-        "intermediate_size": 3 * args.hidden,
-        "moe_intermediate_size": args.width,
-        "num_experts": args.experts,
-        "num_experts_per_tok": min(8, args.experts),
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-    }
 
 
 # ---- what a step multiplies ----

@@ -66,7 +66,7 @@ _NAMES_PEFT_REWRITES = ("gate_proj", "up_proj", "down_proj")
 
 
 def save_adapter(decoder: Decoder, folder: Path | str) -> None:
-    """Collective: write adapter_config.json and adapter_model.safetensors (float32).
+    """Collective: write adapter_config.json and adapter_model.safetensors (in trainer.lora.dtype).
 
     Rank 0 writes; every rank returns once the files are on disk.
 

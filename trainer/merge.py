@@ -54,8 +54,8 @@ def merge_rows(
 
     Args:
         base_RN: rows of frozen weights, any float dtype.
-        b_RK: float32, the rows of B that belong to them.
-        a_EKN: float32, whole factors A: a[0] belongs to rows 0 .. rows_a_factor - 1, a[1] to the next ones.
+        b_RK: the rows of B that belong to them; float32 or bfloat16 (trainer.lora.dtype).
+        a_EKN: whole factors A, in the format of B: a[0] belongs to rows 0 .. rows_a_factor - 1, a[1] to the next ones.
         scale: alpha / rank.
         out_RN: any strides and float dtype, on the same device.
         first_row: which row base's first one is, counted from the first row under a[0].
@@ -84,6 +84,7 @@ def _merge_with_torch(
     """merge_rows under one A, in products of one shape."""
     num_rows, num_columns = base.shape
     columns = slice(first_column, first_column + num_columns)
+    a = a.to(torch.float32)
     a = a.contiguous() if a.data_ptr() % ALIGNMENT_BYTES == 0 else a.clone(memory_format=torch.contiguous_format)
     block = torch.empty(BLOCK_ROWS, b.shape[1], dtype=torch.float32, device=b.device)
     product = torch.empty(BLOCK_ROWS, a.shape[1], dtype=torch.float32, device=b.device)
@@ -93,7 +94,7 @@ def _merge_with_torch(
         count = min(BLOCK_ROWS - place, num_rows - done)
         rows, places = slice(done, done + count), slice(place, place + count)
         block.zero_()
-        torch.mul(b[rows], scale, out=block[places])
+        block[places].copy_(b[rows]).mul_(scale)  # in float32, whatever format B has
         torch.mm(block, a, out=product)
         out[rows].copy_(product[places, columns].add_(base[rows]))
         done += count

@@ -61,7 +61,7 @@ def _merge(
             mask=is_rank[:, None] & is_column[None, :],
             other=0.0,
         )
-        acc = tl.dot(b * scale, a, acc, input_precision=PRECISION)
+        acc = tl.dot(b.to(tl.float32) * scale, a.to(tl.float32), acc, input_precision=PRECISION)
     inside = is_row[:, None] & is_column[None, :]
     base = tl.load(base_ptr + at[:, None] * base_stride + columns[None, :], mask=inside, other=0.0)
     merged = acc + base.to(tl.float32)

@@ -48,7 +48,7 @@ class LoraDelta:
         return self.b_parameter.shape[-1]
 
     def a(self, gathered_a: dict[str, Tensor]) -> Tensor:
-        """(E, r, in) float32: this rank's own, else the gathered one as a stack of one."""
+        """(E, r, in): this rank's own, else the gathered one as a stack of one."""
         if isinstance(self.a_parameter, DTensor) and self.a_parameter.dim() == 2:
             return gathered_a[self.key][None]
         local = local_part(self.a_parameter)[0]

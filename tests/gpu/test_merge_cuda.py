@@ -65,3 +65,13 @@ def test_many_rows_land_far_apart() -> None:
     merge_rows(base[-rows:], b[-rows:], a[-1:], 0.5, last, first_row=0, rows_a_factor=rows)
     assert torch.equal(out[-rows:], last)
     assert not torch.equal(last, base[-rows:])
+
+
+def test_bfloat16_factors_are_multiplied_in_float32() -> None:
+    rows, columns = 300, 256
+    base = torch.randn(2 * rows, columns, device="cuda")
+    b, a = (torch.randn(shape, device="cuda").bfloat16() for shape in ((2 * rows, 8), (2, 8, columns)))
+    got, wanted = torch.empty_like(base), torch.empty_like(base)
+    merge_rows(base, b, a, 0.7, got, first_row=0, rows_a_factor=rows)
+    merge_rows(base, b.float(), a.float(), 0.7, wanted, first_row=0, rows_a_factor=rows)
+    assert torch.equal(got, wanted)

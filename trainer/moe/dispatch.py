@@ -3,7 +3,7 @@
     tokens [T] --source--> slots sorted by expert [S = T*K] --all-to-all--> rows of all ranks, by sender [R]
            --by expert, then sender--> rows [R] --experts--> ... and the same way back
 
-Owns the order of rows and the exchange; does not differentiate (trainer.moe.block does). Row counts are exact: there
+Owns the order of rows and the exchange; does not differentiate (trainer.moe.routed does). Row counts are exact: there
 is no padding and no capacity, and a rank with zero rows still joins every collective. An expert's rows are in the
 order of senders, then of tokens: the order that one rank would have. Without an expert-parallel group nothing is sent
 and nothing waits for the device.

@@ -7,7 +7,7 @@ Parameters (E local experts, H hidden, I expert width, r rank):
 
 Gate rows come first, as in transformers 5 and in vLLM's w13 (a checkpoint that interleaves them is unpicked at load).
 Gate and up of an expert share one A, as PEFT's adapters of fused expert parameters do. Packed experts (int4, mxfp4)
-have `packed` buffers in place of the two weights. The arithmetic is trainer.moe.block's.
+have `packed` buffers in place of the two weights. The arithmetic is trainer.moe.routed's.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from trainer.lora import Adapted, adapter_dtype
 from trainer.model.spec import ExpertFormat
 from trainer.moe.activation import SWIGLU, ExpertActivation
 from trainer.moe.bank import PackedBank, UnpackedSlots
-from trainer.moe.block import ExpertCall, routed_experts
 from trainer.moe.dispatch import Dispatch
 from trainer.moe.grouped import choose_grouped_backend
+from trainer.moe.routed import ExpertCall, routed_experts
 
 
 class Experts(Adapted):

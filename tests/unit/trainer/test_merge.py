@@ -64,3 +64,15 @@ def test_values_are_those_of_the_formula(dtype):
     exact = base.double() + delta
     bound = 2**-8 if dtype is torch.bfloat16 else 2**-20
     assert ((out.double() - exact).abs() <= bound * (1 + exact.abs())).all()
+
+
+def test_bfloat16_factors_are_multiplied_in_float32():
+    """trainer.lora.dtype=bfloat16: the same bits as factors of the same values in float32, above all no rounding of
+    scale * B to bfloat16.
+    """
+    base, b, a = make_factors(2, 300, 130, 8, torch.float32, True)
+    b, a = b.bfloat16(), a.bfloat16()
+    got, wanted = torch.empty_like(base), torch.empty_like(base)
+    merge_rows(base, b, a, 0.7, got, first_row=0, rows_a_factor=300)
+    merge_rows(base, b.float(), a.float(), 0.7, wanted, first_row=0, rows_a_factor=300)
+    assert torch.equal(got, wanted)

@@ -1,4 +1,4 @@
-"""Promise of trainer/moe/block.py: output and every gradient are those of transformers' experts under PEFT's adapters,
+"""Promise of trainer/moe/routed.py: output and every gradient are those of transformers' experts under PEFT's adapters,
 whatever is recomputed, packed, or spread over ranks.
 """
 
@@ -27,7 +27,7 @@ from trainer.adapter_io import pack_expert_a, pack_expert_b
 from trainer.kernels.dequant import GROUP
 from trainer.kernels.groups import RowGroups
 from trainer.model.spec import ExpertFormat
-from trainer.moe import block
+from trainer.moe import routed
 from trainer.moe.activation import CLAMPED_SWIGLU, SWIGLU
 from trainer.moe.bank import Towards, UnpackedSlots
 from trainer.moe.dispatch import plan_dispatch
@@ -119,14 +119,14 @@ def test_another_order_of_the_experts_in_b_is_noticed():
 
 def test_the_routers_gradient_needs_the_adapter_and_no_down_output(monkeypatch):
     """<h, dh'> without the adapter's part of dh' is another number: the identity is exercised."""
-    experts, activate_backward = make_experts(), block.activate_backward
+    experts, activate_backward = make_experts(), routed.activate_backward
 
     def without_adapter(gu, xa, adapter, bias, dh, db, *rest):
         return activate_backward(gu, xa, adapter, bias, dh, torch.zeros_like(db), *rest)
 
     wanted = run(experts)["weights"]
     experts.zero_grad()
-    monkeypatch.setattr(block, "activate_backward", without_adapter)
+    monkeypatch.setattr(routed, "activate_backward", without_adapter)
     assert relative_error(run(experts)["weights"], wanted) > 1e-2
 
 
@@ -181,7 +181,7 @@ def test_clamped_experts_with_biases_are_gpt_oss():
 
 
 def test_frozen_weights_get_no_gradient_product(monkeypatch):
-    monkeypatch.setattr(block, "grouped_gradient", None)
+    monkeypatch.setattr(routed, "grouped_gradient", None)
     run(make_experts())
 
 
@@ -311,7 +311,7 @@ def test_rows_that_are_not_whole_groups_are_refused():
 
 def test_a_poisoned_row_beyond_the_counts_would_be_noticed(monkeypatch):
     """Counts are exact, so no row is left unwritten; one row too few for the last expert leaves its garbage."""
-    experts, product = make_experts(), block.grouped_product
+    experts, product = make_experts(), routed.grouped_product
     assert run(experts)["out"].isfinite().all()
 
     def one_row_short(x, matrices, groups, backend, **more):
@@ -323,5 +323,5 @@ def test_a_poisoned_row_beyond_the_counts_would_be_noticed(monkeypatch):
         out[:-1] = product(x[:-1], matrices, RowGroups(counts, x.shape[0] - 1), backend, **more)
         return out
 
-    monkeypatch.setattr(block, "grouped_product", one_row_short)
+    monkeypatch.setattr(routed, "grouped_product", one_row_short)
     assert not run(experts)["out"].isfinite().all()

@@ -1,0 +1,215 @@
+"""The routed experts as one autograd.Function over rows sorted by expert.
+
+    forward     Xp, xa = gather x, project by A of gate|up        GU = Xp Wgu^T         (grouped product)
+                h,  ha = activation(GU + s xa Bgu^T), project     Y  = h Wd^T           (grouped product)
+                y      = Y + s ha Bd^T + bias                     out[t] = sum_k w[t,k] y[t,k]
+    saved       x (not Xp), the routing, xa and ha (r numbers a row)
+    backward    g,  db = gather grad_out, s g Bd                      dh' = g Wd            (unweighted)
+                GU again from x                                   dh' += db Ad;  dw = <h, dh'>;  dh = w dh'
+                dgu, dba, w h from the activation's backward      dXp = dgu Wgu + dba Agu
+                dBd = g^T s w ha   dAd = db^T (w h)   dBgu = dgu^T s xa   dAgu = dba^T Xp
+                dx[t] = sum_k dXp[t,k]
+
+Owns the order and what is kept. dw, the router's gradient, is <h, dh'> because <y, g> = <h, Wd^T g> + s <ha, Bd^T g>
+(+ <bias, g>): the down output is neither saved nor computed again. Weights are never merged with their adapters (no
+W + BA), and frozen ones get no gradient product. A dispatch over ranks costs two exchanges of rows forward and three
+backward (x, g, dXp). Since so little is kept, recomputing this function in a checkpointed layer would save nothing.
+
+Invariant: a token's output depends on its experts' weights alone, not on which rank holds them or on who else is in
+the batch (up to the grouped product's own choice by row count). Every sum has a fixed order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from conf.schema import CombineMode
+from trainer.kernels.combine import weighted_sum
+from trainer.kernels.gather import gather_project, gather_rows
+from trainer.kernels.groups import RowGroups
+from trainer.kernels.low_rank import low_rank_gradient
+from trainer.kernels.swiglu import InnerAdapter, activate, activate_backward
+from trainer.moe.activation import ExpertActivation
+from trainer.moe.bank import PackedBank, Towards
+from trainer.moe.dispatch import Dispatch
+from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
+
+COPIED_ROWS = 128
+"""Rows an expert, on average: from here on adapters are copied into the compute dtype before kernels read them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCall:
+    """What one call of `routed_experts` is about, beside tensors that may get gradients."""
+
+    plan: Dispatch
+    activation: ExpertActivation
+    scale: float
+    """alpha / rank of the adapters."""
+    backend: GroupedBackend
+    mode: CombineMode
+    packed: PackedBank | None
+    """Gives the base weights where they are not parameters."""
+
+    def weights(
+        self, gate_up: Tensor | None, down: Tensor | None, dtype: torch.dtype, towards: Towards
+    ) -> tuple[Tensor, Tensor]:
+        """gate_up (E, 2I, H) and down (E, H, I) in the compute dtype."""
+        if self.packed is not None:
+            return self.packed.weights(towards)
+        assert gate_up is not None and down is not None
+        return gate_up.to(dtype), down.to(dtype)
+
+
+def routed_experts(
+    x_TH: Tensor,
+    weights_TK: Tensor,
+    base: tuple[Tensor | None, ...],
+    adapters: tuple[Tensor | None, ...],
+    call: ExpertCall,
+) -> Tensor:
+    """Every token through its experts.
+
+    Args:
+        x_TH: tokens, in the compute dtype.
+        weights_TK: routing weights, compute dtype or float32.
+        base: gate_up (E, 2I, H), down (E, H, I), gate_up_bias (E, 2I), down_bias (E, H); weights None when packed,
+            biases None where there are none.
+        adapters: gate_up A (E, r, H) and B (E, 2I, r), down A (E, r, I) and B (E, H, r); all None without.
+        call: the rest.
+
+    Returns:
+        out_TH in x's dtype.
+    """
+    return _RoutedExperts.apply(x_TH, weights_TK, *base, *adapters, call)  # type: ignore[return-value]
+
+
+class _RoutedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        gate_up: Tensor | None,
+        down: Tensor | None,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        a_gate_up: Tensor | None,
+        b_gate_up: Tensor | None,
+        a_down: Tensor | None,
+        b_down: Tensor | None,
+        call: ExpertCall,
+    ) -> Tensor:
+        plan, groups = call.plan, call.plan.groups
+        stored = (a_gate_up, b_gate_up, a_down, b_down)
+        a_gate_up, b_gate_up, a_down, b_down = (_narrowed(x, x_TH.dtype, groups) for x in stored)
+        inner = _inner_adapter(a_down, b_gate_up, call.scale)
+        wgu, wd = call.weights(gate_up, down, x_TH.dtype, Towards.output)
+        rows, source = plan.send(x_TH, plan.token_of_row_S)
+        if a_gate_up is None:
+            rows, xa = gather_rows(rows, source), None
+        else:
+            rows, xa, _ = gather_project(rows, source, a_gate_up, groups)
+        gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend)
+        del rows
+        h, ha = activate(gu, xa, inner, gate_up_bias, groups, call.activation)
+        del gu
+        y = grouped_product(
+            h, wd.transpose(1, 2), groups, call.backend, low_SR=ha, p_ENR=b_down, scale=call.scale, bias_EN=down_bias
+        )
+        y = plan.send_back(y)
+        ctx.call = call
+        ctx.save_for_backward(x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, *stored, xa, ha)
+        return weighted_sum(y, weights_TK.contiguous(), plan.row_of_slot_TK, call.mode)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, *stored, xa, ha = ctx.saved_tensors
+        call: ExpertCall = ctx.call
+        plan, groups, dtype = call.plan, call.plan.groups, x_TH.dtype
+        a_gate_up, b_gate_up, a_down, b_down = (_narrowed(x, dtype, groups) for x in stored)
+        _, _, does_gate_up, does_down, does_gate_up_bias, does_down_bias, *does_adapters, _ = ctx.needs_input_grad
+        does_adapt = a_gate_up is not None and any(does_adapters)
+        inner = _inner_adapter(a_down, b_gate_up, call.scale)
+        wgu, wd = call.weights(gate_up, down, dtype, Towards.input)
+
+        w_R, source = plan.send(weights_TK.flatten(), plan.slot_of_row_S)
+        w_R = w_R[source]
+        g, source = plan.send(dout_TH.contiguous(), plan.token_of_row_S)
+        db = g_dot_bias = None
+        if b_down is None and down_bias is None:
+            g = gather_rows(g, source)
+        else:  # a bias without an adapter projects on nothing
+            project = b_down.transpose(1, 2) if b_down is not None else g.new_empty(groups.num_experts, 0, g.shape[1])
+            g, db, g_dot_bias = gather_project(g, source, project, groups, scale=call.scale, v_EK=down_bias)
+            db = db if b_down is not None else None
+        dh = grouped_product(g, wd, groups, call.backend)
+
+        rows, source = plan.send(x_TH, plan.token_of_row_S)
+        rows = gather_rows(rows, source)
+        gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend)
+        dgu, hw, dw_R, dba = activate_backward(
+            gu, xa, inner, gate_up_bias, dh, db, w_R, groups, call.activation, does_adapt or does_down
+        )
+        del gu, dh
+        if g_dot_bias is not None:
+            dw_R = dw_R + g_dot_bias
+
+        grads: dict[str, Tensor] = {}
+        if does_adapt:
+            assert a_gate_up is not None and b_gate_up is not None and a_down is not None and b_down is not None
+            assert dba is not None and db is not None and hw is not None
+            sxa, swha = xa * call.scale, ha * (call.scale * w_R[:, None]).to(dtype)
+            grads["a_gate_up"] = low_rank_gradient(dba, rows, groups, torch.empty_like(stored[0]))
+            grads["b_gate_up"] = _b_gradient(sxa, dgu, groups, stored[1])
+            grads["a_down"] = low_rank_gradient(db, hw, groups, torch.empty_like(stored[2]))
+            grads["b_down"] = _b_gradient(swha, g, groups, stored[3])
+        if does_gate_up:
+            grads["gate_up"] = grouped_gradient(dgu, rows, groups, call.backend)
+        if does_down:
+            assert hw is not None
+            grads["down"] = grouped_gradient(g, hw, groups, call.backend)
+        if gate_up_bias is not None and does_gate_up_bias:
+            grads["gate_up_bias"] = _row_sum(torch.ones_like(w_R, dtype=dtype), dgu, groups, gate_up_bias)
+        if down_bias is not None and does_down_bias:
+            grads["down_bias"] = _row_sum(w_R.to(dtype), g, groups, down_bias)
+        del g, hw, rows
+
+        a_turned = None if a_gate_up is None else a_gate_up.transpose(1, 2)
+        dx = grouped_product(dgu, wgu, groups, call.backend, low_SR=dba, p_ENR=a_turned)
+        del dgu
+        dx_TH = weighted_sum(plan.send_back(dx), None, plan.row_of_slot_TK)
+        dw_TK = plan.send_back(dw_R)[plan.row_of_slot_TK]
+        names = ("gate_up", "down", "gate_up_bias", "down_bias", "a_gate_up", "b_gate_up", "a_down", "b_down")
+        return dx_TH, dw_TK, *(grads.get(name) for name in names), None
+
+
+def _narrowed(factor: Tensor | None, dtype: torch.dtype, groups: RowGroups) -> Tensor | None:
+    """An adapter's factors in the compute dtype, where kernels read each more often than a copy does.
+
+    The values are the same either way: kernels round what they read.
+    """
+    is_read_often = factor is not None and groups.num_rows > COPIED_ROWS * factor.shape[0]
+    return factor.to(dtype) if factor is not None and is_read_often else factor
+
+
+def _b_gradient(left_SR: Tensor, right_SN: Tensor, groups: RowGroups, b_ENR: Tensor) -> Tensor:
+    """The gradient of a factor (E, N, r)."""
+    out_ENR = torch.empty_like(b_ENR)
+    low_rank_gradient(left_SR, right_SN, groups, out_ENR.transpose(1, 2))
+    return out_ENR
+
+
+def _row_sum(left_S: Tensor, right_SN: Tensor, groups: RowGroups, like_EN: Tensor) -> Tensor:
+    """Sum over each expert's rows of left[i] * right[i], as a gradient of rank one."""
+    return low_rank_gradient(left_S[:, None], right_SN, groups, torch.empty_like(like_EN)[:, None])[:, 0]
+
+
+def _inner_adapter(a_down: Tensor | None, b_gate_up: Tensor | None, scale: float) -> InnerAdapter | None:
+    return None if a_down is None or b_gate_up is None else InnerAdapter(b_gate_up, a_down, scale)
