@@ -180,6 +180,7 @@ def test_a_background_job_that_ignores_interrupts_can_be_wound_down(signum: sign
     program = (
         "import asyncio, os, signal, sys, types\n"
         "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # these tests may run under nohup
         "async def train():\n"
         "    try:\n"
         "        os.kill(os.getpid(), int(sys.argv[1]))\n"
