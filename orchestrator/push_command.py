@@ -87,6 +87,10 @@ class PushReport:
     disk_done_s: float = 0.0
     engines_up_s: float = 0.0
     """When the last engine answered; 0 with --to."""
+    attached_s: float = 0.0
+    """When all ranks of the last engine had opened their endpoints."""
+    connect_s: float = 0.0
+    """Planning and registering, by itself, in the slowest rank."""
     publish_s: float = 0.0
     """From Begin to committed, by itself."""
     serving_s: float = 0.0
@@ -142,6 +146,7 @@ class Push:
         endpoints = {engine: self._attach(engine, rendezvous) for engine in engines if options.to}
         self._say(len(self._servers))
         endpoints |= self._wait_until_ready(report, rendezvous)
+        report.attached_s = self._elapsed()
         self._say(0)
         self._publish(endpoints, report)
         return report
@@ -253,7 +258,9 @@ class Push:
                 started.append(engine)
             for rank in self._ranks:
                 rank.update([address for addresses in endpoints.values() for address in addresses])
-            published, report.link = self._results()[0]
+            results = self._results()
+            report.connect_s = max(connect_s for connect_s, _, _ in results)
+            _, published, report.link = results[0]
         except BaseException as e:
             for engine in started:
                 engine.abandon(f"{type(e).__name__}: {e}")
@@ -315,7 +322,10 @@ def describe(report: PushReport) -> str:
         f"over {report.link}",
     ]
     if report.engines_up_s:
-        lines.append(f"  disk read after {report.disk_done_s:.2f} s, engines up after {report.engines_up_s:.2f} s")
+        lines.append(
+            f"  disk read after {report.disk_done_s:.2f} s, engines up after {report.engines_up_s:.2f} s, "
+            f"attached after {report.attached_s:.2f} s, planned in {report.connect_s:.2f} s"
+        )
     lines.append(f"  serving after {report.serving_s:.2f} s")
     for url, error in report.engines.items():
         ends = f"DOES NOT SERVE, it stays paused: {error}" if error else "serves the checkpoint, every byte verified"

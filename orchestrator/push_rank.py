@@ -3,8 +3,9 @@
 Owns: the process and the pipe to the command. Does not own reading or sending (`weight_sync.api`). Imports torch only
 after the environment says which GPU is its own.
 
-    command  -- spawn -->  read the share  -- ("read", seconds, bytes, pinned) -->
-             -- endpoints -->  connect, publish  -- ("done", report) -->        or ("failed", class, text)
+    command  -- spawn -->  read the share, open the link  -- ("read", seconds, bytes, pinned) -->
+             -- endpoints -->  connect, publish  -- ("done", connect seconds, report, link) -->
+                                                                                or ("failed", class, text)
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
@@ -132,19 +134,22 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
     if options.world_size > 1:
         dist.init_process_group("gloo", init_method=options.rendezvous, rank=rank, world_size=options.world_size)
         group = dist.group.WORLD
-    pipe.send(("read", report.num_bytes, report.seconds, report.pinned_bytes))
-    endpoints = pipe.recv()
     config = WeightSyncConfig(
         transport=TransportKind(options.transport),
         watermark_bytes=options.watermark_bytes,
         timeout_s=options.timeout_s,
     )
     sender = Sender(
-        checkpoint.source, endpoints, key=options.key, rank=rank, world_size=options.world_size, group=group,
+        checkpoint.source, None, key=options.key, rank=rank, world_size=options.world_size, group=group,
         device=options.device, host=options.host, config=config,
     )  # fmt: skip
     try:
-        pipe.send(("done", sender.update(0), sender.link))
+        pipe.send(("read", report.num_bytes, report.seconds, report.pinned_bytes))
+        endpoints = pipe.recv()
+        began = time.perf_counter()
+        sender.connect(endpoints)
+        connect_s = time.perf_counter() - began
+        pipe.send(("done", connect_s, sender.update(0), sender.link))
     finally:
         sender.close()
         if group is not None:

@@ -95,11 +95,12 @@ def register_tensors(
 
 
 class Sender:
-    """Ranks connected to engines: plan once, update many times. Construction is collective.
+    """Ranks connected to engines: plan once, update many times. Construction with engines is collective.
 
     Args:
         source: This rank's weights.
-        engines: Endpoints of all replicas, "tcp://host:port"; the same on every rank.
+        engines: Endpoints of all replicas, "tcp://host:port"; the same on every rank. None: those of connect(), so that
+            the link is opened while engines still start.
         key: At least 16 bytes, shared with the engines; signs every control message.
         rank, world_size, group: This rank, and a gloo group over all of them (None when there is one).
         device: Where staging lives; None: the GPU that is current, else the CPU. Engines must be on the same kind.
@@ -113,7 +114,7 @@ class Sender:
     def __init__(
         self,
         source: WeightSource,
-        engines: Sequence[str],
+        engines: Sequence[str] | None,
         *,
         key: bytes,
         rank: int = 0,
@@ -131,11 +132,20 @@ class Sender:
             source, self._transport,
             rank=rank, world_size=world_size, group=group, config=config, key=key, device=kind,
         )  # fmt: skip
-        try:
-            self.plan = self._publisher.connect(engines)
-        except BaseException:
-            self.close()
-            raise
+        if engines is not None:
+            try:
+                self.connect(engines)
+            except BaseException:
+                self.close()
+                raise
+
+    def connect(self, engines: Sequence[str]) -> None:
+        """Plan for these engines, and register the memory that is sent from. Collective, once.
+
+        Raises:
+            WeightSyncError: An engine does not answer, or its parameters cannot be filled from these tensors.
+        """
+        self.plan = self._publisher.connect(engines)
 
     @property
     def link(self) -> str:
