@@ -103,7 +103,8 @@ def quantize_checkpoint(folder: Path) -> None:
             kept += [module] if tensor.dim() == 2 else []
             tensors[name] = tensor
             continue
-        weight, scales = per_block_cast_to_fp8(tensor)
+        with torch.compiler.set_stance("force_eager"):  # for a CPU it would be compiled anew for every shape
+            weight, scales = per_block_cast_to_fp8(tensor)
         tensors[name], tensors[f"{name}_scale_inv"] = weight.contiguous(), scales.contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
