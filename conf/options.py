@@ -1,6 +1,6 @@
 """Lists what can be set: every option with its type, default and meaning, and every choice of every config group.
 
-One source each: options come from the dataclasses of conf/schema.py (their docs are the strings under the fields),
+One source each: options come from the dataclasses of conf/schema/ (their docs are the strings under the fields),
 choices from the YAML files under conf/ (their description is the first comment line). `slipstream train --help`, the
 "did you mean" of error messages and docs/options.md are all written from these lists.
 
@@ -13,6 +13,7 @@ import ast
 import dataclasses
 import difflib
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +22,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
-from conf import schema
 from conf.schema import RunConfig
 
 CONF_DIR = Path(__file__).parent
@@ -137,7 +137,7 @@ def render_markdown() -> str:
         "",
         "<!-- Written by `python -m conf.options > docs/options.md`; a unit test compares the two. -->",
         "",
-        "Every option of `slipstream train`, from `conf/schema.py`. Set one with `section.option=value`; choose a "
+        "Every option of `slipstream train`, from `conf/schema/`. Set one with `section.option=value`; choose a "
         "preset of a",
         "section with `group=choice`; see what comes out of it all with `--cfg job`.",
         "",
@@ -163,7 +163,7 @@ def _cell(text: str) -> str:
 
 def _walk(cls: type, prefix: str) -> Iterable[Option]:
     hints = get_type_hints(cls)
-    docs = _field_docs()[cls.__name__]
+    docs = _field_docs(cls)
     for item in dataclasses.fields(cls):
         name, annotation = f"{prefix}{item.name}", hints[item.name]
         if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
@@ -183,25 +183,21 @@ def _walk_sections(cls: type, prefix: str) -> Iterable[tuple[str, str]]:
             yield from _walk_sections(annotation, prefix=f"{prefix}{item_name}.")
 
 
-@functools.cache
-def _field_docs() -> dict[str, dict[str, str]]:
-    """Class name -> field name -> the string literal under the field, its line breaks folded."""
-    docs: dict[str, dict[str, str]] = {}
-    for node in ast.parse(Path(schema.__file__).read_text(encoding="utf-8")).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        fields: dict[str, str] = {}
-        name = None
-        for statement in node.body:
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                name = statement.target.id
-                fields[name] = ""
-            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and name is not None:
-                fields[name] = " ".join(str(statement.value.value).split())
-                name = None
-            else:
-                name = None
-        docs[node.name] = fields
+def _field_docs(cls: type) -> Mapping[str, str]:
+    """Field name -> the string literal under the field, its line breaks folded."""
+    docs: dict[str, str] = {}
+    (node,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(node, ast.ClassDef)
+    name = None
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            name = statement.target.id
+            docs[name] = ""
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and name is not None:
+            docs[name] = " ".join(str(statement.value.value).split())
+            name = None
+        else:
+            name = None
     return docs
 
 

@@ -1,4 +1,4 @@
-"""Gives Hydra the schema of conf/schema.py, so that YAML and the command line are checked against it while they are
+"""Gives Hydra the schema of conf/schema/, so that YAML and the command line are checked against it while they are
 composed.
 
 Owns one name in Hydra's ConfigStore, `schema`, which conf/config.yaml starts from. Importing this module has no effect;

@@ -1,0 +1,59 @@
+"""Every option of a run, once: its type, its meaning, its unit and its default. One file a section.
+
+Each section is a frozen dataclass. YAML files under `conf/<group>/` choose values and never types; `conf/load.py`
+composes them and is the only place that sees a DictConfig. A rule about one section is checked in that section's
+`__post_init__`; a rule across sections is a `check_<rule>` in `conf/checks.py`. Derived values are properties that
+carry their formula.
+
+Everybody else imports from here: `from conf.schema import RunConfig`.
+"""
+
+from conf.schema.algorithm import AdvantageScale, AlgorithmConfig, Normalization, Objective, RatioBaseline
+from conf.schema.cluster import ClusterConfig, Device
+from conf.schema.data import DataConfig, RewardConfig
+from conf.schema.model import DType, EngineFormat, Init, MlaNormEps, ModelConfig
+from conf.schema.rollout import RolloutConfig, SamplingConfig
+from conf.schema.run import RunConfig, RunSection
+from conf.schema.trainer import (
+    ENGINE_LORA_RANKS,
+    CombineMode,
+    LoraConfig,
+    OptimConfig,
+    OptimState,
+    TrainerConfig,
+    TrainMode,
+)
+from conf.schema.weight_sync import BusySlot, PauseMode, SyncMode, TransportKind, WeightSyncConfig
+
+__all__ = [
+    "ENGINE_LORA_RANKS",
+    "AdvantageScale",
+    "AlgorithmConfig",
+    "BusySlot",
+    "ClusterConfig",
+    "CombineMode",
+    "DType",
+    "DataConfig",
+    "Device",
+    "EngineFormat",
+    "Init",
+    "LoraConfig",
+    "MlaNormEps",
+    "ModelConfig",
+    "Normalization",
+    "Objective",
+    "OptimConfig",
+    "OptimState",
+    "PauseMode",
+    "RatioBaseline",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "RunSection",
+    "SamplingConfig",
+    "SyncMode",
+    "TrainMode",
+    "TrainerConfig",
+    "TransportKind",
+    "WeightSyncConfig",
+]

@@ -1,0 +1,56 @@
+"""Section `cluster`: devices, Ray, and the sizes that `slipstream plan` carries a run to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from conf.schema.rules import above, at_least_or_null, require
+
+
+class Device(StrEnum):
+    """Kind of device that trainer ranks and rollout workers run on. `auto` takes GPUs when this machine has any."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Machines."""
+
+    device: Device = Device.auto
+    """Kind of device for trainer ranks and rollout workers."""
+    trainer_gpus: int | None = None
+    """`slipstream plan` alone: carry the trainer to so many GPUs, a multiple of trainer.ep_size. null:
+    trainer.num_ranks.
+    """
+    rollout_gpus: int | None = None
+    """`slipstream plan` alone: carry the rollout workers to so many GPUs, a multiple of rollout.tp_size. null:
+    rollout.num_workers x rollout.tp_size.
+    """
+    ray_address: str | None = None
+    """Address of a running Ray cluster (its processes must land on one machine: they meet over loopback), or `auto`
+    for the one that runs here. null: start one on this machine, bound to loopback, and stop it at the end.
+    """
+    dashboard: bool = True
+    """Start the Ray dashboard with a cluster of our own."""
+    dashboard_port: int = 8265
+    """Port of that dashboard."""
+    object_store_bytes: int = 512 << 20
+    """Size of Ray's object store with a cluster of our own; batches pass through it, weights never do."""
+    start_timeout_s: float = 900.0
+    """Longest wait for trainer ranks and engines to come up."""
+
+    def __post_init__(self) -> None:
+        at_least_or_null(1, "cluster", trainer_gpus=self.trainer_gpus, rollout_gpus=self.rollout_gpus)
+        require(
+            1024 <= self.dashboard_port <= 65535,
+            f"cluster.dashboard_port must lie in [1024, 65535], got {self.dashboard_port}",
+        )
+        require(
+            self.object_store_bytes >= 80 << 20,  # Ray refuses less than 75 MiB, after it has started
+            f"cluster.object_store_bytes must be >= {80 << 20}, got {self.object_store_bytes}",
+        )
+        above(0, "cluster", start_timeout_s=self.start_timeout_s)

@@ -1,0 +1,71 @@
+"""Sections `data` and `reward`: prompts or conversations, and what a response is worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conf.schema.rules import above, at_least, at_least_or_null, require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Prompts, from JSONL or Parquet: a `prompt` column (text, or a list of chat messages) and any further columns,
+    which rewards see.
+    """
+
+    path: str | None = None
+    """Training prompts: a .jsonl or .parquet file. Relative paths start at the working directory; `pkg://NAME` is a
+    file that ships in conf/data.
+    """
+    eval_path: str | None = None
+    """Held-out prompts, same format. null: no evaluation."""
+    prompt_key: str = "prompt"
+    """Name of the prompt column."""
+    response_key: str = "response"
+    """algorithm=sft: name of the column with the answer to `prompt_key`, where a row is not a list of messages."""
+    messages_key: str = "messages"
+    """algorithm=sft: name of the column with a conversation, a list of {role, content}. Its assistant turns are taught.
+    """
+    max_sequence_tokens: int | None = None
+    """algorithm=sft: longer conversations are refused before the run starts, with the line number. null: any length.
+    """
+    max_prompt_tokens: int = 2048
+    """Longer prompts are refused before the run starts, with the line number."""
+    shuffle: bool = True
+    """Draw prompts in an order seeded by run.seed, a new one each epoch; false keeps the file's order."""
+    add_special_tokens: bool = True
+    """Let the tokenizer add its special tokens to plain-text prompts. Chat prompts always go through the chat
+    template.
+    """
+
+    def __post_init__(self) -> None:
+        at_least(1, "data", max_prompt_tokens=self.max_prompt_tokens)
+        at_least_or_null(2, "data", max_sequence_tokens=self.max_sequence_tokens)
+        for name in ("prompt_key", "response_key", "messages_key"):
+            require(bool(getattr(self, name)), f"data.{name} must name a column, got nothing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig:
+    """What a response is worth: the same kind of reward for every row."""
+
+    kind: str = "exact_match"
+    """exact_match, regex, or the import path `package.module:function` of a function (prompt, response, fields) ->
+    float.
+    """
+    answer_key: str = "answer"
+    """Column with the expected answer; for exact_match and regex."""
+    pattern: str = r"(.+)"
+    """regex: the first group of the first match in the response is compared with the answer."""
+    timeout_s: float = 10.0
+    """A reward that takes longer costs its sample: the sample gets no gradient and is counted."""
+    num_processes: int = 1
+    """Processes that run rewards, apart from the controller."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.kind in ("exact_match", "regex") or ":" in self.kind,
+            f"reward.kind must be exact_match, regex or an import path like package.module:function, got {self.kind!r}",
+        )
+        above(0, "reward", timeout_s=self.timeout_s)
+        at_least(1, "reward", num_processes=self.num_processes)

@@ -1,0 +1,87 @@
+"""Section `model`: the policy's architecture, files and formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from conf.schema.rules import above, require
+
+
+class Init(StrEnum):
+    """Where the policy's first weights come from."""
+
+    checkpoint = "checkpoint"
+    random = "random"
+
+
+class DType(StrEnum):
+    """Floating-point format of stored weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class EngineFormat(StrEnum):
+    """Format of an engine's weights."""
+
+    checkpoint = "checkpoint"
+    block_fp8 = "block_fp8"
+
+
+class MlaNormEps(StrEnum):
+    """Which eps the norms of latent attention's low-rank projections take."""
+
+    rollout = "rollout"
+    hf = "hf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The policy: which architecture, from which files, in which format."""
+
+    path: str | None = None
+    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer). Required when init=checkpoint."""
+    init: Init = Init.checkpoint
+    """checkpoint: read weights from `path`. random: draw them from `run.seed`, for any layout alike."""
+    hf_config: dict[str, Any] = field(default_factory=dict)
+    """Hugging Face config fields (model_type, hidden_size, ...). With init=random: the whole config when path is null,
+    else overrides of path's config.json.
+    """
+    init_std: float = 0.02
+    """Standard deviation of random weights. Ignored when init=checkpoint."""
+    dtype: DType = DType.bfloat16
+    """Format of the frozen weights, of the engine's weights and of activations."""
+    mla_norm_eps: MlaNormEps = MlaNormEps.rollout
+    """eps of q_a_layernorm and kv_a_layernorm (DeepSeek-V3, Kimi-K2). rollout: rms_norm_eps of the config, as vLLM.
+    hf: 1e-6, as transformers. Read by no other architecture.
+    """
+    engine_format: EngineFormat = EngineFormat.checkpoint
+    """checkpoint: engines' weights are as config.json says: block-FP8 where its quantization_config asks for it, else
+    `dtype`. block_fp8: block-FP8 (128 x 128, DeepSeek-V3's) although config.json has none. The trainer's base has
+    `dtype` in any case, and a publish quantizes what it merged.
+    """
+    tokenizer: str | None = None
+    """Folder of a tokenizer, or `characters`: one token per printable character, made on the spot. null: the one in
+    `path`.
+    """
+
+    def __post_init__(self) -> None:
+        above(0, "model", init_std=self.init_std)
+        if self.init is Init.checkpoint:
+            require(
+                self.path is not None,
+                "model.path is required when model.init=checkpoint; give a checkpoint folder, or choose a model that "
+                "brings its own: model=tiny_qwen3_moe (a whole run to try: experiment=quickstart)",
+            )
+            require(
+                not self.hf_config,
+                "model.hf_config is only read when model.init=random; choose model=checkpoint, which has none, or set "
+                "model.init=random",
+            )
+        else:
+            require(
+                bool(self.path or self.hf_config),
+                "model.init=random needs model.hf_config (or model.path with a config.json)",
+            )

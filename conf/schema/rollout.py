@@ -1,0 +1,85 @@
+"""Section `rollout`: the engines, and how they sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from conf.schema.rules import above, at_least, require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    """How rollouts are sampled."""
+
+    temperature: float = 1.0
+    """Softmax temperature; the trainer's log-probabilities use the same one."""
+    top_p: float = 1.0
+    """Nucleus bound. Below 1 the engine's log-probabilities are of the truncated distribution: keep 1 for training."""
+    max_tokens: int = 256
+    """Longest response, in tokens."""
+    stop_at_eos: bool = True
+    """End a response at the end-of-sequence token; false samples exactly max_tokens."""
+
+    def __post_init__(self) -> None:
+        above(0, "rollout.sampling", temperature=self.temperature)
+        require(0 < self.top_p <= 1, f"rollout.sampling.top_p must lie in (0, 1], got {self.top_p}")
+        at_least(1, "rollout.sampling", max_tokens=self.max_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """The rollout workers: one vLLM engine each."""
+
+    num_workers: int = 1
+    """Engines (replicas)."""
+    tp_size: int = 1
+    """Tensor-parallel size of one engine; a replica uses tp_size devices."""
+    enable_expert_parallel: bool = False
+    """Split experts, not their rows, over the tensor-parallel ranks. GPU only."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    max_model_len: int = 4096
+    """Longest prompt plus response, in tokens."""
+    max_num_seqs: int = 256
+    """Requests that one engine decodes at once."""
+    gpu_memory_utilization: float = 0.85
+    """Share of a GPU that the engine may take. Ignored on a CPU."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV cache of one engine rank. null: sized by gpu_memory_utilization (GPU) or 256 MiB (CPU)."""
+    enforce_eager: bool = False
+    """Skip CUDA graphs and torch.compile. Always on for CPU engines."""
+    max_concurrent_groups: int = 64
+    """Groups in flight over all workers; the buffer's back-pressure may hold fewer."""
+    request_timeout_s: float = 600.0
+    """A group that takes longer is given up, counted and sampled again on another worker; its own leaves service."""
+    max_restarts: int = 3
+    """How often one worker that failed is started again in a run; 0: it stays out of service. Ignored when
+    weight_sync.enabled=false.
+    """
+    restart_backoff_s: float = 1.0
+    """Pause before the first restart of a worker; doubles with every further one."""
+
+    def __post_init__(self) -> None:
+        at_least(
+            1,
+            "rollout",
+            num_workers=self.num_workers,
+            tp_size=self.tp_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_concurrent_groups=self.max_concurrent_groups,
+        )
+        require(
+            0 < self.gpu_memory_utilization < 1,
+            f"rollout.gpu_memory_utilization must lie in (0, 1), got {self.gpu_memory_utilization}",
+        )
+        require(
+            self.kv_cache_bytes is None or self.kv_cache_bytes > 0,
+            f"rollout.kv_cache_bytes must be > 0 or null, got {self.kv_cache_bytes}",
+        )
+        at_least(0, "rollout", max_restarts=self.max_restarts, restart_backoff_s=self.restart_backoff_s)
+        above(0, "rollout", request_timeout_s=self.request_timeout_s)
+        require(
+            self.sampling.max_tokens < self.max_model_len,
+            "rollout.sampling.max_tokens must be < rollout.max_model_len to leave room for a prompt, got "
+            f"{self.sampling.max_tokens} and {self.max_model_len}",
+        )

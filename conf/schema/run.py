@@ -1,0 +1,73 @@
+"""Section `run`, and RunConfig: all sections together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from conf.schema.algorithm import AlgorithmConfig
+from conf.schema.cluster import ClusterConfig
+from conf.schema.data import DataConfig, RewardConfig
+from conf.schema.model import Init, ModelConfig
+from conf.schema.rollout import RolloutConfig
+from conf.schema.rules import at_least, require
+from conf.schema.trainer import TrainerConfig
+from conf.schema.weight_sync import WeightSyncConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    """The run itself."""
+
+    name: str = "run"
+    """Prefix of the run folder's name."""
+    dir: str = "runs"
+    """Folder that holds run folders. One run: <dir>/<name>-<date>-<time>."""
+    resume: str | None = None
+    """A run folder to continue from its newest checkpoint."""
+    seed: int = 0
+    """Seed of weights, prompt order and sampling."""
+    num_steps: int = 100
+    """Optimizer steps."""
+    checkpoint_every_steps: int = 50
+    """Write the run's state this often, and at the end. 0: at the end only."""
+    keep_checkpoints: int = 2
+    """Older checkpoints are removed."""
+    eval_every_steps: int = 20
+    """Evaluate on data.eval_path before the first step, this often, and at the end. 0: only first and last."""
+    eval_samples_per_prompt: int = 1
+    """Responses per held-out prompt."""
+    tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.name) and "/" not in self.name,
+            f"run.name must be a file name, got {self.name!r}; the folder is run.dir",
+        )
+        require(bool(self.dir), "run.dir must be a folder, got nothing; the working directory is run.dir=.")
+        at_least(
+            0,
+            "run",
+            eval_every_steps=self.eval_every_steps,
+            seed=self.seed,
+            num_steps=self.num_steps,
+            checkpoint_every_steps=self.checkpoint_every_steps,
+        )
+        at_least(1, "run", keep_checkpoints=self.keep_checkpoints, eval_samples_per_prompt=self.eval_samples_per_prompt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything one run needs. Built by `conf.load.load_run_config`; classes take their own section of it."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelConfig = field(
+        default_factory=lambda: ModelConfig(init=Init.random, hf_config={"model_type": "qwen3_moe"})
+    )
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -1,0 +1,208 @@
+"""Section `trainer`: ranks, adapters and the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from conf.schema.model import DType
+from conf.schema.rules import above, at_least, at_least_or_null, require
+
+
+class TrainMode(StrEnum):
+    """Which parameters the optimizer changes."""
+
+    lora = "lora"
+    full = "full"
+
+
+class CombineMode(StrEnum):
+    """Where the weighted sum of a token's expert outputs is rounded, and in what order it runs."""
+
+    fp32_once = "fp32_once"
+    vllm_like = "vllm_like"
+    hf_eager = "hf_eager"
+
+
+class OptimState(StrEnum):
+    """Format and place of AdamW's two moments (see OptimConfig.state)."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    int8 = "int8"
+    host = "host"
+
+
+ENGINE_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""max_lora_rank of vLLM 0.25 to 0.33 (`MaxLoRARanks`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: W + (alpha / rank) * B @ A on every projection, routed experts included."""
+
+    rank: int = 16
+    """Rank of A and B. Experts: one rank-`rank` A is shared by gate and up of an expert, as in PEFT's fused expert
+    parameters.
+    """
+    attention_rank: int | None = None
+    """Rank in the attention; null: `rank`. The scale is alpha / `rank` everywhere."""
+    expert_rank: int | None = None
+    """Rank in routed experts, whose adapters are by far the most: their memory grows with it. null: `rank`."""
+    alpha: float = 32.0
+    """Numerator of the scale alpha / rank. A power-of-two scale is exact in bfloat16."""
+    dtype: DType = DType.float32
+    """Format of the adapters' parameters and gradients. bfloat16 halves both; updates are then rounded stochastically.
+    """
+    attention: bool = True
+    """Adapt every projection of the attention: q, k, v and o, or q_a, q_b, kv_a, kv_b and o of latent attention."""
+    mlp: bool = True
+    """Adapt gate, up and down of the dense feed-forwards, shared experts among them, where a layer has one."""
+    experts: bool = True
+    """Adapt gate, up and down of every routed expert."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.rank >= 1,
+            f"trainer.lora.rank must be >= 1, got {self.rank}; choose trainer.mode=full to train without LoRA",
+        )
+        at_least_or_null(1, "trainer.lora", attention_rank=self.attention_rank, expert_rank=self.expert_rank)
+        above(0, "trainer.lora", alpha=self.alpha)
+        require(
+            self.attention or self.mlp or self.experts,
+            "trainer.lora adapts nothing: set attention, mlp or experts to true, or trainer.mode=full",
+        )
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+    @property
+    def for_attention(self) -> LoraConfig | None:
+        """Of attention projections: their rank, and the alpha that keeps the scale; None where not adapted."""
+        return self._of_rank(self.attention_rank) if self.attention else None
+
+    @property
+    def for_mlp(self) -> LoraConfig | None:
+        """Of dense feed-forwards."""
+        return self._of_rank(None) if self.mlp else None
+
+    @property
+    def for_experts(self) -> LoraConfig | None:
+        """Of routed experts."""
+        return self._of_rank(self.expert_rank) if self.experts else None
+
+    def _of_rank(self, rank: int | None) -> LoraConfig:
+        rank = self.rank if rank is None else rank
+        return replace(self, rank=rank, alpha=self.alpha * rank / self.rank, attention_rank=None, expert_rank=None)
+
+    @property
+    def slot_rank(self) -> int:
+        """Rank of an engine's adapter slots: the smallest that vLLM has kernels for and that holds every kind's; 0:
+        none.
+        """
+        largest = max(kind.rank for kind in (self.for_attention, self.for_mlp, self.for_experts) if kind is not None)
+        return next((rank for rank in ENGINE_LORA_RANKS if rank >= largest), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """AdamW (Loshchilov & Hutter 2019) with a linear warm-up and a constant or cosine rate after it."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and second moments."""
+    eps: float = 1e-8
+    """Term added to the denominator."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    final_lr_fraction: float = 1.0
+    """Rate at the last step as a fraction of `lr`, reached along a cosine; 1.0 keeps the rate constant."""
+    state: OptimState = OptimState.float32
+    """Where AdamW's two moments are kept. float32: 8 bytes a parameter. bfloat16: 4; the second moment loses changes
+    below 1/256, which 0.999 makes most of them. int8: 2, quantized in blocks of 256. host: float32 in pinned host
+    memory, none on the GPU; each step moves 16 bytes a parameter over the bus.
+    """
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm (all ranks, experts counted once) to this value. 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))  # OmegaConf builds the object with a list
+        require(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            f"trainer.optim.betas must be two numbers in [0, 1), got {list(self.betas)}",
+        )
+        above(0, "trainer.optim", eps=self.eps, lr=self.lr)
+        at_least(
+            0,
+            "trainer.optim",
+            weight_decay=self.weight_decay,
+            warmup_steps=self.warmup_steps,
+            max_grad_norm=self.max_grad_norm,
+        )
+        require(
+            0 <= self.final_lr_fraction <= 1,
+            f"trainer.optim.final_lr_fraction must lie in [0, 1], got {self.final_lr_fraction}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """The trainer's ranks: how many, how the model is laid over them, and how it is optimized."""
+
+    num_ranks: int = 1
+    """Processes, one device each. Dense parameters are sharded over all of them by FSDP2."""
+    ep_size: int = 1
+    """Expert-parallel group size; divides num_ranks, and is at most the number of experts. Each ep_rank holds
+    num_experts / ep_size experts, FSDP2-sharded over num_ranks / ep_size ranks; where they do not divide, shares differ
+    by one expert, and the larger ones move from layer to layer.
+    """
+    mode: TrainMode = TrainMode.lora
+    """lora: train adapters on a frozen base. full: train every weight (kept in float32)."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Ignored when mode=full."""
+    train_router: bool = False
+    """Let the optimizer change MoE router weights (mode=full only). Frozen routers keep RL stable and routing
+    replayable.
+    """
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    max_microbatch_tokens: int = 16384
+    """Upper bound on the tokens that one rank packs into one forward-backward. A longer sample gets a microbatch of
+    its own.
+    """
+    activation_checkpointing: bool = True
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    combine: CombineMode = CombineMode.fp32_once
+    """How a token's expert outputs are summed, to agree with an engine to the last bits. fp32_once: products and sum in
+    float32 over slots, one rounding. vllm_like: products rounded to model.dtype first; for 2, 3 or 4 experts a token,
+    partial sums too. hf_eager: both rounded, experts in ascending order, as transformers' eager experts.
+    """
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose logits exist at once in the head; bounds its memory to chunk x vocabulary x 4 bytes."""
+
+    def __post_init__(self) -> None:
+        at_least(
+            1,
+            "trainer",
+            num_ranks=self.num_ranks,
+            ep_size=self.ep_size,
+            max_microbatch_tokens=self.max_microbatch_tokens,
+            logprob_chunk_tokens=self.logprob_chunk_tokens,
+        )
+        require(
+            self.num_ranks % self.ep_size == 0,
+            f"trainer.ep_size must divide trainer.num_ranks, got ep_size={self.ep_size} and num_ranks={self.num_ranks}",
+        )
+        require(
+            not (self.optim.state is OptimState.host and self.lora.dtype is DType.bfloat16),
+            "trainer.optim.state=host needs trainer.lora.dtype=float32, got bfloat16; choose trainer.optim.state=int8 "
+            "to save memory with bfloat16 adapters",
+        )
+        require(
+            not (self.train_router and self.mode is TrainMode.lora),
+            "trainer.train_router=true needs trainer.mode=full: adapters do not cover the router",
+        )
