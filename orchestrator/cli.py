@@ -1,7 +1,7 @@
 """The `slipstream` command. The first word says what to do; for `train` and `plan`, the words after it are Hydra
 overrides.
 
-    words --argparse--> flags, overrides --conf.load--> RunConfig --preflight--> --environment--> controller.run
+    words --argparse--> flags, overrides --conf.load--> RunConfig --preflight--> --environment--> run.run
 
 Owns: words, exit codes, signals, and what a person sees when something is wrong. Does not own: anything about a run.
 
@@ -135,12 +135,8 @@ def _run(config: RunConfig, overrides: list[str], received: list[int]) -> int:
     latest = Path(config.run.resume or Path(config.run.dir) / "latest")
     before = None if config.run.resume else latest.resolve()
     try:
-        from conf.schema import Objective
+        from orchestrator.run import run
 
-        if config.algorithm.objective is Objective.sft:
-            from orchestrator.sft import run
-        else:
-            from orchestrator.controller import run
         run(config, overrides)
     except KeyboardInterrupt:
         print("\nstopped; processes of the run have ended.", _where(latest, before), file=sys.stderr)

@@ -19,46 +19,36 @@ tickets of its batch are open to rollout_loop (that and the staleness bound: orc
 A restarted worker that nobody can fill would wait for a publish while train_loop waits for its groups: wherever
 train_loop waits for groups it publishes to such a worker at once (`_fed`).
 
-Owns: the order of things; when to publish, evaluate, save and stop. Does not own: where processes live (placement), who
-serves (supervisor), what a row means (telemetry), any mathematics but calling it.
+Owns: the order of things; when to publish, evaluate, save and stop. Does not own: what is started and ended around it
+(run), where processes live (placement), who serves (supervisor), what a row means (telemetry), any mathematics but
+calling it.
 Invariants: nothing is published from a step whose loss or gradient is not finite; no group older than
 algorithm.max_staleness_steps is trained on; every step that the optimizer saw has a row, whatever fails after it.
 `step`, `policy_version` and the buffer agree whenever a batch or an evaluation is awaited. A failure of sampling is
 raised there and nowhere else, so the run's state is saved before it ends the run; a failure of the trainer leaves
 nothing to save, and the run ends with the last checkpoint.
-Needs neither torch nor vLLM in its process. Caller: orchestrator.cli, through `run`.
+Needs neither torch nor vLLM in its process. Caller: orchestrator.run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from conf.schema import RunConfig, SyncMode, TrainMode
+from conf.schema import RunConfig, SyncMode
 from orchestrator.advantages import build_samples, denominators_of, is_informative
 from orchestrator.buffer import Batch, GroupBuffer, Slot
-from orchestrator.checkpoint import CheckpointStore, RunState, fingerprint
-from orchestrator.curves import draw_curves
+from orchestrator.checkpoint import RunState
 from orchestrator.errors import NoReplicasLeft, TrainingStopped
-from orchestrator.prepare import TextEncoder, prepare_model, read_all_prompts
-from orchestrator.requests import alive, answer_requests
 from orchestrator.rooms import Rooms, Stopwatch
-from orchestrator.run_folder import RunFolder, open_run_folder, write_description
-from orchestrator.run_log import ProgressLine, RunLog
-from orchestrator.supervisor import Supervisor
-from orchestrator.telemetry import StepRecord, Telemetry, Value
+from orchestrator.telemetry import StepRecord, Value
 from orchestrator.waiting import together, wait_for
-from rollout.prompts import Shuffled
-from rollout.rewards.runner import RewardRunner
 from rollout.types import Group, Prompt
 from trainer.packing import pack
 from trainer.types import OptimStats
@@ -76,115 +66,6 @@ RAY_CALL_S = 10.0
 """What a call to a healthy worker may take beside its work."""
 MAX_UNJUDGED_GROUPS = 8
 """Groups in a row (and at least a batch of them) without one reward after which the run stops: the reward is broken."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """What a run left behind."""
-
-    folder: RunFolder
-    step: int
-    policy_version: int
-    held_out: float | None
-    """Mean reward on held-out prompts (fine-tuning: negative log-likelihood) after the last step; None without
-    data.eval_path.
-    """
-    checkpoint: Path | None
-    export: Path
-    """The trained adapter (PEFT format), or the merged checkpoint when trainer.mode=full."""
-
-    def summary(self) -> str:
-        """Where everything is, for people."""
-        lines = [
-            ("held-out score", "not evaluated" if self.held_out is None else f"{self.held_out:.3f}"),
-            ("policy version", f"{self.policy_version} after {self.step} steps"),
-            ("curves", self.folder.curves),
-            ("metrics", self.folder.metrics),
-            ("samples", self.folder.samples),
-            ("adapter" if self.export == self.folder.adapter else "model", self.export),
-            ("checkpoint", self.checkpoint),
-        ]
-        return "\n".join(f"  {name:<16} {value}" for name, value in lines)
-
-
-def run(config: RunConfig, overrides: list[str]) -> RunResult:
-    """One run from start to end. On the way out, whatever the reason, no process of the run is left.
-
-    Args:
-        config: complete and checked (orchestrator.preflight).
-        overrides: the words of the command line, for the record.
-    """
-    folder = open_run_folder(config.run, datetime.now())
-    write_description(folder, config, overrides)
-    with alive(folder.root), RunLog(folder.log) as log:
-        return asyncio.run(_run(config, folder, log))
-
-
-async def _run(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
-    """Read files, start everything at the same time, train, leave the results."""
-    from orchestrator.placement import Cluster  # imports Ray
-
-    # Files first: a mistake in one of them ends the run before any process exists.
-    model = prepare_model(config.model, folder.model)
-    prompts, eval_prompts = read_all_prompts(config.data, TextEncoder(folder.model))
-    checkpoints = CheckpointStore(folder.checkpoints, keep=config.run.keep_checkpoints, options=fingerprint(config))
-    resume_from = checkpoints.to_resume(config.run.resume)
-
-    async with contextlib.AsyncExitStack() as stack:
-        rewards = RewardRunner(config.reward, log_path=folder.root / "rewards.log")
-        stack.push_async_callback(rewards.close)
-        cluster = await stack.enter_async_context(Cluster(config, folder))
-        await together(rewards.start(), cluster.start(model.hf_config))
-        telemetry = stack.enter_context(
-            Telemetry(
-                folder,
-                num_steps=config.run.num_steps,
-                first_step=checkpoints.step_of(resume_from),
-                tensorboard=config.run.tensorboard,
-                progress=ProgressLine(log.console),
-            )
-        )
-        supervisor = Supervisor(
-            cluster.workers,
-            request_timeout_s=config.rollout.request_timeout_s,
-            # Without publishes a worker that comes back would never get the version that the others sample from. In
-            # adapter mode it would need its base again, which is published at the start only.
-            restart=cluster.restart_worker if config.weight_sync.enabled and not is_adapter_mode(config) else None,
-            max_restarts=config.rollout.max_restarts,
-            backoff_s=config.rollout.restart_backoff_s,
-            recovery_timeout_s=config.weight_sync.timeout_s + RAY_CALL_S,
-            max_missed_publishes=config.algorithm.max_staleness_steps if is_adapter_mode(config) else 0,
-        )
-        stack.push_async_callback(supervisor.close)
-        rooms = Rooms(
-            trainer=cluster.trainer,
-            supervisor=supervisor,
-            prompts=Shuffled(prompts, seed=config.run.seed, shuffle=config.data.shuffle),
-            eval_prompts=eval_prompts,
-            rewards=rewards,
-            telemetry=telemetry,
-            checkpoints=checkpoints,
-            traces=folder.traces,
-            on_clock=log.context.set,
-        )
-        controller = Controller(config, rooms)
-        listening = asyncio.create_task(answer_requests(folder.root, supervisor))
-        stack.callback(listening.cancel)
-        await controller.start(resume_from)
-        await controller.train()
-        export = folder.adapter if config.trainer.mode is TrainMode.lora else folder.merged
-        await cluster.trainer.export(export)
-    await asyncio.to_thread(draw_curves, folder.metrics, folder.curves)
-    result = RunResult(
-        folder, controller.step, controller.policy_version, telemetry.last_eval_reward, checkpoints.newest(), export
-    )
-    log.say(result.summary())
-    return result
-
-
-def is_adapter_mode(config: RunConfig) -> bool:
-    """Whether a publish leaves engines running: it fills a free adapter slot."""
-    return config.weight_sync.mode is SyncMode.adapter
 
 
 class Controller:
@@ -281,7 +162,7 @@ class Controller:
                     record.sync = await self.publish()
                     self._check_that_weights_moved(optim, record.sync)
                 await self.buffer.open_next()  # only after the commit: what starts now starts from the new version
-                if self._is_due(config.run.eval_every_steps):
+                if config.run.is_due(config.run.eval_every_steps, self.step):
                     await self._or_save(self._fed(self._evaluate_into(record)))
             finally:
                 record.extra |= clock.laps | self._counts() | {
@@ -291,13 +172,13 @@ class Controller:
                 }  # fmt: skip
                 self.rooms.telemetry.step(record)
             await self._stop_if_hopeless()
-            if self._is_due(config.run.checkpoint_every_steps):
+            if config.run.is_due(config.run.checkpoint_every_steps, self.step):
                 await self.save()
 
     async def publish(self) -> PublishReport:
         """Send the trainer's version to every replica. Who fails is restarted, or out; the others go on."""
         supervisor, trainer, config = self.rooms.supervisor, self.rooms.trainer, self.config.weight_sync
-        held = await supervisor.hold(pauses=not is_adapter_mode(self.config))
+        held = await supervisor.hold(pauses=config.mode is not SyncMode.adapter)
         # Every replica has its own deadline inside; these only catch a trainer that is lost.
         timeout_s = 2 * config.timeout_s * config.publish_waves + 60
         for replica, endpoint in held.joining.items():
@@ -466,11 +347,6 @@ class Controller:
                 "the step never reached the weights that are published, or all of it was lost in rounding to the "
                 "engine's format", self.step, optim.grad_norm, optim.lr,
             )  # fmt: skip
-
-    def _is_due(self, every_steps: int) -> bool:
-        """Whether something that happens every so many steps, and after the last one, happens now. 0: last one only."""
-        is_last = self.step == self.config.run.num_steps
-        return is_last or (every_steps > 0 and self.step % every_steps == 0)
 
     def _patience_s(self) -> float:
         """Longest time without one finished group. Every replica may fail once before the last one succeeds."""

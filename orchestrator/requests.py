@@ -24,7 +24,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from conf.errors import ConfigError
+from conf.schema import Objective
 from orchestrator.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -75,6 +78,8 @@ def ask(run: Path, worker: int | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -
         raise ConfigError(f"{run} is not a run folder; give one like runs/latest")
     if not is_alive(run):
         raise ConfigError(f"the run in {run} is not alive; go on with it by: slipstream train run.resume={run}")
+    if yaml.safe_load((run / "config.yaml").read_text())["algorithm"]["objective"] == Objective.sft:
+        raise ConfigError(f"the run in {run} is fine-tuning (algorithm=sft): it has no rollout workers to restart")
     name = secrets.token_hex(8)
     request, answer = (run / "control" / f"{name}.{kind}.json" for kind in ("request", "answer"))
     _write(request, {"worker": worker})

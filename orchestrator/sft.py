@@ -3,32 +3,26 @@
     conversations --shuffled, epoch after epoch--> sequences_per_step of them --pack--> trainer ranks --> one row a step
 
 Owns: the order of things in such a run. Does not own: the trainer (trainer/), where it lives (placement), which tokens
-count (conversations), rows (telemetry). Caller: orchestrator.cli, through `run`.
+count (conversations), rows (telemetry), what is started and ended around it. Caller: orchestrator.run.
 Invariant: one iteration = one optimizer step, as in controller.py; a resumed run continues with the next conversation.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conf.schema import RunConfig, TrainMode
+from conf.schema import RunConfig
 from orchestrator.advantages import denominators_of
 from orchestrator.buffer import BufferState
-from orchestrator.checkpoint import CheckpointStore, RunState, fingerprint
-from orchestrator.controller import RunResult
-from orchestrator.conversations import Conversation, read_conversations
-from orchestrator.curves import SFT_PANELS, draw_curves
+from orchestrator.checkpoint import CheckpointStore, RunState
+from orchestrator.controller import MAX_REFUSED_STEPS
+from orchestrator.conversations import Conversation
 from orchestrator.errors import TrainingStopped
-from orchestrator.prepare import TextEncoder, prepare_model
 from orchestrator.rooms import Stopwatch
-from orchestrator.run_folder import RunFolder, open_run_folder, write_description
-from orchestrator.run_log import ProgressLine, RunLog
 from orchestrator.telemetry import StepRecord, Telemetry, Value
 from rollout.prompts import Shuffled
 from trainer.packing import pack
@@ -36,54 +30,6 @@ from trainer.types import LossStats, Sample
 
 if TYPE_CHECKING:
     from orchestrator.placement import RayTrainerGroup
-
-MAX_REFUSED_STEPS = 3
-"""Steps in a row without a finite loss and gradient after which the run stops."""
-
-
-def run(config: RunConfig, overrides: list[str]) -> RunResult:
-    """One run from start to end. On the way out, whatever the reason, no process of the run is left.
-
-    Args:
-        config: complete and checked (orchestrator.preflight), algorithm.objective=sft.
-        overrides: the words of the command line, for the record.
-    """
-    folder = open_run_folder(config.run, datetime.now())
-    write_description(folder, config, overrides)
-    with RunLog(folder.log) as log:
-        return asyncio.run(_run(config, folder, log))
-
-
-async def _run(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
-    from orchestrator.placement import Cluster  # imports Ray
-
-    model = prepare_model(config.model, folder.model)
-    encoder = TextEncoder(folder.model)
-    assert config.data.path is not None  # conf.checks
-    training = read_conversations(config.data.path, encoder, config.data)
-    held_out = read_conversations(config.data.eval_path, encoder, config.data) if config.data.eval_path else []
-    checkpoints = CheckpointStore(folder.checkpoints, keep=config.run.keep_checkpoints, options=fingerprint(config))
-    resume_from = checkpoints.to_resume(config.run.resume)
-    async with contextlib.AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(Cluster(config, folder))
-        await cluster.start(model.hf_config)
-        telemetry = stack.enter_context(
-            Telemetry(
-                folder,
-                num_steps=config.run.num_steps,
-                first_step=checkpoints.step_of(resume_from),
-                tensorboard=config.run.tensorboard,
-                progress=ProgressLine(log.console),
-            )
-        )
-        tuner = Finetuner(config, cluster.trainer, training, held_out, telemetry, checkpoints)
-        await tuner.train(resume_from, on_clock=log.context.set)
-        export = folder.adapter if config.trainer.mode is TrainMode.lora else folder.merged
-        await cluster.trainer.export(export)
-    await asyncio.to_thread(draw_curves, folder.metrics, folder.curves, SFT_PANELS)
-    result = RunResult(folder, tuner.step, tuner.policy_version, tuner.held_out_nll, checkpoints.newest(), export)
-    log.say(result.summary())
-    return result
 
 
 class Finetuner:
@@ -121,7 +67,7 @@ class Finetuner:
         while self.step < self.config.run.num_steps:
             await self._one_step()
             on_clock(self.step, self.policy_version)
-            if self._is_due(self.config.run.checkpoint_every_steps):
+            if self.config.run.is_due(self.config.run.checkpoint_every_steps, self.step):
                 await self._save()
 
     async def _one_step(self) -> None:
@@ -136,7 +82,7 @@ class Finetuner:
         self.step, self.policy_version = self.step + 1, optim.policy_version
         train_s = clock.total_s
         record = StepRecord(self.step, self.policy_version, loss=loss, optim=optim, num_ranks=trainer.num_ranks)
-        if self._is_due(self.config.run.eval_every_steps):
+        if self.config.run.is_due(self.config.run.eval_every_steps, self.step):
             record.extra |= await self._evaluate()
         num_tokens = sum(sample.num_tokens for sample in samples)
         record.extra |= clock.laps | {
@@ -181,11 +127,6 @@ class Finetuner:
         await self._trainer.load_state(path / "trainer")
         self._stream.load_state_dict(state.prompts)
         self.step, self.policy_version = state.step, state.policy_version
-
-    def _is_due(self, every_steps: int) -> bool:
-        """Whether something that happens every so many steps, and after the last one, happens now."""
-        is_last = self.step == self.config.run.num_steps
-        return is_last or (every_steps > 0 and self.step % every_steps == 0)
 
 
 def _sum(stats: Sequence[LossStats], name: str) -> float:

@@ -55,6 +55,10 @@ class RunSection:
         )
         at_least(1, "run", keep_checkpoints=self.keep_checkpoints, eval_samples_per_prompt=self.eval_samples_per_prompt)
 
+    def is_due(self, every_steps: int, step: int) -> bool:
+        """Whether something that happens every so many steps, and after the last one, happens now. 0: last one only."""
+        return step == self.num_steps or (every_steps > 0 and step % every_steps == 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:

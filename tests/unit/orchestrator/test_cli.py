@@ -31,11 +31,11 @@ def somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def fake_controller(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
-    """Stand in for the controller, which the command line imports when it starts a run."""
-    module = ModuleType("orchestrator.controller")
+def fake_run(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    """Stand in for orchestrator.run, which the command line imports when it starts a run."""
+    module = ModuleType("orchestrator.run")
     module.run = run  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "orchestrator.controller", module)
+    monkeypatch.setitem(sys.modules, "orchestrator.run", module)
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
@@ -90,7 +90,7 @@ def test_cfg_job_prints_yaml_that_loads_to_the_same_config(capsys: pytest.Captur
 def test_dry_run_reports_and_starts_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_controller(monkeypatch, lambda *_: pytest.fail("a dry run must not train"))
+    fake_run(monkeypatch, lambda *_: pytest.fail("a dry run must not train"))
     assert main([*READY, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "8 experts" in out
@@ -100,7 +100,7 @@ def test_dry_run_reports_and_starts_nothing(
 
 def test_train_sets_the_environment_and_hands_over_config_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, list[str], str | None]] = []
-    fake_controller(monkeypatch, lambda config, words: calls.append((config, words, os.environ.get("HF_HUB_OFFLINE"))))
+    fake_run(monkeypatch, lambda config, words: calls.append((config, words, os.environ.get("HF_HUB_OFFLINE"))))
     assert main([*READY, "run.seed=5"]) == 0
     ((config, words, offline),) = calls
     assert config.run.seed == 5
@@ -130,7 +130,7 @@ def test_exit_code_and_traceback_tell_whose_mistake_it_was(
         (tmp_path / "runs" / "latest").symlink_to("quickstart-1")
         raise error
 
-    fake_controller(monkeypatch, run)
+    fake_run(monkeypatch, run)
     assert main(READY) == code
     err = capsys.readouterr().err
     assert ("Traceback" in err) == has_traceback
@@ -167,7 +167,7 @@ def test_signals_wind_the_run_down(
             wound_down.append(True)
 
     before = signal.getsignal(signal.SIGTERM)
-    fake_controller(monkeypatch, run)
+    fake_run(monkeypatch, run)
     assert main(READY) == code
     assert wound_down
     assert "Traceback" not in capsys.readouterr().err
@@ -188,9 +188,9 @@ def test_a_background_job_that_ignores_interrupts_can_be_wound_down(signum: sign
         "    finally:\n"
         "        await asyncio.sleep(0)\n"
         "        print('wound down')\n"
-        "controller = types.ModuleType('orchestrator.controller')\n"
-        "controller.run = lambda *_: asyncio.run(train())\n"
-        "sys.modules['orchestrator.controller'] = controller\n"
+        "module = types.ModuleType('orchestrator.run')\n"
+        "module.run = lambda *_: asyncio.run(train())\n"
+        "sys.modules['orchestrator.run'] = module\n"
         "from orchestrator.cli import main\n"
         f"sys.exit(main({READY!r}))\n"
     )
@@ -208,7 +208,7 @@ def test_a_background_job_that_ignores_interrupts_can_be_wound_down(signum: sign
 def test_nohup_survives_a_hangup(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        fake_controller(monkeypatch, lambda *_: signal.raise_signal(signal.SIGHUP))
+        fake_run(monkeypatch, lambda *_: signal.raise_signal(signal.SIGHUP))
         assert main(READY) == 0
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
@@ -240,7 +240,7 @@ sys.meta_path.insert(0, Block())
 
 def test_help_config_and_controller_need_no_heavy_library() -> None:
     code = BLOCK + (
-        "import orchestrator.cli, orchestrator.controller\n"
+        "import orchestrator.cli, orchestrator.controller, orchestrator.run\n"
         "assert orchestrator.cli.main(['train', '--help']) == 0\n"
         "assert orchestrator.cli.main(['train', 'experiment=quickstart', '--cfg', 'job']) == 0\n"
         "assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)\n"

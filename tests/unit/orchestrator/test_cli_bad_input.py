@@ -29,9 +29,9 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     """`slipstream train experiment=quickstart WORDS` must be refused; returns the message."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    controller = ModuleType("orchestrator.controller")
-    controller.run = lambda *_: pytest.fail("the run was started")  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "orchestrator.controller", controller)
+    module = ModuleType("orchestrator.run")
+    module.run = lambda *_: pytest.fail("the run was started")  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "orchestrator.run", module)
 
     def check(*words: str) -> str:
         had_ray = "ray" in sys.modules  # another test of this process may have imported it

@@ -21,7 +21,7 @@ from orchestrator.supervisor import ReplicaState, Supervisor
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    (tmp_path / "config.yaml").touch()
+    (tmp_path / "config.yaml").write_text("algorithm: {objective: policy}")
     return tmp_path
 
 
@@ -114,3 +114,9 @@ def test_the_command_says_what_is_wrong(words: list[str], said: str, capsys: pyt
     assert main(["recover", *words]) == 2
     assert said in capsys.readouterr().err
     assert main(["recover", "--help"]) == 0
+
+
+def test_a_run_that_fine_tunes_has_no_workers_and_says_so_at_once(run: Path) -> None:
+    (run / "config.yaml").write_text("algorithm: {objective: sft}")
+    with alive(run), pytest.raises(ConfigError, match=r"fine-tuning .*no rollout workers"):
+        ask(run, None, timeout_s=0)

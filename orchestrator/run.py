@@ -1,0 +1,168 @@
+"""One run from start to end: reads its files, starts its processes, lets the loop train, leaves its results.
+
+    files --> processes (trainer ranks, rollout workers, rewards) --> Controller or Finetuner --> export, curves
+
+Owns: what is started, in which order, and that on the way out, whatever the reason, no process of the run is left. Does
+not own: the loop (controller.py, sft.py), where processes live (placement), the run folder's shape (run_folder).
+Invariant: a mistake in a file ends the run before any process exists. Caller: orchestrator.cli, through `run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from conf.schema import Objective, RunConfig, SyncMode, TrainMode
+from orchestrator.checkpoint import CheckpointStore, fingerprint
+from orchestrator.controller import RAY_CALL_S, Controller
+from orchestrator.conversations import read_conversations
+from orchestrator.curves import SFT_PANELS, draw_curves
+from orchestrator.prepare import TextEncoder, prepare_model, read_all_prompts
+from orchestrator.requests import alive, answer_requests
+from orchestrator.rooms import Rooms
+from orchestrator.run_folder import RunFolder, open_run_folder, write_description
+from orchestrator.run_log import ProgressLine, RunLog
+from orchestrator.sft import Finetuner
+from orchestrator.supervisor import Supervisor
+from orchestrator.telemetry import Telemetry
+from orchestrator.waiting import together
+from rollout.prompts import Shuffled
+from rollout.rewards.runner import RewardRunner
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run left behind."""
+
+    folder: RunFolder
+    step: int
+    policy_version: int
+    held_out: float | None
+    """Mean reward on held-out prompts (fine-tuning: negative log-likelihood) after the last step; None without
+    data.eval_path.
+    """
+    checkpoint: Path | None
+    export: Path
+    """The trained adapter (PEFT format), or the merged checkpoint when trainer.mode=full."""
+
+    def summary(self) -> str:
+        """Where everything is, for people."""
+        lines = [
+            ("held-out score", "not evaluated" if self.held_out is None else f"{self.held_out:.3f}"),
+            ("policy version", f"{self.policy_version} after {self.step} steps"),
+            ("curves", self.folder.curves),
+            ("metrics", self.folder.metrics),
+            ("samples", self.folder.samples),
+            ("adapter" if self.export == self.folder.adapter else "model", self.export),
+            ("checkpoint", self.checkpoint),
+        ]
+        return "\n".join(f"  {name:<16} {value}" for name, value in lines)
+
+
+def run(config: RunConfig, overrides: list[str]) -> RunResult:
+    """Train, by reinforcement or on conversations.
+
+    Args:
+        config: complete and checked (orchestrator.preflight).
+        overrides: the words of the command line, for the record.
+    """
+    folder = open_run_folder(config.run, datetime.now())
+    write_description(folder, config, overrides)
+    train = _finetune if config.algorithm.objective is Objective.sft else _reinforce
+    with alive(folder.root), RunLog(folder.log) as log:
+        result = asyncio.run(train(config, folder, log))
+        log.say(result.summary())
+    return result
+
+
+async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
+    """Rollouts, rewards and publishes around the trainer (orchestrator.controller)."""
+    from orchestrator.placement import Cluster  # imports Ray
+
+    model = prepare_model(config.model, folder.model)
+    prompts, eval_prompts = read_all_prompts(config.data, TextEncoder(folder.model))
+    checkpoints = CheckpointStore(folder.checkpoints, keep=config.run.keep_checkpoints, options=fingerprint(config))
+    resume_from = checkpoints.to_resume(config.run.resume)
+    is_adapter_mode = config.weight_sync.mode is SyncMode.adapter
+
+    async with contextlib.AsyncExitStack() as stack:
+        rewards = RewardRunner(config.reward, log_path=folder.root / "rewards.log")
+        stack.push_async_callback(rewards.close)
+        cluster = await stack.enter_async_context(Cluster(config, folder))
+        await together(rewards.start(), cluster.start(model.hf_config))
+        telemetry = stack.enter_context(_telemetry(config, folder, log, checkpoints.step_of(resume_from)))
+        supervisor = Supervisor(
+            cluster.workers,
+            request_timeout_s=config.rollout.request_timeout_s,
+            # Without publishes a worker that comes back would never get the version that the others sample from. In
+            # adapter mode it would need its base again, which is published at the start only.
+            restart=cluster.restart_worker if config.weight_sync.enabled and not is_adapter_mode else None,
+            max_restarts=config.rollout.max_restarts,
+            backoff_s=config.rollout.restart_backoff_s,
+            recovery_timeout_s=config.weight_sync.timeout_s + RAY_CALL_S,
+            max_missed_publishes=config.algorithm.max_staleness_steps if is_adapter_mode else 0,
+        )
+        stack.push_async_callback(supervisor.close)
+        rooms = Rooms(
+            trainer=cluster.trainer,
+            supervisor=supervisor,
+            prompts=Shuffled(prompts, seed=config.run.seed, shuffle=config.data.shuffle),
+            eval_prompts=eval_prompts,
+            rewards=rewards,
+            telemetry=telemetry,
+            checkpoints=checkpoints,
+            traces=folder.traces,
+            on_clock=log.context.set,
+        )
+        controller = Controller(config, rooms)
+        listening = asyncio.create_task(answer_requests(folder.root, supervisor))
+        stack.callback(listening.cancel)
+        await controller.start(resume_from)
+        await controller.train()
+        export = _export_folder(config, folder)
+        await cluster.trainer.export(export)
+    await asyncio.to_thread(draw_curves, folder.metrics, folder.curves)
+    return RunResult(
+        folder, controller.step, controller.policy_version, telemetry.last_eval_reward, checkpoints.newest(), export
+    )
+
+
+async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
+    """The trainer alone, taught by conversations (orchestrator.sft)."""
+    from orchestrator.placement import Cluster  # imports Ray
+
+    model = prepare_model(config.model, folder.model)
+    encoder = TextEncoder(folder.model)
+    assert config.data.path is not None  # conf.checks
+    training = read_conversations(config.data.path, encoder, config.data)
+    held_out = read_conversations(config.data.eval_path, encoder, config.data) if config.data.eval_path else []
+    checkpoints = CheckpointStore(folder.checkpoints, keep=config.run.keep_checkpoints, options=fingerprint(config))
+    resume_from = checkpoints.to_resume(config.run.resume)
+
+    async with contextlib.AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(Cluster(config, folder))
+        await cluster.start(model.hf_config)
+        telemetry = stack.enter_context(_telemetry(config, folder, log, checkpoints.step_of(resume_from)))
+        tuner = Finetuner(config, cluster.trainer, training, held_out, telemetry, checkpoints)
+        await tuner.train(resume_from, on_clock=log.context.set)
+        export = _export_folder(config, folder)
+        await cluster.trainer.export(export)
+    await asyncio.to_thread(draw_curves, folder.metrics, folder.curves, SFT_PANELS)
+    return RunResult(folder, tuner.step, tuner.policy_version, tuner.held_out_nll, checkpoints.newest(), export)
+
+
+def _telemetry(config: RunConfig, folder: RunFolder, log: RunLog, first_step: int) -> Telemetry:
+    return Telemetry(
+        folder,
+        num_steps=config.run.num_steps,
+        first_step=first_step,
+        tensorboard=config.run.tensorboard,
+        progress=ProgressLine(log.console),
+    )
+
+
+def _export_folder(config: RunConfig, folder: RunFolder) -> Path:
+    return folder.adapter if config.trainer.mode is TrainMode.lora else folder.merged
