@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.checkpoints import CONFIGS
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from orchestrator.record_command import layouts_digest, record
@@ -26,33 +27,9 @@ from weight_sync.layout import DestLayout, PostLoad
 from weight_sync.protocol import pack, unpack
 
 REPOSITORY = Path(__file__).parents[2]
-COMMON = {
-    "vocab_size": 500,  # no multiple of 64: vLLM pads the vocabulary
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {**COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
-    "qwen3_moe": {
-        **COMMON,
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "moe_intermediate_size": 64,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-    },
+    "qwen3": {**CONFIGS["qwen3_tied"], "torch_dtype": "bfloat16"},
+    "qwen3_moe": {**CONFIGS["qwen3_moe"], "torch_dtype": "bfloat16"},
 }
 
 
@@ -70,7 +47,12 @@ def offline(model: str, cache: Path, *, tp_size: int = 1, expert_parallel: bool 
 
 
 def live(model: str, tp_size: int, folder: Path, *, is_plain: bool = False) -> tuple[DestLayout, ...]:
-    env = {**os.environ, **engine_environment(Device.cpu), "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}
+    env = {
+        **os.environ,
+        **engine_environment(Device.cpu),
+        "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
     done = subprocess.run(
         [sys.executable, __file__, model, str(tp_size), str(folder), str(int(is_plain))],

@@ -15,18 +15,6 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-COMMON = {
-    "vocab_size": 500,  # no multiple of 64: vLLM pads the vocabulary
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "dtype": "bfloat16",
-}
-MOE = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
 
 
 @pytest.mark.parametrize("model", ["qwen3_tied", "qwen3", "qwen3_moe"])
@@ -34,7 +22,7 @@ def test_recorded_loads_are_what_vllm_loads(model, tmp_path):
     pytest.importorskip("vllm")
     env = {
         **os.environ,
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -51,21 +39,6 @@ def test_recorded_loads_are_what_vllm_loads(model, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-
-
-def write_checkpoint(model: str, folder: str):
-    """A tiny random checkpoint without a tokenizer; returns its tensors under their checkpoint names."""
-    import torch
-    from safetensors.torch import load_file
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    if model == "qwen3_moe":
-        network = Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **MOE, tie_word_embeddings=False))
-    else:
-        network = Qwen3ForCausalLM(Qwen3Config(**COMMON, tie_word_embeddings=model == "qwen3_tied"))
-    network.to(torch.bfloat16).save_pretrained(folder)
-    return load_file(f"{folder}/model.safetensors")
 
 
 def replay_plan(layout, metas, tensors):
@@ -101,14 +74,16 @@ def replay_plan(layout, metas, tensors):
 
 def main(model_name: str, folder: str) -> None:
     """Runs in a process of its own."""
-    tensors = write_checkpoint(model_name, folder)
+    from fakes.checkpoints import CONFIGS, write_checkpoint
+    from safetensors.torch import load_file
 
-    import vllm._custom_ops as ops
+    write_checkpoint(CONFIGS[model_name], Path(folder), seed=0)
+    tensors = load_file(f"{folder}/model.safetensors")
 
-    ops._supports_onednn = False  # else linear weights move into oneDNN's own memory on some CPUs
     import torch
     from vllm import LLM
 
+    import rollout.weight_receiver  # noqa: F401 - keeps linear weights out of private packed copies, as in every run
     from weight_sync.layout import TensorMeta
     from weight_sync.recorder import record_layout
 

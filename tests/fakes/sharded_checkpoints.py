@@ -9,31 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from fakes.checkpoints import CONFIGS
 from trainer.model.spec import ModelSpec
 from weight_sync.safetensors_files import INDEX_NAME
 
-TINY: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "vocab_size": 500,  # no multiple of 64: vLLM pads the vocabulary
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 64,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
+TINY: dict[str, Any] = {**CONFIGS["qwen3_moe"], "num_experts": 4, "torch_dtype": "bfloat16"}
 
 
 def save_checkpoint(folder: Path, config: dict[str, Any], *, seed: int, num_files: int = 2) -> None:
