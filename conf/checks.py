@@ -7,12 +7,14 @@ Everything here is pure: it sees a RunConfig and no machine, no file. What needs
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from conf.errors import ConfigError
 from conf.options import options_by_name
 from conf.schema import (
     ENGINE_LORA_RANKS,
+    AlgorithmConfig,
     Device,
     EngineFormat,
     Init,
@@ -23,7 +25,28 @@ from conf.schema import (
     TrainMode,
     TransportKind,
 )
+from conf.schema.rules import divisors
 
+READ_BY_POLICY_ALONE = (
+    "rollout.",
+    "weight_sync.",
+    "reward.",
+    "data.max_prompt_tokens",
+    "run.eval_samples_per_prompt",
+    *(
+        f"algorithm.{item.name}"
+        for item in fields(AlgorithmConfig)
+        if item.name not in ("objective", "sequences_per_step", "normalization")
+    ),
+)
+"""Options and sections without a meaning in supervised fine-tuning."""
+READ_BY_SFT_ALONE = (
+    "algorithm.sequences_per_step",
+    "data.response_key",
+    "data.messages_key",
+    "data.max_sequence_tokens",
+)
+"""Options without a meaning in reinforcement learning."""
 CPU_ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that vLLM's CPU attention has kernels for (vLLM 0.32, `cpu_attn.py`)."""
 CPU_ENGINE_LATENT = (512, 64)
@@ -162,7 +185,7 @@ def check_ep_size_fits_experts(config: RunConfig, hf_config: Mapping[str, Any]) 
             "none; set trainer.ep_size=1"
         )
     if ep_size > max(num_experts, 1):
-        allowed = [size for size in _divisors(config.trainer.num_ranks) if size <= num_experts]
+        allowed = [size for size in divisors(config.trainer.num_ranks) if size <= num_experts]
         raise ConfigError(
             f"trainer.ep_size={ep_size} is more than the model's {num_experts} experts; with trainer.num_ranks="
             f"{config.trainer.num_ranks} it can be {_one_of(allowed)}"
@@ -175,7 +198,7 @@ def check_tp_size_divides_heads(config: RunConfig, hf_config: Mapping[str, Any])
     if isinstance(num_heads, int) and num_heads % tp_size:
         raise ConfigError(
             f"rollout.tp_size={tp_size} does not divide the model's {num_heads} attention heads; it can be "
-            f"{_one_of(_divisors(num_heads))}"
+            f"{_one_of(divisors(num_heads))}"
         )
 
 
@@ -244,8 +267,9 @@ def check_engine_takes_merged_weights(config: RunConfig, hf_config: Mapping[str,
     if packing is not None and config.weight_sync.mode is SyncMode.merged:
         raise ConfigError(
             f"model.hf_config.quantization_config asks for {packing} engine weights: {packing} engines accept "
-            "adapter mode only, because merged weights would have to be quantized anew at every publish; set "
-            "weight_sync.mode=adapter, or give a config.json without quantization_config (bfloat16) or with block-FP8"
+            "adapter mode only, because merged weights would have to be quantized anew at every publish; give "
+            "a config.json without quantization_config (bfloat16) or with block-FP8, learn on them with algorithm=sft, "
+            "or see what adapter mode would take: slipstream plan ... weight_sync.mode=adapter"
         )
 
 
@@ -301,6 +325,7 @@ def check_no_override_is_ignored(config: RunConfig, names: Iterable[str]) -> Non
         names: Dotted names from the command line, groups included.
     """
     cluster, model, algorithm = config.cluster, config.model, config.algorithm
+    is_sft = algorithm.objective is Objective.sft
     # (option or section, it is ignored, by what, the cure)
     ignored = (
         (
@@ -308,6 +333,18 @@ def check_no_override_is_ignored(config: RunConfig, names: Iterable[str]) -> Non
             config.trainer.mode is TrainMode.full,
             "trainer.mode=full",
             "remove it, or set trainer.mode=lora",
+        ),
+        (
+            READ_BY_POLICY_ALONE,
+            is_sft,
+            "algorithm=sft, which starts no engines and judges no rollouts",
+            "remove it, or choose algorithm=grpo",
+        ),
+        (
+            READ_BY_SFT_ALONE,
+            not is_sft,
+            "algorithm.objective=policy",
+            "remove it, or choose algorithm=sft",
         ),
         (
             "model.init_std",
@@ -382,13 +419,8 @@ def num_experts_of(hf_config: Mapping[str, Any]) -> int:
 
 
 def _is_about(name: str, subject: str | Sequence[str]) -> bool:
-    if isinstance(subject, str):
-        return name.startswith(subject) if subject.endswith(".") else name == subject
-    return name in subject
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    subjects = (subject,) if isinstance(subject, str) else subject
+    return any(name.startswith(one) if one.endswith(".") else name == one for one in subjects)
 
 
 def _one_of(values: Sequence[int]) -> str:

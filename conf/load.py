@@ -15,6 +15,7 @@ Callers: `orchestrator.cli`, tests and bench scripts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -150,11 +151,20 @@ def _check_type(option: Option, override: Override) -> None:
     try:
         OmegaConf.update(schema_node(), option.name, value)
     except ValidationError as error:
-        hint = did_you_mean(str(value), option.choices)
+        hint = did_you_mean(str(value), option.choices) or _in_bytes(option, str(value))
         raise ConfigError(
             f"{option.name} must be {_with_article(option.type_label)}, got "
             f"{show(value)!r}{'. ' + hint if hint else ''}"
         ) from error
+
+
+def _in_bytes(option: Option, text: str) -> str:
+    """What to write in place of a size with a unit, `1GiB`; empty for anything else."""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B?", text, re.IGNORECASE)
+    if size is None or not option.name.endswith("_bytes"):
+        return ""
+    unit = (1024 if size[3] else 1000) ** ("KMGT".index(size[2].upper()) + 1)
+    return f"Write bytes: {option.name}={int(float(size[1]) * unit)}"
 
 
 def _check_removable(text: str, name: str) -> None:
@@ -202,12 +212,20 @@ def _explain_foreign(error: BaseException) -> str:
     where = ""
     if isinstance(error, HydraException) and str(error).startswith("In '"):
         where = str(error).split("'")[1] + ".yaml: "
+    if choice := re.search(r"Could not find '(\w+)/(\w+)'", str(error)):
+        group, name = choice.groups()
+        names = [known.name for known in group_choices(group)]
+        hint = did_you_mean(name, names)
+        listed = f"{hint}{' ' if hint else ''}Choices: {', '.join(names)}"
+        return f"a YAML file chooses {group}: {name}, which does not exist. {listed}"
     cause = error
     while cause is not None and not isinstance(cause, (OmegaConfBaseException, yaml.YAMLError)):
         cause = cause.__cause__ or cause.__context__
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         name = str(cause.full_key)
         option = options_by_name().get(name)
+        if name.partition(".")[0] == "experiment":
+            return f"{where}its first line must be '# @package _global_', so that its sections are those of the run"
         if isinstance(cause, ValidationError) and option is not None:
             return f"{where}{name} must be {_with_article(option.type_label)}. {_first_line(cause)}"
         if option is None and name not in section_docs() and _open_dict_above(name) is None:

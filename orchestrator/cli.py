@@ -6,7 +6,7 @@ overrides.
 Owns: words, exit codes, signals, and what a person sees when something is wrong. Does not own: anything about a run.
 
     exit code   0 done      1 Slipstream or a library failed; traceback and log are kept
-                2 the user can repair it: one message, no traceback, nothing was started
+                2 the user can repair it: one message, no traceback, nothing was trained
               130 Ctrl-C  143 SIGTERM  129 SIGHUP (the terminal is gone): the run was wound down
 
 Invariant: importing this module loads neither torch, Ray nor vLLM, and `--help` answers at once.
@@ -15,8 +15,10 @@ Invariant: importing this module loads neither torch, Ray nor vLLM, and `--help`
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
+import re
 import signal
 import sys
 import traceback
@@ -34,11 +36,37 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
+_IN_OUR_WORDS = {
+    r"^argument (\S+): invalid int value: ": r"\1 must be an integer, got ",
+    r"^argument (\S+): invalid float value: ": r"\1 must be a number, got ",
+    r"^argument (\S+): invalid choice: (.*) \(choose from (.*)\)$": r"\1 must be one of \3, got \2",
+    r"^argument (\S+): expected one argument$": r"\1 needs a value",
+    r"^unrecognized arguments: (-\S+).*": r"unknown flag \1",
+    r"^unrecognized arguments: (\S+).*": r"unexpected word '\1'",
+}
+"""What argparse says of a mistake -> what `slipstream` says."""
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse whose mistakes are ConfigErrors, so that they look like every other mistake."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        from conf.options import did_you_mean
+
+        for pattern, words in _IN_OUR_WORDS.items():
+            message = re.sub(pattern, words, message)
+        hint = (
+            did_you_mean(message.split()[-1], self._option_string_actions) if message.startswith("unknown flag") else ""
+        )
+        raise ConfigError(f"{message}. {hint or f'See: {self.prog} --help'}")
+
+    def read_overrides(self, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Flags, and the words that are overrides. A misspelled flag is neither."""
+        flags, overrides = self.parse_known_args(words)
+        for word in overrides:
+            if word.startswith("--") and difflib.get_close_matches(word, self._option_string_actions, cutoff=0.75):
+                self.error(f"unknown flag {word}")
+        return flags, overrides
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +125,7 @@ def _train(words: list[str]) -> int:
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--config-dir", type=Path)
-    flags, overrides = parser.parse_known_args(words)
+    flags, overrides = parser.read_overrides(words)
     if flags.help_topic is not None:
         from orchestrator import cli_help
 
@@ -165,7 +193,7 @@ def _plan(words: list[str]) -> int:
     parser.add_argument("--adapter-decode-loss", type=float, default=0.30)
     parser.add_argument("--slow-rank", action="append", default=[])
     parser.add_argument("--lost-nic", type=int, action="append", default=[])
-    flags, overrides = parser.parse_known_args(words)
+    flags, overrides = parser.read_overrides(words)
     if flags.help:
         from orchestrator import cli_help
 
@@ -384,12 +412,13 @@ def _names_missing_packages() -> Iterator[None]:
 
 def _is_users(error: SlipstreamError) -> bool:
     """Whether the user can repair it: a wrong option, a wrong line of data, a checkpoint that does not fit the
-    options.
+    options, a watermark below what the model's publishes need.
     """
     from orchestrator.errors import CheckpointError
     from rollout.errors import DataError
+    from weight_sync.errors import WatermarkError
 
-    return isinstance(error, (ConfigError, DataError, CheckpointError))
+    return isinstance(error, (ConfigError, DataError, CheckpointError, WatermarkError))
 
 
 def _say(error: SlipstreamError) -> int:

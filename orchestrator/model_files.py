@@ -2,17 +2,40 @@
 
 Finds what makes a run die minutes later: a missing shard, an interrupted download, a Git LFS pointer in a file's
 place, a checkpoint of another architecture. The files are read by `weight_sync.safetensors_files`. Callers:
-`orchestrator.preflight`.
+`orchestrator.preflight`, and the commands that are given a model's folder.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from conf.errors import ConfigError
 from weight_sync.layout import TensorMeta
 from weight_sync.safetensors_files import read_index
+
+
+def read_hf_config(folder: Path, subject: str) -> dict[str, Any]:
+    """config.json of a model's folder; or the file itself, where that is given.
+
+    Args:
+        subject: What the user was asked for, to name it: "model.path", "MODEL".
+
+    Raises:
+        ConfigError: There is none, or it is no JSON object.
+    """
+    path = folder if folder.is_file() else folder / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{subject}={folder} has no config.json; give a Hugging Face model folder") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got a {type(content).__name__}; give a model's config.json")
+    return content
 
 
 def check_checkpoint_files(folder: Path, expected: Sequence[TensorMeta]) -> int:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from conf.checks import check_architecture
 from conf.errors import ConfigError
-from conf.schema import Device, LoraConfig, RunConfig, SyncMode, TrainMode
+from conf.schema import Device, LoraConfig, Objective, RunConfig, SyncMode, TrainMode
 from orchestrator.prepare import engine_checkpoint, resolve_hf_config
 from rollout.errors import EngineError
 from rollout.offline_layout import offline_layouts
@@ -60,6 +60,14 @@ class Hardware:
     """
     layout_cache: Path | None = None
     """Folder of recorded engine layouts; None: the user's cache."""
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1:
+            raise ConfigError(f"--ranks-per-node must be >= 1, got {self.ranks_per_node}")
+        if not 0 <= self.adapter_decode_loss < 1:
+            raise ConfigError(
+                f"--adapter-decode-loss is a part of the decode speed, in [0, 1), got {self.adapter_decode_loss:g}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +145,8 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
     Raises:
         ConfigError: an option does not fit the model or the hardware, or the engine's layout cannot be recorded here.
     """
+    if config.algorithm.objective is Objective.sft:
+        raise ConfigError("algorithm=sft publishes nothing, so there is nothing to plan; choose a run with engines")
     config = carried(config)
     if config.cluster.device is Device.auto:
         config = replace(config, cluster=replace(config.cluster, device=Device.cuda))

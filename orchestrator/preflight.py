@@ -142,6 +142,7 @@ def check_tokenizer(config: RunConfig) -> Fact:
         raise ConfigError(f"{option}={folder}: no such folder; give one that holds a tokenizer")
     if not _holds_tokenizer(folder):
         raise ConfigError(f"{option}={folder} holds no tokenizer.json; give model.tokenizer=FOLDER")
+    TextEncoder(folder)
     return Fact("tokenizer", str(folder))
 
 
@@ -153,7 +154,7 @@ def check_data(config: RunConfig) -> Fact:
     try:
         encoder = _RowEncoder(config)
     except ConfigError:
-        return Fact("prompts", "not read")  # of model.hf_config, which check_model reports
+        return Fact("prompts", "not read")  # of model.hf_config or the tokenizer, which other checks report
     counts: list[str] = []
     for path in (config.data.path, config.data.eval_path):
         if path is None:
@@ -204,7 +205,13 @@ def check_reward_loads(config: RunConfig) -> Fact:
 
 def check_devices(config: RunConfig) -> Fact:
     """There are as many GPUs as processes that need one, and the options suit the kind of device."""
-    trainer, rollout = config.trainer, config.rollout
+    trainer, rollout, cluster = config.trainer, config.rollout, config.cluster
+    for name, size in (("trainer_gpus", cluster.trainer_gpus), ("rollout_gpus", cluster.rollout_gpus)):
+        if size is not None:
+            raise ConfigError(
+                f"cluster.{name}={size} is for `slipstream plan` alone; set it to null, and size a run with "
+                "trainer.num_ranks, rollout.num_workers and rollout.tp_size"
+            )
     is_sft = config.algorithm.objective is Objective.sft
     num_engine_ranks = 0 if is_sft else rollout.num_workers * rollout.tp_size
     processes = f"{trainer.num_ranks} trainer ranks"
@@ -369,8 +376,8 @@ class _RowEncoder:
     def _require_chat_template(self) -> None:
         if not self._has_chat_template:
             raise DataError(
-                "the prompt is a list of chat messages, and the tokenizer has no chat template (chat_template.jinja, "
-                "or chat_template in tokenizer_config.json); give prompts as text, or a tokenizer with a template: "
+                "rows are lists of chat messages, and the tokenizer has no chat template (chat_template.jinja, "
+                "or chat_template in tokenizer_config.json); give plain text, or a tokenizer with a template: "
                 "model.tokenizer=FOLDER"
             )
 

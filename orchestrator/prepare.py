@@ -27,6 +27,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from conf.errors import ConfigError
 from conf.schema import DataConfig, DType, EngineFormat, Init, ModelConfig
+from orchestrator.model_files import read_hf_config
 from rollout.prompts import read_prompts
 from rollout.types import Prompt
 from trainer.model.spec import ModelSpec
@@ -96,15 +97,7 @@ def resolve_hf_config(config: ModelConfig) -> dict[str, Any]:
     """config.json of model.path, model.hf_config on top of it, and the format of the weights."""
     base: dict[str, Any] = {}
     if config.path is not None:
-        path = Path(config.path) / "config.json"
-        try:
-            base = json.loads(path.read_text())
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"model.path={config.path} has no config.json; give a Hugging Face checkpoint folder"
-            ) from error
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}") from error
+        base = read_hf_config(Path(config.path), "model.path")
     overrides = config.hf_config if config.init is Init.random else {}
     merged = {**base, **overrides}
     merged.setdefault("architectures", [ModelSpec.from_hf_config(merged).hf_architecture])
@@ -175,7 +168,12 @@ class TextEncoder:
         self._folder = folder
         self._tokenizer: Tokenizer | None = None
         if (folder / "tokenizer.json").is_file():
-            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            try:
+                self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            except Exception as error:  # the only class that `tokenizers` raises
+                raise ConfigError(
+                    f"{folder / 'tokenizer.json'} is not a tokenizer ({error}); copy the model's own, whole"
+                ) from error
         self._slow: Any = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

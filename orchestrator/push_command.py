@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import sys
 import tempfile
 import time
@@ -30,6 +31,7 @@ from conf.schema import Device
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PushError
 from orchestrator.machine import count_gpus, is_port_free
+from orchestrator.model_files import read_hf_config
 from orchestrator.push_rank import RankOptions, RankProcess
 from rollout.errors import EngineError
 from rollout.fleet import ServerOptions, ServerProcess
@@ -64,10 +66,16 @@ class PushOptions:
     def __post_init__(self) -> None:
         if bool(self.start) == bool(self.to):
             raise ConfigError("push needs either --start N (engines to start here) or --to URL[,URL...] (running ones)")
-        if self.start < 0 or self.tp_size < 1 or self.num_threads < 1 or (self.num_ranks or 1) < 1:
-            raise ConfigError("--start, --tp, --ranks and --threads must be >= 1")
-        if self.watermark_mib < 1 or self.timeout_s <= 0 or self.start_timeout_s <= 0:
-            raise ConfigError("--watermark-mib, --timeout-s and --start-timeout-s must be > 0")
+        ranks = 1 if self.num_ranks is None else self.num_ranks
+        counts = {"start": self.start or 1, "tp": self.tp_size, "ranks": ranks, "threads": self.num_threads}
+        for name, value in {**counts, "watermark-mib": self.watermark_mib}.items():
+            if value < 1:
+                raise ConfigError(f"--{name} must be >= 1, got {value}")
+        for name, value in {"timeout-s": self.timeout_s, "start-timeout-s": self.start_timeout_s}.items():
+            if value <= 0:
+                raise ConfigError(f"--{name} must be > 0, got {value:g}")
+        if not 1 <= self.port <= 65536 - max(1, self.start):
+            raise ConfigError(f"--port {self.port}: engines take one port each from there, and ports end at 65535")
         if self.to and (self.serve_words or self.enable_expert_parallel or self.tp_size != 1):
             raise ConfigError("--tp, --expert-parallel and words after -- shape engines that --start starts, not --to")
 
@@ -106,10 +114,7 @@ class Push:
     def __init__(self, options: PushOptions) -> None:
         self._options = options
         self._began = time.monotonic()
-        if not (options.checkpoint / "config.json").is_file():
-            raise ConfigError(
-                f"CHECKPOINT={options.checkpoint} has no config.json; give a Hugging Face checkpoint folder"
-            )
+        read_hf_config(options.checkpoint, "CHECKPOINT")
         self._tensors = tensor_metas(read_index(options.checkpoint, "CHECKPOINT"))
         self._device = Device(resolve_device(Device.auto))
         self._gpus = _visible_gpus(self._device)
@@ -133,6 +138,12 @@ class Push:
         """
         options = self._options
         engines = [ServedEngine(url, timeout_s=options.timeout_s) for url in options.to]
+        for engine in engines:
+            if not engine.is_healthy():
+                raise EngineError(
+                    f"--to {engine.url}: no engine answers there (GET /health); wait until it is up, or give the "
+                    "address that it serves at"
+                )
         if options.start:
             self._start_servers()
             engines = [server.engine for server in self._servers]
@@ -170,6 +181,13 @@ class Push:
             raise ConfigError(
                 f"--start {options.start} with --tp {options.tp_size} needs {needed} GPUs, there are {len(self._gpus)}"
             )
+        with socket.socket() as probe:
+            try:
+                probe.bind((options.host, 0))
+            except OSError as e:
+                raise ConfigError(
+                    f"--host {options.host} is no address of this machine ({e.strerror}); give one, such as 127.0.0.1"
+                ) from e
         ports = range(options.port, options.port + options.start)
         taken = [port for port in ports if not is_port_free(port, options.host)]
         if taken:

@@ -9,13 +9,13 @@ Owns: where the list of checkpoint tensors comes from, and the figures. Does not
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError
 from conf.schema import Device, DType
+from orchestrator.model_files import read_hf_config
 from rollout.errors import EngineError
 from rollout.offline_layout import cached_file, engine_version, offline_layouts
 from trainer.model.spec import ModelSpec
@@ -94,7 +94,7 @@ def record(
         raise ConfigError(f"--tp must be >= 1, got {tp_size}")
     if dtype not in list(DType):
         raise ConfigError(f"--dtype must be one of {', '.join(DType)}, got {dtype!r}")
-    hf_config = _hf_config(model)
+    hf_config = read_hf_config(model, "MODEL")
     tensors, source = _tensors(model, hf_config, dtype)
     options: dict[str, Any] = {
         "tp_size": tp_size,
@@ -139,16 +139,6 @@ def layouts_digest(layouts: tuple[DestLayout, ...]) -> str:
 def _figures(layout: DestLayout) -> RankFigures:
     num_bytes = sum(param.num_bytes for param in layout.params)
     return RankFigures(layout.rank, len(layout.params), len(layout.loads), num_bytes, layouts_digest((layout,)))
-
-
-def _hf_config(model: Path) -> dict[str, Any]:
-    path = model if model.is_file() else model / "config.json"
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"MODEL={model} has no config.json; give a Hugging Face model folder") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
 
 
 def _tensors(model: Path, hf_config: dict[str, Any], dtype: str) -> tuple[tuple[TensorMeta, ...], str]:

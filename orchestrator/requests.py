@@ -77,7 +77,10 @@ def ask(run: Path, worker: int | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not a run folder; give one like runs/latest")
     if not is_alive(run):
-        raise ConfigError(f"the run in {run} is not alive; go on with it by: slipstream train run.resume={run}")
+        raise ConfigError(
+            f"the run in {run} is not alive; to go on with it, give `slipstream train` the options that it had, and "
+            f"run.resume={run}"
+        )
     if yaml.safe_load((run / "config.yaml").read_text())["algorithm"]["objective"] == Objective.sft:
         raise ConfigError(f"the run in {run} is fine-tuning (algorithm=sft): it has no rollout workers to restart")
     name = secrets.token_hex(8)

@@ -40,10 +40,10 @@ class RunResult:
     folder: RunFolder
     step: int
     policy_version: int
+    metric: str
+    """What `held_out` is: reward, or nll (negative log-likelihood) of fine-tuning."""
     held_out: float | None
-    """Mean reward on held-out prompts (fine-tuning: negative log-likelihood) after the last step; None without
-    data.eval_path.
-    """
+    """Its mean on held-out rows after the last step; None without data.eval_path."""
     checkpoint: Path | None
     export: Path
     """The trained adapter (PEFT format), or the merged checkpoint when trainer.mode=full."""
@@ -51,7 +51,7 @@ class RunResult:
     def summary(self) -> str:
         """Where everything is, for people."""
         lines = [
-            ("held-out score", "not evaluated" if self.held_out is None else f"{self.held_out:.3f}"),
+            (f"held-out {self.metric}", "not evaluated" if self.held_out is None else f"{self.held_out:.3f}"),
             ("policy version", f"{self.policy_version} after {self.step} steps"),
             ("curves", self.folder.curves),
             ("metrics", self.folder.metrics),
@@ -126,7 +126,13 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
         await cluster.trainer.export(export)
     await asyncio.to_thread(draw_curves, folder.metrics, folder.curves)
     return RunResult(
-        folder, controller.step, controller.policy_version, telemetry.last_eval_reward, checkpoints.newest(), export
+        folder,
+        controller.step,
+        controller.policy_version,
+        "reward",
+        telemetry.last_eval_reward,
+        checkpoints.newest(),
+        export,
     )
 
 
@@ -151,7 +157,7 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRes
         export = _export_folder(config, folder)
         await cluster.trainer.export(export)
     await asyncio.to_thread(draw_curves, folder.metrics, folder.curves, SFT_PANELS)
-    return RunResult(folder, tuner.step, tuner.policy_version, tuner.held_out_nll, checkpoints.newest(), export)
+    return RunResult(folder, tuner.step, tuner.policy_version, "nll", tuner.held_out_nll, checkpoints.newest(), export)
 
 
 def _telemetry(config: RunConfig, folder: RunFolder, log: RunLog, first_step: int) -> Telemetry:

@@ -188,8 +188,10 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             where = f"{file}:{number}"
             try:
-                row = json.loads(line)
-            except ValueError as e:  # UnicodeDecodeError is one too
+                row = json.loads(line.rstrip())
+            except json.JSONDecodeError as e:  # its own line number is of the row, not of the file
+                raise DataError(f"{where}: not a JSON object: {e.msg} at character {e.pos + 1}") from e
+            except ValueError as e:  # UnicodeDecodeError
                 raise DataError(f"{where}: not a JSON object: {e}") from e
             if not isinstance(row, dict):
                 raise DataError(f"{where}: each line must be a JSON object, got {type(row).__name__}")

@@ -102,7 +102,10 @@ class ServedEngine:
         if not is_good:
             raise ConfigError(f"--to takes addresses of vLLM servers such as http://127.0.0.1:8000, got {url!r}")
         self.url = f"{parts.scheme}://{parts.netloc}"
-        self.host = socket.gethostbyname(str(parts.hostname)) if parts.hostname else ""
+        try:
+            self.host = socket.gethostbyname(str(parts.hostname))
+        except OSError as e:
+            raise ConfigError(f"--to {url}: there is no host {parts.hostname!r} ({e.strerror})") from e
         self._timeout_s = timeout_s
 
     def is_healthy(self) -> bool:

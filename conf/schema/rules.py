@@ -11,6 +11,11 @@ def require(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
 def at_least(minimum: float, section: str, **values: float) -> None:
     """Refuse a value below `minimum`. Example: at_least(1, "trainer", num_ranks=self.num_ranks)."""
     for name, value in values.items():

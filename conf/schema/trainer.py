@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from conf.schema.model import DType
-from conf.schema.rules import above, at_least, at_least_or_null, require
+from conf.schema.rules import above, at_least, at_least_or_null, divisors, require
 
 
 class TrainMode(StrEnum):
@@ -193,9 +193,11 @@ class TrainerConfig:
             max_microbatch_tokens=self.max_microbatch_tokens,
             logprob_chunk_tokens=self.logprob_chunk_tokens,
         )
+        sizes = ", ".join(str(size) for size in divisors(self.num_ranks))
         require(
             self.num_ranks % self.ep_size == 0,
-            f"trainer.ep_size must divide trainer.num_ranks, got ep_size={self.ep_size} and num_ranks={self.num_ranks}",
+            f"trainer.ep_size must divide trainer.num_ranks, got ep_size={self.ep_size} and "
+            f"num_ranks={self.num_ranks}; it can be {sizes}",
         )
         require(
             not (self.optim.state is OptimState.host and self.lora.dtype is DType.bfloat16),

@@ -19,7 +19,7 @@ CASES = [
         "trainer.ep_size=16 is more than the model's 8 experts.*can be 1, 2, 4, 8",
     ),
     (["model=tiny_qwen3"], "trainer.ep_size=2 needs a mixture of experts.*qwen3.*trainer.ep_size=1"),
-    (["trainer.num_ranks=3"], "trainer.ep_size must divide trainer.num_ranks.*2.*3"),
+    (["trainer.num_ranks=3"], "trainer.ep_size must divide trainer.num_ranks.*2.*3; it can be 1, 3"),
     (["rollout.tp_size=3"], "rollout.tp_size=3 does not divide the model's 4 attention heads.*1, 2, 4"),
     (
         ["data.max_prompt_tokens=64"],
@@ -46,6 +46,9 @@ CASES = [
         "weight_sync.keep_kv has no effect with weight_sync.mode=adapter",
     ),
     (["weight_sync.on_busy_slot=requeue"], "weight_sync.on_busy_slot has no effect with weight_sync.mode=merged"),
+    (["algorithm=sft", "rollout.num_workers=4"], "rollout.num_workers has no effect with algorithm=sft"),
+    (["algorithm=sft", "algorithm.group_size=4"], "algorithm.group_size has no effect with algorithm=sft"),
+    (["data.max_sequence_tokens=9"], "data.max_sequence_tokens has no effect.*choose algorithm=sft"),
     (["data.path=null"], "data.path is required.*data=letters"),
     (["model.tokenizer=null"], "model.tokenizer is required.*characters"),
     (["reward=exact_match", "reward.pattern=x"], "reward.pattern has no effect with reward.kind=exact_match"),

@@ -161,7 +161,10 @@ def test_own_config_folder_adds_experiments(tmp_path: Path) -> None:
         ("trainer: {num_rank: 2}\n", ["experiment/mine.yaml", "unknown option trainer.num_rank", "trainer.num_ranks"]),
         ("trainer: {num_ranks: two}\n", ["experiment/mine.yaml", "trainer.num_ranks must be an integer", "two"]),
         ("trainer: {num_ranks: 2\n", ["not valid YAML", "mine.yaml", "line"]),
-        ("defaults: [override /model: nothing]\n", ["nothing"]),
+        (
+            "defaults: [override /model: tiny_qwen]\n",
+            ["chooses model: tiny_qwen", "Did you mean tiny_qwen3", "Choices:"],
+        ),
     ],
 )
 def test_mistakes_in_a_yaml_file_name_the_file_and_the_option(tmp_path: Path, text: str, parts: list[str]) -> None:
@@ -170,6 +173,13 @@ def test_mistakes_in_a_yaml_file_name_the_file_and_the_option(tmp_path: Path, te
         load_run_config(["experiment=mine"], tmp_path)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_a_preset_for_the_whole_run_must_say_so(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("trainer: {num_ranks: 2}\n")
+    with pytest.raises(ConfigError, match=r"experiment/mine.yaml: its first line must be '# @package _global_'"):
+        load_run_config(["experiment=mine"], tmp_path)
 
 
 def test_missing_config_folder_is_named(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from conf.load import load_resolved_yaml, load_run_config
 from conf.options import GROUPS, flat_options, group_choices, section_docs
 from orchestrator.cli import main
 from orchestrator.errors import CheckpointError, NoReplicasLeft
+from weight_sync.errors import WatermarkError
 
 REPOSITORY = Path(__file__).parents[3]
 READY = ["train", "experiment=quickstart", "cluster.dashboard=false"]
@@ -113,6 +114,7 @@ def test_train_sets_the_environment_and_hands_over_config_and_words(monkeypatch:
     [
         (ConfigError("an option is wrong"), 2, False),
         (CheckpointError("it belongs to another run"), 2, False),
+        (WatermarkError("trainer rank 0: raise the watermark"), 2, False),
         (NoReplicasLeft("every worker is gone"), 1, True),
         (ZeroDivisionError("a bug"), 1, True),
     ],

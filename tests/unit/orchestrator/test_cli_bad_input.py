@@ -89,6 +89,31 @@ def test_model_folder_without_config(refuse: Refuse, tmp_path: Path) -> None:
     assert "model.path=empty has no config.json" in message
 
 
+def test_config_of_a_model_that_is_no_object(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    save_character_tokenizer(tmp_path / "model", vocab_size=64)
+    (tmp_path / "model" / "config.json").write_text("[]")
+    assert "config.json must hold a JSON object, got a list" in refuse("model=checkpoint", "model.path=model")
+
+
+def test_tokenizer_that_is_none(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "tokenizer.json").write_text("{}")
+    assert "tokens/tokenizer.json is not a tokenizer (Model missing" in refuse("model.tokenizer=tokens")
+
+
+def test_size_with_a_unit_is_told_in_bytes(refuse: Refuse) -> None:
+    message = refuse("weight_sync.watermark_bytes=1.5GiB")
+    assert "got '1.5GiB'. Write bytes: weight_sync.watermark_bytes=1610612736" in message
+    assert "Write bytes: cluster.object_store_bytes=2000000000" in refuse("cluster.object_store_bytes=2GB")
+
+
+def test_sizes_of_a_planned_cluster_are_not_ignored_by_a_run(refuse: Refuse) -> None:
+    message = refuse("cluster.rollout_gpus=4")
+    assert "cluster.rollout_gpus=4 is for `slipstream plan` alone" in message
+    assert "rollout.num_workers" in message
+
+
 def test_unsupported_architecture_lists_the_known_ones(refuse: Refuse) -> None:
     message = refuse("model.hf_config.model_type=gpt2")
     assert "qwen3, qwen3_moe" in message
@@ -128,7 +153,7 @@ def test_chat_prompts_need_a_chat_template(refuse: Refuse, tmp_path: Path) -> No
     row = {"prompt": [{"role": "user", "content": "1a="}], "answer": "a"}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
     message = refuse("data.path=prompts.jsonl")
-    assert "prompts.jsonl:1: the prompt is a list of chat messages, and the tokenizer has no chat template" in message
+    assert "prompts.jsonl:1: rows are lists of chat messages, and the tokenizer has no chat template" in message
     assert "model.tokenizer=FOLDER" in message
 
 
@@ -265,10 +290,12 @@ def test_several_problems_are_all_reported_at_once(
     [
         (["trian"], "unknown command 'trian'. Did you mean train?"),
         (["experiment=quickstart"], "Options follow a command: slipstream train experiment=quickstart"),
-        (["train", "--dryrun"], "unknown flag --dryrun"),
+        (["train", "--dryrun"], "unknown flag --dryrun. Did you mean --dry-run?"),
+        (["train", "--num-ranks=2"], "written section.option=value, without dashes. Did you mean trainer.num_ranks?"),
         (["train", "--cfg", "all"], "--cfg"),
         (["train"], "model.path is required"),
-        (["doctor", "--yaml"], "--yaml"),
+        (["doctor", "--yaml"], "unknown flag --yaml. See: slipstream doctor --help"),
+        (["recover", "runs/latest", "--worker", "x"], "--worker must be an integer, got 'x'"),
     ],
 )
 def test_mistakes_before_any_option(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

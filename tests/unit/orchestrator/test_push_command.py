@@ -45,14 +45,25 @@ def message(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     [
         ([], "either --start N"),
         (["--start", "1", "--to", "http://a:1"], "either --start N"),
-        (["--start", "-1"], "must be >= 1"),
+        (["--start", "-1"], "--start must be >= 1, got -1"),
+        (["--start", "1", "--tp", "0"], "--tp must be >= 1, got 0"),
+        (["--start", "1", "--ranks", "0"], "--ranks must be >= 1, got 0"),
+        (["--start", "1", "--timeout-s", "0"], "--timeout-s must be > 0, got 0"),
+        (["--start", "2", "--port", "65535"], "--port 65535: engines take one port each from there"),
+        (["--start", "1", "--host", "nowhere.invalid"], "--host nowhere.invalid is no address of this machine"),
+        (["--to", "http://nowhere.invalid:8000"], "--to http://nowhere.invalid:8000: there is no host"),
         (["--to", "ftp://x"], "addresses of vLLM servers such as http://127.0.0.1:8000, got 'ftp://x'"),
         (["--to", "http://127.0.0.1:8000/v1"], "addresses of vLLM servers"),
         (["--to", "http://127.0.0.1:8000", "--tp", "2"], "--tp, --expert-parallel"),
         (["--start", "1", "--watermark-mib", "0"], "--watermark-mib"),
-        (["--start", "x"], "--start: invalid int value: 'x'"),
-        (["--start", "1", "--transport", "pigeon"], "--transport: invalid choice: 'pigeon'"),
-        (["--strat", "1"], "unrecognized arguments: --strat 1"),
+        (["--start", "x"], "--start must be an integer, got 'x'. See: slipstream push --help"),
+        (
+            ["--start", "1", "--transport", "pigeon"],
+            "--transport must be one of 'auto', 'nvlink', 'rdma', 'tcp', got 'pigeon'",
+        ),
+        (["--strat", "1"], "unknown flag --strat. Did you mean --start"),
+        (["--start"], "--start needs a value"),
+        (["elsewhere", "--start", "1"], "unexpected word 'elsewhere'"),
     ],
 )
 def test_wrong_flags_are_named(
@@ -64,6 +75,11 @@ def test_wrong_flags_are_named(
 def test_wrong_checkpoints_are_named(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "push needs a CHECKPOINT" in message(["push", "--start", "1"], capsys)
     assert "has no config.json" in message(["push", str(tmp_path), "--start", "1"], capsys)
+    for command in (["push", str(tmp_path), "--start", "1"], ["record", str(tmp_path)]):
+        (tmp_path / "config.json").write_text("[]")
+        assert "config.json must hold a JSON object, got a list" in message(command, capsys)
+        (tmp_path / "config.json").write_text("{")
+        assert "config.json is not JSON" in message(command, capsys)
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     assert "holds no .safetensors file" in message(["push", str(tmp_path), "--start", "1"], capsys)
     file = sorted(checkpoint.glob("*.safetensors"))[0]
@@ -81,11 +97,9 @@ def test_a_taken_port_is_named(checkpoint: Path, capsys: pytest.CaptureFixture[s
 def test_an_engine_that_is_not_there_ends_with_code_1(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("orchestrator.push_command.Push._start_ranks", lambda *_: None)
-        assert main(["push", str(checkpoint), "--to", f"http://127.0.0.1:{port}"]) == 1
+    assert main(["push", str(checkpoint), "--to", f"http://127.0.0.1:{port}"]) == 1
     shown = capsys.readouterr().err
-    assert "cannot be reached" in shown
+    assert f"--to http://127.0.0.1:{port}: no engine answers there" in shown
     assert "Traceback" not in shown
 
 

@@ -72,7 +72,7 @@ async def test_mistakes_are_answered_and_cost_the_run_nothing(run: Path) -> None
 
 
 def test_a_run_that_is_over_is_told_apart(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not alive; go on with it by"):
+    with pytest.raises(ConfigError, match="is not alive; to go on with it"):
         ask(run, 0)
     with alive(run):
         assert is_alive(run)
@@ -107,7 +107,7 @@ def test_a_controller_that_is_killed_leaves_no_lock(run: Path) -> None:
     [
         ([], "needs a run folder"),
         (["nowhere"], "not a run folder"),
-        (["nowhere", "--worker", "first"], "invalid int value"),
+        (["nowhere", "--worker", "first"], "--worker must be an integer, got 'first'"),
     ],
 )
 def test_the_command_says_what_is_wrong(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ def test_parquet_reads_as_jsonl_does(tmp_path, encoder):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "a"', r"a\.jsonl:2: not a JSON object"),
+        ('{"prompt": "a"', r"a\.jsonl:2: not a JSON object: Expecting ',' delimiter at character 15"),
         ('["prompt"]', r"a\.jsonl:2: each line must be a JSON object, got list"),
         ('{"text": "a"}', r"a\.jsonl:2: no column 'prompt' \(data\.prompt_key\); the columns are text"),
         ('{"prompt": 3}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list of messages.*got int"),
