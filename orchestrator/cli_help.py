@@ -56,10 +56,13 @@ examples
       the same with another preset of one section, and one option changed
   slipstream train model=checkpoint model.path=/models/Qwen3-30B-A3B data=files data.path=prompts.jsonl
       your own model and prompts
+  slipstream train algorithm=sft model=checkpoint model.path=/models/Qwen3-30B-A3B data=files data.path=talks.jsonl
+      the trainer alone, taught by conversations: {"messages": [{"role": ..., "content": ...}, ...]} a line
   slipstream train experiment=quickstart run.resume=runs/latest
       go on from the newest checkpoint of a run; give it the options that the run had
   slipstream train experiment=mine --config-dir ~/slipstream
-      options kept in a file: ~/slipstream/experiment/mine.yaml, laid out like those of `--help experiment`
+      options kept in a file, ~/slipstream/experiment/mine.yaml, whose first line is `# @package _global_`; below it,
+      as in conf/experiment/: sections with their options (trainer: {ep_size: 8}), and defaults for presets
 
 flags
   --help TOPIC      a section (trainer), an option (trainer.ep_size), a group (experiment), or: options
@@ -78,7 +81,11 @@ cluster.device=auto is planned as cuda. The engine's own loader is recorded with
 examples
   slipstream plan experiment=qwen3_moe_2gpu
   slipstream plan experiment=qwen3_moe_2gpu trainer.num_ranks=8 trainer.ep_size=8 rollout.tp_size=4
+      another layout of trainer and engines than the preset's
   slipstream plan experiment=qwen3_moe_2gpu trainer.num_ranks=16 --nic-gb-s 44 --slow-rank 3=2 --lost-nic 0
+      slower NICs, a rank at half speed, a GPU whose NIC is gone
+  slipstream plan experiment=kimi_k2_fp8_merged cluster.trainer_gpus=256 cluster.rollout_gpus=128
+      a preset carried to a cluster of another size
 
 flags: the cluster
   --ranks-per-node N        GPUs of a node, 8; trainer ranks fill nodes first, then the engines
@@ -149,7 +156,9 @@ engine are needed, however large the model. `slipstream plan` uses the same reco
 
 examples
   slipstream record /models/Qwen3-30B-A3B --tp 4
+      digest, parameters and bytes of every rank, on the screen
   slipstream record ./config-only --tp 16 --expert-parallel --out kimi-tp16.layouts
+      from a config.json alone, and into a file
 
 MODEL is a folder with config.json. With safetensors beside it, their headers say which tensors there are; without, the
 architecture does.
@@ -180,6 +189,10 @@ usage: slipstream recover RUN [--worker N]
 Asks the run that goes on in the folder RUN to start rollout workers again. A worker comes back with dummy weights,
 reads the current ones from a healthy worker (or gets them with the next publish) and then samples; trainer and other
 workers go on. Workers that fail are restarted without being asked, rollout.max_restarts times each.
+
+examples
+  slipstream recover runs/latest               every worker that is out of service
+  slipstream recover runs/latest --worker 1    a worker that serves, but behaves oddly
 
   --worker N   this worker, whatever its state; without it: every worker that is out of service
 
@@ -291,7 +304,7 @@ def _option(option: Option, indent: str = "") -> str:
 def _wrap(text: str, lead: str) -> str:
     """Fold `text` behind `lead`, further lines indented by as much."""
     width = max(60, min(shutil.get_terminal_size((110, 24)).columns, 120))
-    return textwrap.fill(
+    folded = textwrap.fill(
         text,
         width,
         initial_indent=lead,
@@ -299,3 +312,4 @@ def _wrap(text: str, lead: str) -> str:
         break_on_hyphens=False,
         break_long_words=False,
     )
+    return folded or lead.rstrip()  # a preset without a comment is a choice, too

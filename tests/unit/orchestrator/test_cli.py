@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -79,6 +80,25 @@ def test_help_beside_overrides_is_general_help(capsys: pytest.CaptureFixture[str
 def test_help_on_an_unknown_topic_suggests_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help", "trainr"]) == 2
     assert capsys.readouterr().err.startswith("error: no help on 'trainr'. Did you mean trainer")
+
+
+def test_help_lists_a_preset_without_a_comment(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\n")
+    assert main(["train", "--config-dir", str(tmp_path), "--help", "experiment"]) == 0
+    assert "\n  mine\n" in capsys.readouterr().out
+
+
+def test_examples_of_help_and_guide_compose(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every `slipstream train` and `slipstream plan` that people are shown names options and choices that exist."""
+    for words in (["--help"], ["train", "--help"], ["plan", "--help"]):
+        assert main(words) == 0
+    shown = capsys.readouterr().out + (REPOSITORY / "docs" / "guide.md").read_text()
+    examples = re.findall(r"^ +slipstream (?:train|plan) ([^#\n]*=[^#\n]*)", shown, re.MULTILINE)
+    known = [words.split("  ")[0].split() for words in examples if "..." not in words and "mine" not in words]
+    assert len(known) >= 14
+    for words in known:
+        load_run_config([word for word in words if re.match(r"[a-z_.]+=", word)])
 
 
 def test_cfg_job_prints_yaml_that_loads_to_the_same_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
