@@ -75,7 +75,7 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     check_packed_experts_stay_frozen(config, hf_config)
     if config.algorithm.objective is Objective.policy:
         check_engine_takes_merged_weights(config, hf_config)
-        check_tp_size_divides_heads(config, hf_config)
+        check_tp_size_divides_heads("rollout.tp_size", config.rollout.tp_size, hf_config)
         check_head_dim_on_cpu(config, hf_config)
         check_fp8_engine_has_gpus(config, hf_config)
         check_adapters_beside_experts_have_gpu_engines(config, hf_config)
@@ -192,12 +192,12 @@ def check_ep_size_fits_experts(config: RunConfig, hf_config: Mapping[str, Any]) 
         )
 
 
-def check_tp_size_divides_heads(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_tp_size_divides_heads(option: str, tp_size: int, hf_config: Mapping[str, Any]) -> None:
     """Every tensor-parallel rank of an engine holds the same number of attention heads."""
-    num_heads, tp_size = hf_config.get("num_attention_heads"), config.rollout.tp_size
+    num_heads = hf_config.get("num_attention_heads")
     if isinstance(num_heads, int) and num_heads % tp_size:
         raise ConfigError(
-            f"rollout.tp_size={tp_size} does not divide the model's {num_heads} attention heads; it can be "
+            f"{option}={tp_size} does not divide the model's {num_heads} attention heads; it can be "
             f"{_one_of(divisors(num_heads))}"
         )
 

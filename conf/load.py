@@ -15,6 +15,7 @@ Callers: `orchestrator.cli`, tests and bench scripts.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,6 +105,9 @@ def _read_override(text: str, config_dir: Path | None) -> Override:
     except HydraException as error:
         raise ConfigError(_explain_syntax(text)) from error
     if override.is_sweep_override():
+        option = options_by_name().get(override.key_or_group)
+        if option is not None and option.type_label.startswith("list"):
+            raise ConfigError(f"{text}: a list is written in brackets: '{text.replace('=', '=[', 1)}]'")
         raise ConfigError(f"{text}: a run takes one value per option; quote a text with a comma, as in 'name=\"a,b\"'")
     name, value = override.key_or_group, override.value()
     if override.type is OverrideType.DEL:
@@ -151,7 +155,8 @@ def _check_type(option: Option, override: Override) -> None:
     try:
         OmegaConf.update(schema_node(), option.name, value)
     except ValidationError as error:
-        hint = did_you_mean(str(value), option.choices) or _in_bytes(option, str(value))
+        near = difflib.get_close_matches(str(value), option.choices, n=1, cutoff=0.75)  # `gpu` is no `cpu`
+        hint = did_you_mean(str(value), near) or _in_bytes(option, str(value))
         raise ConfigError(
             f"{option.name} must be {_with_article(option.type_label)}, got "
             f"{show(value)!r}{'. ' + hint if hint else ''}"

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from conf.checks import check_tp_size_divides_heads
 from conf.errors import ConfigError
 from conf.schema import Device
 from orchestrator.environment import resolve_device
@@ -114,7 +115,7 @@ class Push:
     def __init__(self, options: PushOptions) -> None:
         self._options = options
         self._began = time.monotonic()
-        read_hf_config(options.checkpoint, "CHECKPOINT")
+        check_tp_size_divides_heads("--tp", options.tp_size, read_hf_config(options.checkpoint, "CHECKPOINT"))
         self._tensors = tensor_metas(read_index(options.checkpoint, "CHECKPOINT"))
         self._device = Device(resolve_device(Device.auto))
         self._gpus = _visible_gpus(self._device)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from conf.checks import check_tp_size_divides_heads
 from conf.errors import ConfigError
 from conf.schema import Device, DType
 from orchestrator.model_files import read_hf_config
@@ -95,6 +96,7 @@ def record(
     if dtype not in list(DType):
         raise ConfigError(f"--dtype must be one of {', '.join(DType)}, got {dtype!r}")
     hf_config = read_hf_config(model, "MODEL")
+    check_tp_size_divides_heads("--tp", tp_size, hf_config)
     tensors, source = _tensors(model, hf_config, dtype)
     options: dict[str, Any] = {
         "tp_size": tp_size,

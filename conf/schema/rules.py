@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from conf.errors import ConfigError
 
 
@@ -29,6 +31,7 @@ def at_least_or_null(minimum: float, section: str, **values: float | None) -> No
 
 
 def above(bound: float, section: str, **values: float) -> None:
-    """Refuse a value that is `bound` or less."""
+    """Refuse a value that is `bound` or less, or infinite."""
     for name, value in values.items():
         require(value > bound, f"{section}.{name} must be > {bound}, got {value}")
+        require(value < math.inf, f"{section}.{name} must be finite, got {value}")

@@ -52,7 +52,9 @@ def import_function(path: str) -> Reward:
     try:
         module = importlib.import_module(module_name)
     except Exception as e:  # a user's module may raise anything
-        raise RewardError(f"reward.kind={path}: importing {module_name!r} failed: {type(e).__name__}: {e}") from e
+        is_missing = isinstance(e, ModuleNotFoundError) and e.name in (module_name, module_name.partition(".")[0])
+        cure = "; start the run in the folder that holds it, or put that folder on PYTHONPATH" if is_missing else ""
+        raise RewardError(f"reward.kind={path}: importing {module_name!r} failed: {type(e).__name__}: {e}{cure}") from e
     function = getattr(module, name, None)
     if not callable(function):
         raise RewardError(f"reward.kind={path}: {module_name!r} has no function {name!r}")

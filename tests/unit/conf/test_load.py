@@ -125,6 +125,8 @@ def test_later_words_win_and_interpolation_works() -> None:
         ("--num-steps=3", ["unknown flag --num-steps=3", "without dashes", "run.num_steps"]),
         ("run.name=a{b", ["cannot read 'run.name=a{b'", "quote it twice"]),
         ("run.seed=1,2", ["one value per option"]),
+        ("trainer.optim.betas=0.9,0.99", ["a list is written in brackets: 'trainer.optim.betas=[0.9,0.99]'"]),
+        ("trainer.optim.lr=inf", ["trainer.optim.lr must be finite, got inf"]),
         ("~run.seed", ["cannot be removed", "run.seed=0"]),
         ("run.seed=${no.such}", ["run.seed", "no.such"]),
         ("run.name=a/b", ["run.name must be a file name"]),

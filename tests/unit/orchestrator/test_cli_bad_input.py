@@ -63,6 +63,8 @@ def test_unknown_choice_lists_the_choices(refuse: Refuse) -> None:
 
 def test_wrong_type_names_option_value_and_type(refuse: Refuse) -> None:
     assert "trainer.num_ranks must be an integer, got 'two'" in refuse("trainer.num_ranks=two")
+    message = refuse("cluster.device=gpu")
+    assert message == "error: cluster.device must be one of auto, cpu, cuda, got 'gpu'\n", "not: did you mean cpu?"
 
 
 def test_contradictory_options_are_both_named(refuse: Refuse) -> None:

@@ -47,6 +47,7 @@ def message(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--start", "1", "--to", "http://a:1"], "either --start N"),
         (["--start", "-1"], "--start must be >= 1, got -1"),
         (["--start", "1", "--tp", "0"], "--tp must be >= 1, got 0"),
+        (["--start", "1", "--tp", "3"], "--tp=3 does not divide the model's 4 attention heads; it can be 1, 2, 4"),
         (["--start", "1", "--ranks", "0"], "--ranks must be >= 1, got 0"),
         (["--start", "1", "--timeout-s", "0"], "--timeout-s must be > 0, got 0"),
         (["--start", "2", "--port", "65535"], "--port 65535: engines take one port each from there"),
@@ -162,5 +163,6 @@ def test_record_reports_digests_sizes_and_the_cache(
     assert asked[0][0] == report["num_tensors"] > 30
     assert (tmp_path / "out").stat().st_size > 0
     assert "MODEL=" in message(["record", str(tmp_path / "nowhere")], capsys)
+    assert "--tp=3 does not divide" in message(["record", str(checkpoint), "--tp", "3"], capsys)
     assert "--tp must be >= 1" in message(["record", str(checkpoint), "--tp", "0"], capsys)
     assert "--dtype must be one of" in message(["record", str(checkpoint), "--dtype", "int3"], capsys)

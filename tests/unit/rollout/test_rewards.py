@@ -133,7 +133,10 @@ async def test_what_rewards_print_goes_to_the_log_file(rewards_module, tmp_path)
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"kind": "no_such_module:f"}, "importing 'no_such_module' failed: ModuleNotFoundError"),
+        (
+            {"kind": "no_such_module:f"},
+            "importing 'no_such_module' failed: ModuleNotFoundError.*put that folder on PYTHONPATH",
+        ),
         ({"kind": "broken_rewards:f"}, "no_such_package_at_all"),
         ({"kind": "user_rewards:nothing"}, "has no function 'nothing'"),
         ({"kind": "user_rewards:not_callable"}, "has no function 'not_callable'"),
