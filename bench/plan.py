@@ -51,7 +51,8 @@ from weight_sync.layout import (  # noqa: E402
 from weight_sync.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
 from weight_sync.links import LinkRates, place  # noqa: E402
 from weight_sync.plan import TransferPlan, build_plan  # noqa: E402
-from weight_sync.simulate import Staging, reserved_bytes, simulate  # noqa: E402
+from weight_sync.simulate import simulate  # noqa: E402
+from weight_sync.staging import Staging, reserved_bytes  # noqa: E402
 
 FP8, BF16, F32 = "float8_e4m3fn", "bfloat16", "float32"
 HIDDEN, HEADS, Q_RANK, KV_RANK, NOPE, ROPE, V = 7168, 64, 1536, 512, 128, 64, 128

@@ -41,7 +41,8 @@ from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, SourceLayout
 from weight_sync.links import Faults, LinkRates, Placement, place
 from weight_sync.plan import PlanSummary, TransferPlan, build_plan
-from weight_sync.simulate import Simulation, Staging, reserved_bytes, simulate
+from weight_sync.simulate import Simulation, simulate
+from weight_sync.staging import Staging, reserved_bytes
 
 SEEN_NIC_BYTES_S = 44e9
 """What others report of a 400 Gb/s NIC in one-sided writes; 50e9 is its line rate."""
@@ -342,7 +343,7 @@ def compare_modes(
     rate = rates.nvlink_bytes_s if gpus <= hardware.ranks_per_node else rates.nic_bytes_s
     busiest = max(sent, num_bytes / trainer.num_ranks)
     # The engine goes on meanwhile: no pause, but messages, threads and the slot's hash are there.
-    fixed_s = rates.begin_s + rates.source_begin_s + rates.barrier_s + rates.commit_s
+    fixed_s = max(rates.begin_s, rates.source_begin_s) + rates.replay_s + rates.barrier_s + rates.commit_s
     fixed_s += 2 * rates.write_latency_s + sent / rates.hbm_bytes_s
     return ModeChoice(simulation.total_s, summary.num_bytes, busiest / rate + fixed_s, num_bytes, slot, loss)
 

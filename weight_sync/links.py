@@ -34,7 +34,9 @@ class LinkRates:
     Defaults: an H200 node with one 400 Gb/s NIC a GPU. The NIC is its line rate; all else is read off publishes that
     were measured there over NVLink (bench/results/weight_sync-gpu-*.json): over three watermarks, hence 64, 126 and
     252 loads, the time of all writes is bytes / nvlink + loads x write_latency, and what the pipeline takes beside
-    its writes is source_begin + loads x hand_over. tests/unit/orchestrator/test_simulation_measured.py holds them.
+    its writes is source_begin + replay + loads x hand_over: 12 ms for the first two where sources began after engines
+    stood still (-plain, -vllm), of which 4.5 ms are left where they begin meanwhile (-1x1).
+    tests/unit/orchestrator/test_simulation_measured.py holds them.
     """
 
     nic_bytes_s: float = 50e9
@@ -53,8 +55,10 @@ class LinkRates:
     """Host time to launch what fills and hashes one slot."""
     hand_over_s: float = 65e-6
     """From the end of a load's writes to the start of the next one's: two threads that meet."""
-    source_begin_s: float = 12e-3
-    """What a rank does once a publish beside packing and writing: gather adapters, start threads, add up hashes."""
+    source_begin_s: float = 7.5e-3
+    """What a rank does once a publish before it packs: gather adapters. Engines pause meanwhile."""
+    replay_s: float = 4.5e-3
+    """... and once they stand still, beside packing and writing: learn where to write, start threads, add up hashes."""
     begin_s: float = 50e-3
     """Pausing the engines: 256 requests in decode."""
     commit_s: float = 7e-3

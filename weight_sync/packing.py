@@ -20,8 +20,6 @@ from weight_sync.layout import DTYPE_BYTES, Region
 from weight_sync.plan import Task
 from weight_sync.source import WeightSource
 
-SLOT_ALIGNMENT_BYTES = 64
-
 FillSlot = Callable[[Tensor], None]
 """Writes all bytes of one load into a slot (flat uint8), on the current stream; only between begin() and end()."""
 
@@ -120,8 +118,3 @@ def same_bytes(tasks: Sequence[Task]) -> list[list[Task]]:
         else:
             groups.append([task])
     return groups
-
-
-def aligned(num_bytes: int) -> int:
-    """Rounded up to where the next packet may begin."""
-    return -(-num_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES

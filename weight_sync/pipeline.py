@@ -35,34 +35,25 @@ from dataclasses import dataclass, field
 import torch
 
 from weight_sync.errors import PlanError, TransportError, WatermarkError
-from weight_sync.integrity import DEFAULT_SCRATCH_BYTES, HASH_MASK, MIN_SCRATCH_BYTES, RangeHashes
+from weight_sync.integrity import HASH_MASK, RangeHashes
 from weight_sync.layout import Binding
-from weight_sync.packing import (
-    SLOT_ALIGNMENT_BYTES,
-    FillSlot,
-    Packet,
-    aligned,
-    compile_reads,
-    packed_reads,
-    same_bytes,
-)
+from weight_sync.packing import FillSlot, Packet, compile_reads, packed_reads, same_bytes
 from weight_sync.plan import Task
 from weight_sync.source import WeightSource
+from weight_sync.staging import (
+    MAX_LINK_THREADS,
+    NUM_SLOTS,
+    Staging,
+    aligned,
+    max_packets,
+    reserved_bytes,
+    scratch_bytes,
+)
 from weight_sync.trace import Span, Tracer
 from weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-NUM_SLOTS = 2
-"""One is packed while the other is written; a third measured slower elsewhere and would shrink the loads."""
-MAX_SLOT_BYTES = 1 << 30
-"""A larger watermark is left unused: between two H200, slots of 1 GiB were written at 387 GB/s, of 2 GiB at 331."""
-TASKS_A_SLOT = 4
-"""Tasks of a plan are no longer than this part of a slot, so that loads are nearly full and alike."""
-MAX_PACKETS = 1024
-"""Most packets of a load: what a link takes in one batch, and a bound on the hash sums in flight."""
-SUMS_BYTES = 8 * NUM_SLOTS * MAX_PACKETS
-MAX_LINK_THREADS = 8
 WAIT_LOG_S = 30.0
 """How often a wait says what it waits for."""
 
@@ -161,9 +152,9 @@ class Pipeline:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._watermark_bytes = watermark_bytes
         self._verify_hashes = verify_hashes
-        self._scratch_bytes = _scratch_bytes(self._device.type, watermark_bytes) if verify_hashes else 0
+        self._scratch_bytes = scratch_bytes(self._device.type, watermark_bytes) if verify_hashes else 0
         # Sums go to the host in stream order: asking the device for them would wait for the packing of the next load.
-        self._sums = torch.zeros(NUM_SLOTS, MAX_PACKETS, dtype=torch.int64, device=self._device)
+        self._sums = torch.zeros(NUM_SLOTS, max_packets(watermark_bytes), dtype=torch.int64, device=self._device)
         self._host_sums = torch.zeros(self._sums.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         self._loads: list[_Load] = []
         self._slot_bytes = 0
@@ -175,20 +166,18 @@ class Pipeline:
     @property
     def max_task_bytes(self) -> int:
         """Largest task that a plan for this rank should contain: a part of a slot."""
-        return max(SLOT_ALIGNMENT_BYTES, self._max_slot_bytes // TASKS_A_SLOT)
+        return self._limits.max_task_bytes
 
     @property
-    def _max_slot_bytes(self) -> int:
-        """Half of what the watermark leaves for staging, up to a bound."""
-        room = self._watermark_bytes - SUMS_BYTES - self._scratch_bytes - self._source.temporary_bytes
-        slot_bytes = room // NUM_SLOTS // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
-        if slot_bytes < SLOT_ALIGNMENT_BYTES:
-            raise WatermarkError(
-                f"weight_sync.watermark_bytes={self._watermark_bytes} leaves no room for staging: the"
-                f" source declares {self._source.temporary_bytes} temporary bytes, hashing needs"
-                f" {SUMS_BYTES + self._scratch_bytes}; raise the watermark"
-            )
-        return min(slot_bytes, MAX_SLOT_BYTES)
+    def _limits(self) -> Staging:
+        """What the watermark leaves; the source may have learnt since what it needs."""
+        return Staging(
+            watermark_bytes=self._watermark_bytes,
+            reserved_bytes=self._reserved_bytes(self._source.temporary_bytes),
+        )
+
+    def _reserved_bytes(self, source_bytes: int) -> int:
+        return reserved_bytes(self._device.type, self._watermark_bytes, source_bytes, verify_hashes=self._verify_hashes)
 
     def load(self, tasks: Sequence[Task]) -> None:
         """Take this rank's schedule: cut it into slot loads, compile them, allocate and register staging. Once a plan.
@@ -196,7 +185,8 @@ class Pipeline:
         Raises:
             PlanError: A task is larger than a slot.
         """
-        limit = self._max_slot_bytes
+        limits = self._limits
+        limit = limits.max_slot_bytes
         for task in tasks:
             if task.num_bytes > limit:
                 raise PlanError(
@@ -204,14 +194,14 @@ class Pipeline:
                 )
         total = sum(aligned(group[0].num_bytes) for group in same_bytes(tasks))
         largest = max((aligned(task.num_bytes) for task in tasks), default=0)
-        self._slot_bytes = min(limit, max(largest, aligned(-(-total // 4))))
+        self._slot_bytes = limits.slot_bytes(total, largest)
         self._loads = []  # they refer to the staging of an earlier plan
         self._staging = torch.empty(NUM_SLOTS * self._slot_bytes, dtype=torch.uint8, device=self._device)
         if self._slot_bytes:
             self._transport.register([self._staging])
         self._loads = [
             _Load(number, packets, compile_reads(self._source, packed_reads(packets)), self._hashes(packets))
-            for number, packets in enumerate(_cut(tasks, self._slot_bytes))
+            for number, packets in enumerate(_cut(tasks, self._slot_bytes, limits))
         ]
         self._close_links()
         num_destinations = len({(task.replica, task.dest_rank) for task in tasks})
@@ -332,7 +322,7 @@ class Pipeline:
             raise WatermarkError(
                 f"the weight source holds {held_bytes} temporary bytes, it declared at most {declared}"
             )
-        peak = self._staging.numel() + SUMS_BYTES + self._scratch_bytes + declared
+        peak = self._staging.numel() + self._reserved_bytes(declared)
         if peak > self._watermark_bytes:
             raise WatermarkError(
                 f"a publish would hold {peak} temporary bytes, weight_sync.watermark_bytes={self._watermark_bytes}"
@@ -534,17 +524,12 @@ class _Run:
             self._owner._quarantined.setdefault(slot, []).append(session)
 
 
-def _scratch_bytes(device_type: str, watermark_bytes: int) -> int:
-    """Hash scratch: what suits the device, at most an eighth of the watermark, at least what one block needs."""
-    return max(MIN_SCRATCH_BYTES, min(DEFAULT_SCRATCH_BYTES.get(device_type, MIN_SCRATCH_BYTES), watermark_bytes // 8))
-
-
-def _cut(tasks: Sequence[Task], slot_bytes: int) -> list[tuple[Packet, ...]]:
-    """Slot loads in schedule order: each as many packets as fit, aligned."""
+def _cut(tasks: Sequence[Task], slot_bytes: int, limits: Staging) -> list[tuple[Packet, ...]]:
+    """Slot loads in schedule order: each as many packets as fit and may be, aligned."""
     loads: list[list[Packet]] = []
     used = slot_bytes
     for group in same_bytes(tasks):
-        if used + group[0].num_bytes > slot_bytes or len(loads[-1]) == MAX_PACKETS:
+        if used + group[0].num_bytes > slot_bytes or len(loads[-1]) == limits.max_load_packets(len(loads) - 1):
             loads.append([])
             used = 0
         loads[-1].append(Packet(used, tuple(group)))

@@ -3,20 +3,21 @@
 Owns: the timing rules of a publish. Does not own: the figures (links.py), the plan (plan.py), the real pipeline
 (pipeline.py), whose rules are repeated here without its memory, threads and torch; a test holds the two together.
 
-    begin -> per trainer rank, load by load                                          -> barrier -> verify -> commit
-             h2d      |0  |1  |   |2  |   |3
-             prepare      |0 |1 |     |2|    |3     two slots: load i needs the slot that load i-2 left
-             write           |0   |1     |2   |3    one load at a time, all its sessions at once
+    begin (engines pause)           -> per trainer rank, load by load            -> barrier -> verify -> commit
+      source begins | h2d     |0  |1  |   |2  |   |3
+                      prepare     |0 |1 |     |2|    |3     two slots: load i needs the slot that load i-2 left
+                                    write |0   |1     |2   |3    one load at a time, all its sessions at once
 
-Rules. A load is consecutive tasks that fit one slot (cut as pipeline.py cuts). Each stage of a rank takes its loads
-in schedule order. A load's bytes pass the sender's port and each receiver's port; a port serves its loads one after
-the other, as fast as it can, and a load is written when all its ports have served it: a first-in-first-out share of
-a port, not a max-min fair one. Fair shares must be computed anew at every event, and they have anomalies: a faster link
-lets a load arrive earlier, which slows whoever it then shares a port with. Here who comes first is decided by how many
-bytes its sender has sent before (times how slow that sender is), which no rate changes. Hence all times are sums and
-maxima along one fixed graph: a faster link never makes a publish slower, and a million tasks take seconds. The price:
-a port now and then waits for a load whose turn it is while another one is ready. Where a port is what limits, both
-shares end together.
+Rules. Nothing is written before all replicas stand still; what two slots hold is packed meanwhile. A load is
+consecutive tasks that fit one slot (cut as pipeline.py cuts). Each stage of a rank takes its loads in schedule order.
+A load's bytes pass the sender's port and each receiver's port; a port serves its loads one after the other, as fast as
+it can, and a load is written when all its ports have served it: a first-in-first-out share of a port, not a max-min
+fair one. Fair shares must be computed anew at every event, and they have anomalies: a faster link lets a load arrive
+earlier, which slows whoever it then shares a port with. Here who comes first is decided by how many bytes its sender
+has sent before (times how slow that sender is), which no rate changes. Hence all times are sums and maxima along one
+fixed graph: a faster link never makes a publish slower, and a million tasks take seconds. The price: a port now and
+then waits for a load whose turn it is while another one is ready. Where a port is what limits, both shares end
+together.
 
 Invariants: deterministic; no publish is faster than its floors; no rank holds more than its watermark.
 
@@ -28,70 +29,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from weight_sync.errors import PlanError, WatermarkError
+from weight_sync.errors import PlanError
 from weight_sync.links import Destination, Faults, LinkRates, Placement, Port, nic_of
 from weight_sync.plan import TransferPlan
+from weight_sync.staging import MAX_LINK_THREADS, NUM_SLOTS, Staging, aligned
 from weight_sync.tasks import MESH_GROUPS, Task, TaskTable
-
-NUM_SLOTS = 2
-SLOT_ALIGNMENT_BYTES = 64
-TASKS_A_SLOT = 4
-MAX_PACKETS = 1024
-MAX_LINK_THREADS = 8
-MAX_SLOT_BYTES = 1 << 30
-"""These six as in pipeline.py, which needs torch and cannot be imported here."""
-_CPU_SCRATCH_BYTES = 4 << 20
-_MIN_SCRATCH_BYTES = 16 << 10
-"""Hash scratch, as in integrity.py."""
 
 PACK_PASSES = 5.0
 """Device memory traffic of a packed and merged byte, in bytes: reading the weight and writing the slot are two, the
 rest is what the merge costs (79 ms for 61 GB with r=32, measured as LinkRates says)."""
 HASH_PASSES = 1.0
 """... and once more, on either side, where it is hashed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staging:
-    """The temporary memory of a trainer rank."""
-
-    watermark_bytes: int
-    reserved_bytes: int = 0
-    """Part of it that is no staging: gathered adapters, merge and hash scratch."""
-
-    @property
-    def max_slot_bytes(self) -> int:
-        """Half of what the watermark leaves for staging, aligned.
-
-        Raises:
-            WatermarkError: nothing is left.
-        """
-        room = self.watermark_bytes - self.reserved_bytes
-        slot_bytes = room // NUM_SLOTS // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
-        if slot_bytes < SLOT_ALIGNMENT_BYTES:
-            raise WatermarkError(
-                f"weight_sync.watermark_bytes={self.watermark_bytes} leaves no room for staging beside "
-                f"{self.reserved_bytes} other temporary bytes; raise the watermark"
-            )
-        return min(slot_bytes, MAX_SLOT_BYTES)
-
-    @property
-    def max_task_bytes(self) -> int:
-        """Largest task of a plan for this staging: slot / TASKS_A_SLOT."""
-        return max(SLOT_ALIGNMENT_BYTES, self.max_slot_bytes // TASKS_A_SLOT)
-
-
-def reserved_bytes(
-    device_type: str, watermark_bytes: int, source_temporary_bytes: int, *, verify_hashes: bool = True
-) -> int:
-    """What a rank's pipeline holds beside its slots: hash sums and scratch, and what the source declares."""
-    scratch = _CPU_SCRATCH_BYTES if device_type == "cpu" else _MIN_SCRATCH_BYTES
-    scratch = max(_MIN_SCRATCH_BYTES, min(scratch, watermark_bytes // 8)) if verify_hashes else 0
-    return 8 * NUM_SLOTS * MAX_PACKETS + scratch + source_temporary_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +173,13 @@ def simulate(
     """
     _check(plan, placement)
     run = _Run(placement, rates, faults or Faults(), verify_hashes=verify_hashes, is_offloaded=is_offloaded)
-    limit = staging.max_slot_bytes
     senders = [
-        _Sender(rank, placement.trainer_gpus[rank], run.faults.slow_ranks.get(rank, 1.0), *cut_loads(tasks, limit))
+        _Sender(rank, placement.trainer_gpus[rank], run.faults.slow_ranks.get(rank, 1.0), *cut_loads(tasks, staging))
         for rank, tasks in plan.tables.items()
     ]
     run.begin(senders)
     groups = MESH_GROUPS if has_group_barriers else (None,)
-    may_write_s = rates.begin_s
+    may_write_s = rates.begin_s + rates.replay_s
     for group in groups:
         run.replay(senders, group, may_write_s)
         may_write_s = max([may_write_s, *(sender.written_s for sender in senders)]) + rates.barrier_s
@@ -255,7 +205,7 @@ def simulate(
     )
 
 
-def cut_loads(tasks: Sequence[Task], max_slot_bytes: int) -> tuple[list[SlotLoad], int]:
+def cut_loads(tasks: Sequence[Task], staging: Staging) -> tuple[list[SlotLoad], int]:
     """Slot loads in schedule order, and the size of a slot, as pipeline.py makes them.
 
     Raises:
@@ -264,21 +214,20 @@ def cut_loads(tasks: Sequence[Task], max_slot_bytes: int) -> tuple[list[SlotLoad
     if not tasks:
         return [], 0
     table = tasks if isinstance(tasks, TaskTable) else TaskTable.of(tasks[0].source_rank, tasks)
-    sizes = table.num_bytes
+    sizes, max_slot_bytes = table.num_bytes, staging.max_slot_bytes
     for row in np.flatnonzero(sizes > max_slot_bytes)[:1].tolist():
         raise PlanError(
             f"a task of {sizes[row]} bytes for {table.params[int(table.param[row])]} does not fit a slot of "
             f"{max_slot_bytes} bytes"
         )
-    padded = _aligned(sizes)
-    total, largest = int(padded.sum()), int(padded.max())
-    slot_bytes = min(max_slot_bytes, max(largest, int(_aligned(-(-total // 4)))))
+    padded = aligned(sizes)
+    slot_bytes = staging.slot_bytes(int(padded.sum()), int(padded.max()))
     before = np.cumsum(padded) - padded
     reach = before + sizes  # where each row's bytes end, if all were in one slot
     edges = [0]
     while (first := edges[-1]) < len(sizes):
         last = int(np.searchsorted(reach, before[first] + slot_bytes, side="right"))
-        edges.append(min(last, first + MAX_PACKETS))
+        edges.append(min(last, first + staging.max_load_packets(len(edges) - 1)))
     loads: list[SlotLoad] = []
     num_dests = 1 + int(table.dest_rank.max())
     keys = table.replicas * num_dests + table.dest_rank
@@ -335,10 +284,10 @@ class _Run:
         self._routes: dict[tuple[int, Destination], tuple[Port, Port, float]] = {}
 
     def begin(self, senders: Sequence[_Sender]) -> None:
-        """Nobody packs before the replicas have begun."""
-        ready_s = self.rates.begin_s + self.rates.source_begin_s
+        """Sources begin at "go"; packing waits for them, not for the replicas."""
+        ready_s = self.rates.source_begin_s
         for sender in senders:
-            sender.host_s = sender.prepared_s = sender.written_s = ready_s
+            sender.host_s = sender.prepared_s = ready_s
             sender.slot_free_s = [ready_s] * NUM_SLOTS
 
     def replay(self, senders: Sequence[_Sender], group: str | None, may_write_s: float) -> None:
@@ -439,8 +388,3 @@ def _check(plan: TransferPlan, placement: Placement) -> None:
     missing += [f"replica {r} rank {rank}" for r, rank in plan.expected if (r, rank) not in placement.engine_gpus]
     if missing:
         raise PlanError(f"the placement lacks {', '.join(missing[:3])}" + (", ..." if len(missing) > 3 else ""))
-
-
-def _aligned(num_bytes: Any) -> Any:
-    """Of one size, or of each in a column."""
-    return -(-num_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES

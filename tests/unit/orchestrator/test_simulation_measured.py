@@ -19,7 +19,8 @@ from trainer.offline import source_layouts, temporary_bytes
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
 from weight_sync.links import LinkRates, place
 from weight_sync.plan import build_plan
-from weight_sync.simulate import Staging, reserved_bytes, simulate
+from weight_sync.simulate import simulate
+from weight_sync.staging import Staging, reserved_bytes
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 BOUND = 0.15

@@ -13,12 +13,13 @@ from fakes.publish import DictSource, PlainEngine, engine_bytes, engine_layout, 
 from weight_sync.errors import PlanError, TransferTimeout, WatermarkError
 from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
 from weight_sync.layout import Binding
-from weight_sync.pipeline import SUMS_BYTES, Destination, Pipeline, PipelineResult, _Load
+from weight_sync.pipeline import Destination, Pipeline, PipelineResult, _Load
 from weight_sync.plan import build_plan
+from weight_sync.staging import sums_bytes
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
 
 NUM_RANKS = 2
-HASH_BYTES = MIN_SCRATCH_BYTES + SUMS_BYTES
+HASH_BYTES = MIN_SCRATCH_BYTES + sums_bytes(0)
 SMALL_WATERMARK = HASH_BYTES + 256
 """Two slots of 128 bytes: the tiny model (290 bytes a rank and replica) needs several loads."""
 

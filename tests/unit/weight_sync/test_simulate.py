@@ -11,12 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import systems
 
-from weight_sync import pipeline, simulate
+from weight_sync import integrity, pipeline, simulate, staging
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
 from weight_sync.links import Faults, LinkRates, Placement, nic_of, place
 from weight_sync.plan import TransferPlan, build_plan
-from weight_sync.simulate import Simulation, Staging, cut_loads
+from weight_sync.simulate import Simulation, cut_loads
+from weight_sync.staging import Staging
 from weight_sync.tasks import MESH_GROUPS, Piece, Task
 
 PROPERTY = settings(
@@ -32,6 +33,7 @@ SLOW = LinkRates(
     load_launch_s=0.005,
     hand_over_s=0.002,
     source_begin_s=0.1,
+    replay_s=0.03,
     begin_s=0.5,
     commit_s=0.4,
     barrier_s=0.25,
@@ -143,8 +145,8 @@ def test_stages_of_a_rank_follow_the_pipeline(plan):
             assert all(a.stop_s <= b.start_s for a, b in itertools.pairwise(intervals))
         for copy, prepare, write in zip(*by_stage.values(), strict=True):
             assert copy.stop_s <= prepare.start_s <= prepare.stop_s <= write.start_s
-            if copy.load >= simulate.NUM_SLOTS:  # its slot is free again
-                assert copy.start_s >= by_stage["write"][copy.load - simulate.NUM_SLOTS].stop_s
+            if copy.load >= staging.NUM_SLOTS:  # its slot is free again
+                assert copy.start_s >= by_stage["write"][copy.load - staging.NUM_SLOTS].stop_s
 
 
 @PROPERTY
@@ -162,10 +164,11 @@ def test_experts_are_written_after_all_dense_writes_where_groups_have_a_barrier(
 @settings(PROPERTY, max_examples=15)
 @given(system=systems(), limit=st.integers(400, 3000))
 def test_loads_are_those_of_the_pipeline(system, limit):
-    plan = build_plan(*system, max_task_bytes=limit // simulate.TASKS_A_SLOT)
+    plan = build_plan(*system, max_task_bytes=limit // staging.TASKS_A_SLOT)
     for tasks in plan.tasks.values():
-        loads, slot_bytes = cut_loads(tuple(tasks), limit)
-        expected = pipeline._cut(tasks, slot_bytes)
+        limits = Staging(watermark_bytes=2 * limit)
+        loads, slot_bytes = cut_loads(tuple(tasks), limits)
+        expected = pipeline._cut(tasks, slot_bytes, limits)
         assert [load.num_packets for load in loads] == [len(packets) for packets in expected]
         assert [load.sent_bytes for load in loads] == [
             sum(task.num_bytes for packet in packets for task in packet.tasks) for packets in expected
@@ -175,41 +178,40 @@ def test_loads_are_those_of_the_pipeline(system, limit):
         ]
 
 
-def test_constants_are_those_of_the_pipeline():
-    for name in (
-        "NUM_SLOTS",
-        "SLOT_ALIGNMENT_BYTES",
-        "TASKS_A_SLOT",
-        "MAX_PACKETS",
-        "MAX_LINK_THREADS",
-        "MAX_SLOT_BYTES",
-    ):
-        assert getattr(simulate, name) == getattr(pipeline, name), name
+@pytest.mark.parametrize(
+    ("watermark_bytes", "packets"),
+    # Of 30,000: 512 and twice as many from load to load, up to 1024 (64 MiB), or to a slot, a quarter of them (1 GiB).
+    [(64 << 20, [512, *[1024] * 28, 816]), (1 << 30, [512, 1024, 2048, 4096, 7500, 7500, 7320])],
+)
+def test_loads_of_many_packets_are_those_of_the_pipeline(watermark_bytes, packets):
+    schedule = (tuple(even_plan(num_bytes=1 << 12).tasks[0]) * 30_000)[:30_000]
+    limits = Staging(watermark_bytes=watermark_bytes)
+    loads, slot_bytes = cut_loads(schedule, limits)
+    assert [load.num_packets for load in loads] == packets
+    assert [len(load) for load in pipeline._cut(schedule, slot_bytes, limits)] == packets
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_scratch_is_that_of_the_hashes():
+    assert staging.scratch_bytes("cpu", 1 << 30) == integrity.DEFAULT_SCRATCH_BYTES["cpu"]
+    assert staging.scratch_bytes("cuda", 1 << 30) == integrity.MIN_SCRATCH_BYTES
+
+
 @pytest.mark.parametrize("watermark_bytes", [1 << 16, 1 << 20, 1 << 30])
 @pytest.mark.parametrize("verify_hashes", [True, False])
-def test_reserved_bytes_and_task_bound_are_those_of_the_pipeline(device_type, watermark_bytes, verify_hashes):
-    scratch = pipeline._scratch_bytes(device_type, watermark_bytes) if verify_hashes else 0
-    reserved = simulate.reserved_bytes(device_type, watermark_bytes, 1000, verify_hashes=verify_hashes)
-    assert reserved == pipeline.SUMS_BYTES + scratch + 1000
-    if device_type == "cpu":
+def test_the_pipeline_holds_what_is_reserved_beside_its_slots(watermark_bytes, verify_hashes):
+    class Source:
+        temporary_bytes = 1000
 
-        class Source:
-            temporary_bytes = 1000
-
-        real = pipeline.Pipeline(
-            Source(), None, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=verify_hashes
-        )
-        staging = Staging(watermark_bytes=watermark_bytes, reserved_bytes=reserved)
-        assert staging.max_task_bytes == real.max_task_bytes
+    real = pipeline.Pipeline(Source(), None, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=verify_hashes)
+    held = real._sums.numel() * real._sums.element_size() + real._scratch_bytes + Source.temporary_bytes
+    assert staging.reserved_bytes("cpu", watermark_bytes, 1000, verify_hashes=verify_hashes) == held
+    assert real.max_task_bytes == Staging(watermark_bytes=watermark_bytes, reserved_bytes=held).max_task_bytes
 
 
 # --- figures that can be worked out by hand ---
 
 BARE = dataclasses.replace(SLOW, hbm_bytes_s=1e12, write_latency_s=0, op_s=0, load_launch_s=0, barrier_s=0)
-BARE = dataclasses.replace(BARE, hand_over_s=0, source_begin_s=0, begin_s=0, commit_s=0)
+BARE = dataclasses.replace(BARE, hand_over_s=0, source_begin_s=0, replay_s=0, begin_s=0, commit_s=0)
 
 
 def test_one_sender_and_one_receiver_take_bytes_over_rate():
@@ -257,11 +259,26 @@ def test_hashes_cost_a_pass_at_either_end():
     assert with_hashes.prepare_s / without.prepare_s == pytest.approx(6 / 5)
 
 
-def test_a_million_tasks_are_added_up_per_load():
+def test_many_tasks_are_added_up_per_load():
     plan = even_plan(num_bytes=1 << 20)
-    (load, *_), _ = cut_loads(tuple(plan.tasks[0]) * 100, 1 << 30)
-    assert load.num_packets == simulate.MAX_PACKETS
+    (load, *_), _ = cut_loads(tuple(plan.tasks[0]) * 100, Staging(watermark_bytes=1 << 30))
+    assert load.num_packets == staging.FIRST_PACKETS
     assert len(load.flows) == 1
+
+
+def test_the_source_and_the_first_loads_are_ready_when_engines_stand_still():
+    # Begin 10 s; sources begin in 4 s, and two loads of 1000 bytes at 6 passes and 3 kB/s are packed in 2 s each.
+    rates = dataclasses.replace(BARE, begin_s=10, source_begin_s=4, hbm_bytes_s=3e3)
+    waited = run(even_plan(), rates, ranks_per_node=1)
+    writes = [one for one in waited.ranks[0].intervals if one.stage == "write"]
+    assert writes[0].start_s == 10
+    assert writes[1].start_s == writes[0].stop_s
+    assert [one.start_s for one in waited.ranks[0].intervals if one.stage == "prepare"][:2] == pytest.approx(
+        [4, writes[0].num_bytes * 6 / 3e3 + 4]
+    )
+    # Where there is no pause, both are waited for.
+    late = run(even_plan(), dataclasses.replace(rates, begin_s=0), ranks_per_node=1)
+    assert late.ranks[0].intervals[1].start_s == pytest.approx(4 + writes[0].num_bytes * 6 / 3e3)
 
 
 # --- placement and refusals ---
@@ -296,6 +313,6 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(PlanError, match="lacks replica 0 rank 0"):
         simulate.simulate(plan, Placement(8, {0: 0}, {}), SLOW, STAGING)
     with pytest.raises(PlanError, match="does not fit a slot"):
-        cut_loads(plan.tasks[0], 64)
+        cut_loads(plan.tasks[0], Staging(watermark_bytes=128))
     with pytest.raises(WatermarkError, match="raise the watermark"):
         _ = Staging(watermark_bytes=1000, reserved_bytes=990).max_slot_bytes

@@ -1,0 +1,109 @@
+"""What a trainer rank's temporary memory is made of, and how much of a schedule goes into one slot. Integers, no torch.
+
+Owns: the constants of staging, what the watermark leaves for it, the sizes that follow. Does not own: the buffer and
+the loads themselves (pipeline.py), or their times (simulate.py); both take every figure from here.
+
+    watermark_bytes  =  slot 0 | slot 1 | hash sums | hash scratch | what the source declares
+
+A slot load is at most a slot of bytes and `max_load_packets` packets. Packets are allowed in growing numbers: a link
+waits for the first load to be described entry by entry, so that one is short; and a rank's small dense tensors (7,000
+packets of Kimi-K2 on each of 256 ranks) must not take so many loads that one rank is at its experts, which fill a
+receiver's port for long, while another still has dense bytes for that receiver.
+
+Invariant: what is reckoned here is what pipeline.py allocates, and is never above the watermark.
+
+Callers: pipeline.py, packing.py, simulate.py, orchestrator/plan_command.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from weight_sync.errors import WatermarkError
+
+NUM_SLOTS = 2
+"""One is packed while the other is written; a third measured slower elsewhere and would shrink the loads."""
+SLOT_ALIGNMENT_BYTES = 64
+"""Each packet starts at a multiple of this, which suits every dtype and link."""
+MAX_SLOT_BYTES = 1 << 30
+"""A larger watermark is left unused: between two H200, slots of 1 GiB were written at 387 GB/s, of 2 GiB at 331."""
+TASKS_A_SLOT = 4
+"""Tasks of a plan are no longer than this part of a slot, so that loads are nearly full and alike."""
+MAX_LINK_THREADS = 8
+"""Sessions that a rank writes to at once."""
+MIN_PACKETS, MAX_PACKETS = 1024, 16384
+"""Most packets of a load, by watermark: a bound on the hash sums in flight."""
+FIRST_PACKETS = 512
+"""... and of the first load."""
+
+_CPU_SCRATCH_BYTES = 4 << 20
+_MIN_SCRATCH_BYTES = 16 << 10
+"""Hash scratch, as in integrity.py, which needs torch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """The temporary memory of a trainer rank."""
+
+    watermark_bytes: int
+    reserved_bytes: int = 0
+    """Part of it that is no staging: gathered adapters, merge and hash scratch."""
+
+    @property
+    def max_slot_bytes(self) -> int:
+        """Half of what the watermark leaves for staging, aligned, up to a bound.
+
+        Raises:
+            WatermarkError: nothing is left.
+        """
+        room = self.watermark_bytes - self.reserved_bytes
+        slot_bytes = room // NUM_SLOTS // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
+        if slot_bytes < SLOT_ALIGNMENT_BYTES:
+            raise WatermarkError(
+                f"weight_sync.watermark_bytes={self.watermark_bytes} leaves no room for staging beside "
+                f"{self.reserved_bytes} other temporary bytes; raise the watermark"
+            )
+        return min(slot_bytes, MAX_SLOT_BYTES)
+
+    @property
+    def max_task_bytes(self) -> int:
+        """Largest task that a plan for this rank should contain: slot / TASKS_A_SLOT."""
+        return max(SLOT_ALIGNMENT_BYTES, self.max_slot_bytes // TASKS_A_SLOT)
+
+    def slot_bytes(self, total_bytes: int, largest_bytes: int) -> int:
+        """Size of a slot for a schedule of so many bytes: a quarter of them, so that stages overlap. Both aligned."""
+        return min(self.max_slot_bytes, max(largest_bytes, aligned(-(-total_bytes // 4))))
+
+    def max_load_packets(self, number: int) -> int:
+        """Most packets of a rank's `number`-th load."""
+        return min(max_packets(self.watermark_bytes), FIRST_PACKETS << min(number, 16))
+
+
+def max_packets(watermark_bytes: int) -> int:
+    """Most packets of any load: a sum for each, in either slot, is at most a 4096th of the watermark or 16 KiB."""
+    return max(MIN_PACKETS, min(MAX_PACKETS, watermark_bytes >> 16))
+
+
+def sums_bytes(watermark_bytes: int) -> int:
+    """Memory of the hash sums."""
+    return 8 * NUM_SLOTS * max_packets(watermark_bytes)
+
+
+def scratch_bytes(device_type: str, watermark_bytes: int) -> int:
+    """Hash scratch: what suits the device, at most an eighth of the watermark, at least what one block needs."""
+    wanted = _CPU_SCRATCH_BYTES if device_type == "cpu" else _MIN_SCRATCH_BYTES
+    return max(_MIN_SCRATCH_BYTES, min(wanted, watermark_bytes // 8))
+
+
+def reserved_bytes(
+    device_type: str, watermark_bytes: int, source_temporary_bytes: int, *, verify_hashes: bool = True
+) -> int:
+    """What a rank's pipeline holds beside its slots: hash sums and scratch, and what the source declares."""
+    scratch = scratch_bytes(device_type, watermark_bytes) if verify_hashes else 0
+    return sums_bytes(watermark_bytes) + scratch + source_temporary_bytes
+
+
+def aligned(num_bytes: Any) -> Any:
+    """Up to the next multiple of SLOT_ALIGNMENT_BYTES: of one size, or of each in a column."""
+    return -(-num_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
