@@ -3,10 +3,10 @@
     Cluster -- placement group "trainer" --- TrainerActor "trainer-0", ...   each wraps one trainer.rank.TrainerRank
         |----- placement group "rollout" --- RolloutActor "rollout-0", ...   each wraps one rollout.worker.RolloutWorker
 
-Owns: Ray's start and end, resources (trainer and rollout never share a GPU), the rendezvous address, translation of
-Ray's errors, and that no process outlives the run. Does not own: what the wrapped classes do; they know nothing of Ray.
-Invariants: weights never pass through the object store, only batches and rollouts do; torch and vLLM are imported by
-the actors, never here; `Cluster.stop` ends every process it started, also after an error or an interrupt.
+Owns: Ray's start and end, resources (trainer and rollout never share a GPU), the rendezvous address, and that no
+process outlives the run. Does not own: what runs inside the actors (actors.py), or how they are called (handles.py).
+Invariants: torch and vLLM are imported by the actors, never here; `Cluster.stop` ends every process it started, also
+after an error or an interrupt.
 Callers: the controller.
 
 A controller that is killed (SIGKILL, out of memory) stops nothing, and yet all ends: the kernel ends Ray's servers with
@@ -22,235 +22,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from conf.errors import SlipstreamError
 from conf.schema import Device, Objective, RunConfig, SyncMode, TrainMode
+from orchestrator.actors import RolloutActor, TrainerActor
 from orchestrator.environment import resolve_device, variables_of
 from orchestrator.errors import OrchestratorError, PlacementError, TrainingStopped
+from orchestrator.handles import STOP_TIMEOUT_S, RayRolloutWorker, RayTrainerGroup, result_of
 from orchestrator.prepare import engine_checkpoint
 from orchestrator.run_folder import RunFolder
 from orchestrator.waiting import together, wait_for
-from rollout.types import AdapterSlotsSpec, Prompt, Rollout
+from rollout.types import AdapterSlotsSpec
 from trainer.adapter_names import adapter_tensors, target_modules
-from trainer.types import Denominators, LossStats, OptimStats, Sample
 from weight_sync.layout import TensorMeta
-
-if TYPE_CHECKING:
-    from weight_sync.publisher import PublishReport
-    from weight_sync.recovery import Offer, Pulled
 
 logger = logging.getLogger(__name__)
 
 _CPU_TICKETS = 0.01
 _PLACE_TIMEOUT_S = 120.0
-_STOP_TIMEOUT_S = 20.0
-_SAVE_TIMEOUT_S = 1800.0
-"""Longest a rank may write or read its files: 100 GB at 60 MB/s, a slow shared disk."""
-_STEP_TIMEOUT_S = 3600.0
-"""Longest forward-backward of one batch. A backstop only: a rank that dies ends its call at once, and one that hangs in
-a collective fails there after 10 minutes (trainer.control). What is left is a rank that computes for ever."""
-
-
-class TrainerActor:
-    """Runs inside the actor's process: holds one TrainerRank, which imports torch only there."""
-
-    def __init__(self, name: str) -> None:
-        _log_to_stderr(name)
-        self._rank: Any = None
-        self._reserved: socket.socket | None = None
-
-    def pick_rendezvous(self) -> str:
-        """A free port of this machine, where rank 0 will listen and all ranks meet.
-
-        It stays bound until this rank has joined: importing torch takes seconds, in which the engines take dozens of
-        ports. Rank 0 can listen on it all the same, because both sockets set SO_REUSEADDR and this one never listens.
-        """
-        host = ray.util.get_node_ip_address()
-        self._reserved = socket.socket()
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._reserved.bind((host, 0))
-        return f"tcp://{host}:{self._reserved.getsockname()[1]}"
-
-    def start(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Build the rank and load the model."""
-        from trainer.rank import TrainerRank
-
-        self._rank = TrainerRank(**options)
-        if self._reserved is not None:
-            self._reserved.close()
-            self._reserved = None
-        return self._rank.load()
-
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the rank."""
-        return getattr(self._rank, method)(*args)
-
-
-class RolloutActor:
-    """Runs inside the actor's process: holds one RolloutWorker. Asynchronous, so that groups overlap."""
-
-    def __init__(self, name: str) -> None:
-        _log_to_stderr(name)
-        self._worker: Any = None
-
-    def pid(self) -> int:
-        """This process, so that it can be ended even when it answers no more."""
-        return os.getpid()
-
-    async def start(self, options: dict[str, Any]) -> str:
-        """Start the engine; returns the address where publishers reach this replica."""
-        from rollout.worker import RolloutWorker
-
-        self._worker = RolloutWorker(**options)
-        return await self._worker.start()
-
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call a coroutine method of the worker."""
-        return await getattr(self._worker, method)(*args)
-
-
-class RayTrainerGroup:
-    """All trainer ranks as one: every method runs on all of them at once, because they meet in collectives."""
-
-    def __init__(self, actors: Sequence[Any], *, is_lora: bool) -> None:
-        self._actors = actors
-        self._is_lora = is_lora
-        self.num_ranks = len(actors)
-
-    async def forward_backward(
-        self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
-    ) -> list[LossStats]:
-        """Accumulate the gradients of one batch. One list of microbatches per rank, equally long."""
-        per_rank = [(microbatches, denominators) for microbatches in microbatches_by_rank]
-        return await self._call("forward_backward", per_rank, timeout_s=_STEP_TIMEOUT_S)
-
-    async def evaluate(
-        self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
-    ) -> list[LossStats]:
-        """The loss of these samples and its metrics, without gradients. One list of microbatches per rank."""
-        per_rank = [(microbatches, denominators) for microbatches in microbatches_by_rank]
-        return await self._call("evaluate", per_rank, timeout_s=_STEP_TIMEOUT_S)
-
-    async def optimizer_step(self) -> OptimStats:
-        """Apply the gradients; every rank returns the same."""
-        return (await self._call("optimizer_step", timeout_s=_STEP_TIMEOUT_S))[0]
-
-    async def connect(self, endpoints: Sequence[str], timeout_s: float, adapter_endpoints: Sequence[str] = ()) -> None:
-        """Fetch the replicas' layouts, build the plan, bind it to their addresses; in adapter mode, send the base."""
-        arguments = (list(endpoints), None, list(adapter_endpoints))
-        await self._call("connect", [arguments] * self.num_ranks, timeout_s=timeout_s)
-
-    async def publish(self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
-        """Send the current policy version to every replica but those excluded. Rank 0 speaks for all, and writes the
-        timeline to `trace`.
-        """
-        orders = [(list(exclude), trace)] * self.num_ranks
-        return (await self._call("publish", orders, timeout_s=timeout_s))[0]
-
-    async def disconnect(self, replicas: Sequence[int], timeout_s: float = _STEP_TIMEOUT_S) -> None:
-        """Close every rank's links to dead replicas: their memory is free then. Waits for the call under way."""
-        await self._call("disconnect", [(list(replicas),)] * self.num_ranks, timeout_s=timeout_s)
-
-    async def reconnect(self, replica: int, endpoint: str, timeout_s: float) -> None:
-        """Meet a replica that was started again."""
-        await self._call("reconnect", [(replica, endpoint)] * self.num_ranks, timeout_s=timeout_s)
-
-    async def export(self, folder: Path) -> None:
-        """Write what was trained: the adapter in PEFT format, or the whole model when there is no adapter."""
-        method = "save_adapter" if self._is_lora else "save_merged"
-        await self._call(method, [(str(folder),)] * self.num_ranks, timeout_s=_SAVE_TIMEOUT_S)
-
-    async def save_state(self, folder: Path) -> None:
-        """Write trainable parameters, optimizer and generators, one set of files a rank."""
-        await self._call("save_state", [(str(folder),)] * self.num_ranks, timeout_s=_SAVE_TIMEOUT_S)
-
-    async def load_state(self, folder: Path) -> None:
-        """Read what `save_state` wrote."""
-        await self._call("load_state", [(str(folder),)] * self.num_ranks, timeout_s=_SAVE_TIMEOUT_S)
-
-    async def shutdown(self) -> None:
-        """Leave the process group and close links."""
-        await self._call("shutdown", timeout_s=_STOP_TIMEOUT_S)
-
-    async def _call(
-        self, method: str, args_by_rank: Sequence[tuple[Any, ...]] | None = None, *, timeout_s: float
-    ) -> list[Any]:
-        """Call on every rank. The first failure is raised at once: its peers may hang in a collective without it."""
-        args = args_by_rank if args_by_rank is not None else [()] * self.num_ranks
-        calls = [
-            _result(
-                actor.call.options(name=f"TrainerRank.{method}").remote(method, *a),
-                f"trainer rank {rank}",
-                TrainingStopped,
-            )
-            for rank, (actor, a) in enumerate(zip(self._actors, args, strict=True))
-        ]
-        return await wait_for(together(*calls), f"{method} on {self.num_ranks} trainer ranks", timeout_s=timeout_s)
-
-
-class RayRolloutWorker:
-    """One rollout worker, as the supervisor sees it."""
-
-    def __init__(self, name: str, actor: Any, endpoint: str, processes: Sequence[psutil.Process]) -> None:
-        self.name = name
-        self.endpoint = endpoint
-        self._actor = actor
-        self._processes = list(processes)
-
-    async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
-        """Sample `n` responses to one prompt."""
-        return await self._call("generate_group", prompt, n)
-
-    async def offer(self) -> list[Offer]:
-        """What a restarted worker may read here."""
-        return await self._call("offer")
-
-    async def pull(self, offers: Sequence[Offer]) -> Pulled:
-        """Read a peer's weights."""
-        return await self._call("pull", list(offers))
-
-    async def adopt(self, version: int, epoch: int) -> None:
-        """Serve what was pulled."""
-        await self._call("adopt", version, epoch)
-
-    async def release(self, offers: Sequence[Offer]) -> None:
-        """Close the links to the peer."""
-        await self._call("release", list(offers))
-
-    async def _call(self, method: str, *args: Any) -> Any:
-        call = self._actor.call.options(name=f"RolloutWorker.{method}")
-        return await _result(call.remote(method, *args), self.name, OrchestratorError)
-
-    def kill(self) -> None:
-        """End what is left of it, also a process that is stopped and would never see the end of its parent."""
-        ray.kill(self._actor)
-        _kill_trees(self._processes)
-
-    async def adapter_endpoint(self) -> str:
-        """Where publishers reach the engine's adapter slots."""
-        return await _result(self._actor.call.remote("adapter_endpoint"), self.name, OrchestratorError)
-
-    async def stop(self) -> None:
-        """End the engine and its processes."""
-        call = _result(self._actor.call.remote("stop"), self.name, OrchestratorError)
-        await wait_for(call, f"{self.name} to stop", timeout_s=_STOP_TIMEOUT_S)
 
 
 class Cluster:
@@ -318,7 +120,7 @@ class Cluster:
         group = await self._place("trainer", num_ranks, num_gpus=1)
         names = [f"trainer-{rank}" for rank in range(num_ranks)]
         actors = [self._actor(TrainerActor, name, group, i, num_gpus=1) for i, name in enumerate(names)]
-        rendezvous: str = await _result(actors[0].pick_rendezvous.remote(), names[0], TrainingStopped)
+        rendezvous: str = await result_of(actors[0].pick_rendezvous.remote(), names[0], TrainingStopped)
         shared = {
             "model": config.model,
             "trainer": config.trainer,
@@ -334,7 +136,7 @@ class Cluster:
             "sync_key": self._sync_key,
         }
         starts = [
-            _result(actor.start.remote({**shared, "rank": rank}), f"trainer rank {rank}", TrainingStopped)
+            result_of(actor.start.remote({**shared, "rank": rank}), f"trainer rank {rank}", TrainingStopped)
             for rank, actor in enumerate(actors)
         ]
         facts = await self._await_start(starts, "trainer ranks")
@@ -372,9 +174,9 @@ class Cluster:
         # Workers sample apart from each other, and runs of different seeds too.
         seed = self._config.run.seed * 1000 + index
         try:
-            process = psutil.Process(await _result(actor.pid.remote(), name, OrchestratorError))
+            process = psutil.Process(await result_of(actor.pid.remote(), name, OrchestratorError))
             start = actor.start.remote({**self._worker_options, "seed": seed})
-            endpoint = await _result(start, name, OrchestratorError)
+            endpoint = await result_of(start, name, OrchestratorError)
             return RayRolloutWorker(name, actor, endpoint, [process, *process.children(recursive=True)])
         except BaseException:  # a deadline cancels this: the bundle must be free for the next attempt
             ray.kill(actor)  # its engine's processes end with it
@@ -399,7 +201,7 @@ class Cluster:
         """End every process of the run: politely first, then for certain. Never raises; what went wrong is logged."""
         if self._starting is not None and not self._starting.done():
             # A thread cannot be cancelled, and Ray that is stopped while it starts takes half a minute to notice.
-            for started in (await asyncio.wait({self._starting}, timeout=_STOP_TIMEOUT_S))[0]:
+            for started in (await asyncio.wait({self._starting}, timeout=STOP_TIMEOUT_S))[0]:
                 if error := started.exception():
                     logger.warning("while stopping: Ray did not start: %s", error)
         # Listed first: an engine process whose parent has died is no longer found as a descendant.
@@ -470,7 +272,7 @@ class Cluster:
             [dict(bundle) for _ in range(num_bundles)], strategy="PACK", name=f"{self._folder.run_id}-{name}"
         )
         self._groups.append(group)
-        ready = _result(group.ready(), f"placement group {name}", PlacementError)
+        ready = result_of(group.ready(), f"placement group {name}", PlacementError)
         try:
             await wait_for(ready, f"{num_bundles} x {bundle} for {name}", timeout_s=_PLACE_TIMEOUT_S)
         except TimeoutError as error:
@@ -551,34 +353,6 @@ def _log_trainer(facts: Sequence[dict[str, Any]]) -> None:
         logger.warning("%d tensors of the checkpoint have no place in the model: %s ...", len(ignored), ignored[:3])
 
 
-async def _result(reference: Any, who: str, error_type: type[OrchestratorError]) -> Any:
-    """Await a Ray call. An error of ours arrives as itself, any other as `error_type`, naming process and cause."""
-    try:
-        return await reference
-    except RayTaskError as error:
-        cause = error.cause if isinstance(error.cause, BaseException) else error
-        logger.debug("traceback of %s:\n%s", who, error)
-        if isinstance(cause, SlipstreamError):
-            raise cause from None
-        raise error_type(f"{who} failed with {type(cause).__name__}: {cause}") from error
-    except RayActorError as error:
-        raise error_type(f"the process of {who} died: {error}") from error
-
-
-def _kill_trees(processes: Sequence[psutil.Process]) -> None:
-    """SIGKILL processes and whatever descends from them, and see them gone. psutil tells a reused pid apart."""
-    victims = set(processes)
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victims.update(process.children(recursive=True))
-    for victim in victims:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.kill()
-    _, alive = psutil.wait_procs(victims, timeout=_STOP_TIMEOUT_S)
-    if alive:
-        logger.warning("processes %s do not end", sorted(process.pid for process in alive))
-
-
 def _processes_under(temporary: Path) -> list[psutil.Process]:
     """Ray's own processes, known by the temporary folder on their command lines, and all their descendants."""
     processes: list[psutil.Process] = []
@@ -600,8 +374,3 @@ def _end_processes(processes: list[psutil.Process]) -> None:
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def _log_to_stderr(name: str) -> None:
-    """Ray writes the stderr of an actor into a file of its own."""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname).1s [{name}] %(name)s: %(message)s")

@@ -1,7 +1,7 @@
 """What the controller drives, as narrow interfaces: a Ray cluster stands behind them in a run, small fakes in tests.
 
 Owns: the protocols and `Rooms`, the bundle of them. Does not own any behaviour beyond a stopwatch.
-Callers: the controller and its tests; placement.py, supervisor.py and rollout/ provide the implementations.
+Callers: the controller and its tests; handles.py, placement.py, supervisor.py and rollout/ provide the implementations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TrainerGroup(Protocol):
-    """All trainer ranks as one (placement.RayTrainerGroup; tests have a fake)."""
+    """All trainer ranks as one (handles.RayTrainerGroup; tests have a fake)."""
 
     num_ranks: int
 

@@ -29,7 +29,7 @@ from trainer.packing import pack
 from trainer.types import LossStats, Sample
 
 if TYPE_CHECKING:
-    from orchestrator.placement import RayTrainerGroup
+    from orchestrator.handles import RayTrainerGroup
 
 
 class Finetuner:

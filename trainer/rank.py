@@ -11,7 +11,7 @@ Invariant: all ranks make the same calls in the same order, with equally many mi
 collective. Calls that take host-side arguments compare them over the control group first, so that a
 disagreement is an error and not a hang.
 
-Shapes: T packed tokens, N counted tokens, H hidden, V vocabulary. Callers: orchestrator/placement.py (a Ray
+Shapes: T packed tokens, N counted tokens, H hidden, V vocabulary. Callers: orchestrator/actors.py (a Ray
 actor around it).
 """
 
