@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weight_sync.errors import PlanError, TransportError, WatermarkError
-from weight_sync.integrity import HASH_MASK, RangeHashes
+from weight_sync.integrity import RangeHashes
 from weight_sync.layout import Binding
 from weight_sync.packing import FillSlot, Packet, compile_reads, packed_reads, same_bytes
 from weight_sync.plan import Task
@@ -49,6 +49,7 @@ from weight_sync.staging import (
     reserved_bytes,
     scratch_bytes,
 )
+from weight_sync.sums import Places, Sums
 from weight_sync.trace import Span, Tracer
 from weight_sync.transport.base import Transport
 
@@ -65,7 +66,7 @@ Destination = tuple[int, int]
 class PipelineResult:
     """What one rank did in one publish."""
 
-    sums: dict[Destination, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    sums: Sums
     """Per destination and parameter: bytes written, and the sum of their hashes (0 where hashes are off)."""
     errors: dict[int, str] = field(default_factory=dict)
     """Per replica that this rank could not serve in full: why."""
@@ -95,10 +96,11 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What one destination gets of a load: packets by number, their tasks, and the arguments of one write."""
+    """What one destination gets of a load: packets by number, and the arguments of one write."""
 
     packets: list[int]
-    tasks: list[Task]
+    columns: list[int]
+    """Where their parameters stand in the sums."""
     sources: list[int]
     destinations: list[int]
     sizes: list[int]
@@ -157,6 +159,7 @@ class Pipeline:
         self._sums = torch.zeros(NUM_SLOTS, max_packets(watermark_bytes), dtype=torch.int64, device=self._device)
         self._host_sums = torch.zeros(self._sums.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         self._loads: list[_Load] = []
+        self._places = Places({})
         self._slot_bytes = 0
         self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._quarantined: dict[int, list[str]] = {}
@@ -179,6 +182,11 @@ class Pipeline:
     def _reserved_bytes(self, source_bytes: int) -> int:
         return reserved_bytes(self._device.type, self._watermark_bytes, source_bytes, verify_hashes=self._verify_hashes)
 
+    @property
+    def places(self) -> Places:
+        """Of every parameter that this rank writes to; the places of its results' sums."""
+        return self._places
+
     def load(self, tasks: Sequence[Task]) -> None:
         """Take this rank's schedule: cut it into slot loads, compile them, allocate and register staging. Once a plan.
 
@@ -196,6 +204,7 @@ class Pipeline:
         largest = max((aligned(task.num_bytes) for task in tasks), default=0)
         self._slot_bytes = limits.slot_bytes(total, largest)
         self._loads = []  # they refer to the staging of an earlier plan
+        self._places = Places.of_tasks(tasks)
         self._staging = torch.empty(NUM_SLOTS * self._slot_bytes, dtype=torch.uint8, device=self._device)
         if self._slot_bytes:
             self._transport.register([self._staging])
@@ -364,8 +373,8 @@ class _Run:
         self._prepared = prepared
         self._tracer = prepared.tracer
         self._writer_error: BaseException | None = None
-        self._written: list[tuple[Destination, _Batch, list[int]]] = []
-        self.result = PipelineResult(peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
+        self._written: list[tuple[_Batch, list[int]]] = []
+        self.result = PipelineResult(Sums(owner._places), peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
 
     def replay(self, loads: Sequence[_Load]) -> None:
         """Send what is prepared, and pack every other load in order while the writer thread sends the one before."""
@@ -427,7 +436,7 @@ class _Run:
                 if batch is None:
                     batch = batches[dest] = _Batch([], [], [], [], [])
                 batch.packets.append(number)
-                batch.tasks.append(task)
+                batch.columns.append(self._owner._places.column(dest, task.param))
                 batch.sources.append(first_address + packet.offset_bytes)
                 batch.destinations.append(self._bindings[dest].addresses[task.param] + task.dest_offset_bytes)
                 batch.sizes.append(task.num_bytes)
@@ -470,7 +479,7 @@ class _Run:
         for dest, (seconds, error) in outcomes.items():
             spent[dest[0]] = max(seconds, spent.get(dest[0], 0.0))
             if error is None:
-                self._written.append((dest, batches[dest], hashes))
+                self._written.append((batches[dest], hashes))
             else:
                 self.result.errors.setdefault(dest[0], f"{type(error).__name__}: {error}")
                 self._close_failed(filled.slot, self._bindings[dest].session)
@@ -508,12 +517,15 @@ class _Run:
 
     def _count(self) -> None:
         """Add up what was written. At the end: between two writes the link would stand still for it."""
-        for dest, batch, hashes in self._written:
-            sums = self.result.sums.setdefault(dest, {})
-            for number, task in zip(batch.packets, batch.tasks):
-                num_bytes, total = sums.get(task.param, (0, 0))
-                sums[task.param] = (num_bytes + task.num_bytes, (total + hashes[number]) & HASH_MASK)
-            self.result.num_bytes += sum(batch.sizes)
+        columns: list[int] = []
+        sizes: list[int] = []
+        hashes: list[int] = []
+        for batch, packet_hashes in self._written:
+            columns += batch.columns
+            sizes += batch.sizes
+            hashes += map(packet_hashes.__getitem__, batch.packets)
+        self.result.sums.add(columns, sizes, hashes)
+        self.result.num_bytes = sum(sizes)
 
     def _close_failed(self, slot: int, session: str) -> None:
         """No write is running now. Make sure that none of the failed one ever reads this slot again."""

@@ -33,7 +33,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,15 +41,16 @@ import torch
 import torch.distributed as dist
 
 from conf.schema import WeightSyncConfig
+from weight_sync.columns import Ints
 from weight_sync.endpoint import ReplicaClients
 from weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, RankLost, TransportError, WeightSyncError
 from weight_sync.heap import freeze_heap
-from weight_sync.integrity import HASH_MASK
 from weight_sync.layout import Binding, DestLayout, SourceLayout
 from weight_sync.pipeline import Destination, Pipeline, PipelineResult
 from weight_sync.plan import PlanSummary, TransferPlan, build_plan, rank_plan_from_wire
 from weight_sync.protocol import Abort, Begin, Begun, Commit, Committed, Describe, Described, Expected
 from weight_sync.source import WeightSource
+from weight_sync.sums import Places, Sums
 from weight_sync.trace import ReplicaTimes, write_trace
 from weight_sync.transport.base import Transport
 from weight_sync.waves import assign_waves
@@ -119,7 +120,9 @@ class _Alive:
     """What rank 0 tells all ranks after Begin."""
 
     epoch: int
+    destinations: tuple[Destination, ...]
     bindings: dict[Destination, Binding]
+    """Of those destinations that were bound elsewhere at the last publish, or not at all: addresses are many."""
     budgets_s: dict[int, float]
     begin_s: float
 
@@ -134,7 +137,6 @@ class _Replica:
     """None before it answered Begin."""
     error: str | None = None
     committed: Committed | None = None
-    sums: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
 
 
 class Publisher:
@@ -176,6 +178,9 @@ class Publisher:
         )
         self._endpoints: list[str] = []
         self._digest = ""
+        self._places = Places({})
+        """Of every parameter of every replica, the same on all ranks; and where this rank's own stand among them."""
+        self._columns = self._places.columns_of(self._places)
         self._epoch = 0
         self._clients: ReplicaClients | None = None
         # Asks replicas to begin while this rank packs. One call at a time: their sockets are no thread's own.
@@ -183,7 +188,10 @@ class Publisher:
         self._plan: TransferPlan | None = None
         self._layouts: list[tuple[DestLayout, ...]] = []
         """Per replica, on rank 0: the layouts that the plan is made for."""
-        self._last_sums: dict[Destination, dict[str, tuple[int, int]]] = {}
+        self._last_sums: dict[Destination, Ints] = {}
+        """Per engine rank that committed: its part of the sums."""
+        self._bindings: dict[Destination, Binding] = {}
+        """Where replicas were at their last Begin, the same on all ranks."""
         self._open_sessions: dict[Destination, str] = {}
         """Links of this rank that may be open: to replicas that committed, whether or not they live still."""
 
@@ -195,11 +203,13 @@ class Publisher:
         """
         facts = self._everywhere(lambda: (self._source.layout(), self._pipeline.max_task_bytes, self._transport.link))
         made = self._on_rank0(lambda: self._make_plan(endpoints, facts))
-        wires, summary = made
+        wires, summary, params = made
         self._endpoints = list(endpoints)
         self._digest = summary.digest
-        self._last_sums, self._open_sessions = {}, {}
+        self._last_sums, self._bindings, self._open_sessions = {}, {}, {}
         self._everywhere(lambda: self._pipeline.load(rank_plan_from_wire(wires[self._rank]).tasks))
+        self._places = Places(params)
+        self._columns = self._places.columns_of(self._pipeline.places)
         if self._rank == 0:
             logger.info(
                 "weight sync: %d tasks, %d bytes a publish, plan %s",
@@ -250,10 +260,13 @@ class Publisher:
         except BaseException:
             self._pipeline.cancel()
             raise
-        result = self._pipeline.run(version, alive.bindings, alive.budgets_s)
-        results = self._gather(result)
-        report = self._on_rank0(lambda: self._finish(version, alive, replicas, results, began, trace))
-        self._open_sessions |= {destination: binding.session for destination, binding in alive.bindings.items()}
+        self._bindings |= alive.bindings
+        bindings = {destination: self._bindings[destination] for destination in alive.destinations}
+        result = self._pipeline.run(version, bindings, alive.budgets_s)
+        sums = self._added_up(result.sums)
+        results = self._gather(replace(result, sums=Sums(Places({}))))
+        report = self._on_rank0(lambda: self._finish(version, alive, replicas, results, sums, began, trace))
+        self._open_sessions |= {destination: binding.session for destination, binding in bindings.items()}
         self.disconnect([number for number in included if not report.replicas[number].committed])
         return report
 
@@ -296,7 +309,7 @@ class Publisher:
 
     def _make_plan(
         self, endpoints: Sequence[str], facts: Sequence[tuple[SourceLayout, int, str]]
-    ) -> tuple[list[dict[str, object]], PlanSummary]:
+    ) -> tuple[list[dict[str, object]], PlanSummary, dict[Destination, tuple[str, ...]]]:
         if self._clients is not None:
             self._clients.close()
         self._clients = ReplicaClients(endpoints, self._key)
@@ -308,7 +321,9 @@ class Publisher:
             self._layouts,
             max_task_bytes=min(limit for _, limit, _ in facts),
         )
-        return [self._plan.to_wire(rank) for rank in range(self._world_size)], self._plan.summary()
+        names = {id(params): tuple(params) for params in self._plan.expected.values()}
+        params = {dest: names[id(params)] for dest, params in self._plan.expected.items()}
+        return [self._plan.to_wire(rank) for rank in range(self._world_size)], self._plan.summary(), params
 
     def _describe(self, endpoints: Mapping[int, str], links: Collection[str]) -> list[Described]:
         """Ask these replicas what they are; refuse one that cannot be written to over `links`."""
@@ -384,7 +399,8 @@ class Publisher:
             len(numbers),
             time.monotonic() - began,
         )
-        return _Alive(self._epoch, bindings, budgets_s, time.monotonic() - began)
+        moved = {dest: binding for dest, binding in bindings.items() if self._bindings.get(dest) != binding}
+        return _Alive(self._epoch, tuple(bindings), moved, budgets_s, time.monotonic() - began)
 
     def _finish(
         self,
@@ -392,11 +408,11 @@ class Publisher:
         alive: _Alive,
         replicas: list[_Replica],
         results: Sequence[PipelineResult],
+        sums: Sums,
         began: float,
         trace: Path | None,
     ) -> PublishReport:
         """Add up what the ranks did, commit who was served in full, abort the others."""
-        sums = _add_sums(results)
         for number in alive.budgets_s:
             replica = replicas[number]
             failures = [
@@ -415,7 +431,7 @@ class Publisher:
                     "version %d, epoch %d: %s did not commit: %s", version, alive.epoch, replica.endpoint, replica.error
                 )
         num_changed = self._count_changed(
-            {destination: params for destination, params in sums.items() if replicas[destination[0]].committed}
+            {destination: sums.part(destination) for destination in sums if replicas[destination[0]].committed}
         )
         times = [replica.times for replica in replicas if replica.times is not None]
         report = PublishReport(
@@ -453,7 +469,7 @@ class Publisher:
     ) -> None:
         assert self._clients is not None
         ready = [number for number in alive.budgets_s if replicas[number].error is None]
-        num_ranks = {number: sum(replica == number for replica, _ in alive.bindings) for number in ready}
+        num_ranks = {number: sum(replica == number for replica, _ in alive.destinations) for number in ready}
         fields = {
             number: {"expected": tuple(self._expected(sums.get((number, r), {})) for r in range(num_ranks[number]))}
             for number in ready
@@ -491,13 +507,13 @@ class Publisher:
                 digest=self._digest,
             )
 
-    def _count_changed(self, sums: Mapping[Destination, dict[str, tuple[int, int]]]) -> int | None:
+    def _count_changed(self, sums: Mapping[Destination, Ints]) -> int | None:
         """Parameters of replicas that committed, now and before, whose bytes are others than before."""
-        known = [(params, self._last_sums[dest]) for dest, params in sums.items() if dest in self._last_sums]
+        known = [(part, self._last_sums[dest]) for dest, part in sums.items() if dest in self._last_sums]
         self._last_sums |= sums
         if not known or not self._config.verify_hashes:
             return None
-        return sum(value != last.get(param) for params, last in known for param, value in params.items())
+        return sum(int((part != last).any(axis=0).sum()) for part, last in known)
 
     # ---- every rank ----
 
@@ -508,6 +524,14 @@ class Publisher:
         with self._meeting("a gather"):
             dist.all_gather_object(gathered, value, group=self._group)
         return gathered
+
+    def _added_up(self, sums: Sums) -> Sums:
+        """What all ranks wrote; complete on rank 0 alone."""
+        total = sums.spread(self._places, self._columns)
+        if self._group is not None:
+            with self._meeting("a sum"):
+                dist.reduce(torch.from_numpy(total.table), group_dst=0, group=self._group)
+        return total
 
     @contextlib.contextmanager
     def _meeting(self, what: str) -> Iterator[None]:
@@ -568,18 +592,6 @@ def _joined(reports: Sequence[PublishReport], waves: Sequence[Sequence[int]]) ->
         wave_s=tuple(report.total_s for report in reports),
         **{name: sum(getattr(report, name) for report in reports) for name in summed},
     )
-
-
-def _add_sums(results: Sequence[PipelineResult]) -> dict[Destination, dict[str, tuple[int, int]]]:
-    """Bytes and hashes per destination and parameter, over all ranks."""
-    total: dict[Destination, dict[str, tuple[int, int]]] = {}
-    for result in results:
-        for dest, params in result.sums.items():
-            mine = total.setdefault(dest, {})
-            for param, (num_bytes, value) in params.items():
-                had_bytes, had = mine.get(param, (0, 0))
-                mine[param] = (had_bytes + num_bytes, (had + value) & HASH_MASK)
-    return total
 
 
 def _ours(error: Exception) -> WeightSyncError:

@@ -1,0 +1,102 @@
+"""What was sent to whom: bytes and hash sums of every parameter of every engine rank, in two rows of integers.
+
+Owns: the places in those rows, adding up, and the form that messages have. Does not own: the hashes (integrity.py), the
+writes (pipeline.py), or the meeting of the ranks (publisher.py).
+
+    places   (replica, dest_rank) -> a stretch of columns, one a parameter
+    table    2 x columns, int64:   bytes written | sum of hashes, modulo 2^64
+
+Two tables of the same places add up as integers do, so that ranks need no dictionaries of each other's: 256 ranks of
+Kimi-K2 send 80,000 different (engine rank, parameter) pairs each, which took rank 0 nine seconds to unpack and add.
+
+Callers: pipeline.py (what one rank wrote), publisher.py (what all wrote).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from weight_sync.columns import Ints
+from weight_sync.links import Destination
+from weight_sync.tasks import Task
+
+
+class Places:
+    """Where each parameter of each engine rank stands.
+
+    Args:
+        params: Per engine rank the names of its parameters; equal ones may be one object.
+    """
+
+    def __init__(self, params: Mapping[Destination, Sequence[str]]) -> None:
+        self.params = params
+        self.first: dict[Destination, int] = {}
+        self.size = 0
+        known: dict[int, dict[str, int]] = {}
+        self._within: dict[Destination, dict[str, int]] = {}
+        for dest, names in params.items():
+            self.first[dest] = self.size
+            if id(names) not in known:
+                known[id(names)] = {name: place for place, name in enumerate(names)}
+            self._within[dest] = known[id(names)]
+            self.size += len(names)
+
+    @classmethod
+    def of_tasks(cls, tasks: Iterable[Task]) -> Places:
+        """Of those parameters alone that the tasks write."""
+        params: dict[Destination, dict[str, None]] = {}
+        for task in tasks:
+            params.setdefault((task.replica, task.dest_rank), {})[task.param] = None
+        return cls({dest: tuple(names) for dest, names in params.items()})
+
+    def column(self, dest: Destination, param: str) -> int:
+        """The place of one parameter. Raises KeyError where it has none."""
+        return self.first[dest] + self._within[dest][param]
+
+    def columns_of(self, other: Places) -> Ints:
+        """The place here of everything that `other` has a place for."""
+        return np.array([self.column(dest, name) for dest, names in other.params.items() for name in names], np.int64)
+
+
+class Sums(Mapping[Destination, dict[str, tuple[int, int]]]):
+    """Bytes and hash sums, and their form by names: {(0, 3): {"lm_head.weight": (2048, 9127364)}}.
+
+    Engine ranks and parameters to which nothing was written are absent.
+    """
+
+    def __init__(self, places: Places, table: Ints | None = None) -> None:
+        self.places = places
+        self.table = np.zeros((2, places.size), np.int64) if table is None else table
+
+    def add(self, columns: Sequence[int], sizes: Sequence[int], hashes: Sequence[int]) -> None:
+        """Count writes: each one's place, its bytes, and the hash of its bytes as int64."""
+        at = np.array(columns, np.int64)
+        np.add.at(self.table[0], at, np.array(sizes, np.int64))
+        np.add.at(self.table[1], at, np.array(hashes, np.int64))
+
+    def spread(self, places: Places, columns: Ints) -> Sums:
+        """The same among more places; `columns` is `places.columns_of(self.places)`."""
+        wide = Sums(places)
+        wide.table[:, columns] = self.table
+        return wide
+
+    def part(self, dest: Destination) -> Ints:
+        """The columns of one engine rank, zeros included: a view."""
+        first = self.places.first[dest]
+        return self.table[:, first : first + len(self.places.params[dest])]
+
+    def __getitem__(self, dest: Destination) -> dict[str, tuple[int, int]]:
+        sizes, hashes = self.part(dest)
+        found = zip(self.places.params[dest], sizes.tolist(), hashes.view(np.uint64).tolist())
+        by_name = {name: (size, total) for name, size, total in found if size}
+        if not by_name:
+            raise KeyError(dest)
+        return by_name
+
+    def __iter__(self) -> Iterator[Destination]:
+        return (dest for dest in self.places.params if self.part(dest)[0].any())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
