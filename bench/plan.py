@@ -3,14 +3,14 @@
     taskset -c 0 python bench/plan.py                merged FP8 weights into TP16 replicas
     taskset -c 0 python bench/plan.py --experts ep   ... experts whole, spread over the 16 ranks
     taskset -c 0 python bench/plan.py --adapter      r=32 adapters of all experts into EP16 slots, nothing else
-    python bench/plan.py --layers 2 --experts-per-layer 32 --sources 16 --replicas 2         a small one
+    python bench/plan.py --layers 2 --experts-per-layer 32 --sources 16 --ep-size 16 --replicas 2   a small one
 
 The trainer's layout is trainer/offline.py's. The engine's is written down
 here by hand from the architecture (config.json of Kimi-K2) and vLLM's parallel layers,
 so that planner and simulator can be judged without an engine: MLA with heads split and low-rank projections
 replicated, shared expert and dense layer split, block-FP8 128x128 weights with float32 scales. The engine's own
-recorded layouts are what `slipstream plan` uses. Prints seconds, memory, balance and the simulated publish, writes
-bench/results/plan-<case>.json.
+recorded layouts are what `slipstream plan` uses. Prints seconds, memory, balance, the simulated publish, and what
+its messages take on this core, which the simulation does not know. --out writes a file of bench/results.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where this file hides nothing yet but could
@@ -41,6 +41,7 @@ from trainer.model.spec import ModelSpec  # noqa: E402
 from trainer.offline import adapter_source_layouts, source_layouts  # noqa: E402
 from trainer.quantization import BlockFp8  # noqa: E402
 from weight_sync.layout import (  # noqa: E402
+    Binding,
     DestLayout,
     Load,
     Param,
@@ -51,9 +52,12 @@ from weight_sync.layout import (  # noqa: E402
 from weight_sync.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
 from weight_sync.links import LinkRates, place  # noqa: E402
 from weight_sync.plan import TransferPlan, build_plan  # noqa: E402
+from weight_sync.protocol import Begun, Commit, Signer  # noqa: E402
 from weight_sync.simulate import simulate  # noqa: E402
 from weight_sync.staging import Staging, reserved_bytes  # noqa: E402
+from weight_sync.sums import Places, Sums  # noqa: E402
 
+T = TypeVar("T")
 FP8, BF16, F32 = "float8_e4m3fn", "bfloat16", "float32"
 HIDDEN, HEADS, Q_RANK, KV_RANK, NOPE, ROPE, V = 7168, 64, 1536, 512, 128, 64, 128
 WIDTH, DENSE_WIDTH, VOCAB, BLOCK = 2048, 18432, 163840, 128
@@ -277,6 +281,7 @@ def figures(args: argparse.Namespace, sources: Sequence[SourceLayout], cache: Pa
         "receive_balance": summary.receive_balance,
         "receiver_bytes": summary.num_bytes / len(summary.received_bytes),
         "node_duplicates": node_duplicates(plan),
+        "messages": message_seconds(plan),
     }
     for rate in (50e9, 44e9):
         began = time.perf_counter()
@@ -291,6 +296,45 @@ def rates_of(args: argparse.Namespace, nic_bytes_s: float) -> LinkRates:
     """Engines are paused for whole weights only."""
     rates = LinkRates(nic_bytes_s=nic_bytes_s)
     return rates.without_pause() if args.adapter else rates
+
+
+def message_seconds(plan: TransferPlan) -> dict[str, float]:
+    """What the simulation leaves out: this core's time for the messages of one publish, on the way of the bytes.
+
+    Rank 0 reads where to write and writes what to expect, replica after replica; a replica reads the latter for all its
+    ranks. Every trainer rank counts what it wrote.
+    """
+    signer = Signer(bytes(32))
+    facts: dict[str, Any] = {"run_id": signer.run_id, "request_id": 1}
+    names = {id(params): tuple(params) for params in plan.expected.values()}
+    places = Places({dest: names[id(params)] for dest, params in plan.expected.items()})
+    sums = Sums(places, np.full((2, places.size), 1 << 40, np.int64))
+    replicas = sorted({replica for replica, _ in plan.expected})
+    ranks = {replica: [dest for dest in plan.expected if dest[0] == replica] for replica in replicas}
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, make: Callable[[], T]) -> T:
+        began = time.perf_counter()
+        made = make()
+        seconds[name] = time.perf_counter() - began
+        return made
+
+    addresses = {dest: Binding("host:1", dict.fromkeys(names, 1 << 46)) for dest, names in places.params.items()}
+    begun = [
+        signer.seal(Begun(bindings=tuple(addresses[dest] for dest in own), idle_s=0.0, mark_s=0.0, **facts))
+        for own in ranks.values()
+    ]
+    timed("rank_0_reads_begun_s", lambda: [signer.open_reply(message) for message in begun])
+    commits = timed(
+        "rank_0_writes_commit_s",
+        lambda: [signer.seal(Commit(expected=tuple(sums[dest] for dest in own), **facts)) for own in ranks.values()],
+    )
+    timed("replica_reads_commit_s", lambda: signer.open_request(commits[0]))
+    tasks = list(next(iter(plan.tasks.values())))
+    own = Places.of_tasks(tasks)
+    columns, sizes = [own.column((t.replica, t.dest_rank), t.param) for t in tasks], [t.num_bytes for t in tasks]
+    timed("rank_counts_s", lambda: Sums(own).add(columns, sizes, sizes))
+    return seconds
 
 
 def asdict_shallow(value: Any) -> dict[str, Any]:
