@@ -55,7 +55,7 @@ from trainer.types import OptimStats
 from weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
-    from weight_sync.publisher import PublishReport
+    from weight_sync.publish_report import PublishReport
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

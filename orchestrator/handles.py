@@ -24,7 +24,7 @@ from rollout.types import Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 
 if TYPE_CHECKING:
-    from weight_sync.publisher import PublishReport
+    from weight_sync.publish_report import PublishReport
     from weight_sync.recovery import Offer, Pulled
 
 logger = logging.getLogger(__name__)

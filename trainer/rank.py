@@ -50,7 +50,8 @@ from trainer.types import Denominators, LossStats, OptimStats, Sample
 from trainer.weight_source import TrainerWeightSource
 
 if TYPE_CHECKING:
-    from weight_sync.publisher import Publisher, PublishReport
+    from weight_sync.publish_report import PublishReport
+    from weight_sync.publisher import Publisher
     from weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,8 @@ from weight_sync.checkpoint import NUM_THREADS, Checkpoint
 from weight_sync.copies import Held
 from weight_sync.errors import WeightSyncError
 from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
-from weight_sync.publisher import Publisher, PublishReport
+from weight_sync.publish_report import PublishReport
+from weight_sync.publisher import Publisher
 from weight_sync.source import WeightSource
 from weight_sync.tensor_source import TensorSource
 from weight_sync.transport.mooncake import LOOPBACK, MooncakeTransport

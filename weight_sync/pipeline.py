@@ -1,9 +1,9 @@
 """One trainer rank's part of a publish: pack, hash, write, with temporary memory under the watermark.
 
-Owns the staging buffer, the cutting of a schedule into slot loads, the overlap of packing with writing, and what
-becomes of a replica whose link fails. Does not own: which bytes go where (`plan.py`), how a slot is filled
-(`packing.py`), the values (`source.py`), links (`transport/`), or agreement with replicas (`publisher.py`, its only
-caller).
+Owns the staging buffer, the cutting of a schedule into slot loads, the packing of a slot. Does not own: the overlap of
+packing with writing and what becomes of a replica whose link fails (`replay.py`), which bytes go where (`plan.py`), how
+a slot is filled (`packing.py`), the values (`source.py`), links (`transport/`), or agreement with replicas
+(`publisher.py`, its only caller).
 
     schedule:  [t0 t1 t2 | t3 t4 | t5 t6 t7 ...]          a load = consecutive tasks that fit one slot; static, cut once
 
@@ -25,20 +25,18 @@ succeeds. A replica whose write failed gets no further task; the others go on.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import torch
 
-from weight_sync.errors import PlanError, TransportError, WatermarkError
+from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.integrity import RangeHashes
 from weight_sync.layout import Binding
-from weight_sync.packing import FillSlot, Packet, compile_reads, packed_reads, same_bytes
+from weight_sync.packing import Packet, compile_reads, packed_reads, same_bytes
 from weight_sync.plan import Task
+from weight_sync.replay import Destination, Filled, Load, PipelineResult, Prepared, Replay
 from weight_sync.source import WeightSource
 from weight_sync.staging import (
     MAX_LINK_THREADS,
@@ -49,82 +47,11 @@ from weight_sync.staging import (
     reserved_bytes,
     scratch_bytes,
 )
-from weight_sync.sums import Places, Sums
-from weight_sync.trace import Span, Tracer
+from weight_sync.sums import Places
+from weight_sync.trace import Tracer
 from weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
-
-WAIT_LOG_S = 30.0
-"""How often a wait says what it waits for."""
-
-Destination = tuple[int, int]
-"""(replica, destination rank)."""
-
-
-@dataclass(slots=True)
-class PipelineResult:
-    """What one rank did in one publish."""
-
-    sums: Sums
-    """Per destination and parameter: bytes written, and the sum of their hashes (0 where hashes are off)."""
-    errors: dict[int, str] = field(default_factory=dict)
-    """Per replica that this rank could not serve in full: why."""
-    write_s: dict[int, float] = field(default_factory=dict)
-    """Per replica: seconds that writes to it took."""
-    num_bytes: int = 0
-    """Bytes that crossed, over all replicas."""
-    prepare_s: float = 0.0
-    """Seconds of packing and hashing, the wait for the device included."""
-    busy_write_s: float = 0.0
-    """Seconds during which something was being written."""
-    peak_bytes: int = 0
-    """Most temporary memory held at once."""
-    spans: list[Span] = field(default_factory=list)
-    """What it spent its time on; empty unless asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """What one slot carries at once, how it is filled, and the packets' hashes in either slot."""
-
-    number: int
-    packets: tuple[Packet, ...]
-    fill: FillSlot
-    hashes: tuple[RangeHashes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """What one destination gets of a load: packets by number, and the arguments of one write."""
-
-    packets: list[int]
-    columns: list[int]
-    """Where their parameters stand in the sums."""
-    sources: list[int]
-    destinations: list[int]
-    sizes: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Filled:
-    """A packed slot; the device may still be at work on it."""
-
-    slot: int
-    load: _Load
-    ready: torch.cuda.Event | None
-
-
-@dataclass(slots=True)
-class _Prepared:
-    """What stands ready before a byte may be written."""
-
-    version: int
-    tracer: Tracer
-    filled: list[_Filled] = field(default_factory=list)
-    peak_bytes: int = 0
-    prepare_s: float = 0.0
-    error: Exception | None = None
 
 
 class Pipeline:
@@ -158,12 +85,12 @@ class Pipeline:
         # Sums go to the host in stream order: asking the device for them would wait for the packing of the next load.
         self._sums = torch.zeros(NUM_SLOTS, max_packets(watermark_bytes), dtype=torch.int64, device=self._device)
         self._host_sums = torch.zeros(self._sums.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        self._loads: list[_Load] = []
+        self._loads: list[Load] = []
         self._places = Places({})
         self._slot_bytes = 0
         self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._quarantined: dict[int, list[str]] = {}
-        self._prepared: _Prepared | None = None
+        self._prepared: Prepared | None = None
         self._links: ThreadPoolExecutor | None = None
 
     @property
@@ -209,7 +136,7 @@ class Pipeline:
         if self._slot_bytes:
             self._transport.register([self._staging])
         self._loads = [
-            _Load(number, packets, compile_reads(self._source, packed_reads(packets)), self._hashes(packets))
+            Load(number, packets, compile_reads(self._source, packed_reads(packets)), self._hashes(packets))
             for number, packets in enumerate(_cut(tasks, self._slot_bytes, limits))
         ]
         self._close_links()
@@ -225,7 +152,7 @@ class Pipeline:
 
         Collective in source.begin(). What goes wrong is kept for run(); either that or cancel() must follow.
         """
-        self._prepared = prepared = _Prepared(version, Tracer(self._device, is_on=trace))
+        self._prepared = prepared = Prepared(version, Tracer(self._device, is_on=trace))
         try:
             with prepared.tracer.host("gather", "source.begin"):
                 held = self._source.begin(version)
@@ -261,7 +188,7 @@ class Pipeline:
         if self._prepared is None or self._prepared.version != version:
             raise PlanError(f"run(version {version}) without prepare(version {version})")
         prepared, self._prepared = self._prepared, None
-        run = _Run(self, bindings, budgets_s, prepared)
+        run = Replay(self, bindings, budgets_s, prepared)
         alive = {replica for replica, _ in bindings}
         try:
             try:
@@ -304,7 +231,7 @@ class Pipeline:
     def _view(self, slot: int, packet: Packet) -> torch.Tensor:
         return self._slot(slot)[packet.offset_bytes : packet.offset_bytes + packet.tasks[0].num_bytes]
 
-    def _pack(self, slot: int, load: _Load, tracer: Tracer) -> _Filled:
+    def _pack(self, slot: int, load: Load, tracer: Tracer) -> Filled:
         """Fill a slot from the source and hash it; the device may still be at work on return."""
         began = time.monotonic()
         start = tracer.mark()
@@ -323,7 +250,7 @@ class Pipeline:
             ready = torch.cuda.Event()
             ready.record()
         tracer.add("prepare (host)", f"load {load.number}", began, time.monotonic())
-        return _Filled(slot, load, ready)
+        return Filled(slot, load, ready)
 
     def _account(self, held_bytes: int) -> int:
         declared = self._source.temporary_bytes
@@ -353,187 +280,6 @@ class Pipeline:
         if self._links is not None:
             self._links.shutdown(wait=True)
             self._links = None
-
-
-class _Run:
-    """The state of one Pipeline.run: the slots in turn, the writer thread, who is out, what was sent."""
-
-    def __init__(
-        self,
-        owner: Pipeline,
-        bindings: Mapping[Destination, Binding],
-        budgets_s: Mapping[int, float],
-        prepared: _Prepared,
-    ) -> None:
-        self._owner = owner
-        self._bindings = bindings
-        self._budgets_s = budgets_s
-        self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._filled: queue.SimpleQueue[tuple[_Filled, dict[Destination, _Batch]] | None] = queue.SimpleQueue()
-        self._prepared = prepared
-        self._tracer = prepared.tracer
-        self._writer_error: BaseException | None = None
-        self._written: list[tuple[_Batch, list[int]]] = []
-        self.result = PipelineResult(Sums(owner._places), peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
-
-    def replay(self, loads: Sequence[_Load]) -> None:
-        """Send what is prepared, and pack every other load in order while the writer thread sends the one before."""
-        ready = {filled.load.number: filled for filled in self._prepared.filled}
-        loads = [load for load in loads if any(self._wanted(packet.tasks) for packet in load.packets)]
-        if not loads:
-            return
-        sent = {load.number for load in loads}
-        taken = {filled.slot for number, filled in ready.items() if number in sent}
-        for slot in set(range(NUM_SLOTS)) - taken:
-            self._free.put(slot)
-        writer = threading.Thread(target=self._write_all, name="weight-sync-writer", daemon=True)
-        writer.start()
-        try:
-            for load in loads:
-                filled = ready.get(load.number)
-                if filled is None:
-                    if not any(self._wanted(packet.tasks) for packet in load.packets):  # who wanted it has failed
-                        continue
-                    slot = self._next_slot()
-                    if slot is None:
-                        break
-                    began = time.monotonic()
-                    filled = self._owner._pack(slot, load, self._tracer)
-                    self.result.prepare_s += time.monotonic() - began
-                self._filled.put((filled, self._batches(filled)))
-        finally:
-            self._filled.put(None)
-            writer.join()
-            self._count()
-        if self._writer_error is not None:
-            raise self._writer_error
-
-    def _wanted(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
-        return tuple(
-            t for t in tasks if (t.replica, t.dest_rank) in self._bindings and t.replica not in self.result.errors
-        )
-
-    def _next_slot(self) -> int | None:
-        """A slot that may be packed; None when the writer stopped or every slot is quarantined."""
-        waited_s = 0.0
-        while True:
-            try:
-                return self._free.get(timeout=WAIT_LOG_S)
-            except queue.Empty:
-                waited_s += WAIT_LOG_S
-                logger.warning(
-                    "packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, self.result.write_s
-                )
-
-    def _batches(self, filled: _Filled) -> dict[Destination, _Batch]:
-        """The writes of a load. Made by the caller's thread, so that the link waits for nothing but bytes."""
-        first_address = self._owner._slot(filled.slot).data_ptr()
-        batches: dict[Destination, _Batch] = {}
-        for number, packet in enumerate(filled.load.packets):
-            for task in self._wanted(packet.tasks):
-                dest = (task.replica, task.dest_rank)
-                batch = batches.get(dest)
-                if batch is None:
-                    batch = batches[dest] = _Batch([], [], [], [], [])
-                batch.packets.append(number)
-                batch.columns.append(self._owner._places.column(dest, task.param))
-                batch.sources.append(first_address + packet.offset_bytes)
-                batch.destinations.append(self._bindings[dest].addresses[task.param] + task.dest_offset_bytes)
-                batch.sizes.append(task.num_bytes)
-        return batches
-
-    def _write_all(self) -> None:
-        """The writer thread: loads in order, each to all its sessions at once. Never leaves packing waiting."""
-        try:
-            self._owner._enter_thread()
-            while (item := self._filled.get()) is not None:
-                filled, batches = item
-                self._write_load(filled, batches)
-                if filled.slot not in self._owner._quarantined:
-                    self._free.put(filled.slot)
-                elif len(self._owner._quarantined) == NUM_SLOTS:
-                    raise TransportError("no staging slot is left: earlier failed writes cannot be closed yet")
-        except BaseException as e:  # handed to the caller's thread by replay()
-            self._writer_error = e
-            self._free.put(None)
-
-    def _write_load(self, filled: _Filled, batches: Mapping[Destination, _Batch]) -> None:
-        if filled.ready is not None:
-            began = time.monotonic()
-            filled.ready.synchronize()
-            self.result.prepare_s += time.monotonic() - began
-        batches = {dest: batch for dest, batch in batches.items() if dest[0] not in self.result.errors}
-        began = time.monotonic()
-        outcomes = self._write_destinations(batches)
-        self.result.busy_write_s += time.monotonic() - began
-        for dest, (seconds, _) in outcomes.items() if self._tracer.is_on else ():
-            self._tracer.add(
-                f"write replica {dest[0]} rank {dest[1]}",
-                f"load {filled.load.number}",
-                began,
-                began + seconds,
-                bytes=sum(batches[dest].sizes),
-            )
-        hashes: list[int] = self._owner._host_sums[filled.slot, : len(filled.load.packets)].tolist()
-        spent: dict[int, float] = {}
-        for dest, (seconds, error) in outcomes.items():
-            spent[dest[0]] = max(seconds, spent.get(dest[0], 0.0))
-            if error is None:
-                self._written.append((batches[dest], hashes))
-            else:
-                self.result.errors.setdefault(dest[0], f"{type(error).__name__}: {error}")
-                self._close_failed(filled.slot, self._bindings[dest].session)
-        for replica, seconds in spent.items():
-            self.result.write_s[replica] = self.result.write_s.get(replica, 0.0) + seconds
-
-    def _write_destinations(
-        self, batches: Mapping[Destination, _Batch]
-    ) -> dict[Destination, tuple[float, TransportError | None]]:
-        """All sessions at once; one alone needs no other thread."""
-        if len(batches) == 1:
-            return {dest: self._write_destination(dest, batch) for dest, batch in batches.items()}
-        links = self._owner._links
-        assert links is not None
-        futures = {dest: links.submit(self._write_destination, dest, batch) for dest, batch in batches.items()}
-        return {dest: future.result() for dest, future in futures.items()}
-
-    def _write_destination(self, dest: Destination, batch: _Batch) -> tuple[float, TransportError | None]:
-        """One session's part of a load. Returns its seconds and what went wrong."""
-        binding = self._bindings[dest]
-        remaining_s = self._budgets_s[dest[0]] - self.result.write_s.get(dest[0], 0.0)
-        began = time.monotonic()
-        try:
-            self._owner._transport.write(
-                binding.session,
-                batch.sources,
-                batch.destinations,
-                batch.sizes,
-                timeout_s=max(remaining_s, 0.0),
-            )
-        except TransportError as e:
-            logger.warning("replica %d, rank %d: %s", dest[0], dest[1], e)
-            return time.monotonic() - began, e
-        return time.monotonic() - began, None
-
-    def _count(self) -> None:
-        """Add up what was written. At the end: between two writes the link would stand still for it."""
-        columns: list[int] = []
-        sizes: list[int] = []
-        hashes: list[int] = []
-        for batch, packet_hashes in self._written:
-            columns += batch.columns
-            sizes += batch.sizes
-            hashes += map(packet_hashes.__getitem__, batch.packets)
-        self.result.sums.add(columns, sizes, hashes)
-        self.result.num_bytes = sum(sizes)
-
-    def _close_failed(self, slot: int, session: str) -> None:
-        """No write is running now. Make sure that none of the failed one ever reads this slot again."""
-        try:
-            self._owner._transport.reset(session)
-        except TransportError as e:
-            logger.error("slot %d stays quarantined: %s", slot, e)
-            self._owner._quarantined.setdefault(slot, []).append(session)
 
 
 def _cut(tasks: Sequence[Task], slot_bytes: int, limits: Staging) -> list[tuple[Packet, ...]]:

@@ -46,9 +46,11 @@ from weight_sync.endpoint import ReplicaClients
 from weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, RankLost, TransportError, WeightSyncError
 from weight_sync.heap import freeze_heap
 from weight_sync.layout import Binding, DestLayout, SourceLayout
-from weight_sync.pipeline import Destination, Pipeline, PipelineResult
+from weight_sync.pipeline import Pipeline
 from weight_sync.plan import PlanSummary, TransferPlan, build_plan, rank_plan_from_wire
 from weight_sync.protocol import Abort, Begin, Begun, Commit, Committed, Describe, Described, Expected
+from weight_sync.publish_report import EXCLUDED, PublishReport, ReplicaReport, joined
+from weight_sync.replay import Destination, PipelineResult
 from weight_sync.source import WeightSource
 from weight_sync.sums import Places, Sums
 from weight_sync.trace import ReplicaTimes, write_trace
@@ -60,59 +62,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MIN_COMMIT_S = 1.0
 """Time that a replica gets for its commit even if its writes used up its deadline."""
-EXCLUDED = "excluded by the caller"
-"""ReplicaReport.error of a replica that was left out on request."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaReport:
-    """What became of one replica in one publish."""
-
-    endpoint: str
-    committed: bool
-    error: str | None = None
-    """Class name and text; None when committed."""
-    pause_s: float = 0.0
-    """Seconds from its Begin until it served again; 0 when it does not serve."""
-
-
-@dataclass(frozen=True, slots=True)
-class PublishReport:
-    """One publish, the same on every rank. prepare_s, write_s and peak_bytes are the worst rank's, verify_s and
-    commit_s the slowest replica's; begin_s and total_s are rank 0's wall clock."""
-
-    version: int
-    epoch: int
-    replicas: tuple[ReplicaReport, ...]
-    pause_s: float
-    """Longest pause of a replica that committed."""
-    begin_s: float
-    """Until every replica stood still and was marked dirty, or was given up. The first loads are packed meanwhile."""
-    idle_s: float
-    """Of begin_s: until the slowest engine stood still, its step in flight included."""
-    mark_s: float
-    """Of begin_s: until the slowest engine's ranks were marked dirty after that."""
-    prepare_s: float
-    """Packing and hashing; overlaps begin_s and write_s."""
-    write_s: float
-    verify_s: float
-    commit_s: float
-    total_s: float
-    num_bytes: int
-    """Bytes that crossed, all ranks and replicas."""
-    peak_bytes: int
-    watermark_bytes: int
-    num_changed_params: int | None
-    """Engine parameters, of replicas that committed, whose bytes differ from those that the replica committed before;
-    None at the first publish and where hashes are off. 0 after an optimizer step means that the step never reached the
-    source, or was lost in rounding."""
-    wave_s: tuple[float, ...] = ()
-    """Seconds of every wave, in order."""
-
-    @property
-    def num_committed(self) -> int:
-        """Replicas that serve this version."""
-        return sum(replica.committed for replica in self.replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +193,7 @@ class Publisher:
             self._publish_wave(version, wave, trace.with_stem(f"{trace.stem}-wave{i}") if trace and i else trace)
             for i, wave in enumerate(waves)
         ]
-        return _joined(reports, waves)
+        return joined(reports, waves)
 
     def _publish_wave(self, version: int, included: Sequence[int], trace: Path | None) -> PublishReport:
         """One transaction with the included replicas; the others are reported as excluded."""
@@ -573,25 +522,6 @@ class Publisher:
 def _answer(asked: Future[_Alive] | None) -> _Alive:
     assert asked is not None, "rank 0 asks"
     return asked.result()
-
-
-def _joined(reports: Sequence[PublishReport], waves: Sequence[Sequence[int]]) -> PublishReport:
-    """The waves of one publish as one report: seconds and bytes add up, pauses and peaks do not."""
-    replicas = list(reports[-1].replicas)
-    for report, wave in zip(reports, waves, strict=True):
-        for number in wave:
-            replicas[number] = report.replicas[number]
-    changed = [report.num_changed_params for report in reports if report.num_changed_params is not None]
-    summed = ("begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s", "num_bytes")
-    return replace(
-        reports[-1],
-        replicas=tuple(replicas),
-        pause_s=max(report.pause_s for report in reports),
-        peak_bytes=max(report.peak_bytes for report in reports),
-        num_changed_params=sum(changed) if changed else None,
-        wave_s=tuple(report.total_s for report in reports),
-        **{name: sum(getattr(report, name) for report in reports) for name in summed},
-    )
 
 
 def _ours(error: Exception) -> WeightSyncError:

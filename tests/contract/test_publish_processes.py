@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from fakes.publish_processes import Cluster, committed
 
-from weight_sync.publisher import EXCLUDED
+from weight_sync.publish_report import EXCLUDED
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,8 @@ from conf.schema import WeightSyncConfig
 from fakes.publish import KEY, NUM_ENGINE_RANKS, DictSource, PlainEngine
 from weight_sync.endpoint import ReplicaEndpoint
 from weight_sync.errors import WeightSyncError
-from weight_sync.publisher import Publisher, PublishReport
+from weight_sync.publish_report import PublishReport
+from weight_sync.publisher import Publisher
 from weight_sync.recovery import Offer, make_offer, pull, release
 from weight_sync.transport.mooncake import MooncakeTransport
 

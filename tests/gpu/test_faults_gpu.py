@@ -28,7 +28,8 @@ import pytest
 import torch
 
 from conf.schema import Device, DType, LoraConfig, RolloutConfig, SamplingConfig, TrainerConfig, WeightSyncConfig
-from weight_sync.publisher import Publisher, PublishReport
+from weight_sync.publish_report import PublishReport
+from weight_sync.publisher import Publisher
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,9 @@ from fakes.publish import DictSource, PlainEngine, engine_bytes, engine_layout, 
 from weight_sync.errors import PlanError, TransferTimeout, WatermarkError
 from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
 from weight_sync.layout import Binding
-from weight_sync.pipeline import Destination, Pipeline, PipelineResult, _Load
+from weight_sync.pipeline import Pipeline
 from weight_sync.plan import build_plan
+from weight_sync.replay import Destination, Load, PipelineResult
 from weight_sync.staging import sums_bytes
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
 
@@ -232,7 +233,7 @@ class GatedTransport(MemoryTransport):
         super().write(*args, **kwargs)  # type: ignore[arg-type]
 
 
-def num_reads(loads: Sequence[_Load]) -> int:
+def num_reads(loads: Sequence[Load]) -> int:
     return sum(len(packet.tasks[0].pieces) for load in loads for packet in load.packets)
 
 

@@ -14,7 +14,8 @@ from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_l
 from conf.schema import WeightSyncConfig
 from weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
 from weight_sync.protocol import Abort, Begin, Describe, Described, Signer
-from weight_sync.publisher import EXCLUDED, Publisher, PublishReport
+from weight_sync.publish_report import EXCLUDED, PublishReport
+from weight_sync.publisher import Publisher
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
 
 

@@ -1,0 +1,82 @@
+"""What became of a publish: the carriers that the publisher fills and returns. Plain data, no torch.
+
+Callers: publisher.py; trainer, orchestrator and bench read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+EXCLUDED = "excluded by the caller"
+"""ReplicaReport.error of a replica that was left out on request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What became of one replica in one publish."""
+
+    endpoint: str
+    committed: bool
+    error: str | None = None
+    """Class name and text; None when committed."""
+    pause_s: float = 0.0
+    """Seconds from its Begin until it served again; 0 when it does not serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """One publish, the same on every rank. prepare_s, write_s and peak_bytes are the worst rank's, verify_s and
+    commit_s the slowest replica's; begin_s and total_s are rank 0's wall clock."""
+
+    version: int
+    epoch: int
+    replicas: tuple[ReplicaReport, ...]
+    pause_s: float
+    """Longest pause of a replica that committed."""
+    begin_s: float
+    """Until every replica stood still and was marked dirty, or was given up. The first loads are packed meanwhile."""
+    idle_s: float
+    """Of begin_s: until the slowest engine stood still, its step in flight included."""
+    mark_s: float
+    """Of begin_s: until the slowest engine's ranks were marked dirty after that."""
+    prepare_s: float
+    """Packing and hashing; overlaps begin_s and write_s."""
+    write_s: float
+    verify_s: float
+    commit_s: float
+    total_s: float
+    num_bytes: int
+    """Bytes that crossed, all ranks and replicas."""
+    peak_bytes: int
+    watermark_bytes: int
+    num_changed_params: int | None
+    """Engine parameters, of replicas that committed, whose bytes differ from those that the replica committed before;
+    None at the first publish and where hashes are off. 0 after an optimizer step means that the step never reached the
+    source, or was lost in rounding."""
+    wave_s: tuple[float, ...] = ()
+    """Seconds of every wave, in order."""
+
+    @property
+    def num_committed(self) -> int:
+        """Replicas that serve this version."""
+        return sum(replica.committed for replica in self.replicas)
+
+
+def joined(reports: Sequence[PublishReport], waves: Sequence[Sequence[int]]) -> PublishReport:
+    """The waves of one publish as one report: seconds and bytes add up, pauses and peaks do not."""
+    replicas = list(reports[-1].replicas)
+    for report, wave in zip(reports, waves, strict=True):
+        for number in wave:
+            replicas[number] = report.replicas[number]
+    changed = [report.num_changed_params for report in reports if report.num_changed_params is not None]
+    summed = ("begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s", "num_bytes")
+    return replace(
+        reports[-1],
+        replicas=tuple(replicas),
+        pause_s=max(report.pause_s for report in reports),
+        peak_bytes=max(report.peak_bytes for report in reports),
+        num_changed_params=sum(changed) if changed else None,
+        wave_s=tuple(report.total_s for report in reports),
+        **{name: sum(getattr(report, name) for report in reports) for name in summed},
+    )
