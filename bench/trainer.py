@@ -13,6 +13,7 @@ process of its own:
     ours-float32    float32 adapters and moments            peft-float32     the same, torch.optim.AdamW(fused)
     ours-bfloat16   bfloat16 adapters and moments           peft-bfloat16    the same
     ours-int8       bfloat16 adapters, 8-bit moments        ours-host        float32 adapters, moments in host memory
+    unsloth-*       the same formats in Unsloth, where --unsloth names its packages (bench/peer_unsloth.py)
 
 MFU counts the multiplications of the model (frozen weights forward and to activations, adapters three times, causal
 attention), without those of recomputation, against the datasheet's 989 TFLOP/s; "of the roofline" against a large
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -34,10 +36,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where this file hides the package trainer
 
+from bench.peer_unsloth import Unsloth  # noqa: E402
 from bench.runs import environment  # noqa: E402
 from bench.shapes import model_config  # noqa: E402
 
-ROWS = ("ours-float32", "ours-bfloat16", "ours-int8", "ours-host", "peft-float32", "peft-bfloat16")
+OURS = ("ours-float32", "ours-bfloat16", "ours-int8", "ours-host")
+ROWS = (*OURS, "peft-float32", "peft-bfloat16", "unsloth-float32", "unsloth-bfloat16")
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0}
 """Dense bfloat16, from the datasheets."""
 SEED = 3
@@ -263,7 +267,16 @@ def run_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
     kind, state = name.split("-")
     config = model_config(args)
     began = time.perf_counter()
-    subject: Any = (Ours if kind == "ours" else Peft)(config, state, args)
+    try:
+        if kind == "unsloth":
+            subject: Any = Unsloth(config, state, args, _fill_hf)
+        else:
+            subject = (Ours if kind == "ours" else Peft)(config, state, args)
+    except ImportError as error:
+        if kind != "unsloth":
+            raise
+        print(f"{name} not run: {error}", flush=True)
+        return {"row": name, "not_run": f"{type(error).__name__}: {error}"}
     row: dict[str, Any] = {"row": name, "load_s": time.perf_counter() - began, **subject.facts, "lengths": {}}
     limits = measured_limits(args.device)
     row["limits"] = limits
@@ -334,6 +347,8 @@ def print_table(report: dict[str, Any]) -> None:
     heads = ("tok/s", "step s", "MFU", "roofline", "peak GB", "Mtok/$", "loss")
     print(f"\n{'row':16}{'tokens':>8}" + "".join(f"{head:>10}" for head in heads))
     for name, row in report["rows"].items():
+        if "not_run" in row:
+            print(f"{name:16}  not run: {row['not_run']}")
         for num_tokens, cell in row.get("lengths", {}).items():
             if "failed" in cell:
                 print(f"{name:16}{num_tokens:>8}  {cell['failed']}")
@@ -398,6 +413,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--unsloth", type=Path, metavar="SITE", help="PYTHONPATH of the unsloth rows")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16384, 32768])
     add_shape_options(parser)
     parser.add_argument("--warmup", type=int, default=2)
@@ -429,13 +445,15 @@ def main() -> None:
     if args.row:  # the row's own process
         out.write_text(json.dumps(run_row(args.row, args)))
         return
-    given = {k: v for k, v in vars(args).items() if k not in ("out", "plot", "row", "commit")}
+    given = {k: v for k, v in vars(args).items() if k not in ("out", "plot", "row", "commit", "unsloth")}
     report: dict[str, Any] = {"environment": environment(args.commit), "arguments": given, "rows": {}}
     print(json.dumps(report["environment"]), flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     for name in args.rows:
         part = out.with_suffix(f".{name}.part")
-        done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--row", name, "--out", str(part)], check=False)
+        command = [sys.executable, __file__, *sys.argv[1:], "--row", name, "--out", str(part)]
+        packages = {"PYTHONPATH": str(args.unsloth)} if name.startswith("unsloth") and args.unsloth else {}
+        done = subprocess.run(command, env=os.environ | packages, check=False)
         if done.returncode == 0:
             report["rows"][name] = json.loads(part.read_text())
             part.unlink()
