@@ -294,9 +294,7 @@ def show(report: dict[str, Any]) -> None:
     print(f"  slipstream push        {serving_s:8.2f} s, {starts['push_resident_before']:.0%} cached")
     push = starts["push"]
     print(f"    engine up {push['engines_up_s']:.2f} s, disk read {push['disk_done_s']:.2f} s")
-    print(
-        f"    attached {push['attached_s']:.2f} s, planned in {push['connect_s']:.2f} s, sent in {push['publish_s']:.2f} s"
-    )
+    print(f"    attached {push['attached_s']:.2f} s, planned in {push['connect_s']:.2f} s")
     print(f"  max(dummy, disk)       {bound_s:8.2f} s, push {serving_s - bound_s:+.2f} s")
 
 

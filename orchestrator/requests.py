@@ -22,7 +22,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -33,6 +33,8 @@ from orchestrator.supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
+LOOK_LASTS_S = 0.2
+"""is_alive() holds a shared lock for the time of a look; a run that starts just then must not take that for a run."""
 ANSWER_TIMEOUT_S = 30.0
 
 
@@ -42,10 +44,11 @@ def alive(run: Path) -> Iterator[None]:
     folder = run / "control"
     folder.mkdir(exist_ok=True)
     with (folder / "alive").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{run} is being run by another process; stop that one first") from None
+        deadline = time.monotonic() + LOOK_LASTS_S
+        while not _lock(file, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise ConfigError(f"{run} is being run by another process; stop that one first")
+            time.sleep(0.01)
         for stale in folder.glob("*.json"):
             stale.unlink(missing_ok=True)
         yield
@@ -57,11 +60,16 @@ def is_alive(run: Path) -> bool:
     if not lock.is_file():
         return False
     with lock.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        return not _lock(file, fcntl.LOCK_SH)
+
+
+def _lock(file: IO[str], kind: int) -> bool:
+    """Whether the lock could be had at once; it goes with the file."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def ask(run: Path, worker: int | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -> list[str]:
