@@ -127,9 +127,9 @@ def with_shared_a(layout: DestLayout) -> DestLayout:
 @torch.inference_mode()
 def copy_shared_a(params: Mapping[str, Tensor], layout: DestLayout) -> None:
     """Fill the derived parameters of `with_shared_a`."""
-    for param in layout.params:
-        if param.post_load is PostLoad.derived:
-            params[param.name].copy_(params[_gate_a(param.name)])
+    derived = [param.name for param in layout.params if param.post_load is PostLoad.derived]
+    if derived:
+        torch._foreach_copy_([params[name] for name in derived], [params[_gate_a(name)] for name in derived])
     # A request may name the version as soon as the commit is known, on another stream.
     if any(tensor.is_cuda for tensor in params.values()):
         torch.cuda.current_stream().synchronize()
@@ -269,10 +269,14 @@ def without_adapters(worker: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """This thread's device work runs beside the engine's, not between its steps."""
+    """This thread's device work runs beside the engine's, not between its steps.
+
+    With priority: it is a millisecond a publish, and would otherwise stand behind kernels of whole steps that vLLM has
+    queued.
+    """
     if device.type != "cuda":
         yield
         return
     torch.cuda.set_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
         yield

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 """How often a call that waits looks whether the engine lives."""
+SWITCH_S = 0.0005
+"""How long a thread of the engine's process may keep the interpreter while a call wants it. Python's 5 ms, met after
+every wait for the device, would be most of a publish."""
 
 
 def socket_address(folder: str, rank: int) -> str:
@@ -70,6 +74,8 @@ class SlotServer:
                 self._socket.send_multipart([sender, answer])
 
     def _answer(self, method: str, args: Sequence[Any]) -> tuple[str, str, Any]:
+        usual_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(SWITCH_S, usual_s))
         try:
             return "", "", self._handlers[method](*args)
         except SlipstreamError as e:
@@ -77,6 +83,8 @@ class SlotServer:
         except Exception as e:  # the boundary of one call: it travels to the caller, and the thread goes on
             logger.exception("%s failed", method)
             return "EngineError", f"{method} failed inside the engine: {type(e).__name__}: {e}", None
+        finally:
+            sys.setswitchinterval(usual_s)
 
 
 class SlotClients:

@@ -19,7 +19,7 @@ weight_sync.pipeline, through `weight_sync.source.WeightSource` and `weight_sync
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,24 +98,48 @@ class FactorRun:
             self.num_blocks, self.step = self.num_blocks + 1, step
         return is_next
 
-    def write(self, out: Tensor) -> None:
-        """Fill `out`, (num_blocks, *shape) with any strides, cast to its dtype. No communication."""
-        num_columns = self.columns.stop - self.columns.start
-        is_padded = (self.num_rows, num_columns) != self.shape
-        if is_padded:
-            out.zero_()
-        if not self.num_rows or not num_columns:
-            return
+    def held(self) -> Tensor:
+        """The blocks as they lie in the parameter, (num_blocks, rows, columns) without padding: a live view."""
         rows = local_rows(self.parameter)
-        blocks_NRK = rows.as_strided(
-            (self.num_blocks, self.num_rows, num_columns),
+        return rows.as_strided(
+            (self.num_blocks, self.num_rows, self.columns.stop - self.columns.start),
             (self.step * rows.stride(0), rows.stride(0), rows.stride(1)),
             rows.storage_offset() + self.first_row * rows.stride(0) + self.columns.start * rows.stride(1),
         )
-        target = out[:, : self.num_rows, :num_columns] if is_padded else out
-        target.copy_(blocks_NRK)
-        if self.scale != 1.0:
-            target.mul_(self.scale)
+
+
+class FactorCopies:
+    """Runs and where they go, as lists of views: a Python call a run would take longer than its bytes.
+
+    Args:
+        pairs: Runs, each with its target, (num_blocks, *shape) with any strides.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[FactorRun, Tensor]]) -> None:
+        self._padded: list[Tensor] = []
+        self._held: list[Tensor] = []
+        self._targets: list[Tensor] = []
+        self._scaled: dict[float, list[Tensor]] = {}
+        for run, out in pairs:
+            held = run.held()
+            if held.shape != out.shape:
+                self._padded.append(out)
+            if held.numel():
+                target = out[:, : held.shape[1], : held.shape[2]]
+                self._held.append(held)
+                self._targets.append(target)
+                if run.scale != 1.0:
+                    self._scaled.setdefault(run.scale, []).append(target)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Fill all targets, cast to their dtype, B then multiplied in that dtype. No communication."""
+        for padded in self._padded:
+            padded.zero_()
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._held)
+        for scale, targets in self._scaled.items():
+            torch._foreach_mul_(targets, scale)
 
 
 class AdapterSource:
@@ -150,22 +174,32 @@ class AdapterSource:
         """Nothing to gather."""
         return 0
 
-    @torch.no_grad()
     def read(self, tensor: str, region: Region, out: Tensor) -> None:
         """Write the values of `region` into `out`, cast to out.dtype; see the protocol."""
-        self._run(tensor, region).write(out[None])
+        FactorCopies([(self._run(tensor, region), out[None])]).run()
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> FillSlot:
         """Join reads that lie at equal distances in a parameter and follow each other in the slot; see packing.py."""
         runs = self.joined(reads)
+        parameters = list({id(run.parameter): run.parameter for run, _ in runs}.values())
+        known: dict[int, FactorCopies] = {}
+        """By the slot's address."""
+        places: list[int] = []
 
-        @torch.no_grad()
         def fill(slot: Tensor) -> None:
-            for run, read in runs:
-                if read.is_row_major:
-                    run.write(view_as(slot, read.offset_bytes, read.dtype, (run.num_blocks, *run.shape)))
-                else:
-                    run.write(read.view(slot)[None])
+            nonlocal places
+            held_at = [local_part(parameter)[0].data_ptr() for parameter in parameters]
+            if held_at != places:  # FSDP2 may move a shard's storage
+                known.clear()
+                places = held_at
+            if slot.data_ptr() not in known:
+                known[slot.data_ptr()] = FactorCopies(
+                    (run, view_as(slot, read.offset_bytes, read.dtype, (run.num_blocks, *run.shape)))
+                    if read.is_row_major
+                    else (run, read.view(slot)[None])
+                    for run, read in runs
+                )
+            known[slot.data_ptr()].run()
 
         return fill
 

@@ -66,6 +66,7 @@ class Receiver:
         self._state = VersionState()
         self._sent = [param for param in layout.params if param.post_load is not PostLoad.derived]
         self._covered = _covered_ranges(layout)
+        self._covered_bytes = {name: sum(size for _, size in ranges) for name, ranges in self._covered.items()}
         self._check_params()
         self._addresses = {param.name: self._params[param.name].data_ptr() for param in self._sent}
         self._wire_hashes: dict[str, int] = {}
@@ -175,9 +176,7 @@ class Receiver:
         if self._synchronize is not None:
             self._synchronize()
         self._wire_hashes = self._verified_hashes
-        self.committed_hashes = (
-            {param.name: self._hash_at_rest(param) for param in self._layout.params} if self._wire_hashes else {}
-        )
+        self.committed_hashes = self._hashes_at_rest() if self._wire_hashes else {}
         self._state = state
 
     def verify_at_rest(self, version: int, epoch: int, digest: str, hashes: Mapping[str, int]) -> None:
@@ -197,8 +196,7 @@ class Receiver:
             self._synchronize()
         if hashes:
             names = [param.name for param in self._layout.params]
-            held = [self._params[name].detach().contiguous() for name in names]
-            actual = dict(zip(names, RangeHashes(held, [0] * len(held)).values(), strict=True))
+            actual = self._hash_whole(names)
             wrong = [name for name in names if actual[name] != hashes.get(name)]
             if wrong:
                 raise IntegrityError(
@@ -244,21 +242,20 @@ class Receiver:
             if param.post_load is PostLoad.repack:
                 if self._repack is None:
                     raise ProtocolError(f"{param.name} is repacked after loading, but no repack hook was given")
-                if sum(size for _, size in self._covered[param.name]) != param.num_bytes:
+                if self._covered_bytes[param.name] != param.num_bytes:
                     raise ProtocolError(
                         f"{param.name} is repacked after loading and has fill bytes, which would not survive"
                     )
 
     def _check_counts(self, version: int, expected: Mapping[str, tuple[int, int | None]]) -> None:
-        known = {param.name for param in self._sent}
-        unknown = sorted(set(expected) - known)
+        unknown = sorted(expected.keys() - self._covered_bytes.keys())
         if unknown:
             raise IntegrityError(
                 f"version {version}: bytes were sent for {_names(unknown)}, unknown to rank {self._layout.rank}"
             )
         short: list[str] = []
         for param in self._sent:
-            wanted = sum(size for _, size in self._covered[param.name])
+            wanted = self._covered_bytes[param.name]
             sent = expected.get(param.name, (0, None))[0]
             if sent != wanted:
                 short.append(f"{param.name} (sent {sent} of {wanted} bytes)")
@@ -274,15 +271,23 @@ class Receiver:
             total[name] = (total[name] + value) & HASH_MASK
         return total
 
-    def _hash_at_rest(self, param: Param) -> int:
-        name, tensor = param.name, self._params[param.name].detach()
-        if (
-            param.post_load is PostLoad.identity
-            and name in self._wire_hashes
-            and self._covered[name] == [(0, tensor.numel() * tensor.element_size())]
-        ):
-            return self._wire_hashes[name]
-        return hash_bytes(tensor.contiguous())
+    def _hashes_at_rest(self) -> dict[str, int]:
+        """Every parameter's hash in the form that kernels read. What is as it came over the wire is not hashed again."""
+        hashes = {
+            param.name: self._wire_hashes[param.name]
+            for param in self._layout.params
+            if param.post_load is PostLoad.identity
+            and param.name in self._wire_hashes
+            and self._covered[param.name] == [(0, param.num_bytes)]
+        }
+        return hashes | self._hash_whole([param.name for param in self._layout.params if param.name not in hashes])
+
+    def _hash_whole(self, names: Sequence[str]) -> dict[str, int]:
+        """Hashes of whole parameters, with one wait for the device; those that need a copy for it one after the other."""
+        held = {name: self._params[name].detach() for name in names}
+        as_is = {name: tensor for name, tensor in held.items() if tensor.is_contiguous()}
+        hashes = dict(zip(as_is, RangeHashes(list(as_is.values()), [0] * len(as_is)).values(), strict=True))
+        return hashes | {name: hash_bytes(held[name].contiguous()) for name in names if name not in as_is}
 
     def _describe_wrong(self, name: str, actual: int, wanted: int | None) -> str:
         sources = [load.tensor for load in self._layout.loads if load.param == name]

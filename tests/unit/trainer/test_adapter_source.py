@@ -147,6 +147,33 @@ def test_joined_reads_are_bitwise_slices_of_the_slots(one_rank, data):
         assert torch.equal(read.view(slot), slots[read.tensor][window])
 
 
+def test_a_slot_is_filled_with_the_factors_of_today_wherever_they_lie():
+    """What is compiled once must not hold on to values, nor to memory that a shard has left."""
+    rank = make_rank(dtype=DType.bfloat16)
+    fill_adapters(rank, 1)
+    source = source_of(rank)
+    reads, offset = [], 0
+    for meta in source.layout().tensors:
+        reads.append(PackedRead(meta.name, Region((0, 0), meta.shape), (0, 1), meta.dtype, offset))
+        offset += reads[-1].num_bytes
+    fill = source.compile_reads(reads)
+    slots = [torch.empty(offset, dtype=torch.uint8) for _ in range(2)]
+    parameters = [p for name, p in rank._decoder.named_parameters() if "lora_" in name]
+    for step in range(6):
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.normal_()
+                if step in (2, 3):
+                    parameter.data = parameter.data.clone()
+        slot = slots[step % 2]
+        slot.fill_(255)
+        fill(slot)
+        for read in reads:
+            out = torch.empty(read.region.shape, dtype=torch.bfloat16)
+            source.read(read.tensor, read.region, out)
+            assert torch.equal(read.view(slot), out), (step, read.tensor)
+
+
 @pytest.mark.parametrize("factor", ["gate_proj.lora_A", "up_proj.lora_B", "down_proj.lora_B"])
 def test_one_factor_of_all_experts_of_a_layer_is_one_copy(one_rank, factor: str):
     source, _ = one_rank
