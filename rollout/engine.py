@@ -411,18 +411,21 @@ class Engine:
             raise EngineError(f"{request_id} has a log-probability that is not finite; are the weights finite?")
         return Rollout(token_ids, logprobs, list(stamps), "", str(completion.finish_reason))
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """Stop stepping. When this returns the device is idle and new requests queue up until resume().
 
         Args:
             mode: keep freezes requests in flight; wait lets them finish; abort ends them.
-            clear_cache: Drop all KV blocks. Requests that keep froze are prefilled again, under the weights they
-            resume with.
         """
         # AsyncLLM.pause_generation() is this call and then a sleep of 20 ms, in the hope that outputs are handled
         # meanwhile; set_version() waits for exactly that.
         core: Any = self._running().engine_core
-        await core.pause_scheduler_async(mode=str(mode), clear_cache=clear_cache)
+        await core.pause_scheduler_async(mode=str(mode), clear_cache=False)
+
+    async def clear_cache(self) -> None:
+        """Drop all KV blocks. Requests that pause() froze are prefilled again, under the weights they resume with."""
+        if not await self._running().reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise EngineError("the engine did not drop its KV blocks: they are of weights that are gone")
 
     async def resume(self) -> None:
         """Go on with requests in flight and queued ones."""

@@ -8,7 +8,7 @@ Invariant: generate_group() starts requests in phase CLEAN only; tokens are stam
 Callers: the Ray actor around it (generate_group, health, offer, pull, adopt), the endpoint (describe ... abort).
 
     pause(v)     no new groups; the engine stands still
-    begin(v)     every rank DIRTY -> addresses to write to
+    begin(v)     every rank DIRTY -> addresses to write to; KV blocks are dropped while bytes arrive
     verify       every rank proves its bytes
     commit(v)    every rank CLEAN(v); outputs of before the pause are stamped; the version moves; the engine resumes
     abort        stays paused and DIRTY until a later begin..commit succeeds; requests in flight stay frozen
@@ -117,6 +117,8 @@ class RolloutWorker:
         self._ranks: list[EngineRank] = []
         self._state = VersionState()
         self._serving = asyncio.Event()
+        self._clearing: asyncio.Task[None] | None = None
+        """Drops the KV blocks of the weights before; over before the engine resumes."""
         self._num_aborted_groups = 0
 
     # -- for the controller ------------------------------------------------------------------------------------------
@@ -234,7 +236,8 @@ class RolloutWorker:
         version, epoch, plan = offers[0].version, offers[0].epoch, offers[0].plan
         self._state = self._state.begin(version, epoch, plan)
         self._serving.clear()
-        await self._engine.pause(self._sync.pause_mode, clear_cache=not self._sync.keep_kv)
+        await self._engine.pause(self._sync.pause_mode)
+        self._clear_cache()
         replies = await self._engine.call_ranks("slipstream_pull", pack(list(offers)), self._sync.timeout_s)
         self._state = self._state.verified(version, epoch, plan)
         ranks = [unpack(Pulled, reply) for reply in replies]
@@ -271,6 +274,9 @@ class RolloutWorker:
         self._serving.clear()
         self._state = self._state.invalidate()
         await self._endpoint.close()
+        if self._clearing is not None:
+            self._clearing.cancel()
+            await asyncio.gather(self._clearing, return_exceptions=True)
         if self._adapter_endpoint is not None:
             await self._adapter_endpoint.close()
         self._sockets.close()
@@ -287,11 +293,12 @@ class RolloutWorker:
         """Stop serving, then the engine; begin() lets the bytes change. In this order nobody samples from a mixture."""
         self._state = self._state.begin(version, epoch, digest)
         self._serving.clear()
-        await self._engine.pause(self._sync.pause_mode, clear_cache=not self._sync.keep_kv)
+        await self._engine.pause(self._sync.pause_mode)
 
     async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
         """Every rank gives up its bytes."""
         replies = await self._engine.call_ranks("slipstream_begin", version, epoch, digest)
+        self._clear_cache()
         return [unpack(Binding, reply) for reply in replies]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
@@ -310,11 +317,18 @@ class RolloutWorker:
         """
         state = self._state.committed(version, epoch)
         self._state = self._state.failed(epoch)  # until all of it is done
+        if self._clearing is not None:
+            await self._clearing
         await self._engine.call_ranks(method, version, epoch)
         await self._engine.set_version(version)
         await self._engine.resume()
         self._state = state
         self._serving.set()
+
+    def _clear_cache(self) -> None:
+        """Start dropping KV blocks, while bytes arrive: it takes the engine milliseconds that no writer need wait for."""
+        if not self._sync.keep_kv:
+            self._clearing = asyncio.create_task(self._engine.clear_cache())
 
     async def abort(self, epoch: int, reason: str) -> None:
         """Stay paused and DIRTY."""

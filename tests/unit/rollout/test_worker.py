@@ -37,6 +37,8 @@ class NotingEngine:
         self.finish_reasons: list[str] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self.cleared = asyncio.Event()
+        self.cleared.set()
         self.is_alive = True
         self.num_in_flight = 0
         self.num_generated_tokens = 0
@@ -48,8 +50,12 @@ class NotingEngine:
     async def warm_up(self, adapter: object = None) -> None:
         self.calls.append("warm up")
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        self.calls.append(f"pause {mode} clear={clear_cache}")
+    async def pause(self, mode: PauseMode) -> None:
+        self.calls.append(f"pause {mode}")
+
+    async def clear_cache(self) -> None:
+        self.calls.append("clear")
+        await self.cleared.wait()
 
     async def resume(self) -> None:
         self.calls.append("resume")
@@ -104,6 +110,7 @@ def make(monkeypatch: pytest.MonkeyPatch, folder: Path, **sync: Any) -> tuple[Ro
 async def publish(worker: RolloutWorker, version: int, epoch: int) -> None:
     await worker.pause(version, epoch, "digest")
     assert list(await worker.begin(version, epoch, "digest")) == [BINDING, BINDING]
+    await asyncio.sleep(0)  # bytes arrive
     await worker.verify(version, epoch, "digest", [{"w": (8, 1)}] * 2)
     await worker.commit(version, epoch)
 
@@ -133,8 +140,9 @@ async def test_a_publish_pauses_before_bytes_change_and_moves_the_version_before
     worker, engine = make(monkeypatch, tmp_path)
     await publish(worker, 3, 1)
     assert engine.calls == [
-        "pause keep clear=True",
+        "pause keep",
         "slipstream_begin",
+        "clear",
         "slipstream_verify",
         "slipstream_commit",
         "version 3",
@@ -146,18 +154,30 @@ async def test_a_publish_pauses_before_bytes_change_and_moves_the_version_before
 
 
 @pytest.mark.parametrize(
-    ("sync", "call"),
+    ("sync", "calls"),
     [
-        ({"keep_kv": True}, "pause keep clear=False"),
-        ({"pause_mode": PauseMode.wait}, "pause wait clear=True"),
-        ({"pause_mode": PauseMode.abort}, "pause abort clear=True"),
+        ({"keep_kv": True}, ["pause keep", "slipstream_begin", "slipstream_verify"]),
+        ({"pause_mode": PauseMode.wait}, ["pause wait", "slipstream_begin", "clear", "slipstream_verify"]),
+        ({"pause_mode": PauseMode.abort}, ["pause abort", "slipstream_begin", "clear", "slipstream_verify"]),
     ],
 )
-async def test_pause_follows_the_configuration(monkeypatch, tmp_path, sync, call):
+async def test_pause_follows_the_configuration(monkeypatch, tmp_path, sync, calls):
     worker, engine = make(monkeypatch, tmp_path, **sync)
-    await worker.pause(0, 1, "digest")
-    await worker.begin(0, 1, "digest")
-    assert engine.calls[0] == call
+    await publish(worker, 0, 1)
+    assert engine.calls[: len(calls)] == calls
+
+
+async def test_the_engine_does_not_resume_before_blocks_of_older_weights_are_dropped(monkeypatch, tmp_path):
+    worker, engine = make(monkeypatch, tmp_path)
+    engine.cleared.clear()
+    publishing = asyncio.create_task(publish(worker, 0, 1))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert "slipstream_verify" in engine.calls, "bytes are proven meanwhile"
+    assert "slipstream_commit" not in engine.calls
+    engine.cleared.set()
+    await publishing
+    assert engine.calls[-1] == "resume"
 
 
 async def test_no_phase_but_clean_samples(monkeypatch, tmp_path):
@@ -260,7 +280,9 @@ async def test_a_recovery_pauses_reads_and_serves_only_when_it_is_adopted(monkey
         with pytest.raises(ReplicaNotServing):
             await worker.offer()
         await worker.adopt(3, 7)
-        assert engine.calls == ["pause keep clear=True", "slipstream_pull", "slipstream_adopt", "version 3", "resume"]
+        assert sorted(engine.calls[1:3]) == ["clear", "slipstream_pull"]
+        assert engine.calls[::3] == ["pause keep", "slipstream_adopt"]
+        assert engine.calls[4:] == ["version 3", "resume"]
         assert (worker.health().phase, worker.health().version, worker.health().epoch) == ("clean", 3, 7)
         await worker.release([OFFER, OFFER])
         assert engine.calls[-1] == "slipstream_release"
