@@ -5,11 +5,18 @@
         --requests 8 --seconds 3 --device cpu                        a CPU will do: no experts
 
 One trainer rank with random weights and LoRA on attention and all experts (on a CPU: attention and feed-forward), one
-rollout worker in adapter mode. In one engine, one phase after the other, each with the same load of requests, whose
-prompts are drawn anew so that none is prefilled from a cache:
+rollout worker in adapter mode. In one engine, one phase after the other, each with the same number of requests, whose
+lengths come from the same distribution and whose prompts are drawn anew so that none is prefilled from a cache:
 
-    quiet      no publish                                   publishing   one publish a second, A and B drawn before each
-    quiet      again, to see how much two equal phases differ            no adapter   requests that name no adapter
+    quiet         one version, nothing happens
+    flipping      one flip a second to a slot that holds an older version; nothing is sent
+    publishing    one publish a second, A and B drawn before each
+    flipping again, quiet again: how much equal phases differ
+    no adapter    requests that name no adapter
+
+A batch with several versions costs vLLM more than one with a single version, however they came. "flipping" has that mix
+and no publish: publishing against it is what publishes cost, publishing against quiet is the two together. Both are
+compared with the mean of before and after.
 
 Inter-token latency is the time between two outputs of one request. "wire" is Mooncake's own write between the same two
 processes. Writes bench/results/adapter_sync-<device>.json.
@@ -19,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -40,7 +48,11 @@ from bench.shapes import model_config  # noqa: E402
 from bench.trainer_side import KEY, draw_adapters, measure_wire, wait  # noqa: E402
 
 STAGES = ("begin_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s")
-PHASES = ("quiet", "publishing", "quiet again", "no adapter")
+PHASES = ("quiet", "flipping", "publishing", "flipping again", "quiet again", "no adapter")
+BOUND_S = 0.060
+"""What a publish of an adapter may take from one GPU to another."""
+FIRST_FLIP = 1_000_000
+"""Versions of flips: no publish has them, so no prefix block is shared."""
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -82,6 +94,8 @@ class Load:
         self._gaps: list[float] = []
         self._versions: set[int] = set()
         self._num_before, self._began = 0, 0.0
+        self._flipping: asyncio.Task[None] | None = None
+        self._flips = itertools.count(FIRST_FLIP)
         client = worker._engine._llm.engine_core
         inner = client.get_output_async
 
@@ -115,13 +129,18 @@ class Load:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks, self._last = [], {}
 
-    def begin(self) -> None:
-        """A phase."""
+    def begin(self, flip_every_s: float | None) -> None:
+        """A phase; with flips."""
+        if flip_every_s is not None:
+            self._flipping = asyncio.create_task(self._flip(flip_every_s))
         self._gaps, self._versions = [], set()
         self._num_before, self._began = self._worker.health().num_generated_tokens, time.monotonic()
 
     def end(self) -> dict[str, Any]:
         """What came in the phase."""
+        if self._flipping is not None:
+            self._flipping.cancel()
+            self._flipping = None
         seconds = time.monotonic() - self._began
         num_tokens = self._worker.health().num_generated_tokens - self._num_before
         gaps = sorted(self._gaps)
@@ -136,6 +155,16 @@ class Load:
             "versions": sorted(self._versions),
             "failed": failed,
         }
+
+    async def _flip(self, every_s: float) -> None:
+        """What a publish does to requests, without its bytes."""
+        table = self._worker._replica._table
+        while True:
+            await asyncio.sleep(every_s)
+            slot = table.free()
+            if slot is not None:
+                table.write(slot)
+                table.commit(slot, next(self._flips))
 
     async def _keep_sampling(self, index: int, has_adapter: bool) -> None:
         from conf.schema import SamplingConfig
@@ -159,7 +188,7 @@ def run_engine(config: dict[str, Any], device: str, args: argparse.Namespace, pi
 
 
 async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, pipe: Connection) -> None:
-    """Obeys: ("start", has_adapter), ("begin",), ("end",), ("stop",)."""
+    """Obeys: ("start", has_adapter), ("begin", seconds from flip to flip or None), ("end",), ("stop",)."""
     from conf.schema import BusySlot, Device, DType, RolloutConfig, SamplingConfig, SyncMode, WeightSyncConfig
     from rollout.engine import engine_environment
     from rollout.worker import RolloutWorker
@@ -188,7 +217,7 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
                 await load.start(call[1])
                 pipe.send(None)
             elif call[0] == "begin":
-                load.begin()
+                load.begin(call[1])
                 pipe.send(None)
             else:
                 pipe.send(load.end())
@@ -282,17 +311,23 @@ def measure(trainer: Trainer, pipe: Connection, args: argparse.Namespace) -> tup
         version += 1
     for phase in PHASES:
         if phase in ("quiet", "no adapter"):
-            ask("start", phase == "quiet")
-        ask("begin")
+            ask("start", phase != "no adapter")
+        if phase == "quiet again":
+            time.sleep(args.drain_s)  # what began under other versions ends
+        if phase.startswith("flipping"):
+            ask("begin", args.every_s)
+            time.sleep(args.drain_s)  # until the mix is there
+        ask("begin", None)
         began = time.monotonic()
-        while (left := began + args.seconds - time.monotonic()) > 0:
+        seconds = args.seconds if phase == "publishing" else args.beside_s
+        while (left := began + seconds - time.monotonic()) > 0:
             if phase != "publishing":
                 time.sleep(left)
                 continue
             due = time.monotonic() + args.every_s
             reports.append(trainer.publish(version))
             version += 1
-            time.sleep(max(0.0, min(due - time.monotonic(), began + args.seconds - time.monotonic())))
+            time.sleep(max(0.0, min(due - time.monotonic(), began + seconds - time.monotonic())))
         phases[phase] = ask("end")
         print(phase, json.dumps({k: v for k, v in phases[phase].items() if k != "versions"}), flush=True)
     return phases, reports
@@ -309,6 +344,8 @@ def show(report: dict[str, Any]) -> None:
                 f"{c:>12}" for c in (name, *(f"{1000 * pick(r[s] for r in report['reports']):.1f}" for s in STAGES))
             )
         )
+    late = [r["total_s"] for r in report["reports"] if r["total_s"] > BOUND_S]
+    print(f"{len(late)} of {len(report['reports'])} publishes took more than {1000 * BOUND_S:.0f} ms")
     print("\n" + " ".join(f"{column:>14}" for column in ("phase", "tokens/s", "p50 ms", "p99 ms", "max ms")))
     for name, phase in report["phases"].items():
         cells = (phase["tokens_per_s"], phase["itl_p50_ms"], phase["itl_p99_ms"], phase["itl_max_ms"])
@@ -318,16 +355,18 @@ def show(report: dict[str, Any]) -> None:
 
 
 def ratios(phases: dict[str, Any]) -> dict[str, float]:
-    """Publishing, and serving without adapters, against the mean of the two quiet phases."""
-    quiet = [phases["quiet"], phases["quiet again"]]
-    tokens = statistics.mean(phase["tokens_per_s"] for phase in quiet)
-    p99 = statistics.mean(phase["itl_p99_ms"] for phase in quiet)
-    return {
-        "tokens/s, publishing / quiet": phases["publishing"]["tokens_per_s"] / tokens,
-        "tokens/s, quiet again / quiet": quiet[1]["tokens_per_s"] / quiet[0]["tokens_per_s"],
-        "p99 inter-token latency, publishing / quiet": phases["publishing"]["itl_p99_ms"] / p99,
-        "tokens/s, quiet / no adapter": tokens / phases["no adapter"]["tokens_per_s"],
-    }
+    """Publishing against flipping and quiet phases, before and after; and how much equal phases differ."""
+
+    def mean(phase: str, key: str) -> float:
+        return statistics.mean(phases[name][key] for name in (phase, f"{phase} again"))
+
+    found = {}
+    for phase in ("flipping", "quiet"):
+        for what, key in (("tokens/s", "tokens_per_s"), ("p99 inter-token latency", "itl_p99_ms")):
+            found[f"{what}, publishing / {phase}"] = phases["publishing"][key] / mean(phase, key)
+            found[f"{what}, {phase} again / {phase}"] = phases[f"{phase} again"][key] / phases[phase][key]
+    found["tokens/s, quiet / no adapter"] = mean("quiet", "tokens_per_s") / phases["no adapter"]["tokens_per_s"]
+    return found
 
 
 def parse() -> argparse.Namespace:
@@ -346,7 +385,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--max-tokens", type=int, default=64, help="of a response; lengths lie between half and all of it"
     )
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each phase")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of publishing")
+    parser.add_argument("--beside-s", type=float, default=15.0, help="of every other phase")
+    parser.add_argument("--drain-s", type=float, default=6.0, help="longer than a response takes")
     parser.add_argument("--every-s", type=float, default=1.0, help="from one publish to the next")
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument(

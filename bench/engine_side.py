@@ -19,6 +19,11 @@ from typing import Any
 KEY = b"slipstream-bench-weight-sync-key"
 KV_CACHE_BYTES = 24 << 30
 """On a GPU: enough for the load, and room beside it for what a peer allocates."""
+COLOCATED_KV_CACHE_BYTES = 12 << 30
+COLOCATED_MEMORY = 0.5
+"""Part of a GPU that the engine may take where a trainer rank has the same one."""
+SETTLE_S = 15.0
+"""Longest wait for all requests to be decoding."""
 FUSIONS = (
     (r"(.*)\.[qkv]_proj\.weight", r"\1.qkv_proj.weight"),
     (r"(.*\.experts)\.\d+\.(?:gate|up)_proj\.weight", r"\1.w13_weight"),
@@ -38,6 +43,8 @@ class EngineSpec:
     tp_size: int = 1
     expert_parallel: bool = False
     num_requests: int = 0
+    is_colocated: bool = False
+    """A trainer rank has the same GPU."""
     is_cold: bool = False
     """Leave out what the product does at start against slow pauses (the warm-up and freezing the heap)."""
 
@@ -66,7 +73,7 @@ async def serve_plain(spec: EngineSpec, pipe: Connection) -> None:
     receiver = Receiver(params, layout, MooncakeTransport(device=spec.device), synchronize=synchronize)
     endpoint = ReplicaEndpoint(PlainReplica(receiver), KEY)
     pipe.send(await endpoint.start())
-    known: dict[str, Any] = {"events": [], "tokens": 0}
+    known: dict[str, Any] = {"events": [], "tokens": 0, "settle": 0.0, "allocated": []}
     while (order := await asyncio.to_thread(pipe.recv))[0] != "end":
         pipe.send(known.get(order[0], RuntimeError("plain parameters have no loader")))
     await endpoint.close()
@@ -158,14 +165,17 @@ def build_worker(spec: EngineSpec, folder: Path) -> Any:
 
     (folder / "config.json").write_text(json.dumps(spec.hf_config))
     is_gpu = spec.device == "cuda"
+    memory: dict[str, Any] = {"kv_cache_bytes": KV_CACHE_BYTES} if is_gpu else {}
+    if is_gpu and spec.is_colocated:
+        memory = {"kv_cache_bytes": COLOCATED_KV_CACHE_BYTES, "gpu_memory_utilization": COLOCATED_MEMORY}
     worker = rollout.worker.RolloutWorker(
         folder,
         config=RolloutConfig(
             max_model_len=2048 if is_gpu else 256,
             tp_size=spec.tp_size,
             enable_expert_parallel=spec.expert_parallel,
-            kv_cache_bytes=KV_CACHE_BYTES if is_gpu else None,
-            sampling=SamplingConfig(max_tokens=1024 if is_gpu else 32, stop_at_eos=False),
+            **memory,
+            sampling=SamplingConfig(max_tokens=256 if is_gpu else 32, stop_at_eos=False),
         ),
         weight_sync=WeightSyncConfig(),
         dtype=DType.bfloat16,
@@ -202,6 +212,24 @@ async def keep_sampling(worker: Any, index: int) -> None:
             await asyncio.sleep(0.01)
 
 
+async def settle(worker: Any, num_requests: int) -> float:
+    """Until so many requests are at work, each with a token more: those that a publish froze are prefilled again and
+    decode. Returns seconds; at once before the first version.
+    """
+    began = time.monotonic()
+    before = {request: len(stamps) for request, stamps in worker._engine._stamps.items()}
+
+    def is_settled() -> bool:
+        now = worker._engine._stamps
+        return len(now) >= num_requests and all(len(now[request]) > before.get(request, 0) for request in now)
+
+    while worker.health().phase == "clean" and not is_settled():
+        if time.monotonic() > began + SETTLE_S:
+            raise TimeoutError(f"{num_requests} requests were not at work within {SETTLE_S:g} s")
+        await asyncio.sleep(0.01)
+    return time.monotonic() - began
+
+
 async def obey(worker: Any, probe: Any, order: str, *args: Any) -> Any:
     """One order. The updates are a peer's, from the engine's pause until it goes on: what a publish is measured by."""
     llm = worker._engine._running()
@@ -209,6 +237,10 @@ async def obey(worker: Any, probe: Any, order: str, *args: Any) -> Any:
         ranks = await llm.collective_rpc("probe_events")
         named = [(f"engine rank {rank}", *event) for rank, events in enumerate(ranks) for event in events]
         return [*named, *(("rollout worker", *event) for event in probe.events)]
+    if order == "allocated":
+        return await llm.collective_rpc("probe_allocated")
+    if order == "settle":
+        return await settle(worker, args[0])
     if order == "tokens":
         return worker.health().num_generated_tokens
     if order == "nccl_init":
@@ -218,7 +250,8 @@ async def obey(worker: Any, probe: Any, order: str, *args: Any) -> Any:
     if order not in ("nccl_update", "ipc_update"):
         raise ValueError(order)
     began = time.perf_counter()
-    await worker._engine.pause("keep", clear_cache=True)
+    await worker._engine.pause("keep")
+    await worker._engine.clear_cache()
     if order == "nccl_update":
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 

@@ -1,7 +1,8 @@
 """Device memory in use, sampled every millisecond by a process of its own, so that nobody who is measured waits for it.
 
-Owns the sampling and the growth over a baseline. Callers: bench/weight_sync.py. Reads NVML through ctypes: it counts
-all memory of a GPU, whoever allocated it, and needs no CUDA context there.
+Owns the sampling and what is read off the samples. Callers: bench/weight_sync.py. Reads NVML through ctypes: it counts
+all memory of a GPU, whoever allocated it, and needs no CUDA context there. Times are time.monotonic(), which all
+processes of a host share. What an allocator reuses is no growth here; bench/probe.py asks the engine's for that.
 """
 
 from __future__ import annotations
@@ -9,13 +10,44 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 PERIOD_S = 0.001
 
 
+@dataclass(frozen=True)
+class Samples:
+    """Bytes in use since the sampler was told to start. Example: Samples([1.0, 1.001], [[5, 7], [5, 9]]), two GPUs."""
+
+    times_s: list[float]
+    used: list[list[int]]
+    """One entry a sample, with one entry a GPU."""
+
+    def growth(self, gpus: Sequence[int], windows: Sequence[tuple[float, float]], *, over_start: bool) -> int | None:
+        """Largest growth in bytes on any of these GPUs inside any window (start, stop); None where nothing was sampled.
+
+        Args:
+            over_start: Over the first sample of all; else over the last one before the window.
+        """
+        found = []
+        for start, stop in windows:
+            before = [used for when, used in zip(self.times_s, self.used, strict=True) if when < start]
+            inside = [used for when, used in zip(self.times_s, self.used, strict=True) if start <= when <= stop]
+            if before and inside:
+                base = before[0] if over_start else before[-1]
+                found += [max(used[gpu] for used in inside) - base[gpu] for gpu in gpus if gpu < len(base)]
+        return max(found, default=None)
+
+    @property
+    def mean_period_s(self) -> float | None:
+        """From one sample to the next."""
+        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1) if len(self.times_s) > 1 else None
+
+
 class MemorySampler:
-    """Growth of the memory in use on every GPU since the last baseline."""
+    """Memory in use on every GPU of the host."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -23,17 +55,16 @@ class MemorySampler:
         self._process = context.Process(target=_sample, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
-        self.num_gpus: int = self._pipe.recv()
 
-    def baseline(self) -> None:
-        """Growth counts from here."""
-        self._pipe.send("baseline")
+    def start(self) -> None:
+        """Forget all samples; the first one of the next series is taken now."""
+        self._pipe.send("start")
         self._pipe.recv()
 
-    def growth(self) -> dict[str, object]:
-        """Per GPU: the largest growth in bytes since the baseline; and how often it was looked at."""
-        self._pipe.send("growth")
-        return self._pipe.recv()
+    def samples(self) -> Samples:
+        """Since start()."""
+        self._pipe.send("samples")
+        return Samples(*self._pipe.recv())
 
     def close(self) -> None:
         """End the process."""
@@ -44,38 +75,41 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
-def _sample(pipe: Connection) -> None:
+def _handles() -> tuple[ctypes.CDLL | None, list[ctypes.c_void_p]]:
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         count = ctypes.c_uint()
         if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            raise OSError("NVML does not start")
+            return None, []
     except OSError:
-        pipe.send(0)
-        nvml, count = None, ctypes.c_uint(0)
-    else:
-        pipe.send(count.value)
+        return None, []
     handles = [ctypes.c_void_p() for _ in range(count.value)]
     for index, handle in enumerate(handles):
         nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+    return nvml, handles
 
-    def used() -> list[int]:
-        memory, found = _Memory(), []
+
+def _sample(pipe: Connection) -> None:
+    nvml, handles = _handles()
+    times_s: list[float] = []
+    series: list[list[int]] = []
+
+    def look() -> None:
+        memory, used = _Memory(), []
         for handle in handles:
+            assert nvml is not None
             nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-            found.append(memory.used)
-        return found
+            used.append(memory.used)
+        times_s.append(time.monotonic())
+        series.append(used)
 
-    first, peak, samples, began = used(), used(), 0, time.monotonic()
     while True:
         if pipe.poll(PERIOD_S if handles else None):
-            if pipe.recv() == "baseline":
-                first = peak = used()
-                samples, began = 0, time.monotonic()
+            if pipe.recv() == "start":
+                times_s, series = [], []
+                look()
                 pipe.send(None)
             else:
-                growth = [top - base for top, base in zip(peak, first, strict=True)]
-                period_s = (time.monotonic() - began) / max(1, samples)
-                pipe.send({"growth_bytes": growth, "num_samples": samples, "mean_period_s": period_s})
-        peak = [max(pair) for pair in zip(peak, used(), strict=True)]
-        samples += 1
+                pipe.send((times_s, series))
+        if handles:
+            look()

@@ -20,21 +20,23 @@ def show(report: dict[str, Any]) -> None:
     for engine in report["engines"]:
         wire = engine["wire"]["gb_per_s"]
         num_bytes = engine["rows"][0]["num_bytes"]
-        print(f"\n{report['plan']} -> {engine['engine']}, {engine['num_requests']} requests; {num_bytes / 1e9:.2f} GB")
+        where = " on the trainer's own GPUs" if report.get("is_colocated") else ""
+        load = f"{engine['num_requests']} requests; {num_bytes / 1e9:.2f} GB"
+        print(f"\n{report['plan']}{where} -> {engine['engine']}, {load}")
         print(f"bare wire ({engine['wire']['link']}): {wire:.1f} GB/s a rank, {engine['num_generated_tokens']} tokens")
         _line("row", "total_s", "min", "max", "begin", "idle", "mark", "prepare", "write", "GB/s", "of wire", "verify",
-              "commit", "pause", "excess", "budget", "account", "trainer", "engine")  # fmt: skip
+              "commit", "pause", "excess", "budget", "account", "trainer", "engine", "handed")  # fmt: skip
         for row in engine["rows"]:
             seconds = [row[f"{name}_s"] for name in ("begin", "idle", "mark", "prepare", "write")]
             memory = [row[name] for name in ("watermark_bytes", "accounted_peak_bytes", "trainer_growth_bytes")]
-            memory.append(row["engine_growth_bytes"])
+            memory += [row["engine_growth_bytes"], row.get("engine_handed_out_bytes")]
             rate = row["write_gb_per_s_per_rank"]
             _line(row["title"], *(f"{row[f'total_s{end}']:.4f}" for end in ("", "_min", "_max")),
                   *(f"{value:.4f}" for value in seconds), f"{rate:.1f}", f"{rate / wire:.0%}",
                   *(f"{row[f'{name}_s']:.4f}" for name in ("verify", "commit", "pause", "excess_pause")),
-                  *("-" if value is None else f"{value / MIB:.0f}M" for value in memory))  # fmt: skip
+                  *("-" if value is None else f"{value / MIB:.1f}M" for value in memory))  # fmt: skip
         with_hashes, without = (next(r for r in engine["rows"] if r["title"] == t) for t in ("hashes", "no hashes"))
-        print(f"hashes cost {with_hashes['total_s'] / without['total_s'] - 1:+.1%} of a publish")
+        print(f"hashes cost {with_hashes['total_s'] / without['total_s'] - 1:+.1%} of a publish, by medians")
         for held in engine["held_up"]:
             notes = ", ".join(f"{n['what']} {n['seconds']:.3f} s in {n['where']}" for n in held["events"])
             print(f"held up: version {held['version']} ({held['row']}): {notes}")

@@ -11,6 +11,8 @@ import gc
 import time
 from typing import Any
 
+import torch
+
 from rollout.weight_receiver import WeightReceiver
 
 try:
@@ -65,6 +67,26 @@ class ProbedReceiver(WeightReceiver, Colocated):
     def probe_start(self) -> None:
         """Take notes from here on."""
         self._probe = Probe()
+        self._allocated: list[int] = []
+
+    def slipstream_begin(self, version: int, epoch: int, digest: str) -> Any:
+        """The product's, and from here on the allocator's peak counts."""
+        reply = super().slipstream_begin(version, epoch, digest)
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        return reply
+
+    def slipstream_commit(self, version: int, epoch: int) -> Any:
+        """The product's, and what was allocated at most since begin, over what is left."""
+        reply = super().slipstream_commit(version, epoch)
+        if torch.cuda.is_initialized():
+            self._allocated.append(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
+        return reply
+
+    def probe_allocated(self) -> list[int]:
+        """Bytes that torch handed out during each publish since the last call, new from the device or reused."""
+        found, self._allocated = self._allocated, []
+        return found
 
     def probe_events(self) -> list[tuple[str, float, float]]:
         """All notes."""

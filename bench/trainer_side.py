@@ -12,7 +12,7 @@ import gc
 import importlib
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,13 +42,16 @@ class Row:
     """One row of the table."""
 
     watermark_bytes: int = 1 << 30
-    verify_hashes: bool = True
     warm_up: int = 2
     publishes: int = 10
-    settle_s: float = 0.0
-    """Wait before every publish, for requests to run."""
+    is_pair: bool = False
+    """As many publishes without hashes, in turns with those that have them: on, off, off, on, on, off, ..."""
     trace: Path | None = None
     """Where one more publish, the last, leaves its timeline."""
+
+    def turns(self) -> list[bool]:
+        """Publish by publish after the warm-up: with hashes?"""
+        return [index % 4 in (0, 3) for index in range(2 * self.publishes)] if self.is_pair else [True] * self.publishes
 
 
 def run_rank(spec: TrainerSpec, pipe: Connection) -> None:
@@ -149,6 +152,9 @@ class _Rank:
         self.source = TrainerWeightSource(self.decoder, rank=spec.rank)
         self.version = 0
         self.sender: Any = None
+        self.publisher: Any = None
+        self._row = contextlib.ExitStack()
+        self._loads: list[Any] = []
 
     def link(self) -> Any:
         """A transport of its own for every row: what one leaves registered, the next would not see allocated."""
@@ -165,53 +171,54 @@ class _Rank:
             torch.cuda.empty_cache()
             wait(self.device)
 
-    def row(self, row: Row, endpoint: str) -> dict[str, Any]:
-        """Connect under one set of options, warm up, publish."""
-        with self.link() as transport:
-            return self._row(row, endpoint, transport)
-
-    def _row(self, row: Row, endpoint: str, transport: Any) -> dict[str, Any]:
+    def open_row(self, watermark_bytes: int, endpoint: str) -> dict[str, Any]:
+        """Connect under one set of options."""
         from conf.schema import WeightSyncConfig
         from weight_sync.publisher import Publisher
 
-        publisher = Publisher(
+        transport = self._row.enter_context(self.link())
+        self.publisher = Publisher(
             self.source,
             transport,
             rank=self.spec.rank,
             world_size=self.spec.world_size,
             group=self.control.group,
-            config=WeightSyncConfig(watermark_bytes=row.watermark_bytes, verify_hashes=row.verify_hashes),
+            config=WeightSyncConfig(watermark_bytes=watermark_bytes),
             key=KEY,
             device=self.device,
         )
-        try:
-            began = time.perf_counter()
-            summary = publisher.connect([endpoint])
-            connect_s = time.perf_counter() - began
-            reports = [self._publish(publisher, row, None) for _ in range(row.warm_up + row.publishes)]
-            if row.trace is not None:
-                self._publish(publisher, row, row.trace)
-            return {
-                "connect_s": connect_s,
-                "num_tasks": summary.num_tasks,
-                "num_loads": len(publisher._pipeline._loads),
-                "reports": reports,
-                "parts": self._parts(publisher) if self.spec.world_size == 1 else {},
-            }
-        finally:
-            publisher.close()
+        self._row.callback(self.publisher.close)
+        began = time.perf_counter()
+        summary = self.publisher.connect([endpoint])
+        self._loads = self.publisher._pipeline._loads
+        return {
+            "connect_s": time.perf_counter() - began,
+            "num_tasks": summary.num_tasks,
+            "num_loads": len(self._loads),
+        }
 
-    def _publish(self, publisher: Any, row: Row, trace: Path | None) -> dict[str, Any]:
-
+    def publish(self, verify_hashes: bool, trace: Path | None) -> dict[str, Any]:
+        """Another policy, then one publish. Hashes may differ from one to the next: all else stays as it is."""
+        publisher = self.publisher
+        publisher._config = replace(publisher._config, verify_hashes=verify_hashes)
+        publisher._pipeline._loads = (
+            self._loads if verify_hashes else [replace(load, hashes=()) for load in self._loads]
+        )
         draw_adapters(self.adapters)
         wait(self.device)
-        time.sleep(row.settle_s)
         began = time.monotonic()
         report = publisher.publish(self.version, trace=trace)
         self.version += 1
         if report.num_committed != 1:
             raise RuntimeError(report.replicas[0].error)
-        return {"began": began, **asdict(report)}
+        return {"began": began, "verify_hashes": verify_hashes, **asdict(report)}
+
+    def close_row(self) -> dict[str, float]:
+        """What packing and hashing take alone; then the publisher and its link are gone."""
+        try:
+            return self._parts(self.publisher) if self.spec.world_size == 1 else {}
+        finally:
+            self._row.close()
 
     def _parts(self, publisher: Any) -> dict[str, float]:
         """What packing and hashing take with nothing beside them: the host's time, and until the device is done."""
@@ -245,10 +252,10 @@ class _Rank:
             pipeline._source.end()
         return figures
 
-    def wire(self, endpoint: str, repeats: int) -> dict[str, Any]:
+    def wire(self, endpoint: str, repeats: int, dest_rank: int) -> dict[str, Any]:
         """The bare link from this rank to one engine rank."""
         with self.link() as transport:
-            return measure_wire(transport, endpoint, repeats, device=self.device, rank=self.spec.rank)
+            return measure_wire(transport, endpoint, repeats, device=self.device, rank=dest_rank)
 
     def nccl_init(self, info: dict[str, Any]) -> None:
         """Meet the engine's ranks as vLLM's trainer side does."""

@@ -5,16 +5,21 @@
     python bench/weight_sync.py --plan 2x2                        4 GPUs: two ranks, EP=2 + FSDP2 -> vLLM TP=2 with EP,
                                                                   then TP=2 without
     python bench/weight_sync.py --plan 4x4                        8 GPUs
+    python bench/weight_sync.py --plan 2x2 --colocate             2 GPUs, each with a trainer rank and an engine rank:
+                                                                  2x2's code path at full size, not its speed
     python bench/weight_sync.py --plan 1x1 --cold                 without the warm-up: which kernels a pause waits for
 
 The model has Qwen3-30B-A3B's shape (61 GB) unless told otherwise. The source is the product's own decoder with random
 weights and LoRA on attention and all experts; A and B are drawn anew before every publish, all parameters are sent.
-Figures are medians over the publishes after the warm-up. "wire" is Mooncake's transfer_sync_write between the same two
-processes into the engine's largest parameter; with several ranks it is one rank's. "of wire" compares the writes of
-one rank with it. "excess" is the pause minus the publish. Memory is the growth of device memory over what was in use
-before staging was allocated, sampled every millisecond (NVML), trainer and engine GPUs apart. What peers' figures
-include is in bench/peers.py and in the output. Per publish, "held up" lists garbage collections, compilations and busy
-event loops.
+Figures are medians over the publishes after the warm-up. Publishes with and without hashes take turns (on, off, off,
+on, ...), so that what else changes meanwhile meets both. Each begins when all requests are decoding, those prefilled
+again that the publish before had frozen. "wire" is Mooncake's transfer_sync_write between the same two processes into
+the engine's largest parameter; with several ranks it is one rank's. "of wire" compares the writes of one rank with it.
+"excess" is the pause minus the publish. Memory, sampled every millisecond (NVML), of the GPUs that take part: "trainer"
+is the growth during publishes over what was in use before staging was allocated, "engine" over what was in use right
+before each publish, and "handed" is what torch's allocator handed out in the engine's processes between begin and
+commit, most of which it had already. What peers' figures include is in bench/peers.py and in the output. Per publish,
+"held up" lists garbage collections, compilations and busy event loops.
 
 Writes a table, bench/results/weight_sync-<plan>.json, a timeline for ui.perfetto.dev and, where matplotlib is, a PNG.
 """
@@ -40,7 +45,7 @@ sys.path[0] = str(ROOT)  # instead of this folder, where this file hides the pac
 
 from bench import peers  # noqa: E402
 from bench.engine_side import EngineSpec, run_engine  # noqa: E402
-from bench.memory import MemorySampler  # noqa: E402
+from bench.memory import MemorySampler, Samples  # noqa: E402
 from bench.plots import plot, show  # noqa: E402
 from bench.runs import environment  # noqa: E402
 from bench.shapes import model_config  # noqa: E402
@@ -85,6 +90,13 @@ class Bench:
             TrainerSpec(self.hf_config, device, rank, num_ranks, rendezvous, args.rank) for rank in range(num_ranks)
         ]
         self.ranks = [Child(run_rank, spec, [spec.rank]) for spec in specs]
+        self.are_ready = False
+
+    def wait_for_ranks(self) -> None:
+        """Until all have their weights. Once."""
+        for rank in () if self.are_ready else self.ranks:
+            rank.answer(START_TIMEOUT_S)
+        self.are_ready = True
 
     def everywhere(self, *order: Any, timeout_s: float = ROW_TIMEOUT_S) -> list[Any]:
         """The same order to all ranks; their answers."""
@@ -96,23 +108,24 @@ class Bench:
         self, spec: EngineSpec, rows: dict[str, Row], *, is_last: bool, keep: Callable[[dict[str, Any]], None]
     ) -> None:
         """All rows into one engine, then the peers. `keep` gets the figures before the peers and again with them."""
-        gpus = list(range(self.num_ranks, self.num_ranks + spec.tp_size))
+        gpus = [gpu + (0 if spec.is_colocated else self.num_ranks) for gpu in range(spec.tp_size)]
+        if spec.is_colocated:
+            self.wait_for_ranks()  # vLLM takes stock of free memory at its start
         began = time.monotonic()
         engine = Child(run_engine, spec, gpus)
         try:
-            if not hasattr(self, "are_ready"):
-                for rank in self.ranks:
-                    rank.answer(START_TIMEOUT_S)
-                self.are_ready = True
+            self.wait_for_ranks()
             endpoint = engine.answer(START_TIMEOUT_S)
             found: dict[str, Any] = {"engine": spec.title, "num_requests": spec.num_requests, "is_cold": spec.is_cold}
             found["start_s"] = time.monotonic() - began
             print(f"{spec.title}: started in {found['start_s']:.1f} s", flush=True)
-            self.ranks[0].pipe.send(("wire", endpoint, 5))
+            self.ranks[0].pipe.send(("wire", endpoint, 5, 1 if spec.is_colocated else 0))  # to another GPU
             found["wire"] = self.ranks[0].answer(ROW_TIMEOUT_S)
             first = Row(watermark_bytes=64 * MIB if self.device == "cuda" else 16 * MIB, warm_up=0, publishes=1)
-            self.everywhere("row", first, endpoint)  # loads kernels and opens links: not a growth by publishing
-            found["rows"] = [self.row(title, row, endpoint) for title, row in rows.items()]
+            self.row("first", first, spec, engine, gpus, endpoint)  # loads kernels and opens links
+            found["rows"] = []
+            for title, row in rows.items():
+                found["rows"] += self.row(title, row, spec, engine, gpus, endpoint)
             found["held_up"] = held_up(ask(engine, "events"), found["rows"])
             found["num_generated_tokens"] = ask(engine, "tokens")
             keep({**found, "peers": {}})
@@ -124,37 +137,66 @@ class Bench:
             engine.process.kill()
             engine.process.join()
 
-    def row(self, title: str, row: Row, endpoint: str) -> dict[str, Any]:
-        """One set of options."""
+    def row(
+        self, title: str, row: Row, spec: EngineSpec, engine: Child, gpus: list[int], endpoint: str
+    ) -> list[dict[str, Any]]:
+        """One set of options, with hashes; and without, where both take turns."""
         self.everywhere("settle_memory")
-        self.sampler.baseline()
-        answers = self.everywhere("row", row, endpoint)
-        memory = self.sampler.growth()
-        reports = answers[0]["reports"]
-        measured = reports[row.warm_up :]
-        figures = {stage: statistics.median(report[stage] for report in measured) for stage in STAGES}
-        num_bytes = measured[0]["num_bytes"]
-        growth: Any = memory["growth_bytes"]
-        found = {
+        self.sampler.start()
+        facts = self.everywhere("open_row", row.watermark_bytes, endpoint)[0]
+
+        def publish(verify_hashes: bool, trace: Path | None = None) -> dict[str, Any]:
+            waited_s = ask(engine, "settle", spec.num_requests)
+            report = self.everywhere("publish", verify_hashes, trace)[0] | {"settle_s": waited_s}
+            stages = " ".join(f"{stage}={report[stage]:.4f}" for stage in STAGES)
+            print(f"{title} {'with' if verify_hashes else 'without'} hashes: {stages}", flush=True)
+            return report
+
+        for _ in range(row.warm_up):
+            publish(True)
+        ask(engine, "allocated")
+        reports = [publish(verify_hashes) for verify_hashes in row.turns()]
+        allocated = ask(engine, "allocated")
+        samples = self.sampler.samples()
+        if row.trace is not None:
+            publish(True, row.trace)
+        facts["parts"] = self.everywhere("close_row")[0]
+        memory = self.memory(samples, gpus, reports) | {
+            "engine_handed_out_bytes": max((most for rank in allocated for most in rank), default=None)
+        }
+        kinds = {title: True, "no hashes": False} if row.is_pair else {title: True}
+        return [
+            self.figures(name, row, [r for r in reports if r["verify_hashes"] is on], facts | memory)
+            for name, on in kinds.items()
+        ]
+
+    def memory(self, samples: Samples, gpus: list[int], reports: list[dict[str, Any]]) -> dict[str, Any]:
+        """Growth of device memory during these publishes."""
+        windows = [(report["began"], report["began"] + report["total_s"]) for report in reports]
+        return {
+            "trainer_growth_bytes": samples.growth(range(self.num_ranks), windows, over_start=True),
+            "engine_growth_bytes": samples.growth(gpus, windows, over_start=False),
+            "memory_sampling": {"num_samples": len(samples.times_s), "mean_period_s": samples.mean_period_s},
+        }
+
+    def figures(self, title: str, row: Row, reports: list[dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:
+        """A line of the table."""
+        medians = {stage: statistics.median(report[stage] for report in reports) for stage in STAGES}
+        num_bytes = reports[0]["num_bytes"]
+        return {
             "title": title,
             "watermark_bytes": row.watermark_bytes,
-            "verify_hashes": row.verify_hashes,
-            **{key: value for key, value in answers[0].items() if key != "reports"},
+            "verify_hashes": reports[0]["verify_hashes"],
+            **facts,
             "num_bytes": num_bytes,
-            **figures,
-            "total_s_min": min(report["total_s"] for report in measured),
-            "total_s_max": max(report["total_s"] for report in measured),
-            "excess_pause_s": max(report["pause_s"] - report["total_s"] for report in measured),
-            "write_gb_per_s_per_rank": num_bytes / self.num_ranks / figures["write_s"] / 1e9,
-            "accounted_peak_bytes": measured[0]["peak_bytes"],
-            "trainer_growth_bytes": max(growth[: self.num_ranks], default=None),
-            "engine_growth_bytes": max(growth[self.num_ranks :], default=None),
-            "memory_sampling": {key: value for key, value in memory.items() if key != "growth_bytes"},
+            **medians,
+            "total_s_min": min(report["total_s"] for report in reports),
+            "total_s_max": max(report["total_s"] for report in reports),
+            "excess_pause_s": max(report["pause_s"] - report["total_s"] for report in reports),
+            "write_gb_per_s_per_rank": num_bytes / self.num_ranks / medians["write_s"] / 1e9,
+            "accounted_peak_bytes": reports[0]["peak_bytes"],
             "reports": reports,
         }
-        for report in reports:
-            print(title, " ".join(f"{stage}={report[stage]:.4f}" for stage in STAGES), flush=True)
-        return found
 
     def peers(self, spec: EngineSpec, engine: Connection, gpus: list[int]) -> dict[str, Any]:
         """Both, each on its own."""
@@ -203,13 +245,13 @@ def held_up(events: list[tuple[str, str, float, float]], rows: list[dict[str, An
 
 def rows_of(args: argparse.Namespace, is_first: bool, folder: Path, title: str) -> dict[str, Row]:
     """What is measured in one engine."""
-    base = Row(warm_up=args.warm_up, publishes=args.publishes, settle_s=args.settle_s)
+    base = Row(warm_up=args.warm_up, publishes=args.publishes)
     if args.tiny:
         base = replace(base, watermark_bytes=16 * MIB)
     trace = folder / f"weight_sync-{args.name}-{title.replace(' ', '-')}-trace.json"
-    rows = {"hashes": replace(base, trace=trace), "no hashes": replace(base, verify_hashes=False)}
+    rows = {"hashes": replace(base, is_pair=True, trace=trace)}
     for mib in args.watermark_mib if is_first else ():
-        few = replace(base, watermark_bytes=mib * MIB, publishes=max(1, args.publishes // 2), warm_up=1)
+        few = replace(base, watermark_bytes=mib * MIB, publishes=max(1, args.publishes // 3), warm_up=1)
         rows[f"{mib} MiB"] = few
     return rows
 
@@ -221,6 +263,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a small model; what a CPU can do")
     parser.add_argument("--engine", choices=("plain", "vllm"), default="vllm")
     parser.add_argument("--cold", action="store_true", help="leave out warm-up and freezing in the rollout worker")
+    parser.add_argument("--colocate", action="store_true", help="trainer and engine ranks on the same GPUs; no peers")
     parser.add_argument("--only", choices=("EP", "TP"), help="of 2x2 and 4x4: one of the two engines")
     for name, value in (("layers", 48), ("experts", 128), ("hidden", 2048), ("width", 768), ("vocab", 151936)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -231,7 +274,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--watermark-mib", type=int, nargs="*", default=[64, 256, 1024, 4096])
     parser.add_argument("--requests", type=int, default=256, help="at work in the engine meanwhile")
-    parser.add_argument("--settle-s", type=float, default=1.0, help="wait before every publish, for requests to run")
     parser.add_argument("--peer-updates", type=int, default=3)
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
@@ -240,9 +282,11 @@ def parse() -> argparse.Namespace:
     if args.tiny:
         args.layers, args.experts, args.hidden, args.width, args.vocab = 2, 8, 256, 128, 1000
         args.heads, args.head_dim, args.rank = 8, 32, 4
-        args.requests, args.settle_s, args.publishes, args.warm_up = min(args.requests, 4), 0.2, 3, 1
+        args.requests, args.publishes, args.warm_up = min(args.requests, 4), 3, 1
         args.watermark_mib = [4, 16]
-    args.name = ("tiny-" if args.tiny else "") + args.plan + ("-cold" if args.cold else "")
+    args.no_peers |= args.colocate  # NCCL wants a GPU of its own for every rank of a group
+    args.name = ("tiny-" if args.tiny else "") + args.plan
+    args.name += ("-colocated" if args.colocate else "") + ("-cold" if args.cold else "")
     return args
 
 
@@ -252,9 +296,13 @@ def main() -> None:
     facts = environment(args.commit)
     device = "cuda" if facts["gpus"] else "cpu"
     num_ranks, tp_size = map(int, args.plan.split("x"))
-    if facts["gpus"] and len(facts["gpus"]) < num_ranks + tp_size:
-        sys.exit(f"--plan {args.plan} needs {num_ranks + tp_size} GPUs, this host has {len(facts['gpus'])}")
-    base = EngineSpec(args.engine, model_config(args), device, num_requests=args.requests, is_cold=args.cold)
+    num_gpus = max(num_ranks, tp_size) if args.colocate else num_ranks + tp_size
+    if facts["gpus"] and len(facts["gpus"]) < num_gpus:
+        sys.exit(f"--plan {args.plan} needs {num_gpus} GPUs, this host has {len(facts['gpus'])}")
+    base = EngineSpec(
+        args.engine, model_config(args), device, num_requests=args.requests, is_colocated=args.colocate,
+        is_cold=args.cold,
+    )  # fmt: skip
     engines = [base]
     if tp_size > 1:
         both = {"EP": replace(base, tp_size=tp_size, expert_parallel=True), "TP": replace(base, tp_size=tp_size)}
@@ -263,6 +311,7 @@ def main() -> None:
         engines = [spec for name, spec in both.items() if args.only in (None, name)]
     print(json.dumps(facts, indent=2), flush=True)
     report: dict[str, Any] = {"environment": facts, "model": base.hf_config, "lora_rank": args.rank, "plan": args.plan}
+    report["is_colocated"] = args.colocate
     report |= {"peers_include": peers.__doc__, "engines": []}
     args.out.mkdir(parents=True, exist_ok=True)
     out = args.out / f"weight_sync-{args.name}.json"

@@ -326,7 +326,7 @@ class RolloutWorker:
         self._serving.set()
 
     def _clear_cache(self) -> None:
-        """Start dropping KV blocks, while bytes arrive: it takes the engine milliseconds that no writer need wait for."""
+        """Start dropping KV blocks, while bytes arrive: no writer need wait for the milliseconds that it takes."""
         if not self._sync.keep_kv:
             self._clearing = asyncio.create_task(self._engine.clear_cache())
 

@@ -272,7 +272,7 @@ class Receiver:
         return total
 
     def _hashes_at_rest(self) -> dict[str, int]:
-        """Every parameter's hash in the form that kernels read. What is as it came over the wire is not hashed again."""
+        """Every parameter's hash in the form that kernels read; not hashed again where that is what came."""
         hashes = {
             param.name: self._wire_hashes[param.name]
             for param in self._layout.params
@@ -283,7 +283,7 @@ class Receiver:
         return hashes | self._hash_whole([param.name for param in self._layout.params if param.name not in hashes])
 
     def _hash_whole(self, names: Sequence[str]) -> dict[str, int]:
-        """Hashes of whole parameters, with one wait for the device; those that need a copy for it one after the other."""
+        """Hashes of whole parameters, with one wait for the device; those that need a copy one after the other."""
         held = {name: self._params[name].detach() for name in names}
         as_is = {name: tensor for name, tensor in held.items() if tensor.is_contiguous()}
         hashes = dict(zip(as_is, RangeHashes(list(as_is.values()), [0] * len(as_is)).values(), strict=True))
