@@ -25,7 +25,7 @@ def show(report: dict[str, Any]) -> None:
         print(f"\n{report['plan']}{where} -> {engine['engine']}, {load}")
         print(f"bare wire ({engine['wire']['link']}): {wire:.1f} GB/s a rank, {engine['num_generated_tokens']} tokens")
         _line("row", "total_s", "min", "max", "begin", "idle", "mark", "prepare", "write", "GB/s", "of wire", "verify",
-              "commit", "pause", "excess", "budget", "account", "trainer", "engine", "handed")  # fmt: skip
+              "commit", "rest", "pause", "excess", "budget", "account", "trainer", "engine", "handed")  # fmt: skip
         for row in engine["rows"]:
             seconds = [row[f"{name}_s"] for name in ("begin", "idle", "mark", "prepare", "write")]
             memory = [row[name] for name in ("watermark_bytes", "accounted_peak_bytes", "trainer_growth_bytes")]
@@ -33,7 +33,9 @@ def show(report: dict[str, Any]) -> None:
             rate = row["write_gb_per_s_per_rank"]
             _line(row["title"], *(f"{row[f'total_s{end}']:.4f}" for end in ("", "_min", "_max")),
                   *(f"{value:.4f}" for value in seconds), f"{rate:.1f}", f"{rate / wire:.0%}",
-                  *(f"{row[f'{name}_s']:.4f}" for name in ("verify", "commit", "pause", "excess_pause")),
+                  *(f"{row[f'{name}_s']:.4f}" for name in ("verify", "commit")),
+                  f"{row['rest_s']:.4f}" if "rest_s" in row else "-",
+                  *(f"{row[f'{name}_s']:.4f}" for name in ("pause", "excess_pause")),
                   *("-" if value is None else f"{value / MIB:.1f}M" for value in memory))  # fmt: skip
         with_hashes, without = (next(r for r in engine["rows"] if r["title"] == t) for t in ("hashes", "no hashes"))
         print(f"hashes cost {with_hashes['total_s'] / without['total_s'] - 1:+.1%} of a publish, by medians")

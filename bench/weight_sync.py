@@ -51,6 +51,9 @@ from bench.runs import environment  # noqa: E402
 from bench.shapes import model_config  # noqa: E402
 from bench.trainer_side import MIB, Row, TrainerSpec, run_rank  # noqa: E402
 
+PARTS = ("begin_s", "write_s", "verify_s", "commit_s")
+"""Stages that do not overlap. What a publish takes beside them is "rest": the link waits for a slot to be packed, rank
+0 adds up and speaks."""
 STAGES = ("begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s", "pause_s")
 START_TIMEOUT_S = 240.0
 ROW_TIMEOUT_S = 180.0
@@ -190,6 +193,7 @@ class Bench:
             **facts,
             "num_bytes": num_bytes,
             **medians,
+            "rest_s": statistics.median(report["total_s"] - sum(report[part] for part in PARTS) for report in reports),
             "total_s_min": min(report["total_s"] for report in reports),
             "total_s_max": max(report["total_s"] for report in reports),
             "excess_pause_s": max(report["pause_s"] - report["total_s"] for report in reports),
