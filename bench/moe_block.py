@@ -1,11 +1,16 @@
 """The MoE block alone on one GPU: every kernel against the machine, adapters against the frozen block.
 
-    python bench/moe_block.py [--before FOLDER] [--tiny] [--out bench/results/moe_block.json]
+    python bench/moe_block.py [--tables block profile ...] [--before FOLDER] [--tiny] [--out FILE]
 
-Prints its environment, the copy bandwidth and a large matrix product measured in the same run, then three tables:
-kernels (time, GB/s or TFLOP/s, share of the measured limit), the block forward + backward at the shape of
-Qwen3-30B-A3B (frozen, rank 16, rank 64; and what other ways to add an adapter would cost), and packed experts at the
-shape of one GPU's part of Kimi-K2. `--before` names a checkout whose trainer/moe is built of separate autograd pieces;
+Prints its environment, the copy bandwidth and a large matrix product measured in the same run, then its tables:
+
+    block     forward + backward at the shape of Qwen3-30B-A3B: frozen, rank 16, rank 64, even and skewed routing
+    profile   the device's time in that by kernel, beside the frozen block's
+    dequant   unpacking of one layer's experts at the shape of one GPU's part of Kimi-K2
+    kernels   each kernel alone: time, GB/s or TFLOP/s, share of the measured limit; other ways to add an adapter
+    packed    layers of packed experts, forward + backward
+
+`--before` names a checkout whose trainer/moe is built of separate autograd pieces;
 it runs in a process of its own, on the same device, right after. `--tiny` is for a machine without a GPU.
 """
 
@@ -30,6 +35,8 @@ QWEN3 = {"hidden_size": 2048, "intermediate_size": 768, "num_experts": 128, "top
 KIMI_PART = {"hidden_size": 7168, "intermediate_size": 2048, "num_experts": 48, "top_k": 8}
 TINY = {"hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "top_k": 2}
 Rows = list[dict[str, Any]]
+REPEATS = 10
+"""Steps of a profile."""
 
 
 def timed(run: Callable[[], Any], device: torch.device, *, before: Callable[[], Any] | None = None) -> float:
@@ -103,10 +110,15 @@ def make_experts(shape: dict[str, int], rank: int, device: torch.device, *, lora
     return experts
 
 
-def block_seconds(
+CASES = ((0, "frozen"), (16, "float32"), (16, "bfloat16"), (64, "float32"), (64, "bfloat16"))
+"""Rank and format of the adapters."""
+TABLES = ("block", "profile", "dequant", "kernels", "packed")
+
+
+def block_calls(
     experts: list[Any], experts_TK: Tensor, shape: dict[str, int], device: torch.device
-) -> dict[str, float]:
-    """Forward, forward + backward and what the host needs to launch them; peak bytes beyond what was there."""
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Forward alone; forward + backward."""
     from trainer.moe.dispatch import plan_dispatch
 
     num_tokens = experts_TK.shape[0]
@@ -126,6 +138,14 @@ def block_seconds(
         for bank in experts:
             bank.zero_grad(set_to_none=True)
 
+    return forward, both
+
+
+def block_seconds(
+    experts: list[Any], experts_TK: Tensor, shape: dict[str, int], device: torch.device
+) -> dict[str, float]:
+    """Forward, forward + backward and what the host needs to launch them; peak bytes beyond what was there."""
+    forward, both = block_calls(experts, experts_TK, shape, device)
     results = {"forward_s": timed(forward, device), "both_s": timed(both, device)}
     if device.type == "cuda":
         base = torch.cuda.memory_allocated()
@@ -147,8 +167,8 @@ def block_table(shape: dict[str, int], token_counts: list[int], device: torch.de
         for num_tokens in token_counts:
             experts_TK = routing_of(num_tokens, shape, device, skewed=skewed)
             frozen = 0.0
-            for rank, lora_dtype in ((0, None), (16, DType.float32), (64, DType.float32), (64, DType.bfloat16)):
-                experts = make_experts(shape, rank, device, lora_dtype=lora_dtype)
+            for rank, adapters in CASES:
+                experts = make_experts(shape, rank, device, lora_dtype=DType(adapters) if rank else None)
                 seconds = block_seconds([experts], experts_TK, shape, device)
                 frozen = frozen or seconds["both_s"]
                 counts = experts_TK.flatten().bincount()
@@ -156,13 +176,47 @@ def block_table(shape: dict[str, int], token_counts: list[int], device: torch.de
                     {
                         "tokens": num_tokens,
                         "rank": rank,
-                        "adapters": str(lora_dtype),
+                        "adapters": adapters,
                         "max_over_mean_rows": round(float(counts.max() / counts.float().mean()), 2),
                         "backend": str(experts.backend),
                         **seconds,
                         "overhead": seconds["both_s"] / frozen - 1,
                     }
                 )
+    return rows
+
+
+def profile_table(shape: dict[str, int], token_counts: list[int], device: torch.device) -> Rows:
+    """Microseconds of the device by kernel, forward + backward; columns are CASES."""
+    from torch.profiler import ProfilerActivity
+
+    from conf.schema import DType
+
+    rows: Rows = []
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    for num_tokens in token_counts:
+        experts_TK = routing_of(num_tokens, shape, device)
+        found: dict[str, dict[str, float]] = {}
+        for rank, adapters in CASES:
+            experts = make_experts(shape, rank, device, lora_dtype=DType(adapters) if rank else None)
+            _, both = block_calls([experts], experts_TK, shape, device)
+            timed(both, device)
+            with torch.profiler.profile(activities=[activity]) as profiler:
+                for _ in range(REPEATS):
+                    both()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+            for event in profiler.key_averages():
+                spent = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+                cells = found.setdefault(event.key[:120], {})
+                cells[f"{adapters} {rank}"] = cells.get(f"{adapters} {rank}", 0.0) + spent / REPEATS
+        names = sorted(found, key=lambda name: -max(found[name].values()))
+        rows += [{"tokens": num_tokens, "kernel": name, **found[name]} for name in names]
+        total = {f"{adapters} {rank}": 0.0 for rank, adapters in CASES}
+        for cells in found.values():
+            for case, spent in cells.items():
+                total[case] += spent
+        rows.append({"tokens": num_tokens, "kernel": "sum", **total})
     return rows
 
 
@@ -357,6 +411,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", help="checkout of separate pieces to compare with")
     parser.add_argument("--as-before", help=argparse.SUPPRESS)
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a machine without a GPU")
     parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()
@@ -376,8 +431,9 @@ def main() -> None:
     }
     print(json.dumps(environment))
     report: dict[str, Any] = {"environment": environment, "shapes": {"block": qwen3, "packed": kimi}}
-    report["block"] = block_table(qwen3, token_counts, device)
-    show("block, forward + backward", report["block"])
+    if "block" in options.tables:
+        report["block"] = block_table(qwen3, token_counts, device)
+        show("block, forward + backward", report["block"])
     if options.before:
         command = [sys.executable, __file__, "--as-before", options.before, *(["--tiny"] if options.tiny else [])]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -385,15 +441,21 @@ def main() -> None:
             sys.exit(done.stderr)
         report["before"] = json.loads(done.stdout.splitlines()[-1])
         show("separate pieces, forward + backward", report["before"])
-    report["dequant"] = dequant_table(kimi, device, limit)
-    show("unpacking", report["dequant"])
-    report["kernels"] = []
-    for num_tokens in token_counts:
-        for rank in (16, 64):
-            report["kernels"] += kernel_table(qwen3, num_tokens, rank, device, limit)
-    show("kernels", report["kernels"])
-    report["packed"] = packed_table(kimi, 8192 if not options.tiny else 32, 4, device)
-    show("packed experts, forward + backward", report["packed"])
+    if "profile" in options.tables:
+        report["profile"] = profile_table(qwen3, token_counts, device)
+        show("microseconds of the device by kernel, forward + backward", report["profile"])
+    if "dequant" in options.tables:
+        report["dequant"] = dequant_table(kimi, device, limit)
+        show("unpacking", report["dequant"])
+    if "kernels" in options.tables:
+        report["kernels"] = []
+        for num_tokens in token_counts:
+            for rank in (16, 64):
+                report["kernels"] += kernel_table(qwen3, num_tokens, rank, device, limit)
+        show("kernels", report["kernels"])
+    if "packed" in options.tables:
+        report["packed"] = packed_table(kimi, 8192 if not options.tiny else 32, 4, device)
+        show("packed experts, forward + backward", report["packed"])
     if options.out:
         Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
 

@@ -2,6 +2,7 @@
 
     python bench/trainer.py                                    Qwen3-30B-A3B's shape, r=64, 1k to 32k tokens, one H200
     python bench/trainer.py --tokens 4096 --rows ours-float32 peft-float32 --profile
+    python bench/trainer.py --tokens 4096 --rows ours-int8 --memory      what is held at the peak
     python bench/trainer.py --tiny                             a CPU will do
 
 Both train the same random weights (bfloat16, drawn by name from one seed) on the same tokens, one sequence a step, with
@@ -313,6 +314,9 @@ def run_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
             "tokens_per_dollar": per_s * 3600 / args.dollars_per_gpu_hour,
         }
         print(name, num_tokens, json.dumps(row["lengths"][num_tokens]), flush=True)
+    if args.memory and args.device == "cuda":
+        row["memory"] = memory_at_peak(subject, np.random.default_rng(4096).integers(0, args.vocab, args.tokens[0]))
+        print(name, json.dumps(row["memory"], indent=1), flush=True)
     if args.profile and args.device == "cuda":
         row["kernels"] = profile(subject, np.random.default_rng(4096).integers(0, args.vocab, args.tokens[0]))
     return row
@@ -332,6 +336,46 @@ def profile(subject: Any, token_ids: Any) -> list[dict[str, Any]]:
         {"kernel": e.key[:200], "kind": kind_of(e.key), "ms": e.self_device_time_total / 1e3, "calls": e.count}
         for e in events
     ]
+
+
+def memory_at_peak(subject: Any, token_ids: Any) -> dict[str, Any]:
+    """What one step holds on the device when it holds most, by the line that asked for it; GB.
+
+    "before" was there when the step began: weights, moments, and what libraries keep.
+    """
+    import torch
+
+    before = torch.cuda.memory_allocated()
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000, context="alloc", stacks="python")
+    subject.step(token_ids)
+    torch.cuda.synchronize()
+    trace = next(trace for trace in torch.cuda.memory._snapshot()["device_traces"] if trace)
+    torch.cuda.memory._record_memory_history(enabled=None)
+    live: dict[int, tuple[int, str]] = {}
+    freed_before = total = peak = 0
+    sites: dict[str, int] = {}
+    where = ""
+    for entry in trace:
+        if entry["action"] == "alloc":
+            live[entry["addr"]] = (entry["size"], _site(entry["frames"]))
+            total += entry["size"]
+            if total > peak:
+                peak, where = total, _site(entry["frames"])
+                sites = {"freed since": freed_before}
+                for size, site in live.values():
+                    sites[site] = sites.get(site, 0) + size
+        elif entry["action"] == "free_completed":
+            size = live.pop(entry["addr"], (0, ""))[0]
+            freed_before -= 0 if size else entry["size"]
+            total -= entry["size"]
+    held = {"before": before} | dict(sorted(sites.items(), key=lambda item: -item[1]))
+    return {"reached_at": where, "gb": {site: size / 1e9 for site, size in held.items() if abs(size) > 1e6}}
+
+
+def _site(frames: list[dict[str, Any]]) -> str:
+    """The innermost lines of this tree in a stack."""
+    own = [f for f in frames if f["filename"].startswith(str(ROOT)) and "/.venv/" not in f["filename"]]
+    return " < ".join(f"{Path(f['filename']).name}:{f['line']} {f['name']}" for f in own[:2]) or "a library"
 
 
 def kind_of(kernel: str) -> str:
@@ -420,6 +464,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dollars-per-gpu-hour", type=float, default=3.5, help="an H200 rented by the hour, 2026")
     parser.add_argument("--profile", action="store_true", help="device time by kernel, at the first length")
+    parser.add_argument("--memory", action="store_true", help="what is held at the peak of a step, by line of code")
     parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
