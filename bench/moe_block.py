@@ -9,6 +9,9 @@ Prints its environment, the copy bandwidth and a large matrix product measured i
     dequant   unpacking of one layer's experts at the shape of one GPU's part of Kimi-K2
     kernels   each kernel alone: time, GB/s or TFLOP/s, share of the measured limit; other ways to add an adapter
     packed    layers of packed experts, forward + backward
+    tilings   (only when asked for) kernels with an adapter under other tile sizes than the fixed ones: how those are
+              chosen, and what choosing costs
+    host      (only when asked for) what Python spends on launching
 
 `--before` names a checkout whose trainer/moe is built of separate autograd pieces;
 it runs in a process of its own, on the same device, right after. `--tiny` is for a machine without a GPU.
@@ -40,7 +43,7 @@ REPEATS = 10
 
 
 def timed(run: Callable[[], Any], device: torch.device, *, before: Callable[[], Any] | None = None) -> float:
-    """Median seconds on the device of one call, after warming up."""
+    """Median seconds that the device takes for one call, after warming up."""
     if device.type != "cuda":
         run()
         start = time.perf_counter()
@@ -50,6 +53,7 @@ def timed(run: Callable[[], Any], device: torch.device, *, before: Callable[[], 
     for step in range(25):
         if before is not None:
             before()
+        torch.cuda._sleep(4_000_000)  # about 2 ms, in which the host gets ahead: the device's time is meant
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         run()
@@ -113,6 +117,7 @@ def make_experts(shape: dict[str, int], rank: int, device: torch.device, *, lora
 CASES = ((0, "frozen"), (16, "float32"), (16, "bfloat16"), (64, "float32"), (64, "bfloat16"))
 """Rank and format of the adapters."""
 TABLES = ("block", "profile", "dequant", "kernels", "packed")
+MORE_TABLES = ("tilings", "host")
 
 
 def block_calls(
@@ -220,6 +225,121 @@ def profile_table(shape: dict[str, int], token_counts: list[int], device: torch.
     return rows
 
 
+def host_table(shape: dict[str, int], num_tokens: int, device: torch.device) -> Rows:
+    """Milliseconds of Python in one forward + backward, by function, the longest first."""
+    import cProfile
+    import pstats
+
+    from conf.schema import DType
+
+    experts = make_experts(shape, 16, device, lora_dtype=DType.bfloat16)
+    _, both = block_calls([experts], routing_of(num_tokens, shape, device), shape, device)
+    timed(both, device)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(REPEATS):
+        both()
+    profiler.disable()
+    stats: Any = pstats.Stats(profiler)
+    rows = [
+        {"function": f"{Path(where[0]).name}:{where[1]} {where[2]}", "calls": calls / REPEATS,
+         "own_s": own / REPEATS, "total_s": total / REPEATS}
+        for where, (_, calls, own, total, _) in stats.stats.items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: -row["own_s"])[:30]
+
+
+def tilings_table(shape: dict[str, int], num_tokens: int, device: torch.device) -> Rows:
+    """Each kernel that an adapter touches under each of some tilings; the shortest of a case comes first."""
+    from unittest import mock
+
+    from trainer.kernels import gather, grouped_gemm, low_rank, swiglu
+    from trainer.kernels.launch import Tiling
+    from trainer.moe.activation import SWIGLU
+    from trainer.moe.dispatch import plan_dispatch
+
+    hidden, width, num_experts = shape["hidden_size"], shape["intermediate_size"], shape["num_experts"]
+    product_tilings = (
+        (Tiling(128, 128, 8, 3), 64, 2), (Tiling(128, 128, 8, 3), 128, 2), (Tiling(128, 128, 8, 4), 64, 2),
+        (Tiling(128, 256, 8, 3), 64, 2),
+    )  # fmt: skip
+    row_tilings = (
+        Tiling(64, 32, 4, 3), Tiling(32, 64, 4, 3), Tiling(32, 64, 8, 3), Tiling(16, 128, 4, 3), Tiling(64, 64, 8, 3),
+    )  # fmt: skip
+    gradient_tilings = (Tiling(64, 128, 4, 3), Tiling(64, 128, 4, 4), Tiling(64, 256, 8, 3))
+    gather_tilings = (Tiling(64, 128, 4, 3), Tiling(32, 128, 4, 3))
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, device=device, dtype=torch.bfloat16) * 0.05
+
+    wgu, wd = draw(num_experts, 2 * width, hidden), draw(num_experts, hidden, width)
+    rows: Rows = []
+    experts_TK = routing_of(num_tokens, shape, device)
+    plan = plan_dispatch(experts_TK, num_experts, None)
+    groups, num_rows, source = plan.groups, experts_TK.numel(), plan.token_of_row_S
+    x, sorted_x, gu, h, w = (
+        draw(num_tokens, hidden), draw(num_rows, hidden), draw(num_rows, 2 * width), draw(num_rows, width),
+        torch.rand(num_rows, device=device),
+    )  # fmt: skip
+
+    def products(low: Any, factors: Any) -> dict[str, Callable[[], Any]]:
+        operands = {
+            "Xp Wgu^T": (sorted_x, wgu.transpose(1, 2)), "h Wd^T": (h, wd.transpose(1, 2)),
+            "g Wd": (sorted_x, wd), "dgu Wgu": (gu, wgu),
+        }  # fmt: skip
+        return {
+            name: lambda pair=pair, p=p: grouped_gemm.grouped_product_triton(*pair, groups, low, p)
+            for (name, pair), p in zip(operands.items(), factors, strict=True)
+        }
+
+    cases: list[tuple[str, int, Any, Any, tuple[Any, ...], Callable[[], Any]]] = []
+    for name, run in products(None, (None,) * 4).items():
+        cases.append((name, 0, grouped_gemm, "product_tiling", product_tilings[:1], run))
+    for rank in (16, 64):
+        low = draw(num_rows, rank)
+        a_gu, b_gu, a_d, b_d = (
+            draw(num_experts, rank, hidden), draw(num_experts, 2 * width, rank), draw(num_experts, rank, width),
+            draw(num_experts, hidden, rank),
+        )  # fmt: skip
+        inner = swiglu.InnerAdapter(b_gu, a_d, 2.0)
+        for name, run in products(low, (b_gu, b_d, a_d.transpose(1, 2), a_gu.transpose(1, 2))).items():
+            cases.append((name, rank, grouped_gemm, "product_tiling", product_tilings, run))
+        forward = lambda inner=inner: swiglu.activate(gu, None, inner, None, groups, SWIGLU)  # noqa: E731
+        backward = lambda inner=inner: swiglu.activate_backward(  # noqa: E731
+            gu, None, inner, None, h, None, w, groups, SWIGLU, True
+        )
+        backward_name = "ADAPTED" if rank <= 32 else "ADAPTED_WIDE_BACKWARD"
+        cases.append(("activate", rank, swiglu, "ADAPTED", row_tilings, forward))
+        cases.append(("activate_backward", rank, swiglu, backward_name, row_tilings, backward))
+        project = lambda a=a_gu: gather.gather_project(x, source, a, groups)  # noqa: E731
+        cases.append(("gather_project", rank, gather, "PROJECT", gather_tilings, project))
+        for name, right, out, more in (
+            ("gradient of A, gate|up", x, a_gu, {"source_S": source}),
+            ("gradient of A, gate|up, sorted rows", sorted_x, a_gu, {}),
+            ("gradient of B, gate|up", gu, b_gu.transpose(1, 2), {}),
+            ("gradient of B, down", x, b_d.transpose(1, 2), {"source_S": source, "weights_S": w}),
+            ("gradient of A, down", h, a_d, {}),
+        ):
+            run = lambda r=right, o=out, low=low, m=more: low_rank.low_rank_gradient(  # noqa: E731
+                low, r, groups, o, **m
+            )
+            cases.append((name, rank, low_rank, "GRADIENT", gradient_tilings, run))
+    for name, rank, module, attribute, candidates, run in cases:
+        found: Rows = []
+        for candidate in candidates:
+            given = (lambda *_, c=candidate: c) if attribute == "product_tiling" else candidate
+            row = {"tokens": num_tokens, "kernel": name, "rank": rank, "tiling": str(candidate)}
+            began = time.perf_counter()
+            with mock.patch.object(module, attribute, given):
+                try:
+                    row["us"] = timed(run, device) * 1e6
+                except Exception as e:  # a tiling that does not fit this device is no choice
+                    row["us"], row["failed"] = float("inf"), str(e).splitlines()[0][:80]
+            found.append({**row, "tuning_s": time.perf_counter() - began})
+        rows += sorted(found, key=lambda row: row["us"])
+    return rows
+
+
 def packed_table(shape: dict[str, int], num_tokens: int, num_layers: int, device: torch.device) -> Rows:
     """Layers of packed experts, unpacked one ahead, against plain ones."""
     from trainer.model.spec import ExpertFormat
@@ -283,8 +403,8 @@ def kernel_table(
         ("activate, adapter", lambda: activate(gu, low, inner, None, groups, SWIGLU), 3 * half + 2 * thin + inner_bytes),  # noqa: E501
         ("activate_backward, frozen", lambda: activate_backward(gu, None, None, None, h, None, w_S, groups, SWIGLU, False), 5 * half),  # noqa: E501
         ("activate_backward, adapter", lambda: activate_backward(gu, low, inner, None, h, low, w_S, groups, SWIGLU, True), 6 * half + 3 * thin + inner_bytes),  # noqa: E501
-        ("add_low_rank (B of down)", lambda: add_low_rank(rows_SH, low, b_down, None, groups, 1.0), 2 * wide + thin + 4 * b_down.numel()),  # noqa: E501
-        ("add_low_rank (A of gate|up)", lambda: add_low_rank(rows_SH, low, a_gate_up.transpose(1, 2), None, groups, 1.0), 2 * wide + thin + 4 * a_gate_up.numel()),  # noqa: E501
+        ("add_low_rank (B of down)", lambda: add_low_rank(rows_SH, low, b_down, None, groups), 2 * wide + thin + 4 * b_down.numel()),  # noqa: E501
+        ("add_low_rank (A of gate|up)", lambda: add_low_rank(rows_SH, low, a_gate_up.transpose(1, 2), None, groups), 2 * wide + thin + 4 * a_gate_up.numel()),  # noqa: E501
         ("gradient of A, gate|up", lambda: low_rank_gradient(low, rows_SH, groups, torch.empty_like(a_gate_up)), wide + thin + 4 * a_gate_up.numel()),  # noqa: E501
         ("gradient of B, gate|up", lambda: low_rank_gradient(low, gu, groups, torch.empty_like(inner.b_EIR).transpose(1, 2)), 2 * half + thin + 4 * inner.b_EIR.numel()),  # noqa: E501
         ("gradient of A, down", lambda: low_rank_gradient(low, h, groups, torch.empty_like(inner.a_ERI)), half + thin + 4 * inner.a_ERI.numel()),  # noqa: E501
@@ -411,7 +531,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", help="checkout of separate pieces to compare with")
     parser.add_argument("--as-before", help=argparse.SUPPRESS)
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--tables", nargs="+", choices=TABLES + MORE_TABLES, default=list(TABLES))
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a machine without a GPU")
     parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()
@@ -456,6 +576,13 @@ def main() -> None:
     if "packed" in options.tables:
         report["packed"] = packed_table(kimi, 8192 if not options.tiny else 32, 4, device)
         show("packed experts, forward + backward", report["packed"])
+    if "host" in options.tables:
+        report["host"] = host_table(qwen3, token_counts[0], device)
+        show("Python, forward + backward", report["host"])
+    if "tilings" in options.tables:
+        report["tilings"] = [row for count in token_counts for row in tilings_table(qwen3, count, device)]
+        show("tilings", report["tilings"])
+        print(f"tuning took {sum(row['tuning_s'] for row in report['tilings']):.0f} s")
     if options.out:
         Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
 

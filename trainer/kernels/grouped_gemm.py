@@ -1,6 +1,6 @@
 """One matrix product per expert over rows sorted by expert, in Triton.
 
-    product    out[rows of e] = x[rows of e] @ M[e] (+ scale * low[rows of e] @ P[e]^T)
+    product    out[rows of e] = x[rows of e] @ M[e] (+ low[rows of e] @ P[e]^T)
     gradient   out[e] = left[rows of e]^T @ right[rows of e]
 
 An adapter's second factor is added in the product's own accumulator: no pass over the output. Operands come through
@@ -28,7 +28,7 @@ def product_tiling(mean_rows: int, rank: int) -> tuple[Tiling, int, int]:
 
 
 def grouped_product_triton(
-    x_SK: Tensor, matrices_EKN: Tensor, groups: RowGroups, low_SR: Tensor | None, p_ENR: Tensor | None, scale: float
+    x_SK: Tensor, matrices_EKN: Tensor, groups: RowGroups, low_SR: Tensor | None, p_ENR: Tensor | None
 ) -> Tensor:
     """[S, N]; a matrix or its transpose is contiguous, its rows are multiples of 16 bytes. P may have any strides."""
     num_rows, depth = x_SK.shape
@@ -45,7 +45,7 @@ def grouped_product_triton(
     _product[(tiles.shape[0] * triton.cdiv(num_columns, tiling.columns),)](
         TensorDescriptor.from_tensor(x_SK, [tiling.rows, step]),
         TensorDescriptor.from_tensor(stored, [tiling.columns, step] if is_turned else [step, tiling.columns]),
-        out_SN, low_SR, p_ENR, tiles, scale, tiles.shape[0], depth, num_columns,
+        out_SN, low_SR, p_ENR, tiles, tiles.shape[0], depth, num_columns,
         *((0, 0, 0) if p_ENR is None else p_ENR.stride()),
         IS_TURNED=is_turned, RANK=rank, PADDED_RANK=padded_rank(rank), SHARED=shared,
         BLOCK_M=tiling.rows, BLOCK_N=tiling.columns, BLOCK_K=step, STAGES=tiling.stages,
@@ -68,7 +68,7 @@ def grouped_gradient_triton(left_SM: Tensor, right_SN: Tensor, groups: RowGroups
 
 @triton.jit(do_not_specialize=["num_row_tiles"])
 def _product(
-    x_desc, m_desc, out_ptr, low_ptr, p_ptr, tiles_ptr, scale, num_row_tiles, depth, num_columns,
+    x_desc, m_desc, out_ptr, low_ptr, p_ptr, tiles_ptr, num_row_tiles, depth, num_columns,
     p_expert_stride, p_row_stride, p_rank_stride,
     IS_TURNED: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr, SHARED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -82,19 +82,11 @@ def _product(
     expert, first, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     if first < stop:
         first_column = place // rows_in_band * BLOCK_N
-        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        for start in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-            x = x_desc.load([first, start])
-            if IS_TURNED:
-                m = m_desc.load([expert * num_columns + first_column, start]).T
-            else:
-                m = m_desc.load([expert * depth + start, first_column])
-            acc = tl.dot(x, m, acc, input_precision=PRECISION)
         rows = first + tl.arange(0, BLOCK_M)
         columns = first_column + tl.arange(0, BLOCK_N)
         is_row, is_column = rows < stop, columns < num_columns
         rows = rows.to(tl.int64)
-        if RANK > 0:
+        if RANK > 0:  # asked for now, used after the loop: nothing waits for them
             ranks = tl.arange(0, PADDED_RANK)
             is_rank = ranks < RANK
             low = tl.load(
@@ -106,7 +98,16 @@ def _product(
                 mask=is_rank[:, None] & is_column[None, :],
                 other=0.0,
             )  # fmt: skip
-            acc += scale * tl.dot(low, p.to(low.dtype), input_precision=PRECISION)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for start in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+            x = x_desc.load([first, start])
+            if IS_TURNED:
+                m = m_desc.load([expert * num_columns + first_column, start]).T
+            else:
+                m = m_desc.load([expert * depth + start, first_column])
+            acc = tl.dot(x, m, acc, input_precision=PRECISION)
+        if RANK > 0:
+            acc = tl.dot(low, p.to(low.dtype), acc, input_precision=PRECISION)
         out = out_ptr + rows[:, None] * num_columns + columns[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 

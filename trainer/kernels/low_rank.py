@@ -1,11 +1,12 @@
 """What an adapter adds to rows, and its weight gradients: products whose one side is the rank.
 
-    rows[i] += scale * low[i] @ P[e]^T + bias[e]              out[e] = sum over rows i of e: left[i]^T right[i]
+    rows[i] += low[i] @ P[e]^T + bias[e]              out[e] = sum over rows i of e: w[i] left[i]^T right[source[i]]
 
-Both are bound by memory: each reads the wide operand once. The gradients are summed in float32 over rows in order, one
-thread block an output tile, and written in the parameter's dtype: float32 parameters get unrounded gradients, and an
-expert without rows gets zeros. The torch forms are the definition, and what other devices than CUDA run.
-Callers: trainer.moe.experts.
+Both are bound by memory: each reads the wide operand once. A gradient reads it from before the gather that sorted the
+rows, where a token is one row and not K: the cache has it for the other K - 1. The gradients are summed in float32 over
+rows in order, one thread block an output tile, and written in the parameter's dtype: float32 parameters get unrounded
+gradients, and an expert without rows gets zeros. The torch forms are the definition, and what other devices than CUDA
+run. Callers: trainer.moe.routed, trainer.moe.grouped.
 """
 
 from __future__ import annotations
@@ -29,22 +30,31 @@ def add_low_rank_torch(
     p_ENR: Tensor | None,
     bias_EN: Tensor | None,
     groups: RowGroups,
-    scale: float,
 ) -> Tensor:
     """The definition of `add_low_rank`."""
     wide = torch.promote_types(rows_SN.dtype, torch.float32)
     out_SN = rows_SN.to(wide, copy=True)
     if low_SR is not None and p_ENR is not None:
         for expert, rows in groups.slices():
-            out_SN[rows] += scale * (low_SR[rows].to(wide) @ factor_of(p_ENR, expert, low_SR.dtype).to(wide).t())
+            out_SN[rows] += low_SR[rows].to(wide) @ factor_of(p_ENR, expert, low_SR.dtype).to(wide).t()
     if bias_EN is not None:
         out_SN += bias_EN.to(wide)[groups.expert_of_row_S]
     return rows_SN.copy_(out_SN)
 
 
-def low_rank_gradient_torch(left_SR: Tensor, right_SN: Tensor, groups: RowGroups, out_ERN: Tensor) -> Tensor:
+def low_rank_gradient_torch(
+    left_SR: Tensor,
+    right_XN: Tensor,
+    groups: RowGroups,
+    out_ERN: Tensor,
+    source_S: Tensor | None = None,
+    weights_S: Tensor | None = None,
+) -> Tensor:
     """The definition of `low_rank_gradient`."""
     wide = torch.promote_types(left_SR.dtype, torch.float32)
+    right_SN = right_XN if source_S is None else right_XN[source_S]
+    if weights_S is not None:
+        left_SR = (left_SR.to(wide) * weights_S.to(wide)[:, None]).to(left_SR.dtype)
     out_ERN.zero_()
     for expert, rows in groups.slices():
         out_ERN[expert] = left_SR[rows].to(wide).t() @ right_SN[rows].to(wide)
@@ -57,7 +67,6 @@ def add_low_rank_triton(
     p_ENR: Tensor | None,
     bias_EN: Tensor | None,
     groups: RowGroups,
-    scale: float,
 ) -> Tensor:
     """As add_low_rank_torch."""
     num_rows, num_columns = rows_SN.shape
@@ -65,7 +74,7 @@ def add_low_rank_triton(
     if num_rows:
         tiles = groups.tiles(ADD.rows)
         _add_low_rank[(triton.cdiv(num_columns, SPAN), tiles.shape[0])](
-            rows_SN, low_SR, p_ENR, bias_EN, tiles, scale, num_columns,
+            rows_SN, low_SR, p_ENR, bias_EN, tiles, num_columns,
             *((0, 0, 0) if p_ENR is None else p_ENR.stride()),
             HAS_LORA=p_ENR is not None, HAS_BIAS=bias_EN is not None, RANK=rank, PADDED_RANK=padded_rank(rank),
             BLOCK_M=ADD.rows, BLOCK_N=ADD.columns, SPAN=SPAN, STAGES=ADD.stages, PRECISION=precision_of(rows_SN),
@@ -74,14 +83,22 @@ def add_low_rank_triton(
     return rows_SN
 
 
-def low_rank_gradient_triton(left_SR: Tensor, right_SN: Tensor, groups: RowGroups, out_ERN: Tensor) -> Tensor:
+def low_rank_gradient_triton(
+    left_SR: Tensor,
+    right_XN: Tensor,
+    groups: RowGroups,
+    out_ERN: Tensor,
+    source_S: Tensor | None = None,
+    weights_S: Tensor | None = None,
+) -> Tensor:
     """As low_rank_gradient_torch."""
-    rank, num_columns = left_SR.shape[1], right_SN.shape[1]
-    _low_rank_gradient[(triton.cdiv(num_columns, GRADIENT.columns), groups.num_experts)](
-        left_SR, right_SN, out_ERN, groups.ends_E, num_columns, *out_ERN.stride(),
+    rank, num_columns = left_SR.shape[1], right_XN.shape[1]
+    _low_rank_gradient[(triton.cdiv(num_columns, GRADIENT.columns) * groups.num_experts,)](
+        left_SR, right_XN, source_S, weights_S, out_ERN, groups.ends_E, groups.num_experts, num_columns,
+        *out_ERN.stride(), HAS_SOURCE=source_S is not None, HAS_WEIGHTS=weights_S is not None,
         RANK=rank, PADDED_RANK=padded_rank(rank), IS_TRANSPOSED=out_ERN.stride(1) == 1 and rank > 1,
-        BLOCK_M=GRADIENT.rows, BLOCK_N=GRADIENT.columns, PRECISION=precision_of(left_SR),
-        num_warps=GRADIENT.warps, num_stages=GRADIENT.stages,  # pyright: ignore[reportCallIssue]
+        BLOCK_M=GRADIENT.rows, BLOCK_N=GRADIENT.columns, STAGES=GRADIENT.stages, PRECISION=precision_of(left_SR),
+        num_warps=GRADIENT.warps,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     return out_ERN
 
@@ -92,9 +109,8 @@ def add_low_rank(
     p_ENR: Tensor | None,
     bias_EN: Tensor | None,
     groups: RowGroups,
-    scale: float,
 ) -> Tensor:
-    """Add scale * low @ P[e]^T and the expert's bias to rows, in place, rounding once.
+    """Add low @ P[e]^T and the expert's bias to rows, in place, rounding once.
 
     Args:
         rows_SN: contiguous.
@@ -102,7 +118,6 @@ def add_low_rank(
         p_ENR: one (N, r) factor an expert, any float dtype and strides, taken in low's dtype; None with low.
         bias_EN: one vector an expert, or None.
         groups: whose rows they are.
-        scale: of the product, not of the bias.
 
     Returns:
         rows_SN.
@@ -110,28 +125,38 @@ def add_low_rank(
     if p_ENR is None and bias_EN is None:
         return rows_SN
     implementation = add_low_rank_triton if rows_SN.is_cuda else add_low_rank_torch
-    return implementation(rows_SN, low_SR, p_ENR, bias_EN, groups, scale)
+    return implementation(rows_SN, low_SR, p_ENR, bias_EN, groups)
 
 
-def low_rank_gradient(left_SR: Tensor, right_SN: Tensor, groups: RowGroups, out_ERN: Tensor) -> Tensor:
-    """Write left[rows of e]^T @ right[rows of e] for every expert.
+def low_rank_gradient(
+    left_SR: Tensor,
+    right_XN: Tensor,
+    groups: RowGroups,
+    out_ERN: Tensor,
+    *,
+    source_S: Tensor | None = None,
+    weights_S: Tensor | None = None,
+) -> Tensor:
+    """Write (w * left)[rows of e]^T @ right[rows of e] for every expert.
 
     Args:
         left_SR: the narrow side.
-        right_SN: the wide side, contiguous.
+        right_XN: the wide side, contiguous.
         groups: whose rows they are.
         out_ERN: (E, r, N), any strides (a transposed view for a gradient of shape (E, N, r)).
+        source_S: int64; row i's wide side is right[source[i]]. None: right[i].
+        weights_S: of the narrow side, which is rounded again; None: all one.
 
     Returns:
         out_ERN.
     """
     implementation = low_rank_gradient_triton if left_SR.is_cuda else low_rank_gradient_torch
-    return implementation(left_SR, right_SN, groups, out_ERN)
+    return implementation(left_SR, right_XN, groups, out_ERN, source_S, weights_S)
 
 
 @triton.jit
 def _add_low_rank(
-    rows_ptr, low_ptr, p_ptr, bias_ptr, tiles_ptr, scale, num_columns, p_expert_stride, p_row_stride, p_rank_stride,
+    rows_ptr, low_ptr, p_ptr, bias_ptr, tiles_ptr, num_columns, p_expert_stride, p_row_stride, p_rank_stride,
     HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +182,7 @@ def _add_low_rank(
                     mask=is_rank[:, None] & is_column[None, :],
                     other=0.0,
                 )
-                acc += scale * tl.dot(low, p.to(low_ptr.dtype.element_ty), input_precision=PRECISION)
+                acc = tl.dot(low, p.to(low_ptr.dtype.element_ty), acc, input_precision=PRECISION)
             if HAS_BIAS:
                 bias = tl.load(bias_ptr + expert * num_columns + columns, mask=is_column, other=0.0)
                 acc += bias.to(tl.float32)[None, :]
@@ -166,24 +191,37 @@ def _add_low_rank(
 
 @triton.jit
 def _low_rank_gradient(
-    left_ptr, right_ptr, out_ptr, ends_ptr, num_columns, out_expert_stride, out_rank_stride, out_column_stride,
+    left_ptr, right_ptr, source_ptr, weights_ptr, out_ptr, ends_ptr, num_experts, num_columns,
+    out_expert_stride, out_rank_stride, out_column_stride,
+    HAS_SOURCE: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.program_id(1)
+    """Neighbours share columns when rows come through a source, so that a token's K experts find it in the cache;
+    else they share rows."""
+    if HAS_SOURCE:
+        expert, block = tl.program_id(0) % num_experts, tl.program_id(0) // num_experts
+    else:
+        num_blocks = tl.cdiv(num_columns, BLOCK_N)
+        expert, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
     begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     ranks = tl.arange(0, PADDED_RANK)
     is_column, is_rank = columns < num_columns, ranks < RANK
     acc = tl.zeros([PADDED_RANK, BLOCK_N], dtype=tl.float32)
-    for first in range(begin, end, BLOCK_M):
+    for first in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
         rows = first + tl.arange(0, BLOCK_M)
         is_row = rows < end
         rows = rows.to(tl.int64)
         left = tl.load(
             left_ptr + rows[None, :] * RANK + ranks[:, None], mask=is_rank[:, None] & is_row[None, :], other=0.0
         )
+        if HAS_WEIGHTS:
+            weights = tl.load(weights_ptr + rows, mask=is_row, other=0.0)
+            left = (left.to(tl.float32) * weights.to(tl.float32)[None, :]).to(left.dtype)
+        if HAS_SOURCE:
+            rows = tl.load(source_ptr + rows, mask=is_row, other=0)
         right = tl.load(
             right_ptr + rows[:, None] * num_columns + columns[None, :],
             mask=is_row[:, None] & is_column[None, :],

@@ -1,7 +1,7 @@
 """An expert's activation with the adapters around it, forward and backward.
 
-    gu = GU + scale * xa @ Bgu[e]^T + bias[e]     GU: base product;  xa: low-rank projection of the rows
-    h  = activation(gu)                           ha = h @ Ad[e]^T
+    gu = GU + xa @ Bgu[e]^T + bias[e]             GU: base product;  xa: scale times the rows' low-rank projection
+    h  = activation(gu)                           ha = scale * h @ Ad[e]^T
     backward, from dh' (gradient of h before the row's routing weight w):
     dh' += db @ Ad[e]                             dw = <h, dh'>:  the router's gradient without the down output
     dgu  = activation'(gu) * w * dh'              hw = w * h:  what the down projection's weight gradients need
@@ -36,6 +36,11 @@ class InnerAdapter:
     scale: float
     """alpha / rank."""
 
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.a_ERI.shape[1]
+
 
 FORWARD, BACKWARD = Tiling(16, 256, warps=4, stages=3), Tiling(32, 64, warps=8, stages=3)
 ADAPTED, ADAPTED_WIDE_BACKWARD = Tiling(64, 32, warps=4, stages=3), Tiling(32, 64, warps=4, stages=3)
@@ -53,11 +58,11 @@ def activate_torch(
     """The definition of `activate`."""
     wide_SI = _adapted(gu_SI, xa_SR, adapter, bias_EI, groups)
     h_SI = _gated(wide_SI, activation)[0].to(gu_SI.dtype)
-    if adapter is None or xa_SR is None:
+    if adapter is None:
         return h_SI, None
-    ha_SR = torch.empty_like(xa_SR)
+    ha_SR = h_SI.new_empty(h_SI.shape[0], adapter.rank)
     for expert, rows in groups.slices():
-        ha_SR[rows] = h_SI[rows] @ factor_of(adapter.a_ERI, expert, h_SI.dtype).t()
+        ha_SR[rows] = (h_SI[rows] @ factor_of(adapter.a_ERI, expert, h_SI.dtype).t()) * adapter.scale
     return h_SI, ha_SR
 
 
@@ -85,9 +90,9 @@ def activate_backward_torch(
     weighted_SI = grad_SI * weights_S.to(wide)[:, None]
     dgu_SI = torch.cat([weighted_SI * slope_SI, weighted_SI * gate_factor_SI], -1).to(dtype)
     hw_SI = (h_SI * weights_S.to(wide)[:, None]).to(dtype) if needs_h else None
-    if adapter is None or xa_SR is None:
+    if adapter is None:
         return dgu_SI, hw_SI, dw_S, None
-    dba_SR = torch.empty_like(xa_SR)
+    dba_SR = dgu_SI.new_empty(dgu_SI.shape[0], adapter.rank)
     for expert, rows in groups.slices():
         dba_SR[rows] = (dgu_SI[rows] @ factor_of(adapter.b_EIR, expert, dtype)) * adapter.scale
     return dgu_SI, hw_SI, dw_S, dba_SR
@@ -102,7 +107,7 @@ def _adapted(
     if adapter is not None and xa_SR is not None:
         for expert, rows in groups.slices():
             low = xa_SR[rows].to(wide) @ factor_of(adapter.b_EIR, expert, xa_SR.dtype).to(wide).t()
-            out_SI[rows] += adapter.scale * low
+            out_SI[rows] += low
     if bias_EI is not None:
         out_SI += bias_EI.to(wide)[groups.expert_of_row_S]
     return out_SI
@@ -133,14 +138,15 @@ def activate_triton(
     """As activate_torch."""
     num_rows, width = gu_SI.shape[0], gu_SI.shape[1] // 2
     h_SI = gu_SI.new_empty(num_rows, width)
-    ha_SR = None if xa_SR is None or adapter is None else torch.empty_like(xa_SR)
+    ha_SR = None if adapter is None else gu_SI.new_empty(num_rows, adapter.rank)
     if num_rows:
         tiling = FORWARD if ha_SR is None else ADAPTED
         tiles = groups.tiles(tiling.rows)
         _activate[(tiles.shape[0],)](  # pyright: ignore[reportCallIssue]
             gu_SI, xa_SR, bias_EI, h_SI, ha_SR, tiles, width,
             *_adapter_arguments(adapter), *_activation_arguments(activation),
-            HAS_LORA=ha_SR is not None, HAS_BIAS=bias_EI is not None, **_shape_arguments(gu_SI, xa_SR, tiling),
+            ADDS=xa_SR is not None, HAS_LORA=ha_SR is not None, HAS_BIAS=bias_EI is not None,
+            **_shape_arguments(gu_SI, adapter, tiling),
         )  # fmt: skip
     return h_SI, ha_SR
 
@@ -160,7 +166,7 @@ def activate_backward_triton(
     """As activate_backward_torch, written over gu and dh."""
     num_rows, width = dh_SI.shape
     dw_S = torch.empty(num_rows, dtype=torch.float32, device=gu_SI.device)
-    dba_SR = None if xa_SR is None or adapter is None else torch.empty_like(xa_SR)
+    dba_SR = None if adapter is None else gu_SI.new_empty(num_rows, adapter.rank)
     if num_rows:
         tiling = BACKWARD
         if dba_SR is not None:
@@ -169,8 +175,8 @@ def activate_backward_triton(
         _activate_backward[(tiles.shape[0],)](  # pyright: ignore[reportCallIssue]
             gu_SI, xa_SR, bias_EI, dh_SI, db_SR, weights_S, dw_S, dba_SR, tiles, width,
             *_adapter_arguments(adapter), *_activation_arguments(activation),
-            NEEDS_H=needs_h, HAS_LORA=dba_SR is not None, HAS_BIAS=bias_EI is not None,
-            **_shape_arguments(gu_SI, xa_SR, tiling),
+            NEEDS_H=needs_h, ADDS=xa_SR is not None, HAS_LORA=dba_SR is not None, HAS_BIAS=bias_EI is not None,
+            **_shape_arguments(gu_SI, adapter, tiling),
         )  # fmt: skip
     return gu_SI, dh_SI if needs_h else None, dw_S, dba_SR
 
@@ -185,8 +191,8 @@ def _activation_arguments(activation: ExpertActivation) -> tuple[float, float, f
     return activation.alpha, float("inf") if activation.limit is None else activation.limit, activation.up_offset
 
 
-def _shape_arguments(gu_SI: Tensor, xa_SR: Tensor | None, tiling: Tiling) -> dict[str, int | str]:
-    rank = 16 if xa_SR is None else xa_SR.shape[1]
+def _shape_arguments(gu_SI: Tensor, adapter: InnerAdapter | None, tiling: Tiling) -> dict[str, int | str]:
+    rank = 16 if adapter is None else adapter.rank
     return {
         "RANK": rank, "PADDED_RANK": padded_rank(rank), "BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns,
         "STAGES": tiling.stages, "PRECISION": precision_of(gu_SI), "num_warps": tiling.warps,
@@ -205,7 +211,7 @@ def activate(
 
     Args:
         gu_SI: [S, 2I] base product, gate columns first.
-        xa_SR: rows times A of gate and up; None without an adapter.
+        xa_SR: scale times rows times A of gate and up; None where gu has the adapter's part already, or there is none.
         adapter: None without one.
         bias_EI: (E, 2I) or None.
         groups: whose rows they are.
@@ -235,7 +241,7 @@ def activate_backward(
     Args:
         gu_SI, xa_SR, adapter, bias_EI, groups, activation: as in `activate`.
         dh_SI: [S, I] output gradient times the base down weight, without routing weights.
-        db_SR: scale * output gradient times B of down; None without an adapter.
+        db_SR: scale * output gradient times B of down; None where xa is.
         weights_S: routing weight of every row.
         needs_h: whether to return hw.
 
@@ -248,25 +254,29 @@ def activate_backward(
 
 @triton.jit
 def _adapted_tile(
-    gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, scale, half,
+    gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, half,
     b_expert_stride, b_row_stride, b_rank_stride,
-    RANK: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    RANK: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of gate (half = 0) or up (half = 1) in float32, and the tile of B it used."""
+    """One tile of gate (half = 0) or up (half = 1) in float32."""
     own = half * width + columns
     tile = tl.load(gu_ptr + at + half * width, mask=inside, other=0.0).to(tl.float32)
-    b = xa
-    if HAS_LORA:
-        b = tl.load(
-            b_ptr + expert * b_expert_stride + own[:, None] * b_row_stride + ranks[None, :] * b_rank_stride,
-            mask=is_column[:, None] & (ranks < RANK)[None, :],
-            other=0.0,
-        ).to(xa.dtype)
-        tile += scale * tl.dot(xa, tl.trans(b), input_precision=PRECISION)
+    if ADDS:
+        b = _factor_tile(b_ptr, expert, own, is_column, ranks, b_expert_stride, b_row_stride, b_rank_stride, RANK)
+        tile = tl.dot(xa, tl.trans(b).to(xa.dtype), tile, input_precision=PRECISION)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * 2 * width + own, mask=is_column, other=0.0)
         tile += bias.to(tl.float32)[None, :]
-    return tile, b
+    return tile
+
+
+@triton.jit
+def _factor_tile(ptr, expert, rows, is_row, ranks, expert_stride, row_stride, rank_stride, RANK: tl.constexpr):
+    return tl.load(
+        ptr + expert * expert_stride + rows[:, None] * row_stride + ranks[None, :] * rank_stride,
+        mask=is_row[:, None] & (ranks < RANK)[None, :],
+        other=0.0,
+    )
 
 
 @triton.jit
@@ -274,7 +284,8 @@ def _activate(
     gu_ptr, xa_ptr, bias_ptr, h_ptr, ha_ptr, tiles_ptr, width,
     b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride,
     scale, alpha, limit, up_offset,
-    HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
+    ADDS: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
+    RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tiles_ptr + tl.program_id(0) * 3
@@ -286,35 +297,32 @@ def _activate(
         ranks = tl.arange(0, PADDED_RANK)
         is_low = is_row[:, None] & (ranks < RANK)[None, :]
         low_at = rows[:, None] * RANK + ranks[None, :]
-        xa = tl.load(xa_ptr + low_at, mask=is_low, other=0.0) if HAS_LORA else 0.0
+        xa = tl.load(xa_ptr + low_at, mask=is_low, other=0.0) if ADDS else 0.0
         ha = tl.zeros([BLOCK_M, PADDED_RANK], dtype=tl.float32)
         for start in tl.range(0, width, BLOCK_N, num_stages=STAGES):
             columns = start + tl.arange(0, BLOCK_N)
             is_column = columns < width
             inside = is_row[:, None] & is_column[None, :]
             at = rows[:, None] * (2 * width) + columns[None, :]
-            gate, _ = _adapted_tile(
-                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, scale, 0,
-                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
+            gate = _adapted_tile(
+                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, 0,
+                b_expert_stride, b_row_stride, b_rank_stride, RANK, ADDS, HAS_BIAS, PRECISION,
             )  # fmt: skip
-            up, _ = _adapted_tile(
-                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, scale, 1,
-                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
+            up = _adapted_tile(
+                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, 1,
+                b_expert_stride, b_row_stride, b_rank_stride, RANK, ADDS, HAS_BIAS, PRECISION,
             )  # fmt: skip
             gate = tl.minimum(gate, limit)
             up = tl.minimum(tl.maximum(up, -limit), limit) + up_offset
             h = (up * gate * tl.sigmoid(alpha * gate)).to(h_ptr.dtype.element_ty)
             tl.store(h_ptr + rows[:, None] * width + columns[None, :], h, mask=inside)
             if HAS_LORA:
-                a = tl.load(
-                    a_ptr + expert * a_expert_stride + ranks[None, :] * a_rank_stride
-                    + columns[:, None] * a_column_stride,
-                    mask=is_column[:, None] & (ranks < RANK)[None, :],
-                    other=0.0,
-                )  # fmt: skip
+                a = _factor_tile(
+                    a_ptr, expert, columns, is_column, ranks, a_expert_stride, a_column_stride, a_rank_stride, RANK
+                )
                 ha = tl.dot(h, a.to(h.dtype), ha, input_precision=PRECISION)
         if HAS_LORA:
-            tl.store(ha_ptr + low_at, ha.to(ha_ptr.dtype.element_ty), mask=is_low)
+            tl.store(ha_ptr + low_at, (ha * scale).to(ha_ptr.dtype.element_ty), mask=is_low)
 
 
 @triton.jit
@@ -322,7 +330,7 @@ def _activate_backward(
     gu_ptr, xa_ptr, bias_ptr, dh_ptr, db_ptr, weights_ptr, dw_ptr, dba_ptr, tiles_ptr, width,
     b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride,
     scale, alpha, limit, up_offset,
-    NEEDS_H: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NEEDS_H: tl.constexpr, ADDS: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -336,8 +344,8 @@ def _activate_backward(
         ranks = tl.arange(0, PADDED_RANK)
         is_low = is_row[:, None] & (ranks < RANK)[None, :]
         low_at = rows[:, None] * RANK + ranks[None, :]
-        xa = tl.load(xa_ptr + low_at, mask=is_low, other=0.0) if HAS_LORA else 0.0
-        db = tl.load(db_ptr + low_at, mask=is_low, other=0.0) if HAS_LORA else 0.0
+        xa = tl.load(xa_ptr + low_at, mask=is_low, other=0.0) if ADDS else 0.0
+        db = tl.load(db_ptr + low_at, mask=is_low, other=0.0) if ADDS else 0.0
         weight = tl.load(weights_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
         dba = tl.zeros([BLOCK_M, PADDED_RANK], dtype=tl.float32)
         dw = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -346,24 +354,21 @@ def _activate_backward(
             is_column = columns < width
             inside = is_row[:, None] & is_column[None, :]
             at = rows[:, None] * (2 * width) + columns[None, :]
-            gate_in, b_gate = _adapted_tile(
-                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, scale, 0,
-                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
+            gate_in = _adapted_tile(
+                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, 0,
+                b_expert_stride, b_row_stride, b_rank_stride, RANK, ADDS, HAS_BIAS, PRECISION,
             )  # fmt: skip
-            up_in, b_up = _adapted_tile(
-                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, scale, 1,
-                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
+            up_in = _adapted_tile(
+                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, 1,
+                b_expert_stride, b_row_stride, b_rank_stride, RANK, ADDS, HAS_BIAS, PRECISION,
             )  # fmt: skip
             h_at = rows[:, None] * width + columns[None, :]
             dh = tl.load(dh_ptr + h_at, mask=inside, other=0.0).to(tl.float32)
-            if HAS_LORA:
-                a = tl.load(
-                    a_ptr + expert * a_expert_stride + ranks[:, None] * a_rank_stride
-                    + columns[None, :] * a_column_stride,
-                    mask=(ranks < RANK)[:, None] & is_column[None, :],
-                    other=0.0,
-                )  # fmt: skip
-                dh = tl.dot(db, a.to(db.dtype), dh, input_precision=PRECISION)
+            if ADDS:
+                a = _factor_tile(
+                    a_ptr, expert, columns, is_column, ranks, a_expert_stride, a_column_stride, a_rank_stride, RANK
+                )
+                dh = tl.dot(db, tl.trans(a).to(db.dtype), dh, input_precision=PRECISION)
             gate = tl.minimum(gate_in, limit)
             up = tl.minimum(tl.maximum(up_in, -limit), limit) + up_offset
             sigmoid = tl.sigmoid(alpha * gate)
@@ -379,8 +384,12 @@ def _activate_backward(
             if NEEDS_H:
                 tl.store(dh_ptr + h_at, (weight * h).to(dh_ptr.dtype.element_ty), mask=inside)
             if HAS_LORA:
-                dba = tl.dot(dgate, b_gate, dba, input_precision=PRECISION)
-                dba = tl.dot(dup, b_up, dba, input_precision=PRECISION)
+                for half in tl.static_range(2):
+                    b = _factor_tile(
+                        b_ptr, expert, half * width + columns, is_column, ranks,
+                        b_expert_stride, b_row_stride, b_rank_stride, RANK,
+                    )  # fmt: skip
+                    dba = tl.dot(dup if half else dgate, b.to(dgate.dtype), dba, input_precision=PRECISION)
         tl.store(dw_ptr + rows, dw, mask=is_row)
         if HAS_LORA:
             tl.store(dba_ptr + low_at, (dba * scale).to(dba_ptr.dtype.element_ty), mask=is_low)

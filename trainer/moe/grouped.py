@@ -23,10 +23,6 @@ from trainer.kernels.grouped_gemm import grouped_gradient_triton, grouped_produc
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.low_rank import add_low_rank
 
-FUSED_RANK, FUSED_ROWS = 32, 512
-"""Up to this rank and number of rows an expert, one triton product with its adapter beats grouped_mm and a pass over
-its output."""
-
 
 class GroupedBackend(StrEnum):
     """Kernel of the grouped products."""
@@ -62,17 +58,16 @@ def grouped_product(
     *,
     low_SR: Tensor | None = None,
     p_ENR: Tensor | None = None,
-    scale: float = 1.0,
     bias_EN: Tensor | None = None,
 ) -> Tensor:
-    """x[rows of e] @ matrices[e] + scale * low[rows of e] @ P[e]^T + bias[e] for every expert.
+    """x[rows of e] @ matrices[e] + low[rows of e] @ P[e]^T + bias[e] for every expert.
 
     Args:
         x_SK: rows sorted by expert, contiguous.
         matrices_EKN: of x's dtype; a transposed view is fine.
         groups: whose rows they are.
         backend: of `choose_grouped_backend`.
-        low_SR, p_ENR, scale: an adapter's second factor; see trainer.kernels.low_rank.
+        low_SR, p_ENR: an adapter's second factor; see trainer.kernels.low_rank.
         bias_EN: one vector an expert.
 
     Returns:
@@ -80,18 +75,17 @@ def grouped_product(
     """
     if x_SK.shape[0] == 0:
         return x_SK.new_empty(0, matrices_EKN.shape[2])
-    is_short = x_SK.shape[0] <= FUSED_ROWS * groups.num_experts
-    is_fused = x_SK.is_cuda and low_SR is not None and low_SR.shape[1] <= FUSED_RANK and is_short
-    if backend is GroupedBackend.triton or (backend is GroupedBackend.grouped_mm and is_fused):
-        out_SN = grouped_product_triton(x_SK, matrices_EKN, groups, low_SR, p_ENR, scale)
-        return add_low_rank(out_SN, None, None, bias_EN, groups, scale)
+    is_fused = x_SK.is_cuda and low_SR is not None and backend is GroupedBackend.grouped_mm
+    if backend is GroupedBackend.triton or is_fused:
+        out_SN = grouped_product_triton(x_SK, matrices_EKN, groups, low_SR, p_ENR)
+        return add_low_rank(out_SN, None, None, bias_EN, groups)
     if backend is GroupedBackend.grouped_mm:
         out_SN = torch.nn.functional.grouped_mm(x_SK, matrices_EKN, offs=groups.ends_E)
     else:
         out_SN = x_SK.new_empty(x_SK.shape[0], matrices_EKN.shape[2])
         for expert, rows in groups.slices():
             torch.mm(x_SK[rows], matrices_EKN[expert], out=out_SN[rows])
-    return add_low_rank(out_SN, low_SR, p_ENR, bias_EN, groups, scale)
+    return add_low_rank(out_SN, low_SR, p_ENR, bias_EN, groups)
 
 
 def grouped_gradient(left_SM: Tensor, right_SN: Tensor, groups: RowGroups, backend: GroupedBackend) -> Tensor:

@@ -1,16 +1,16 @@
 """The routed experts as one autograd.Function over rows sorted by expert.
 
-    forward     Xp, xa = gather x, project by A of gate|up        GU = Xp Wgu^T         (grouped product)
-                h,  ha = activation(GU + s xa Bgu^T), project     Y  = h Wd^T           (grouped product)
-                y      = Y + s ha Bd^T + bias                     out[t] = sum_k w[t,k] y[t,k]
-    saved       x (not Xp), the routing, xa and ha (r numbers a row)
-    backward    g,  db = gather grad_out, s g Bd                      dh' = g Wd            (unweighted)
-                GU again from x                                   dh' += db Ad;  dw = <h, dh'>;  dh = w dh'
-                dgu, dba, w h from the activation's backward      dXp = dgu Wgu + dba Agu
-                dBd = g^T s w ha   dAd = db^T (w h)   dBgu = dgu^T s xa   dAgu = dba^T Xp
+    forward     Xp, xa = gather x, s x Agu^T                   gu  = Xp Wgu^T + xa Bgu^T    (grouped product)
+                h,  ha = activation(gu), s h Ad^T              y   = h Wd^T + ha Bd^T + bias
+                out[t] = sum_k w[t,k] y[t,k]
+    saved       x (not Xp), the routing, xa and ha (r numbers a row), the adapters in the compute dtype
+    backward    g,  db = gather grad_out, s g Bd               dh' = g Wd + db Ad           (unweighted)
+                gu again from x                                dw  = <h, dh'>;  dh = w dh'
+                dgu, dba, w h from the activation's backward   dXp = dgu Wgu + dba Agu;     dba = s dgu Bgu
+                dBd = g^T w ha   dAd = db^T (w h)   dBgu = dgu^T xa   dAgu = dba^T Xp
                 dx[t] = sum_k dXp[t,k]
 
-Owns the order and what is kept. dw, the router's gradient, is <h, dh'> because <y, g> = <h, Wd^T g> + s <ha, Bd^T g>
+Owns the order and what is kept. dw, the router's gradient, is <h, dh'> because <y, g> = <h, Wd^T g> + <ha, Bd^T g>
 (+ <bias, g>): the down output is neither saved nor computed again. Weights are never merged with their adapters (no
 W + BA), and frozen ones get no gradient product. A dispatch over ranks costs two exchanges of rows forward and three
 backward (x, g, dXp). Since so little is kept, recomputing this function in a checkpointed layer would save nothing.
@@ -114,26 +114,27 @@ class _RoutedExperts(torch.autograd.Function):
         if a_gate_up is None:
             rows, xa = gather_rows(rows, source), None
         else:
-            rows, xa, _ = gather_project(rows, source, a_gate_up, groups)
-        gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend)
+            rows, xa, _ = gather_project(rows, source, a_gate_up, groups, scale=call.scale)
+        gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend, low_SR=xa, p_ENR=b_gate_up)
         del rows
-        h, ha = activate(gu, xa, inner, gate_up_bias, groups, call.activation)
+        h, ha = activate(gu, None, inner, gate_up_bias, groups, call.activation)
         del gu
-        y = grouped_product(
-            h, wd.transpose(1, 2), groups, call.backend, low_SR=ha, p_ENR=b_down, scale=call.scale, bias_EN=down_bias
-        )
+        y = grouped_product(h, wd.transpose(1, 2), groups, call.backend, low_SR=ha, p_ENR=b_down, bias_EN=down_bias)
         y = plan.send_back(y)
         ctx.call = call
-        ctx.save_for_backward(x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, *stored, xa, ha)
+        ctx.adapter_dtypes = [None if factor is None else factor.dtype for factor in stored]
+        ctx.save_for_backward(
+            x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, a_gate_up, b_gate_up, a_down, b_down, xa, ha
+        )
         return weighted_sum(y, weights_TK.contiguous(), plan.row_of_slot_TK, call.mode)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, *stored, xa, ha = ctx.saved_tensors
+        x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, *adapters, xa, ha = ctx.saved_tensors
+        a_gate_up, b_gate_up, a_down, b_down = adapters
         call: ExpertCall = ctx.call
         plan, groups, dtype = call.plan, call.plan.groups, x_TH.dtype
-        a_gate_up, b_gate_up, a_down, b_down = (_narrowed(x, dtype, groups) for x in stored)
         _, _, does_gate_up, does_down, does_gate_up_bias, does_down_bias, *does_adapters, _ = ctx.needs_input_grad
         does_adapt = a_gate_up is not None and any(does_adapters)
         inner = _inner_adapter(a_down, b_gate_up, call.scale)
@@ -141,21 +142,24 @@ class _RoutedExperts(torch.autograd.Function):
 
         w_R, source = plan.send(weights_TK.flatten(), plan.slot_of_row_S)
         w_R = w_R[source]
-        g, source = plan.send(dout_TH.contiguous(), plan.token_of_row_S)
+        token_of_row_S = plan.token_of_row_S
+        received_g, source = plan.send(dout_TH.contiguous(), token_of_row_S)
         db = g_dot_bias = None
         if b_down is None and down_bias is None:
-            g = gather_rows(g, source)
+            g = gather_rows(received_g, source)
         else:  # a bias without an adapter projects on nothing
-            project = b_down.transpose(1, 2) if b_down is not None else g.new_empty(groups.num_experts, 0, g.shape[1])
-            g, db, g_dot_bias = gather_project(g, source, project, groups, scale=call.scale, v_EK=down_bias)
+            project = _turned(b_down) if b_down is not None else dout_TH.new_empty(groups.num_experts, 0, wd.shape[1])
+            g, db, g_dot_bias = gather_project(received_g, source, project, groups, scale=call.scale, v_EK=down_bias)
             db = db if b_down is not None else None
-        dh = grouped_product(g, wd, groups, call.backend)
+        dh = grouped_product(g, wd, groups, call.backend, low_SR=db, p_ENR=_turned(a_down))
+        g = g if does_down else None
 
-        rows, source = plan.send(x_TH, plan.token_of_row_S)
-        rows = gather_rows(rows, source)
-        gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend)
+        received_x, _ = plan.send(x_TH, token_of_row_S)
+        rows = gather_rows(received_x, source)
+        gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend, low_SR=xa, p_ENR=b_gate_up)
+        rows = rows if does_gate_up else None
         dgu, hw, dw_R, dba = activate_backward(
-            gu, xa, inner, gate_up_bias, dh, db, w_R, groups, call.activation, does_adapt or does_down
+            gu, None, inner, gate_up_bias, dh, None, w_R, groups, call.activation, does_adapt or does_down
         )
         del gu, dh
         if g_dot_bias is not None:
@@ -163,26 +167,31 @@ class _RoutedExperts(torch.autograd.Function):
 
         grads: dict[str, Tensor] = {}
         if does_adapt:
-            assert a_gate_up is not None and b_gate_up is not None and a_down is not None and b_down is not None
             assert dba is not None and db is not None and hw is not None
-            sxa, swha = xa * call.scale, ha * (call.scale * w_R[:, None]).to(dtype)
-            grads["a_gate_up"] = low_rank_gradient(dba, rows, groups, torch.empty_like(stored[0]))
-            grads["b_gate_up"] = _b_gradient(sxa, dgu, groups, stored[1])
-            grads["a_down"] = low_rank_gradient(db, hw, groups, torch.empty_like(stored[2]))
-            grads["b_down"] = _b_gradient(swha, g, groups, stored[3])
-        if does_gate_up:
+            of_a_gate_up, of_b_gate_up, of_a_down, of_b_down = (
+                torch.empty_like(factor, dtype=stored)
+                for factor, stored in zip(adapters, ctx.adapter_dtypes, strict=True)
+            )
+            low_rank_gradient(dba, received_x, groups, of_a_gate_up, source_S=source)
+            low_rank_gradient(xa, dgu, groups, of_b_gate_up.transpose(1, 2))
+            low_rank_gradient(db, hw, groups, of_a_down)
+            low_rank_gradient(ha, received_g, groups, of_b_down.transpose(1, 2), source_S=source, weights_S=w_R)
+            grads |= {"a_gate_up": of_a_gate_up, "b_gate_up": of_b_gate_up, "a_down": of_a_down, "b_down": of_b_down}
+        if rows is not None:
             grads["gate_up"] = grouped_gradient(dgu, rows, groups, call.backend)
-        if does_down:
+        if g is not None:
             assert hw is not None
             grads["down"] = grouped_gradient(g, hw, groups, call.backend)
         if gate_up_bias is not None and does_gate_up_bias:
-            grads["gate_up_bias"] = _row_sum(torch.ones_like(w_R, dtype=dtype), dgu, groups, gate_up_bias)
+            ones_S1 = torch.ones_like(w_R, dtype=dtype)[:, None]
+            grads["gate_up_bias"] = torch.empty_like(gate_up_bias)
+            low_rank_gradient(ones_S1, dgu, groups, grads["gate_up_bias"][:, None])
         if down_bias is not None and does_down_bias:
-            grads["down_bias"] = _row_sum(w_R.to(dtype), g, groups, down_bias)
-        del g, hw, rows
+            grads["down_bias"] = torch.empty_like(down_bias)
+            low_rank_gradient(w_R.to(dtype)[:, None], received_g, groups, grads["down_bias"][:, None], source_S=source)
+        del g, hw, rows, received_g, received_x
 
-        a_turned = None if a_gate_up is None else a_gate_up.transpose(1, 2)
-        dx = grouped_product(dgu, wgu, groups, call.backend, low_SR=dba, p_ENR=a_turned)
+        dx = grouped_product(dgu, wgu, groups, call.backend, low_SR=dba, p_ENR=_turned(a_gate_up))
         del dgu
         dx_TH = weighted_sum(plan.send_back(dx), None, plan.row_of_slot_TK)
         dw_TK = plan.send_back(dw_R)[plan.row_of_slot_TK]
@@ -199,16 +208,8 @@ def _narrowed(factor: Tensor | None, dtype: torch.dtype, groups: RowGroups) -> T
     return factor.to(dtype) if factor is not None and is_read_often else factor
 
 
-def _b_gradient(left_SR: Tensor, right_SN: Tensor, groups: RowGroups, b_ENR: Tensor) -> Tensor:
-    """The gradient of a factor (E, N, r)."""
-    out_ENR = torch.empty_like(b_ENR)
-    low_rank_gradient(left_SR, right_SN, groups, out_ENR.transpose(1, 2))
-    return out_ENR
-
-
-def _row_sum(left_S: Tensor, right_SN: Tensor, groups: RowGroups, like_EN: Tensor) -> Tensor:
-    """Sum over each expert's rows of left[i] * right[i], as a gradient of rank one."""
-    return low_rank_gradient(left_S[:, None], right_SN, groups, torch.empty_like(like_EN)[:, None])[:, 0]
+def _turned(factor_ENR: Tensor | None) -> Tensor | None:
+    return None if factor_ENR is None else factor_ENR.transpose(1, 2)
 
 
 def _inner_adapter(a_down: Tensor | None, b_gate_up: Tensor | None, scale: float) -> InnerAdapter | None:

@@ -140,9 +140,10 @@ def case_activate(device: str) -> None:
     for dtype in dtypes_of(device):
         for rank, has_bias, activation in ((0, False, SWIGLU), (4, False, SWIGLU), (64, True, CLAMPED_SWIGLU)):
             gu, xa, adapter, bias, groups = activation_inputs(device, dtype, rank, has_bias)
-            arguments = (xa, adapter, bias, groups, activation)
-            for one, other in zip(activate_triton(gu, *arguments), activate_torch(gu, *arguments), strict=True):
-                assert_near(one, other, f"{dtype} rank {rank}")
+            for given in {id(xa): xa, id(None): None}.values():  # None: gu has the adapter's part
+                arguments = (given, adapter, bias, groups, activation)
+                for one, other in zip(activate_triton(gu, *arguments), activate_torch(gu, *arguments), strict=True):
+                    assert_near(one, other, f"{dtype} rank {rank}")
 
 
 def case_activate_backward(device: str) -> None:
@@ -152,7 +153,8 @@ def case_activate_backward(device: str) -> None:
             num_rows = sum(COUNTS)
             dh, w = draw(num_rows, WIDTH, device=device, dtype=dtype), draw(num_rows, device=device).abs()
             db = draw(num_rows, rank, device=device, dtype=dtype) if rank else None
-            for needs_h in (True, False):
+            for needs_h, is_added in ((True, False), (False, False), (True, True)):
+                xa, db = (None, None) if is_added else (xa, db)
                 rest = (db, w, groups, activation, needs_h)
                 mine = activate_backward_triton(gu.clone(), xa, adapter, bias, dh.clone(), *rest)
                 wanted = activate_backward_torch(gu, xa, adapter, bias, dh, *rest)
@@ -167,8 +169,8 @@ def case_add_low_rank(device: str) -> None:
         factor, bias = draw(4, H, 12, device=device), draw(4, H, device=device, dtype=dtype)
         by_columns = draw(4, 12, H, device=device).transpose(1, 2)
         for arguments in ((low, factor, None), (low, by_columns, bias), (None, None, bias)):
-            mine = add_low_rank_triton(rows.clone(), *arguments, groups, 0.3)
-            assert_near(mine, add_low_rank_torch(rows.clone(), *arguments, groups, 0.3), str(dtype))
+            mine = add_low_rank_triton(rows.clone(), *arguments, groups)
+            assert_near(mine, add_low_rank_torch(rows.clone(), *arguments, groups), str(dtype))
 
 
 def case_low_rank_gradient(device: str) -> None:
@@ -177,12 +179,16 @@ def case_low_rank_gradient(device: str) -> None:
         for dtype in dtypes_of(device):
             for rank in (1, 12, 64):
                 left = draw(num_rows, rank, device=device, dtype=dtype)
-                right = draw(num_rows, H, device=device, dtype=dtype)
-                straight = torch.full((4, rank, H), torch.nan, device=device)
-                turned = torch.full((4, H, rank), torch.nan, device=device).transpose(1, 2)
-                wanted = low_rank_gradient_torch(left, right, groups, torch.empty_like(straight))
-                for out in (straight, turned):
-                    assert_near(low_rank_gradient_triton(left, right, groups, out), wanted, f"{dtype} rank {rank}")
+                right = draw(max(num_rows, 1), H, device=device, dtype=dtype)
+                source = torch.arange(num_rows, device=device) * 7 % max(num_rows // 3, 1)
+                weights = draw(num_rows, device=device, dtype=dtype)
+                for more in ((), (source,), (None, weights), (source, weights)):
+                    straight = torch.full((4, rank, H), torch.nan, device=device)
+                    turned = torch.full((4, H, rank), torch.nan, device=device).transpose(1, 2)
+                    wanted = low_rank_gradient_torch(left, right, groups, torch.empty_like(straight), *more)
+                    for out in (straight, turned):
+                        mine = low_rank_gradient_triton(left, right, groups, out, *more)
+                        assert_near(mine, wanted, f"{dtype} rank {rank}")
 
 
 def case_weighted_sum(device: str) -> None:
@@ -236,9 +242,9 @@ def case_grouped_gemm(device: str) -> None:
                 p = draw(4, matrices.shape[2], 12, device=device)
                 wide = (x.float(), matrices.float(), groups, GroupedBackend.native)
                 plain = grouped_product(*wide).to(dtype)
-                assert_near(grouped_product_triton(x, matrices, groups, None, None, 1.0), plain, str(dtype))
-                adapted = grouped_product(*wide, low_SR=low.float(), p_ENR=p.to(dtype), scale=0.3).to(dtype)
-                assert_near(grouped_product_triton(x, matrices, groups, low, p, 0.3), adapted, f"adapted {dtype}")
+                assert_near(grouped_product_triton(x, matrices, groups, None, None), plain, str(dtype))
+                adapted = grouped_product(*wide, low_SR=low.float(), p_ENR=p.to(dtype)).to(dtype)
+                assert_near(grouped_product_triton(x, matrices, groups, low, p), adapted, f"adapted {dtype}")
             left = draw(num_rows, WIDTH, device=device, dtype=dtype)
             wanted = grouped_gradient(left, x, groups, GroupedBackend.native)
             assert_near(grouped_gradient_triton(left, x, groups), wanted, str(dtype))
