@@ -8,8 +8,8 @@
 Both train the same random weights (bfloat16, drawn by name from one seed) on the same tokens, one sequence a step, with
 LoRA on q, k, v, o and on gate, up and down of every expert (gate and up of an expert share one A, as PEFT has it),
 activation checkpointing, and AdamW with the same formats of adapters and moments; each step is forward, backward and
-update. The loss of the first step is printed for both: it is the same number. Each row is a
-process of its own:
+update. Losses of the first steps are compared at the end: they are the same number, up to bfloat16. Each row is a
+process of its own, which loads once for all lengths, and keeps each length's figures as it gets them:
 
     ours-float32    float32 adapters and moments            peft-float32     the same, torch.optim.AdamW(fused)
     ours-bfloat16   bfloat16 adapters and moments           peft-bfloat16    the same
@@ -18,8 +18,8 @@ process of its own:
 
 MFU counts the multiplications of the model (frozen weights forward and to activations, adapters three times, causal
 attention), without those of recomputation, against the datasheet's 989 TFLOP/s; "of the roofline" against a large
-matrix product measured in the same run, with recomputation counted. Writes bench/results/trainer-<device>.json; --plot
-draws it.
+matrix product measured in the same run, with recomputation counted. Writes bench/results/trainer-<device>.json and
+docs/images/trainer-<device>.png; --plot draws an older JSON again.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ ROWS = (*OURS, "peft-float32", "peft-bfloat16", "unsloth-float32", "unsloth-bflo
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0}
 """Dense bfloat16, from the datasheets."""
 SEED = 3
+PROFILED_TOKENS = 4096
+"""Length of --profile and --memory, where it is among --tokens; else the first."""
+LOSS_TOLERANCE = 2e-4
+"""Of a mean over a sequence, relative. Every token's logits are rounded to bfloat16 (2^-9); the errors are independent,
+and 1,024 of them average out to a thirty-second."""
 KINDS = {
     "attention": ("sdpa", "flash", "fmha"),
     "optimizer": ("multi_tensor_apply", "adam", "lpnorm"),
@@ -260,8 +266,8 @@ def _fill_hf(model: Any, config: dict[str, Any], device: str) -> None:
                     module.original_inv_freq = module.inv_freq
 
 
-def run_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """All lengths of one row."""
+def run_row(name: str, args: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """All lengths of one row; what there is of it lies in `out` after each."""
     import numpy as np
     import torch
 
@@ -314,11 +320,13 @@ def run_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
             "tokens_per_dollar": per_s * 3600 / args.dollars_per_gpu_hour,
         }
         print(name, num_tokens, json.dumps(row["lengths"][num_tokens]), flush=True)
-    if args.memory and args.device == "cuda":
-        row["memory"] = memory_at_peak(subject, np.random.default_rng(4096).integers(0, args.vocab, args.tokens[0]))
-        print(name, json.dumps(row["memory"], indent=1), flush=True)
-    if args.profile and args.device == "cuda":
-        row["kernels"] = profile(subject, np.random.default_rng(4096).integers(0, args.vocab, args.tokens[0]))
+        if cuda and num_tokens == (PROFILED_TOKENS if PROFILED_TOKENS in args.tokens else args.tokens[0]):
+            if args.memory:
+                row["memory"] = memory_at_peak(subject, token_ids)
+                print(name, json.dumps(row["memory"], indent=1), flush=True)
+            if args.profile:
+                row["kernels"] = profile(subject, token_ids)
+        out.write_text(json.dumps(row))
     return row
 
 
@@ -349,7 +357,8 @@ def memory_at_peak(subject: Any, token_ids: Any) -> dict[str, Any]:
     torch.cuda.memory._record_memory_history(max_entries=1_000_000, context="alloc", stacks="python")
     subject.step(token_ids)
     torch.cuda.synchronize()
-    trace = next(trace for trace in torch.cuda.memory._snapshot()["device_traces"] if trace)
+    snapshot: dict[str, Any] = dict(torch.cuda.memory._snapshot())
+    trace = next(trace for trace in snapshot["device_traces"] if trace)
     torch.cuda.memory._record_memory_history(enabled=None)
     live: dict[int, tuple[int, str]] = {}
     freed_before = total = peak = 0
@@ -372,7 +381,7 @@ def memory_at_peak(subject: Any, token_ids: Any) -> dict[str, Any]:
     return {"reached_at": where, "gb": {site: size / 1e9 for site, size in held.items() if abs(size) > 1e6}}
 
 
-def _site(frames: list[dict[str, Any]]) -> str:
+def _site(frames: Sequence[Any]) -> str:
     """The innermost lines of this tree in a stack."""
     own = [f for f in frames if f["filename"].startswith(str(ROOT)) and "/.venv/" not in f["filename"]]
     return " < ".join(f"{Path(f['filename']).name}:{f['line']} {f['name']}" for f in own[:2]) or "a library"
@@ -417,12 +426,29 @@ def print_table(report: dict[str, Any]) -> None:
             print(f"    {kernel['ms']:8.2f} ms {kernel['calls']:>6} x  {kernel['kernel'][:90]}")
 
 
+def do_losses_agree(report: dict[str, Any]) -> bool:
+    """Print every row's first loss beside the first row's, at the first length: before any update."""
+    lengths = {name: row["lengths"] for name, row in report["rows"].items() if row.get("lengths")}
+    first = {name: next(iter(cells.values())).get("first_loss") for name, cells in lengths.items()}
+    losses = {name: loss for name, loss in first.items() if loss is not None}
+    if not losses:
+        return True
+    reference = next(iter(losses.values()))
+    apart = {name: abs(loss / reference - 1) for name, loss in losses.items()}
+    print("loss of the first step: " + ", ".join(f"{n} {losses[n]:.6f} ({apart[n]:.1e})" for n in losses))
+    return max(apart.values()) <= LOSS_TOLERANCE
+
+
 def plot(report: dict[str, Any], path: Path) -> None:
     """Tokens per second and peak memory against length."""
-    import matplotlib
+    try:
+        import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        print(f"no matplotlib here: python bench/trainer.py --out JSON --plot {path.name} draws the picture elsewhere")
+        return
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for name, row in report["rows"].items():
@@ -463,7 +489,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dollars-per-gpu-hour", type=float, default=3.5, help="an H200 rented by the hour, 2026")
-    parser.add_argument("--profile", action="store_true", help="device time by kernel, at the first length")
+    parser.add_argument("--profile", action="store_true", help=f"device time by kernel, at {PROFILED_TOKENS} tokens")
     parser.add_argument("--memory", action="store_true", help="what is held at the peak of a step, by line of code")
     parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")
     parser.add_argument("--out", type=Path)
@@ -483,12 +509,14 @@ def main() -> None:
     import torch
 
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    out: Path = args.out or ROOT / "bench" / "results" / f"trainer-{'gpu' if args.device == 'cuda' else 'cpu'}.json"
+    stem = "trainer-gpu" if args.device == "cuda" else "trainer-cpu"
+    out: Path = args.out or ROOT / "bench" / "results" / f"{stem}.json"
+    image: Path = args.plot or (out.with_suffix(".png") if args.out else ROOT / "docs" / "images" / f"{stem}.png")
     if args.plot:
-        plot(json.loads(out.read_text()), args.plot)
+        plot(json.loads(out.read_text()), image)
         return
     if args.row:  # the row's own process
-        out.write_text(json.dumps(run_row(args.row, args)))
+        out.write_text(json.dumps(run_row(args.row, args, out)))
         return
     given = {k: v for k, v in vars(args).items() if k not in ("out", "plot", "row", "commit", "unsloth")}
     report: dict[str, Any] = {"environment": environment(args.commit), "arguments": given, "rows": {}}
@@ -499,14 +527,15 @@ def main() -> None:
         command = [sys.executable, __file__, *sys.argv[1:], "--row", name, "--out", str(part)]
         packages = {"PYTHONPATH": str(args.unsloth)} if name.startswith("unsloth") and args.unsloth else {}
         done = subprocess.run(command, env=os.environ | packages, check=False)
-        if done.returncode == 0:
-            report["rows"][name] = json.loads(part.read_text())
-            part.unlink()
-        else:
-            report["rows"][name] = {"failed": f"exit code {done.returncode}"}
+        row: dict[str, Any] = json.loads(part.read_text()) if part.exists() else {}
+        part.unlink(missing_ok=True)
+        report["rows"][name] = row | ({"failed": f"exit code {done.returncode}"} if done.returncode else {})
         out.write_text(json.dumps(report, indent=1) + "\n")
     print_table(report)
     print(f"written: {out}")
+    plot(report, image)
+    if not do_losses_agree(report):
+        sys.exit("the rows did not compute the same thing: first losses differ")
 
 
 if __name__ == "__main__":

@@ -148,7 +148,9 @@ class _RoutedExperts(torch.autograd.Function):
         if b_down is None and down_bias is None:
             g = gather_rows(received_g, source)
         else:  # a bias without an adapter projects on nothing
-            project = _turned(b_down) if b_down is not None else dout_TH.new_empty(groups.num_experts, 0, wd.shape[1])
+            project = (
+                dout_TH.new_empty(groups.num_experts, 0, wd.shape[1]) if b_down is None else b_down.transpose(1, 2)
+            )
             g, db, g_dot_bias = gather_project(received_g, source, project, groups, scale=call.scale, v_EK=down_bias)
             db = db if b_down is not None else None
         dh = grouped_product(g, wd, groups, call.backend, low_SR=db, p_ENR=_turned(a_down))
