@@ -13,7 +13,8 @@ process of its own, which loads once for all lengths, and keeps each length's fi
 
     ours-float32    float32 adapters and moments            peft-float32     the same, torch.optim.AdamW(fused)
     ours-bfloat16   bfloat16 adapters and moments           peft-bfloat16    the same
-    ours-int8       bfloat16 adapters, 8-bit moments        ours-host        float32 adapters, moments in host memory
+    ours-int8       bfloat16 adapters, 8-bit moments,       ours-host        float32 adapters, moments in host memory
+                    embeddings read from host memory
     unsloth-*       the same formats in Unsloth, where --unsloth names its packages (bench/peer_unsloth.py)
 
 MFU counts the multiplications of the model (frozen weights forward and to activations, adapters three times, causal
@@ -142,6 +143,7 @@ class Ours:
                 lora=schema.LoraConfig(rank=args.rank, alpha=2.0 * args.rank, dtype=schema.DType(adapters)),
                 optim=schema.OptimConfig(lr=1e-5, state=schema.OptimState(state)),
                 activation_checkpointing=True,
+                embedding_on_host=state == "int8",
             ),
             algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
             sampling_temperature=1.0,

@@ -176,6 +176,10 @@ class TrainerConfig:
     """
     activation_checkpointing: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
+    embedding_on_host: bool = False
+    """Keep the frozen table of input embeddings in page-locked host memory; a microbatch reads its own rows over the
+    bus. Saves vocabulary x hidden x 2 bytes on the GPU. mode=lora with one rank, and a head of its own.
+    """
     combine: CombineMode = CombineMode.fp32_once
     """How a token's expert outputs are summed, to agree with an engine to the last bits. fp32_once: products and sum in
     float32 over slots, one rounding. vllm_like: products rounded to model.dtype first; for 2, 3 or 4 experts a token,
@@ -203,6 +207,11 @@ class TrainerConfig:
             not (self.optim.state is OptimState.host and self.lora.dtype is DType.bfloat16),
             "trainer.optim.state=host needs trainer.lora.dtype=float32, got bfloat16; choose trainer.optim.state=int8 "
             "to save memory with bfloat16 adapters",
+        )
+        require(
+            not self.embedding_on_host or (self.mode is TrainMode.lora and self.num_ranks == 1),
+            "trainer.embedding_on_host=true needs trainer.mode=lora and trainer.num_ranks=1, got "
+            f"mode={self.mode} and num_ranks={self.num_ranks}; several ranks share the table among them",
         )
         require(
             not (self.train_router and self.mode is TrainMode.lora),

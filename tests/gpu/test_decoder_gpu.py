@@ -178,3 +178,16 @@ def test_two_ranks_over_nccl_match_one_on_the_cpu(tmp_path):
             grads = results[scenario.name]["grads"]
             both = [torch.cat([one[name].flatten() for name in sorted(grads)]) for one in (grads, expected["grads"])]
             assert relative_error(*both) < tolerance, scenario.name
+
+
+def test_embeddings_in_host_memory_change_no_bit():
+    batch = tuple(x.cuda() for x in packed())
+    results = []
+    for is_on_host in (False, True):
+        decoder = make_decoder(MIXED, trainer_config(embedding_on_host=is_on_host), device="cuda", dtype=torch.bfloat16)
+        table = decoder.model.embed_tokens.weight
+        assert table.is_cuda is not is_on_host and table.is_pinned() is is_on_host
+        logits = logits_of(decoder, batch)
+        probe_loss(logits, batch[0]).backward()
+        results.append([logits, *(p.grad for p in decoder.parameters() if p.grad is not None)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

@@ -45,7 +45,7 @@ def gather_project_torch(
 def gather_rows_triton(x: Tensor, source_S: Tensor) -> Tensor:
     """As gather_rows_torch."""
     num_rows, num_columns = source_S.shape[0], x.shape[1]
-    out = x.new_empty(num_rows, num_columns)
+    out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=source_S.device)
     if num_rows:
         block = min(1024, triton.next_power_of_2(num_columns))
         _gather[(num_rows, triton.cdiv(num_columns, block))](
@@ -74,8 +74,8 @@ def gather_project_triton(
 
 
 def gather_rows(x: Tensor, source_S: Tensor) -> Tensor:
-    """[S, K]: row source[i] of x for every i."""
-    return gather_rows_triton(x, source_S) if x.is_cuda else gather_rows_torch(x, source_S)
+    """[S, K], where the source is: row source[i] of x for every i. x may be in page-locked memory of the host."""
+    return gather_rows_triton(x, source_S) if source_S.is_cuda else gather_rows_torch(x, source_S)
 
 
 def gather_project(

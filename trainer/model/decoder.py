@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from conf.errors import ConfigError
 from conf.schema import CombineMode, LoraConfig, TrainerConfig, TrainMode
+from trainer.kernels.gather import gather_rows
 from trainer.lora import Linear
 from trainer.model.attend import AttentionBackend, KeptAttention, PackedSequences, choose_attention_backend
 from trainer.model.attention import make_attention
@@ -195,7 +196,8 @@ class Decoder(nn.Module):
         """
         sequences = PackedSequences.from_cu_seqlens(cu_seqlens, token_ids_T.shape[0], token_ids_T.device)
         rope = self._rotary(positions_T, self.dtype)
-        x_TH = self.model.embed_tokens(F.embedding, token_ids_T)
+        is_on_host = self.model.embed_tokens.weight.device != token_ids_T.device
+        x_TH = self.model.embed_tokens(_rows_of_host if is_on_host else F.embedding, token_ids_T)
         for layer in self.model.layers:
             x_TH = layer(x_TH, rope, sequences)
         return self.model.norm(x_TH)
@@ -246,6 +248,8 @@ def build_decoder(
     layout = layout if layout is not None else ParallelLayout.single(device)
     lora = trainer.lora if trainer.mode is TrainMode.lora else None
     _check(spec, lora, layout)
+    if trainer.embedding_on_host and spec.tie_embeddings:
+        raise ConfigError("trainer.embedding_on_host=true needs a head of its own; this model's is the embedding table")
     build = _Build(
         spec=spec,
         compute_dtype=dtype,
@@ -262,7 +266,15 @@ def build_decoder(
     _choose_trainable(decoder, trainer)
     shard_decoder(decoder, layout)
     decoder.to_empty(device=device)
+    if trainer.embedding_on_host:
+        table = decoder.model.embed_tokens
+        host = torch.empty_like(table.weight, device="cpu", pin_memory=device.type == "cuda")
+        table.weight = nn.Parameter(host, requires_grad=False)
     return decoder
+
+
+def _rows_of_host(token_ids_T: Tensor, table_VH: Tensor) -> Tensor:
+    return gather_rows(table_VH, token_ids_T)
 
 
 def _check(spec: ModelSpec, lora: LoraConfig | None, layout: ParallelLayout) -> None:

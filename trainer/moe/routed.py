@@ -167,6 +167,10 @@ class _RoutedExperts(torch.autograd.Function):
         if g_dot_bias is not None:
             dw_R = dw_R + g_dot_bias
 
+        dx = grouped_product(dgu, wgu, groups, call.backend, low_SR=dba, p_ENR=_turned(a_gate_up))
+        dx_TH = weighted_sum(plan.send_back(dx), None, plan.row_of_slot_TK)
+        del dx  # before gradients exist: the two are the largest here
+
         grads: dict[str, Tensor] = {}
         if does_adapt:
             assert dba is not None and db is not None and hw is not None
@@ -191,11 +195,6 @@ class _RoutedExperts(torch.autograd.Function):
         if down_bias is not None and does_down_bias:
             grads["down_bias"] = torch.empty_like(down_bias)
             low_rank_gradient(w_R.to(dtype)[:, None], received_g, groups, grads["down_bias"][:, None], source_S=source)
-        del g, hw, rows, received_g, received_x
-
-        dx = grouped_product(dgu, wgu, groups, call.backend, low_SR=dba, p_ENR=_turned(a_gate_up))
-        del dgu
-        dx_TH = weighted_sum(plan.send_back(dx), None, plan.row_of_slot_TK)
         dw_TK = plan.send_back(dw_R)[plan.row_of_slot_TK]
         names = ("gate_up", "down", "gate_up_bias", "down_bias", "a_gate_up", "b_gate_up", "a_down", "b_down")
         return dx_TH, dw_TK, *(grads.get(name) for name in names), None

@@ -81,6 +81,8 @@ CASES = [
     (["cluster.start_timeout_s=0"], r"cluster.start_timeout_s must be > 0, got 0"),
     (["cluster.object_store_bytes=5"], "cluster.object_store_bytes must be >= 83886080, got 5"),
     (["trainer.train_router=true"], "trainer.train_router=true needs trainer.mode=full"),
+    (["trainer.embedding_on_host=true", "trainer.num_ranks=2"], "trainer.embedding_on_host=true needs"),
+    (["trainer.embedding_on_host=true", "trainer.mode=full"], "trainer.embedding_on_host=true needs"),
     (
         ["weight_sync.keep_kv=true", "weight_sync.pause_mode=wait"],
         "weight_sync.keep_kv=true needs weight_sync.pause_mode=keep",

@@ -47,6 +47,7 @@ OPTIONS = [
     "trainer.optim.max_grad_norm",
     "trainer.max_microbatch_tokens",
     "trainer.activation_checkpointing",
+    "trainer.embedding_on_host",
     "trainer.combine",
     "trainer.logprob_chunk_tokens",
     "rollout.num_workers",

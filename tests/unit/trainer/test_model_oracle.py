@@ -24,6 +24,7 @@ from tiny_models import (
     trainer_config,
 )
 
+from conf.errors import ConfigError
 from conf.schema import MlaNormEps, TrainMode
 from trainer.fused import interleave
 from trainer.model.attend import AttentionBackend, PackedSequences, attend
@@ -241,3 +242,9 @@ def test_cu_seqlens_that_do_not_fit_are_refused():
         with pytest.raises(ValueError, match="cu_seqlens must rise from 0"):
             decoder(token_ids, positions, torch.tensor(wrong, dtype=torch.int64))
     assert sum(LENGTHS) == 24
+
+
+def test_a_table_that_is_also_the_head_stays_on_the_device():
+    tied = {**DENSE, "tie_word_embeddings": True}
+    with pytest.raises(ConfigError, match="embedding_on_host=true needs a head of its own"):
+        make_decoder(tied, trainer_config(embedding_on_host=True))
