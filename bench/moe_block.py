@@ -304,13 +304,12 @@ def tilings_table(shape: dict[str, int], num_tokens: int, device: torch.device) 
         inner = swiglu.InnerAdapter(b_gu, a_d, 2.0)
         for name, run in products(low, (b_gu, b_d, a_d.transpose(1, 2), a_gu.transpose(1, 2))).items():
             cases.append((name, rank, grouped_gemm, "product_tiling", product_tilings, run))
-        forward = lambda inner=inner: swiglu.activate(gu, None, inner, None, groups, SWIGLU)  # noqa: E731
-        backward = lambda inner=inner: swiglu.activate_backward(  # noqa: E731
-            gu, None, inner, None, h, None, w, groups, SWIGLU, True
+        forward = lambda inner=inner, low=low: swiglu.activate(gu, low, inner, None, groups, SWIGLU)  # noqa: E731
+        backward = lambda inner=inner, low=low: swiglu.activate_backward(  # noqa: E731
+            gu, low, inner, None, h, low, w, groups, SWIGLU, True
         )
-        backward_name = "ADAPTED" if rank <= 32 else "ADAPTED_WIDE_BACKWARD"
         cases.append(("activate", rank, swiglu, "ADAPTED", row_tilings, forward))
-        cases.append(("activate_backward", rank, swiglu, backward_name, row_tilings, backward))
+        cases.append(("activate_backward", rank, swiglu, "ADAPTED_BACKWARD", row_tilings, backward))
         project = lambda a=a_gu: gather.gather_project(x, source, a, groups)  # noqa: E731
         cases.append(("gather_project", rank, gather, "PROJECT", gather_tilings, project))
         for name, right, out, more in (

@@ -43,8 +43,8 @@ class InnerAdapter:
 
 
 FORWARD, BACKWARD = Tiling(16, 256, warps=4, stages=3), Tiling(32, 64, warps=8, stages=3)
-ADAPTED, ADAPTED_WIDE_BACKWARD = Tiling(64, 32, warps=4, stages=3), Tiling(32, 64, warps=4, stages=3)
-"""With an adapter; backward, one of a rank above 32."""
+ADAPTED, ADAPTED_BACKWARD = Tiling(64, 32, warps=4, stages=3), Tiling(32, 64, warps=4, stages=3)
+"""With an adapter."""
 
 
 def activate_torch(
@@ -145,7 +145,7 @@ def activate_triton(
         _activate[(tiles.shape[0],)](  # pyright: ignore[reportCallIssue]
             gu_SI, xa_SR, bias_EI, h_SI, ha_SR, tiles, width,
             *_adapter_arguments(adapter), *_activation_arguments(activation),
-            ADDS=xa_SR is not None, HAS_LORA=ha_SR is not None, HAS_BIAS=bias_EI is not None,
+            HAS_LORA=ha_SR is not None, HAS_BIAS=bias_EI is not None,
             **_shape_arguments(gu_SI, adapter, tiling),
         )  # fmt: skip
     return h_SI, ha_SR
@@ -168,14 +168,12 @@ def activate_backward_triton(
     dw_S = torch.empty(num_rows, dtype=torch.float32, device=gu_SI.device)
     dba_SR = None if adapter is None else gu_SI.new_empty(num_rows, adapter.rank)
     if num_rows:
-        tiling = BACKWARD
-        if dba_SR is not None:
-            tiling = ADAPTED if dba_SR.shape[1] <= 32 else ADAPTED_WIDE_BACKWARD
+        tiling = BACKWARD if dba_SR is None else ADAPTED_BACKWARD
         tiles = groups.tiles(tiling.rows)
         _activate_backward[(tiles.shape[0],)](  # pyright: ignore[reportCallIssue]
             gu_SI, xa_SR, bias_EI, dh_SI, db_SR, weights_S, dw_S, dba_SR, tiles, width,
             *_adapter_arguments(adapter), *_activation_arguments(activation),
-            NEEDS_H=needs_h, ADDS=xa_SR is not None, HAS_LORA=dba_SR is not None, HAS_BIAS=bias_EI is not None,
+            NEEDS_H=needs_h, HAS_LORA=dba_SR is not None, HAS_BIAS=bias_EI is not None,
             **_shape_arguments(gu_SI, adapter, tiling),
         )  # fmt: skip
     return gu_SI, dh_SI if needs_h else None, dw_S, dba_SR
@@ -211,7 +209,7 @@ def activate(
 
     Args:
         gu_SI: [S, 2I] base product, gate columns first.
-        xa_SR: scale times rows times A of gate and up; None where gu has the adapter's part already, or there is none.
+        xa_SR: scale times rows times A of gate and up; None without an adapter.
         adapter: None without one.
         bias_EI: (E, 2I) or None.
         groups: whose rows they are.
@@ -241,7 +239,7 @@ def activate_backward(
     Args:
         gu_SI, xa_SR, adapter, bias_EI, groups, activation: as in `activate`.
         dh_SI: [S, I] output gradient times the base down weight, without routing weights.
-        db_SR: scale * output gradient times B of down; None where xa is.
+        db_SR: scale * output gradient times B of down; None without an adapter.
         weights_S: routing weight of every row.
         needs_h: whether to return hw.
 
@@ -256,18 +254,20 @@ def activate_backward(
 def _adapted_tile(
     gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, half,
     b_expert_stride, b_row_stride, b_rank_stride,
-    RANK: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    RANK: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of gate (half = 0) or up (half = 1) in float32."""
+    """One tile of gate (half = 0) or up (half = 1) in float32, and the tile of B it used."""
     own = half * width + columns
     tile = tl.load(gu_ptr + at + half * width, mask=inside, other=0.0).to(tl.float32)
-    if ADDS:
+    b = xa
+    if HAS_LORA:
         b = _factor_tile(b_ptr, expert, own, is_column, ranks, b_expert_stride, b_row_stride, b_rank_stride, RANK)
-        tile = tl.dot(xa, tl.trans(b).to(xa.dtype), tile, input_precision=PRECISION)
+        b = b.to(xa.dtype)
+        tile = tl.dot(xa, tl.trans(b), tile, input_precision=PRECISION)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * 2 * width + own, mask=is_column, other=0.0)
         tile += bias.to(tl.float32)[None, :]
-    return tile
+    return tile, b
 
 
 @triton.jit
@@ -284,8 +284,7 @@ def _activate(
     gu_ptr, xa_ptr, bias_ptr, h_ptr, ha_ptr, tiles_ptr, width,
     b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride,
     scale, alpha, limit, up_offset,
-    ADDS: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
-    RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
+    HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tiles_ptr + tl.program_id(0) * 3
@@ -297,20 +296,20 @@ def _activate(
         ranks = tl.arange(0, PADDED_RANK)
         is_low = is_row[:, None] & (ranks < RANK)[None, :]
         low_at = rows[:, None] * RANK + ranks[None, :]
-        xa = tl.load(xa_ptr + low_at, mask=is_low, other=0.0) if ADDS else 0.0
+        xa = tl.load(xa_ptr + low_at, mask=is_low, other=0.0) if HAS_LORA else 0.0
         ha = tl.zeros([BLOCK_M, PADDED_RANK], dtype=tl.float32)
         for start in tl.range(0, width, BLOCK_N, num_stages=STAGES):
             columns = start + tl.arange(0, BLOCK_N)
             is_column = columns < width
             inside = is_row[:, None] & is_column[None, :]
             at = rows[:, None] * (2 * width) + columns[None, :]
-            gate = _adapted_tile(
+            gate, _ = _adapted_tile(
                 gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, 0,
-                b_expert_stride, b_row_stride, b_rank_stride, RANK, ADDS, HAS_BIAS, PRECISION,
+                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
             )  # fmt: skip
-            up = _adapted_tile(
+            up, _ = _adapted_tile(
                 gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, 1,
-                b_expert_stride, b_row_stride, b_rank_stride, RANK, ADDS, HAS_BIAS, PRECISION,
+                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
             )  # fmt: skip
             gate = tl.minimum(gate, limit)
             up = tl.minimum(tl.maximum(up, -limit), limit) + up_offset
@@ -330,7 +329,7 @@ def _activate_backward(
     gu_ptr, xa_ptr, bias_ptr, dh_ptr, db_ptr, weights_ptr, dw_ptr, dba_ptr, tiles_ptr, width,
     b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride,
     scale, alpha, limit, up_offset,
-    NEEDS_H: tl.constexpr, ADDS: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NEEDS_H: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -344,8 +343,8 @@ def _activate_backward(
         ranks = tl.arange(0, PADDED_RANK)
         is_low = is_row[:, None] & (ranks < RANK)[None, :]
         low_at = rows[:, None] * RANK + ranks[None, :]
-        xa = tl.load(xa_ptr + low_at, mask=is_low, other=0.0) if ADDS else 0.0
-        db = tl.load(db_ptr + low_at, mask=is_low, other=0.0) if ADDS else 0.0
+        xa = tl.load(xa_ptr + low_at, mask=is_low, other=0.0) if HAS_LORA else 0.0
+        db = tl.load(db_ptr + low_at, mask=is_low, other=0.0) if HAS_LORA else 0.0
         weight = tl.load(weights_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
         dba = tl.zeros([BLOCK_M, PADDED_RANK], dtype=tl.float32)
         dw = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -354,17 +353,17 @@ def _activate_backward(
             is_column = columns < width
             inside = is_row[:, None] & is_column[None, :]
             at = rows[:, None] * (2 * width) + columns[None, :]
-            gate_in = _adapted_tile(
+            gate_in, b_gate = _adapted_tile(
                 gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, 0,
-                b_expert_stride, b_row_stride, b_rank_stride, RANK, ADDS, HAS_BIAS, PRECISION,
+                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
             )  # fmt: skip
-            up_in = _adapted_tile(
+            up_in, b_up = _adapted_tile(
                 gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, 1,
-                b_expert_stride, b_row_stride, b_rank_stride, RANK, ADDS, HAS_BIAS, PRECISION,
+                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
             )  # fmt: skip
             h_at = rows[:, None] * width + columns[None, :]
             dh = tl.load(dh_ptr + h_at, mask=inside, other=0.0).to(tl.float32)
-            if ADDS:
+            if HAS_LORA:
                 a = _factor_tile(
                     a_ptr, expert, columns, is_column, ranks, a_expert_stride, a_column_stride, a_rank_stride, RANK
                 )
@@ -384,12 +383,8 @@ def _activate_backward(
             if NEEDS_H:
                 tl.store(dh_ptr + h_at, (weight * h).to(dh_ptr.dtype.element_ty), mask=inside)
             if HAS_LORA:
-                for half in tl.static_range(2):
-                    b = _factor_tile(
-                        b_ptr, expert, half * width + columns, is_column, ranks,
-                        b_expert_stride, b_row_stride, b_rank_stride, RANK,
-                    )  # fmt: skip
-                    dba = tl.dot(dup if half else dgate, b.to(dgate.dtype), dba, input_precision=PRECISION)
+                dba = tl.dot(dgate, b_gate, dba, input_precision=PRECISION)
+                dba = tl.dot(dup, b_up, dba, input_precision=PRECISION)
         tl.store(dw_ptr + rows, dw, mask=is_row)
         if HAS_LORA:
             tl.store(dba_ptr + low_at, (dba * scale).to(dba_ptr.dtype.element_ty), mask=is_low)

@@ -23,6 +23,10 @@ from trainer.kernels.grouped_gemm import grouped_gradient_triton, grouped_produc
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.low_rank import add_low_rank
 
+FUSED_RANK, FUSED_ROWS = 32, 512
+"""Up to this rank and number of rows an expert, one triton product with its adapter beats grouped_mm and a pass over
+its output."""
+
 
 class GroupedBackend(StrEnum):
     """Kernel of the grouped products."""
@@ -75,8 +79,9 @@ def grouped_product(
     """
     if x_SK.shape[0] == 0:
         return x_SK.new_empty(0, matrices_EKN.shape[2])
-    is_fused = x_SK.is_cuda and low_SR is not None and backend is GroupedBackend.grouped_mm
-    if backend is GroupedBackend.triton or is_fused:
+    is_short = x_SK.shape[0] <= FUSED_ROWS * groups.num_experts
+    is_fused = x_SK.is_cuda and low_SR is not None and low_SR.shape[1] <= FUSED_RANK and is_short
+    if backend is GroupedBackend.triton or (backend is GroupedBackend.grouped_mm and is_fused):
         out_SN = grouped_product_triton(x_SK, matrices_EKN, groups, low_SR, p_ENR)
         return add_low_rank(out_SN, None, None, bias_EN, groups)
     if backend is GroupedBackend.grouped_mm:

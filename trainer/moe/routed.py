@@ -1,12 +1,13 @@
 """The routed experts as one autograd.Function over rows sorted by expert.
 
-    forward     Xp, xa = gather x, s x Agu^T                   gu  = Xp Wgu^T + xa Bgu^T    (grouped product)
-                h,  ha = activation(gu), s h Ad^T              y   = h Wd^T + ha Bd^T + bias
+    forward     Xp, xa = gather x, s x Agu^T                      GU  = Xp Wgu^T            (grouped product)
+                h,  ha = activation(GU + xa Bgu^T), s h Ad^T      y   = h Wd^T + ha Bd^T + bias
                 out[t] = sum_k w[t,k] y[t,k]
     saved       x (not Xp), the routing, xa and ha (r numbers a row), the adapters in the compute dtype
-    backward    g,  db = gather grad_out, s g Bd               dh' = g Wd + db Ad           (unweighted)
-                gu again from x                                dw  = <h, dh'>;  dh = w dh'
-                dgu, dba, w h from the activation's backward   dXp = dgu Wgu + dba Agu;     dba = s dgu Bgu
+    backward    g,  db = gather grad_out, s g Bd                  dh' = g Wd                (unweighted)
+                GU again from x                                   dh' += db Ad;  dw = <h, dh'>;  dh = w dh'
+                dgu, w h, dba = s dgu Bgu from the activation's backward
+                dXp = dgu Wgu + dba Agu
                 dBd = g^T w ha   dAd = db^T (w h)   dBgu = dgu^T xa   dAgu = dba^T Xp
                 dx[t] = sum_k dXp[t,k]
 
@@ -115,9 +116,9 @@ class _RoutedExperts(torch.autograd.Function):
             rows, xa = gather_rows(rows, source), None
         else:
             rows, xa, _ = gather_project(rows, source, a_gate_up, groups, scale=call.scale)
-        gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend, low_SR=xa, p_ENR=b_gate_up)
+        gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend)
         del rows
-        h, ha = activate(gu, None, inner, gate_up_bias, groups, call.activation)
+        h, ha = activate(gu, xa, inner, gate_up_bias, groups, call.activation)
         del gu
         y = grouped_product(h, wd.transpose(1, 2), groups, call.backend, low_SR=ha, p_ENR=b_down, bias_EN=down_bias)
         y = plan.send_back(y)
@@ -153,21 +154,22 @@ class _RoutedExperts(torch.autograd.Function):
             )
             g, db, g_dot_bias = gather_project(received_g, source, project, groups, scale=call.scale, v_EK=down_bias)
             db = db if b_down is not None else None
-        dh = grouped_product(g, wd, groups, call.backend, low_SR=db, p_ENR=_turned(a_down))
+        dh = grouped_product(g, wd, groups, call.backend)
         g = g if does_down else None
 
         received_x, _ = plan.send(x_TH, token_of_row_S)
         rows = gather_rows(received_x, source)
-        gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend, low_SR=xa, p_ENR=b_gate_up)
+        gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend)
         rows = rows if does_gate_up else None
         dgu, hw, dw_R, dba = activate_backward(
-            gu, None, inner, gate_up_bias, dh, None, w_R, groups, call.activation, does_adapt or does_down
+            gu, xa, inner, gate_up_bias, dh, db, w_R, groups, call.activation, does_adapt or does_down
         )
         del gu, dh
         if g_dot_bias is not None:
             dw_R = dw_R + g_dot_bias
 
-        dx = grouped_product(dgu, wgu, groups, call.backend, low_SR=dba, p_ENR=_turned(a_gate_up))
+        a_turned = None if a_gate_up is None else a_gate_up.transpose(1, 2)
+        dx = grouped_product(dgu, wgu, groups, call.backend, low_SR=dba, p_ENR=a_turned)
         dx_TH = weighted_sum(plan.send_back(dx), None, plan.row_of_slot_TK)
         del dx  # before gradients exist: the two are the largest here
 
@@ -207,10 +209,6 @@ def _narrowed(factor: Tensor | None, dtype: torch.dtype, groups: RowGroups) -> T
     """
     is_read_often = factor is not None and groups.num_rows > COPIED_ROWS * factor.shape[0]
     return factor.to(dtype) if factor is not None and is_read_often else factor
-
-
-def _turned(factor_ENR: Tensor | None) -> Tensor | None:
-    return None if factor_ENR is None else factor_ENR.transpose(1, 2)
 
 
 def _inner_adapter(a_down: Tensor | None, b_gate_up: Tensor | None, scale: float) -> InnerAdapter | None:
