@@ -38,14 +38,14 @@ def rotate_torch(x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight_K: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dim (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467), of x's shape and dtype."""
-    if not _is_for_triton(x):
+    if not is_for_triton(x):
         return rms_norm_torch(x, weight_K, eps)
     return _RmsNorm.apply(x, None, weight_K.to(x.dtype), eps)[1]  # type: ignore[index]
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + delta, its RMSNorm)."""
-    if not _is_for_triton(x):
+    if not is_for_triton(x):
         total = x + delta
         return total, rms_norm_torch(total, weight_K, eps)
     return _RmsNorm.apply(x, delta, weight_K.to(x.dtype), eps)  # type: ignore[return-value]
@@ -60,12 +60,13 @@ def norm_rotate(x_TND: Tensor, weight_D: Tensor | None, eps: float, cos: Tensor,
         eps: of the norm.
         cos, sin: [T, 1, turning dims / 2], in x's dtype.
     """
-    if _is_for_triton(x_TND) and (weight_D is None or not weight_D.requires_grad):
+    if is_for_triton(x_TND) and (weight_D is None or not weight_D.requires_grad):
         return _NormRotate.apply(x_TND, None if weight_D is None else weight_D.to(x_TND.dtype), eps, cos, sin)  # type: ignore[return-value]
     return rotate_torch(x_TND if weight_D is None else rms_norm_torch(x_TND, weight_D, eps), cos, sin)
 
 
-def _is_for_triton(x: Tensor) -> bool:
+def is_for_triton(x: Tensor) -> bool:
+    """Whether kernels run on it."""
     return x.is_cuda and x.dtype in FLOATS and x.numel() > 0
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import LoraConfig
+from trainer.kernels.latent import latent_heads
 from trainer.kernels.norm import norm_rotate
 from trainer.lora import Linear
 from trainer.model.attend import AttentionBackend, KeptAttention, PackedSequences, attend
 from trainer.model.norm import RMSNorm
-from trainer.model.rope import rotate
 from trainer.model.spec import GqaSpec, MlaSpec, ModelSpec
 
 
@@ -123,14 +123,9 @@ class LatentAttention(nn.Module):
         """[T, H] -> [T, H]. With `kept`, a second call for the same inputs does not attend again."""
         mla = self.mla
         q_TND = self._queries(x_TH).unflatten(1, (mla.num_heads, mla.qk_head_dim))
-        q_fixed, q_turning = q_TND.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)
-        latent, k_turning = self.kv_a_proj_with_mqa(x_TH).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
-        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(1, (mla.num_heads, -1))
-        k_fixed, v_TNV = kv.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=-1)
-
-        q_turned = rotate(q_turning, *rope, interleaved=self.interleaved)
-        k_turned = rotate(k_turning[:, None], *rope, interleaved=self.interleaved).expand(-1, mla.num_heads, -1)
-        q_TND, k_TND = torch.cat((q_fixed, q_turned), dim=-1), torch.cat((k_fixed, k_turned), dim=-1)
+        latent, turning_TR = self.kv_a_proj_with_mqa(x_TH).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
+        kv_TNE = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(1, (mla.num_heads, -1))
+        q_TND, k_TND, v_TNV = latent_heads(q_TND, kv_TNE, turning_TR, *rope, interleaved=self.interleaved)
         return self.o_proj(
             attend(q_TND, k_TND, v_TNV, sequences, self.backend, mla.softmax_scale, kept=kept).flatten(1)
         )

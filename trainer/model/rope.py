@@ -12,7 +12,6 @@ import math
 import torch
 from torch import Tensor
 
-from trainer.kernels.norm import norm_rotate
 from trainer.model.spec import Llama3Scaling, RopeSpec, YarnScaling
 
 
@@ -34,18 +33,6 @@ class RotaryEmbedding:
             self._inverse_frequencies = self._inverse_frequencies.to(positions_T.device)
         angles = (positions_T.float()[:, None] * self._inverse_frequencies)[:, None]
         return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
-
-
-def rotate(x_TND: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Apply the rotation to queries or keys: T tokens, N heads, D head_dim.
-
-    Interleaved pairs come out in halves. Queries and keys do so alike, so that their products are those of pairs left
-    in place, and transformers' bit for bit. Dims past those that turn stay as they are.
-    """
-    if interleaved:
-        turning, fixed = x_TND.tensor_split((2 * cos.shape[-1],), dim=-1)
-        x_TND = torch.cat((turning[..., 0::2], turning[..., 1::2], fixed), dim=-1)
-    return norm_rotate(x_TND, None, 0.0, cos, sin)
 
 
 def _llama3(extrapolated: Tensor, spec: RopeSpec) -> Tensor:

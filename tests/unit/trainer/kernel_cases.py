@@ -32,6 +32,7 @@ from trainer.kernels.gather import (
 )
 from trainer.kernels.grouped_gemm import grouped_gradient_triton, grouped_product_triton
 from trainer.kernels.groups import RowGroups
+from trainer.kernels.latent import _LatentHeads, latent_heads_torch
 from trainer.kernels.log_softmax import (
     log_softmax_torch,
     log_softmax_triton,
@@ -287,6 +288,34 @@ def case_norm_rotate(device: str) -> None:
                 (wanted,) = torch.autograd.grad(turned, exact, dout.float())
                 mine = norm_rotate_triton(x, one, 1e-2, cos, sin, dout)
                 assert_near(mine, wanted.to(dtype), f"gradient {dtype} {one is None}")
+
+
+def case_latent_heads(device: str) -> None:
+    """Heads that no program divides, widths that are no powers of two, the shared part a slice; gradients that lie
+    in other orders, as attention kernels give them. Forward is the definition to the bit."""
+    for dtype in dtypes_of(device):
+        for interleaved, heads, fixed, half, values in (
+            (True, 3, 16, 4, 24),
+            (False, 9, 24, 6, 12),
+            (True, 16, 8, 8, 8),
+        ):
+            shapes = [(5, heads, fixed + 2 * half), (5, heads, fixed + values), (5, 2 * half + 7)]
+            q, kv, beside = (draw(*shape, device=device, dtype=dtype).requires_grad_() for shape in shapes)
+            angles = draw(5, 1, half, device=device)
+            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+            mine = _LatentHeads.apply(q, kv, beside[:, 7:], cos, sin, interleaved)
+            wanted = latent_heads_torch(q, kv, beside[:, 7:], cos, sin, interleaved=interleaved)
+            for one, other, what in zip(mine, wanted, "qkv", strict=True):
+                assert torch.equal(one, other), f"{what} {dtype} {interleaved}"
+            exact = [x.detach().float().requires_grad_() for x in (q, kv, beside)]
+            start = (*exact[:2], exact[2][:, 7:], cos.float(), sin.float())
+            douts = [draw(5, *x.shape[:0:-1], device=device, dtype=dtype, seed=1).transpose(1, 2) for x in wanted]
+            wide = [x.float() for x in douts]
+            wanted = torch.autograd.grad(latent_heads_torch(*start, interleaved=interleaved), exact, wide)
+            for one, other, what in zip(
+                torch.autograd.grad(mine, (q, kv, beside), douts), wanted, ("dq", "dkv", "dturning"), strict=True
+            ):
+                assert_near(one, other.to(dtype), f"{what} {dtype} {interleaved}")
 
 
 def case_log_softmax(device: str) -> None:
