@@ -37,7 +37,8 @@ from trainer.model.attend import (  # noqa: E402
     varlen_attention,
 )
 
-Kernel = Callable[[Tensor, Tensor, Tensor, PackedSequences, float], Tensor]
+Kernel = Callable[..., Tensor]
+"""(q, k, v, sequences, scale) -> out."""
 
 
 def widened(kernel: Kernel, wide_qk: int, wide_v: int) -> Kernel:

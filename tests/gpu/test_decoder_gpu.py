@@ -60,20 +60,19 @@ def test_varlen_attention_is_padded_attention(kv_heads, key_dim, value_dim):
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10), reason="needs Hopper"
 )
-@pytest.mark.parametrize("lengths", [(1024,), (1500, 1, 0, 2048)], ids=str)
-@pytest.mark.parametrize("kv_heads", [2, 8])
-def test_cudnn_attention_is_padded_attention(lengths, kv_heads):
+@pytest.mark.parametrize("lengths", [(1024,), (1024, 1024), (1500, 1, 0, 2048)], ids=str)
+@pytest.mark.parametrize(("kv_heads", "key_dim"), [(2, 128), (8, 128), (8, 192)])
+def test_cudnn_attention_is_padded_attention(lengths, kv_heads, key_dim):
     """Also when its forward runs again in a checkpoint, which gets the first one's results."""
     generator = torch.Generator("cuda").manual_seed(0)
     num_tokens = sum(lengths)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     sequences = PackedSequences.from_cu_seqlens(starts, num_tokens, torch.device("cuda"))
-    shapes = [(num_tokens, 8, 128), (num_tokens, kv_heads, 128), (num_tokens, kv_heads, 128)]
-    inputs = [
-        torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes
-    ]
+    shapes = [(num_tokens, 8, key_dim), (num_tokens, kv_heads, key_dim), (num_tokens, kv_heads, 256)]
+    q, k, kv = (torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes)
+    inputs = [x.requires_grad_() for x in (q, k, kv[..., 128:])]  # values beside something else, as a latent's are
     wide = [x.detach().float().requires_grad_() for x in inputs]
-    weights = torch.randn(shapes[0], generator=generator, device="cuda")
+    weights = torch.randn(num_tokens, 8, 128, generator=generator, device="cuda")
     plain = padded_attention(*wide, sequences, 0.1)
     wanted = torch.autograd.grad((plain * weights).sum(), wide)
     kept = KeptAttention()

@@ -3,9 +3,9 @@
 Owns the bookkeeping of a packed microbatch (`PackedSequences`) and the choice of kernel, made once a model and
 reported:
 
-    cudnn   scaled_dot_product_attention's cuDNN kernels, one sequence after the other (Hopper and data-centre
-            Blackwell, 16-bit, heads up to 128 wide); twice as fast as varlen there for long sequences. A microbatch of
-            short ones, or a window, goes through varlen
+    cudnn   scaled_dot_product_attention's cuDNN kernels, sequences of one length at a time (Hopper and data-centre
+            Blackwell, 16-bit, the head widths of `CUDNN_WIDTHS`); twice as fast as varlen there for long sequences. A
+            microbatch of short ones, or a window, goes through varlen
     varlen  torch.nn.attention.varlen, flash attention on packed rows (CUDA, 16-bit)
     flex    torch.nn.attention.flex_attention on packed rows (CUDA, 16-bit), for heads with sinks: it gives the log of
             the softmax's sum, by which a sink scales the output
@@ -24,6 +24,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import logging
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -34,6 +35,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer.model.spec import GqaSpec, MlaSpec
+
+logger = logging.getLogger(__name__)
 
 
 class AttentionBackend(StrEnum):
@@ -48,8 +51,8 @@ class AttentionBackend(StrEnum):
 def choose_attention_backend(
     device: torch.device, dtype: torch.dtype, attention: GqaSpec | MlaSpec
 ) -> AttentionBackend:
-    """CUDA and a 16-bit dtype: flex for sinks; cudnn where it is the fastest; varlen for a head_dim that is a multiple
-    of 8 up to 256. Else padded."""
+    """CUDA and a 16-bit dtype: flex for sinks; cudnn where it is the fastest and takes the heads; varlen for a head_dim
+    that is a multiple of 8 up to 256. Else padded."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return AttentionBackend.padded
     if isinstance(attention, GqaSpec) and attention.sinks:
@@ -58,11 +61,36 @@ def choose_attention_backend(
         importlib.import_module("torch.nn.attention.varlen")
     except ImportError:
         return AttentionBackend.padded
-    is_plain = isinstance(attention, GqaSpec) and attention.qk_head_dim in (64, 128)
-    if is_plain and torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device)[0] in (9, 10):
+    value_dim = attention.v_head_dim if isinstance(attention, MlaSpec) else attention.head_dim
+    kv_heads = attention.num_heads if isinstance(attention, MlaSpec) else attention.num_kv_heads
+    heads = (attention.num_heads, kv_heads, attention.qk_head_dim, value_dim)
+    if heads[2:] in CUDNN_WIDTHS and _cudnn_takes(device, dtype, *heads):
         return AttentionBackend.cudnn
     fits = attention.qk_head_dim % 8 == 0 and attention.qk_head_dim <= 256
     return AttentionBackend.varlen if fits else AttentionBackend.padded
+
+
+CUDNN_WIDTHS = ((64, 64), (128, 128), (192, 128))
+"""Widths of keys and values for which cuDNN's kernels are the fastest (bench/attention.py)."""
+
+
+@functools.cache
+def _cudnn_takes(
+    device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int
+) -> bool:
+    """Tried on one sequence, forward and backward: which widths cuDNN has depends on its version and the GPU."""
+    if not torch.backends.cudnn.is_available() or torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        return False
+    shapes = ((num_heads, key_dim), (num_kv_heads, key_dim), (num_kv_heads, 2 * value_dim))
+    q, k, kv = (torch.zeros(LONG, *shape, dtype=dtype, device=device) for shape in shapes)
+    inputs = [x.requires_grad_() for x in (q, k, kv[..., value_dim:])]  # a latent's values lie beside its keys
+    try:
+        with torch.enable_grad():
+            _CudnnAttention.apply(*inputs, (0, LONG), 1.0, None).sum().backward()  # type: ignore[union-attr]
+    except RuntimeError as error:
+        logger.warning("attention: cuDNN refuses heads of %d and %d, so varlen: %s", key_dim, value_dim, error)
+        return False
+    return True
 
 
 LONG = 1024
@@ -240,7 +268,7 @@ def cudnn_attention(
     scale: float,
     kept: KeptAttention | None = None,
 ) -> Tensor:
-    """Causal attention by cuDNN, one sequence after the other. Returns [T, N, V].
+    """Causal attention by cuDNN: neighbouring sequences of one length in one call. Returns [T, N, V].
 
     cuDNN compiles a plan a shape, so lengths are rounded up to `padded_length`.
     """
@@ -269,8 +297,8 @@ class _CudnnAttention(torch.autograd.Function):
         results = None if kept is None else kept.take()
         if results is None:
             results = []
-            for start, stop in _spans(starts):
-                qkv = (_sequence(x, start, stop) for x in (q_TND, k_TGD, v_TGV))
+            for run in _runs(starts):
+                qkv = (_batch(x, run) for x in (q_TND, k_TGD, v_TGV))
                 forward = torch.ops.aten._scaled_dot_product_cudnn_attention
                 results.append(forward(*qkv, None, True, 0.0, True, False, scale=scale)[:8])
             if kept is not None:
@@ -284,9 +312,9 @@ class _CudnnAttention(torch.autograd.Function):
     def backward(ctx: Any, dout_TNV: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_TND, k_TGD, v_TGV, *saved = ctx.saved_tensors
         grads = []
-        for index, (start, stop) in enumerate(_spans(ctx.starts)):
+        for index, run in enumerate(_runs(ctx.starts)):
             out, log_sums, cum_q, cum_k, seed, offset = saved[6 * index : 6 * index + 6]
-            dout, *qkv = (_sequence(x, start, stop) for x in (dout_TNV, q_TND, k_TGD, v_TGV))
+            dout, *qkv = (_batch(x, run) for x in (dout_TNV, q_TND, k_TGD, v_TGV))
             grads.append(
                 torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
                     dout, *qkv, out, log_sums, seed, offset, None, cum_q, cum_k, *ctx.lengths[index], 0.0, True,
@@ -296,22 +324,32 @@ class _CudnnAttention(torch.autograd.Function):
         return *(_rows(list(parts), ctx.starts) for parts in zip(*grads, strict=True)), None, None, None
 
 
-def _spans(starts: tuple[int, ...]) -> list[tuple[int, int]]:
-    """First row and one past the last, of sequences that have rows."""
-    return [(start, stop) for start, stop in itertools.pairwise(starts) if stop > start]
+def _runs(starts: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """(first row, sequences, their length) of neighbours of one length, the empty ones left out.
+
+    Example: (0, 5, 5, 10, 12) gives [(0, 2, 5), (10, 1, 2)].
+    """
+    lengths = (stop - start for start, stop in itertools.pairwise(starts))
+    runs, first = [], 0
+    for length, equal in itertools.groupby(length for length in lengths if length):
+        count = len(list(equal))
+        runs.append((first, count, length))
+        first += count * length
+    return runs
 
 
-def _sequence(x_TND: Tensor, start: int, stop: int) -> Tensor:
-    """[1, N, padded length, D] of one sequence, zeros on the right; a view where nothing is padded."""
-    rows = x_TND[start:stop]
-    missing = padded_length(stop - start) - (stop - start)
-    return (F.pad(rows, (0, 0, 0, 0, 0, missing)) if missing else rows)[None].transpose(1, 2)
+def _batch(x_TND: Tensor, run: tuple[int, int, int]) -> Tensor:
+    """[count, N, padded length, D] of a run, zeros on the right; a view where nothing is padded."""
+    first, count, length = run
+    rows = x_TND[first : first + count * length].unflatten(0, (count, length))
+    missing = padded_length(length) - length
+    return (F.pad(rows, (0, 0, 0, 0, 0, missing)) if missing else rows).transpose(1, 2)
 
 
 def _rows(parts: list[Tensor], starts: tuple[int, ...]) -> Tensor:
-    """The inverse, for all sequences: [T, N, D]."""
-    spans = _spans(starts)
-    rows = [part[0].transpose(0, 1)[: stop - start] for part, (start, stop) in zip(parts, spans, strict=True)]
+    """The inverse, for all runs: [T, N, D]."""
+    runs = zip(parts, _runs(starts), strict=True)
+    rows = [part.transpose(1, 2)[:, :length].flatten(0, 1) for part, (_, _, length) in runs]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -20,16 +21,21 @@ def test_few_padded_lengths_and_little_padding():
     assert all(mine % 128 == 0 for mine in padded)
 
 
-@pytest.mark.parametrize("lengths", [(1024,), (5, 0, 130, 128), (0, 1)], ids=str)
+@pytest.mark.parametrize("lengths", [(1024,), (256, 256), (5, 0, 130, 128), (0, 1), (7, 7, 0, 7, 9)], ids=str)
 def test_sequences_cut_out_and_put_back_are_the_rows(lengths):
     starts = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
     rows = torch.randn(sum(lengths), 2, 8)
-    parts = [attend._sequence(rows, start, stop) for start, stop in attend._spans(starts)]
-    assert [tuple(part.shape) for part in parts] == [(1, 2, padded_length(n), 8) for n in lengths if n]
+    runs = attend._runs(starts)
+    assert [length for _, count, length in runs for _ in range(count)] == [n for n in lengths if n]
+    assert all(one[2] != other[2] for one, other in itertools.pairwise(runs))
+    parts = [attend._batch(rows, run) for run in runs]
     assert torch.equal(attend._rows(parts, starts), rows)
-    for part, length in zip(parts, [n for n in lengths if n], strict=True):
+    for part, (first, count, length) in zip(parts, runs, strict=True):
+        assert tuple(part.shape) == (count, 2, padded_length(length), 8)
         assert not part[:, :, length:].any()
-        assert (part.data_ptr() == rows.data_ptr()) == (length == 1024)  # nothing to pad: a view
+        is_view = part.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
+        assert is_view == (length == padded_length(length))  # nothing to pad: a view
+        assert torch.equal(part[-1, :, :length].transpose(0, 1), rows[first + (count - 1) * length :][:length])
 
 
 @pytest.mark.parametrize(("lengths", "is_long"), [((2048, 1), True), ((1023,), False), ((4096, *[10] * 20), False)])
