@@ -312,7 +312,9 @@ def _sync(device: torch.device) -> None:
 CATEGORIES = (
     ("exchange and gather over GPUs", ("nccl",)),
     ("unpack INT4", ("dequantize_int4",)),
-    ("attention", ("flash", "fmha", "attention", "sdp")),
+    ("attention", ("flash", "fmha", "attention", "sdp", "cudnn")),
+    ("heads of latent attention, norms", ("_latent_heads", "_rms_norm", "_norm_rotate")),
+    ("optimizer", ("_adamw",)),
     ("adapters of experts", ("gather_project", "low_rank", "_project")),
     ("SwiGLU and its backward", ("activate", "swiglu")),
     ("gather, combine, sort", ("_gather", "weighted_sum", "combine", "counting", "count", "_sort", "place")),
@@ -324,7 +326,7 @@ CATEGORIES = (
 
 
 def profile(made: TrainerRank, work: Callable[[], Any]) -> dict[str, Any]:
-    """Device milliseconds of one step by category, and the longest kernels of each."""
+    """Device milliseconds of one step: kernels by category, the longest of each, and where the device idled."""
     if made._device.type != "cuda":
         return {}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -334,12 +336,27 @@ def profile(made: TrainerRank, work: Callable[[], Any]) -> dict[str, Any]:
         if event.self_device_time_total <= 0:
             continue
         names = (c for c, parts in CATEGORIES if any(part.lower() in event.key.lower() for part in parts))
-        entry = table.setdefault(next(names, "elementwise, norms, optimizer"), {"ms": 0.0, "calls": 0, "longest": []})
-        entry["ms"] += event.self_device_time_total / 1e3
-        entry["calls"] += event.count
-        if len(entry["longest"]) < 6:
-            entry["longest"].append([event.key[:100], event.self_device_time_total / 1e3, event.count])
+        _note(table, next(names, "elementwise, norms, optimizer"), event.key, event.self_device_time_total, event.count)
+    found = [event for event in profiler.events() if event.device_type is torch.autograd.DeviceType.CUDA]
+    found.sort(key=lambda event: event.time_range.start)
+    gaps: dict[tuple[str, str], list[float]] = {}
+    last = found[0]
+    for event in found[1:]:
+        if event.time_range.start > last.time_range.end:
+            names = (last.name[:48], event.name[:48])
+            gaps.setdefault(names, []).append(event.time_range.start - last.time_range.end)
+        last = max(last, event, key=lambda one: one.time_range.end)
+    for (before, after), waits in sorted(gaps.items(), key=lambda item: -sum(item[1])):
+        _note(table, "idle between kernels", f"{before} .. {after}", sum(waits), len(waits))
     return table
+
+
+def _note(table: dict[str, Any], category: str, name: str, microseconds: float, count: int) -> None:
+    entry = table.setdefault(category, {"ms": 0.0, "calls": 0, "longest": []})
+    entry["ms"] += microseconds / 1e3
+    entry["calls"] += count
+    if len(entry["longest"]) < 12:
+        entry["longest"].append([name[:100], microseconds / 1e3, count])
 
 
 # ---- the ladder of seed 000 ----

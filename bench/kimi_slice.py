@@ -181,7 +181,7 @@ def print_kernels(kernels: dict[str, Any]) -> None:
     print(f"\ndevice time of one step of the deep slice: {total:.0f} ms")
     for name, entry in sorted(kernels.items(), key=lambda item: -item[1]["ms"]):
         print(f"  {entry['ms']:9.1f} ms {entry['ms'] / total:6.1%} {entry['calls']:>7} x  {name}")
-        for key, ms, calls in entry["longest"][:3]:
+        for key, ms, calls in entry["longest"][:5]:
             print(f"        {ms:9.1f} ms {calls:>7} x  {key[:90]}")
 
 

@@ -75,13 +75,12 @@ class _LatentHeads(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq_TND: Tensor, dk_TND: Tensor, dv_TNV: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (
-            *latent_heads_backward_triton(dq_TND, dk_TND, dv_TNV, *ctx.saved_tensors, ctx.interleaved),
-            None,
-            None,
-            None,
-        )
+    def backward(  # type: ignore[override]
+        ctx: Any, dq_TND: Tensor, dk_TND: Tensor, dv_TNV: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        grads = latent_heads_backward_triton(dq_TND, dk_TND, dv_TNV, cos, sin, ctx.interleaved)
+        return *grads, None, None, None
 
 
 def latent_heads_triton(
@@ -93,7 +92,8 @@ def latent_heads_triton(
     q_TND, kv_TNE = q_TND.contiguous(), kv_TNE.contiguous()
     turning_TR = turning_TR if turning_TR.stride(1) == 1 else turning_TR.contiguous()
     q_out, k_out = torch.empty_like(q_TND), torch.empty_like(q_TND)
-    _latent_heads[(tokens, triton.cdiv(heads, HEADS))](
+    launch: Any = _latent_heads[(tokens, triton.cdiv(heads, HEADS))]
+    launch(
         q_TND, kv_TNE, turning_TR, cos, sin, q_out, k_out, heads, width - 2 * half, kv_TNE.shape[2],
         turning_TR.stride(0), **_sizes(half, width - 2 * half, 0, interleaved),
     )  # fmt: skip
@@ -110,7 +110,8 @@ def latent_heads_backward_triton(
     fixed = width - 2 * half
     dq = torch.empty((tokens, heads, width), dtype=dq_TND.dtype, device=dq_TND.device)
     dkv, dturning = dq.new_empty(tokens, heads, fixed + values), dq.new_empty(tokens, 2 * half)
-    _latent_heads_backward[(tokens,)](
+    launch: Any = _latent_heads_backward[(tokens,)]
+    launch(
         dq_TND, dk_TND, dv_TNV, cos, sin, dq, dkv, dturning, heads, fixed, values,
         *dq_TND.stride()[:2], *dk_TND.stride()[:2], *dv_TNV.stride()[:2],
         **_sizes(half, fixed, values, interleaved),

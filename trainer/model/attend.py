@@ -296,25 +296,27 @@ class _CudnnAttention(torch.autograd.Function):
     ) -> Tensor:
         results = None if kept is None else kept.take()
         if results is None:
-            results = []
+            parts = []
             for run in _runs(starts):
                 qkv = (_batch(x, run) for x in (q_TND, k_TGD, v_TGV))
                 forward = torch.ops.aten._scaled_dot_product_cudnn_attention
-                results.append(forward(*qkv, None, True, 0.0, True, False, scale=scale)[:8])
+                parts.append(forward(*qkv, None, True, 0.0, True, False, scale=scale)[:8])
+            results = _rows([part[0] for part in parts], starts), [part[1:] for part in parts]
             if kept is not None:
                 kept.put(results)
-        ctx.save_for_backward(q_TND, k_TGD, v_TGV, *(x for one in results for x in (*one[:4], *one[6:])))
-        ctx.starts, ctx.scale, ctx.lengths = starts, scale, [one[4:6] for one in results]
-        return _rows([one[0] for one in results], starts)
+        out_TNV, rest = results
+        ctx.save_for_backward(q_TND, k_TGD, v_TGV, out_TNV, *(x for one in rest for x in (*one[:3], *one[5:])))
+        ctx.starts, ctx.scale, ctx.lengths = starts, scale, [one[3:5] for one in rest]
+        return out_TNV.detach()  # a tensor of its own: autograd marks what is returned, here for the second time
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TNV: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_TND, k_TGD, v_TGV, *saved = ctx.saved_tensors
+        q_TND, k_TGD, v_TGV, out_TNV, *saved = ctx.saved_tensors
         grads = []
         for index, run in enumerate(_runs(ctx.starts)):
-            out, log_sums, cum_q, cum_k, seed, offset = saved[6 * index : 6 * index + 6]
-            dout, *qkv = (_batch(x, run) for x in (dout_TNV, q_TND, k_TGD, v_TGV))
+            log_sums, cum_q, cum_k, seed, offset = saved[5 * index : 5 * index + 5]
+            dout, *qkv, out = (_batch(x, run) for x in (dout_TNV, q_TND, k_TGD, v_TGV, out_TNV))
             grads.append(
                 torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
                     dout, *qkv, out, log_sums, seed, offset, None, cum_q, cum_k, *ctx.lengths[index], 0.0, True,

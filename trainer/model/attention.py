@@ -72,7 +72,8 @@ class GroupedQueryAttention(nn.Module):
         sequences: PackedSequences,
         kept: KeptAttention | None = None,
     ) -> Tensor:
-        """[T, H] -> [T, H]. With `kept`, a second call for the same inputs does not attend again."""
+        """[T, H] -> [T, N * V], what o_proj takes. With `kept`, a second call for the same inputs does not attend
+        again."""
         q_TND = self.q_proj(x_TH).unflatten(1, self.q_heads)
         k_TGD = self.k_proj(x_TH).unflatten(1, self.kv_heads)
         v_TGD = self.v_proj(x_TH).unflatten(1, self.kv_heads)
@@ -80,7 +81,7 @@ class GroupedQueryAttention(nn.Module):
         out_TND = attend(
             q_TND, k_TGD, v_TGD, sequences, self.backend, self.scale, window=self.window, sinks_N=self.sinks, kept=kept
         )
-        return self.o_proj(out_TND.flatten(1))
+        return out_TND.flatten(1)
 
 
 def _norm_rotate(x_TND: Tensor, norm: RMSNorm | None, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -120,15 +121,14 @@ class LatentAttention(nn.Module):
         sequences: PackedSequences,
         kept: KeptAttention | None = None,
     ) -> Tensor:
-        """[T, H] -> [T, H]. With `kept`, a second call for the same inputs does not attend again."""
+        """[T, H] -> [T, N * V], what o_proj takes. With `kept`, a second call for the same inputs does not attend
+        again."""
         mla = self.mla
         q_TND = self._queries(x_TH).unflatten(1, (mla.num_heads, mla.qk_head_dim))
         latent, turning_TR = self.kv_a_proj_with_mqa(x_TH).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
         kv_TNE = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(1, (mla.num_heads, -1))
         q_TND, k_TND, v_TNV = latent_heads(q_TND, kv_TNE, turning_TR, *rope, interleaved=self.interleaved)
-        return self.o_proj(
-            attend(q_TND, k_TND, v_TNV, sequences, self.backend, mla.softmax_scale, kept=kept).flatten(1)
-        )
+        return attend(q_TND, k_TND, v_TNV, sequences, self.backend, mla.softmax_scale, kept=kept).flatten(1)
 
     def _queries(self, x_TH: Tensor) -> Tensor:
         if self.mla.q_lora_rank is None:

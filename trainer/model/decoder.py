@@ -92,10 +92,15 @@ class DenseMlp(nn.Module):
 class DecoderLayer(nn.Module):
     """One residual block.
 
-    With checkpointing, everything but attention itself and the routed experts is recomputed in the backward pass
-    (inside FSDP2's hooks, which gather once). Attention keeps its output: at long sequences nothing costs more to
-    compute again. Experts keep only their input, the routing and r numbers a row, and recompute the rest themselves:
-    under the checkpoint they would run their down projections and their exchanges once more, for nothing.
+    With checkpointing, everything but attention itself, its output projection and the routed experts is recomputed in
+    the backward pass (inside FSDP2's hooks, which gather once):
+
+        x -> [ norm, q, k, v ] attention -> o_proj -> [ x + . = residual -> norm -> router, shared experts ] -> experts
+             [ recomputed    ]                        [ recomputed                                         ]
+
+    Attention keeps its output: at long sequences nothing costs more to compute again. That output is all that the
+    projection after it needs. Experts keep only their input, the routing and r numbers a row, and recompute the rest
+    themselves: under the checkpoint they would run their down projections and their exchanges once more, for nothing.
     """
 
     def __init__(self, build: _Build, layer: int) -> None:
@@ -118,12 +123,12 @@ class DecoderLayer(nn.Module):
     def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences) -> Tensor:
         """[T, H] -> [T, H]."""
         kept = KeptAttention() if self.checkpointing and torch.is_grad_enabled() else None
+        heads_TO = self._run(self._attend, x_TH, rope, sequences, kept)
+        delta_TH = self.self_attn.get_submodule("o_proj")(heads_TO)
         if isinstance(self.mlp, MoeBlock):
-            residual_TH, y_TH, weights_TK, experts_TK, shared_TH = self._run(
-                self._until_experts, x_TH, rope, sequences, kept
-            )
+            residual_TH, y_TH, weights_TK, experts_TK, shared_TH = self._run(self._until_experts, x_TH, delta_TH)
             return residual_TH + self.mlp.finish(y_TH, weights_TK, experts_TK, shared_TH)
-        return self._run(self._residuals, x_TH, rope, sequences, kept)
+        return self._run(self._feed_forward, x_TH, delta_TH)
 
     def _run(self, part: Callable[..., Out], *inputs: object) -> Out:
         if self.checkpointing and torch.is_grad_enabled():
@@ -131,27 +136,20 @@ class DecoderLayer(nn.Module):
             return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
         return part(*inputs)
 
-    def _residuals(
+    def _attend(
         self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences, kept: KeptAttention | None
     ) -> Tensor:
-        x_TH, y_TH = self._after_attention(x_TH, rope, sequences, kept)
-        return x_TH + self.mlp(y_TH)
+        return self.self_attn(self.input_layernorm(x_TH), rope, sequences, kept)
 
-    def _until_experts(
-        self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences, kept: KeptAttention | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    def _feed_forward(self, x_TH: Tensor, delta_TH: Tensor) -> Tensor:
+        residual_TH, y_TH = self.post_attention_layernorm.after_sum(x_TH, delta_TH)
+        return residual_TH + self.mlp(y_TH)
+
+    def _until_experts(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """The residual stream, and what `MoeBlock.finish` takes."""
         assert isinstance(self.mlp, MoeBlock)
-        x_TH, y_TH = self._after_attention(x_TH, rope, sequences, kept)
-        return (x_TH, *self.mlp.start(y_TH))
-
-    def _after_attention(
-        self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences, kept: KeptAttention | None
-    ) -> tuple[Tensor, Tensor]:
-        """The residual stream and its norm."""
-        return self.post_attention_layernorm.after_sum(
-            x_TH, self.self_attn(self.input_layernorm(x_TH), rope, sequences, kept)
-        )
+        residual_TH, y_TH = self.post_attention_layernorm.after_sum(x_TH, delta_TH)
+        return (residual_TH, *self.mlp.start(y_TH))
 
 
 class Trunk(nn.Module):

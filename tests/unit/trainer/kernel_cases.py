@@ -308,10 +308,12 @@ def case_latent_heads(device: str) -> None:
             for one, other, what in zip(mine, wanted, "qkv", strict=True):
                 assert torch.equal(one, other), f"{what} {dtype} {interleaved}"
             exact = [x.detach().float().requires_grad_() for x in (q, kv, beside)]
-            start = (*exact[:2], exact[2][:, 7:], cos.float(), sin.float())
+            start = latent_heads_torch(
+                exact[0], exact[1], exact[2][:, 7:], cos.float(), sin.float(), interleaved=interleaved
+            )
             douts = [draw(5, *x.shape[:0:-1], device=device, dtype=dtype, seed=1).transpose(1, 2) for x in wanted]
             wide = [x.float() for x in douts]
-            wanted = torch.autograd.grad(latent_heads_torch(*start, interleaved=interleaved), exact, wide)
+            wanted = torch.autograd.grad(start, exact, wide)
             for one, other, what in zip(
                 torch.autograd.grad(mine, (q, kv, beside), douts), wanted, ("dq", "dkv", "dturning"), strict=True
             ):
