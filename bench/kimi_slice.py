@@ -30,7 +30,7 @@ sys.path[0] = str(ROOT)  # instead of this folder, where bench/trainer.py would 
 
 from bench.runs import environment  # noqa: E402
 
-NUM_GPUS, NUM_MOE_LAYERS, TOP_K, HIDDEN, EXCHANGES = 8, 60, 8, 7168, 5
+NUM_GPUS, NUM_MOE_LAYERS, TOP_K, HIDDEN, EXCHANGES = 8, 60, 8, 7168, 4
 OTHERS, GOAL = 6600.0, 13000.0
 """Tokens/s: Trellis on 8 x H200 (Workshop Labs, 2026-03-12), and what issue 4 asks for."""
 ASSUMED_LINK_GB_S = 350.0
@@ -92,7 +92,7 @@ def extrapolate(
 ) -> dict[str, Any]:
     """Seconds of a step of 60 expert layers on 8 GPUs, and bytes on each.
 
-    t = constant + 60 * (layer * imbalance + 5 exchanges' missing bytes / bandwidth).
+    t = constant + 60 * (layer * imbalance + 4 exchanges' missing bytes / bandwidth).
     """
     low, high = shallow["routings"][routing], deep["routings"][routing]
     layers = (shallow["case"]["num_moe_layers"], deep["case"]["num_moe_layers"])
@@ -137,7 +137,8 @@ def assumptions(world_size: int, report: dict[str, Any]) -> list[str]:
         f"experts: 48 a GPU and layer, {48 * world_size} in all here instead of 384; the same rows an expert (1,365)",
         f"layers: a straight line through two depths, carried to 60 expert layers; dense layer 0, embedding, head and "
         f"their optimizer state are the constant ({link['constant_s']:.3f} s)",
-        f"all-to-all: {EXCHANGES} exchanges a layer of {8192 * TOP_K * HIDDEN * 2 / 1e6:.0f} MB; at EP=8 7/8 of them "
+        f"all-to-all: {EXCHANGES} exchanges a layer of {8192 * TOP_K * HIDDEN * 2 / 1e6:.0f} MB (a fifth runs beside "
+        "a grouped product of the backward, which is longer, and is NOT counted); at EP=8 7/8 of them "
         f"leave the GPU, here {world_size - 1}/{world_size}; the difference is added at {link['all_to_all_gb_s']:.0f} "
         f"GB/s ({source}), without overlap",
         "the sort of received rows by expert and their way back (gathers of 0.9 GB) run under EP alone: "
@@ -145,6 +146,7 @@ def assumptions(world_size: int, report: dict[str, Any]) -> list[str]:
         "dense weights: FSDP2 over N ranks here, over 8 there; gathered bytes a layer go from "
         f"{(world_size - 1) / world_size:.2f} to 0.88 of 0.29 GB, which the slope "
         + ("has up to that difference" if world_size > 1 else "does NOT have"),
+        f"the router's product has {48 * world_size} columns here, 384 there (0.05 TFLOP a layer and pass; NOT rescaled)",
         "imbalance: at EP=8 all wait for the fullest of 8 ranks; the whole layer's time is multiplied by its expected "
         f"rows over the mean (balanced {link['rank_max_over_mean']:.3f}), though attention would not wait",
         "optimizer: expert adapters (48 experts a GPU) scale with layers; dense adapters are sharded N ways here, 8 "

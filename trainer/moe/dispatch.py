@@ -11,7 +11,7 @@ and nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -64,11 +64,16 @@ class Dispatch:
             A tensor, and the row of it that each row in expert order is: the last gather is left to a kernel that
             reads the rows anyway.
         """
+        return self.sending(values, source_S)()
+
+    def sending(self, values: Tensor, source_S: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Start to `send`; what is returned waits, for what it returns. Work in between runs beside the exchange."""
         exchange = self.exchange
         if exchange is None:
-            return values, source_S
+            return lambda: (values, source_S)
         rows = gather_rows(values, source_S) if values.dim() == 2 else values[source_S]
-        return _all_to_all(rows, exchange.send_splits, exchange.receive_splits, exchange.group), exchange.by_expert_R
+        wait = _all_to_all(rows, exchange.send_splits, exchange.receive_splits, exchange.group)
+        return lambda: (wait(), exchange.by_expert_R)
 
     def send_back(self, rows: Tensor) -> Tensor:
         """Rows in expert order -> [S, ...] at their tokens' owner, sorted by expert as `send` took them."""
@@ -77,7 +82,7 @@ class Dispatch:
             return rows
         by_sender = exchange.by_sender_R
         rows = gather_rows(rows, by_sender) if rows.dim() == 2 else rows[by_sender]
-        return _all_to_all(rows, exchange.receive_splits, exchange.send_splits, exchange.group)
+        return _all_to_all(rows, exchange.receive_splits, exchange.send_splits, exchange.group)()
 
 
 @torch.no_grad()
@@ -119,7 +124,16 @@ def _sums(counts: Sequence[int], shares: Sequence[int]) -> list[int]:
     return [sum(counts[stop - size : stop]) for stop, size in zip(accumulate(shares), shares)]
 
 
-def _all_to_all(rows: Tensor, send_splits: list[int], receive_splits: list[int], group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(
+    rows: Tensor, send_splits: list[int], receive_splits: list[int], group: dist.ProcessGroup
+) -> Callable[[], Tensor]:
     out = rows.new_empty(sum(receive_splits), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), receive_splits, send_splits, group=group)
-    return out
+    rows = rows.contiguous()
+    work = dist.all_to_all_single(out, rows, receive_splits, send_splits, group=group, async_op=True)
+    assert work is not None
+
+    def wait() -> Tensor:
+        work.wait()
+        return out
+
+    return wait

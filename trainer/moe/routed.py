@@ -14,7 +14,8 @@
 Owns the order and what is kept. dw, the router's gradient, is <h, dh'> because <y, g> = <h, Wd^T g> + <ha, Bd^T g>
 (+ <bias, g>): the down output is neither saved nor computed again. Weights are never merged with their adapters (no
 W + BA), and frozen ones get no gradient product. A dispatch over ranks costs two exchanges of rows forward and three
-backward (x, g, dXp). Since so little is kept, recomputing this function in a checkpointed layer would save nothing.
+backward (x, g, dXp), of which that of x runs beside the products of g. Since so little is kept, recomputing this
+function in a checkpointed layer would save nothing.
 
 Invariant: a token's output depends on its experts' weights alone, not on which rank holds them or on who else is in
 the batch (up to the grouped product's own choice by row count). Every sum has a fixed order.
@@ -145,6 +146,7 @@ class _RoutedExperts(torch.autograd.Function):
         w_R = w_R[source]
         token_of_row_S = plan.token_of_row_S
         received_g, source = plan.send(dout_TH.contiguous(), token_of_row_S)
+        receive_x = plan.sending(x_TH, token_of_row_S)  # beside the products of g
         db = g_dot_bias = None
         if b_down is None and down_bias is None:
             g = gather_rows(received_g, source)
@@ -157,7 +159,7 @@ class _RoutedExperts(torch.autograd.Function):
         dh = grouped_product(g, wd, groups, call.backend)
         g = g if does_down else None
 
-        received_x, _ = plan.send(x_TH, token_of_row_S)
+        received_x, _ = receive_x()
         rows = gather_rows(received_x, source)
         gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend)
         rows = rows if does_gate_up else None

@@ -5,8 +5,9 @@ model:
 
     softmax   logits in the compute dtype, softmax over all experts in float32, top-k, renormalization in float32,
               weights rounded to the compute dtype (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538)
-    sigmoid   all in float32: scores, choice by score + correction bias inside the best groups, weights from the
-              scores alone (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2)
+    sigmoid   all in float32 (of bfloat16 factors, exact products): scores, choice by score + correction bias inside
+              the best groups, weights from the scores alone (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section
+              2.1.2)
 
     softmax_of_top  logits with a bias, top-k, softmax over those, all in the compute dtype (gpt-oss)
 
@@ -16,10 +17,12 @@ Callers: trainer.moe.block.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from trainer.model.spec import MoeSpec, RouterScore
 
@@ -66,7 +69,7 @@ class Router(nn.Module):
             scores_TE = F.linear(x_TH, weight).softmax(-1, dtype=torch.float32)
             weights_TK, experts_TK = scores_TE.topk(self.moe.top_k, dim=-1)
         else:
-            scores_TE = F.linear(x_TH.float(), weight.float()).sigmoid()
+            scores_TE = _wide_logits(x_TH, weight).sigmoid()
             choice_TE = self._mask_groups(scores_TE.detach() + self.e_score_correction_bias)
             experts_TK = choice_TE.topk(self.moe.top_k, dim=-1).indices
             weights_TK = scores_TE.gather(1, experts_TK)
@@ -86,3 +89,32 @@ class Router(nn.Module):
         best_TG = choice_TGM.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
         allowed_TG = torch.zeros_like(choice_TGM[..., 0], dtype=torch.bool).scatter(1, best_TG, True)
         return choice_TGM.masked_fill(~allowed_TG[..., None], -torch.inf).flatten(1)
+
+
+def _wide_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+    """x weight^T in float32, of which bfloat16 factors are not copied where the weight is frozen."""
+    is_narrow = x_TH.dtype is weight_EH.dtype is torch.bfloat16 and not weight_EH.requires_grad and x_TH.shape[0] > 0
+    if not is_narrow:
+        return F.linear(x_TH.float(), weight_EH.float())
+    return _NarrowLogits.apply(x_TH, weight_EH)  # type: ignore[return-value]
+
+
+class _NarrowLogits(torch.autograd.Function):
+    """On tensor cores: a product of two 16-bit numbers is exact in float32, where the sums are. Float32 factors would
+    be multiplied eight times slower, three times a checkpointed layer. Engines do the same (vLLM's GateLinear)."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(weight_EH)
+        if x_TH.is_cuda:
+            return torch.mm(x_TH, weight_EH.t(), out_dtype=torch.float32)
+        return x_TH.float() @ weight_EH.float().t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """The gradient is split into the bfloat16 next to it and the rest, which keeps 16 of its 24 bits."""
+        (weight_EH,) = ctx.saved_tensors
+        near_TE = dlogits_TE.to(weight_EH.dtype)
+        rest_TE = (dlogits_TE - near_TE.float()).to(weight_EH.dtype)
+        return torch.cat((near_TE, rest_TE), dim=1) @ torch.cat((weight_EH, weight_EH)), None

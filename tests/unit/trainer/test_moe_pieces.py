@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.kernels.groups import RowGroups
-from trainer.model.spec import MoeSpec
+from trainer.model.spec import MoeSpec, RouterScore
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product
 from trainer.moe.routing import Router
@@ -85,3 +85,33 @@ def test_router_is_transformers_to_the_bit(dtype, norm_topk_prob):
         routing = router(x)
     assert torch.equal(routing.experts_TK, indices)
     assert torch.equal(routing.weights_TK, scores)
+
+
+def test_a_frozen_sigmoid_router_multiplies_in_bfloat16_and_loses_nothing():
+    """Forward: the products of float32 factors. Backward: of float64's gradient, rounded once."""
+    moe = MoeSpec(
+        num_experts=16, top_k=4, intermediate_size=8, norm_topk_prob=True, layers=(True,), score=RouterScore.sigmoid
+    )
+    router = Router(moe, 64, weight_dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(16, 64, generator=generator) / 8)
+        router.e_score_correction_bias.zero_()
+    x = torch.randn(50, 64, generator=generator).bfloat16()
+    dweights = torch.randn(50, 4, generator=generator)
+    results = []
+    for is_trained in (False, True):
+        router.weight.requires_grad_(is_trained)
+        start = x.clone().requires_grad_()
+        routing = router(start)
+        (routing.weights_TK * dweights).sum().backward()
+        results.append((routing, start.grad))
+    (mine, dx), (wide, _) = results
+    assert torch.equal(mine.experts_TK, wide.experts_TK)
+    assert torch.allclose(mine.weights_TK, wide.weights_TK, rtol=1e-6)
+
+    exact, weight = x.double().requires_grad_(), router.weight.detach().double()
+    chosen = (exact @ weight.t()).sigmoid().gather(1, mine.experts_TK)
+    (chosen / chosen.sum(-1, keepdim=True) * moe.scaling_factor * dweights).sum().backward()
+    error = (dx.double() - exact.grad).abs()
+    assert bool((error <= 2**-8 * exact.grad.abs() + 1e-5 * exact.grad.abs().mean()).all())
