@@ -146,7 +146,7 @@ def assumptions(world_size: int, report: dict[str, Any]) -> list[str]:
         "dense weights: FSDP2 over N ranks here, over 8 there; gathered bytes a layer go from "
         f"{(world_size - 1) / world_size:.2f} to 0.88 of 0.29 GB, which the slope "
         + ("has up to that difference" if world_size > 1 else "does NOT have"),
-        f"the router's product has {48 * world_size} columns here, 384 there (0.05 TFLOP a layer and pass; NOT rescaled)",
+        f"router: its product has {48 * world_size} columns here, 384 there (0.05 TFLOP a pass), NOT rescaled",
         "imbalance: at EP=8 all wait for the fullest of 8 ranks; the whole layer's time is multiplied by its expected "
         f"rows over the mean (balanced {link['rank_max_over_mean']:.3f}), though attention would not wait",
         "optimizer: expert adapters (48 experts a GPU) scale with layers; dense adapters are sharded N ways here, 8 "
