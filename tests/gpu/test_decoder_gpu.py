@@ -38,8 +38,10 @@ ALL_EXPERTS = {**MIXED, "num_experts_per_tok": MIXED["num_experts"]}
 """Every token sees every expert, so that rounding cannot flip a choice of the router."""
 
 
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize(("kv_heads", "key_dim", "value_dim"), [(1, 64, 64), (2, 64, 64), (8, 64, 64), (8, 192, 128)])
-def test_varlen_attention_is_padded_attention(kv_heads, key_dim, value_dim):
+def test_varlen_attention_is_padded_attention(kv_heads, key_dim, value_dim, window):
+    """Also when its forward runs again in a checkpoint, which gets the first one's results."""
     generator = torch.Generator("cuda").manual_seed(0)
     _, _, cu_seqlens = packed((70, 1, 130, 33))
     sequences = PackedSequences.from_cu_seqlens(cu_seqlens, 234, torch.device("cuda"))
@@ -50,11 +52,18 @@ def test_varlen_attention_is_padded_attention(kv_heads, key_dim, value_dim):
     wide = [x.detach().float().requires_grad_() for x in inputs]
     weights = torch.randn(234, 8, value_dim, generator=generator, device="cuda")
     scale = 1.3 * key_dim**-0.5
-    fast, plain = varlen_attention(*inputs, sequences, scale), padded_attention(*wide, sequences, scale)
+    kept = KeptAttention()
+
+    def run(*qkv):
+        return varlen_attention(*qkv, sequences, scale, window, kept)
+
+    fast = checkpoint(run, *inputs, use_reentrant=False)
+    plain = padded_attention(*wide, sequences, scale, window)
     assert relative_error(fast, plain) < 1e-2
     fast_grads = torch.autograd.grad((fast * weights).sum(), inputs)
     for mine, wanted in zip(fast_grads, torch.autograd.grad((plain * weights).sum(), wide), strict=True):
         assert relative_error(mine, wanted) < 2e-2
+    assert kept.take() is None
 
 
 @pytest.mark.skipif(

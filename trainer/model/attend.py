@@ -6,7 +6,7 @@ reported:
     cudnn   scaled_dot_product_attention's cuDNN kernels, sequences of one length at a time (Hopper and data-centre
             Blackwell, 16-bit, the head widths of `CUDNN_WIDTHS`); twice as fast as varlen there for long sequences. A
             microbatch of short ones, or a window, goes through varlen
-    varlen  torch.nn.attention.varlen, flash attention on packed rows (CUDA, 16-bit)
+    varlen  torch's flash attention on packed rows (CUDA, 16-bit)
     flex    torch.nn.attention.flex_attention on packed rows (CUDA, 16-bit), for heads with sinks: it gives the log of
             the softmax's sum, by which a sink scales the output
     padded  scaled_dot_product_attention over a right-padded batch (anything else). Causal attention needs no key mask
@@ -21,8 +21,6 @@ longest sequence.
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import itertools
 import logging
 from dataclasses import dataclass, field
@@ -57,9 +55,7 @@ def choose_attention_backend(
         return AttentionBackend.padded
     if isinstance(attention, GqaSpec) and attention.sinks:
         return AttentionBackend.flex
-    try:
-        importlib.import_module("torch.nn.attention.varlen")
-    except ImportError:
+    if not torch.backends.cuda.is_flash_attention_available():
         return AttentionBackend.padded
     value_dim = attention.v_head_dim if isinstance(attention, MlaSpec) else attention.head_dim
     kv_heads = attention.num_heads if isinstance(attention, MlaSpec) else attention.num_kv_heads
@@ -166,7 +162,7 @@ def attend(
     Args:
         window: a query sees this many keys, itself among them; None: all before it.
         sinks_N: one more logit a head in the softmax, without a value.
-        kept: where to keep what a recomputation would compute again (cudnn).
+        kept: where to keep what a recomputation would compute again (cudnn, varlen).
 
     Returns:
         [T, N, V].
@@ -184,7 +180,7 @@ def attend(
     if backend is AttentionBackend.cudnn and window is None and sequences.is_long:
         return cudnn_attention(q_TND, k_TGD, v_TGV, sequences, scale, kept)
     if backend in (AttentionBackend.cudnn, AttentionBackend.varlen):
-        return varlen_attention(q_TND, k_TGD, v_TGV, sequences, scale, window)
+        return varlen_attention(q_TND, k_TGD, v_TGV, sequences, scale, window, kept)
     return padded_attention(q_TND, k_TGD, v_TGV, sequences, scale, window)
 
 
@@ -225,23 +221,22 @@ def sink_attention(
 
 
 def varlen_attention(
-    q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, sequences: PackedSequences, scale: float, window: int | None = None
+    q_TND: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    sequences: PackedSequences,
+    scale: float,
+    window: int | None = None,
+    kept: KeptAttention | None = None,
 ) -> Tensor:
     """Causal flash attention over packed rows. Returns [T, N, V].
 
-    The kernel wants values as wide as keys: narrower ones (latent attention) are padded with zeros. torch 2.11 takes
-    fewer key heads than query heads as they are; from 2.13 on that must be asked for.
+    The kernel wants values as wide as keys: narrower ones (latent attention) are padded with zeros.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
-    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
-    if q_TND.shape[1] != k_TGD.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = True
-    length, cu_seqlens, width = sequences.max_length, sequences.cu_seqlens, v_TGV.shape[2]
+    width = v_TGV.shape[2]
     v_TGD = F.pad(v_TGV, (0, q_TND.shape[2] - width))
-    out = varlen_attn(q_TND, k_TGD, v_TGD, cu_seqlens, cu_seqlens, length, length, **options)
-    assert isinstance(out, Tensor)
-    return out[..., :width]
+    out = _VarlenAttention.apply(q_TND, k_TGD, v_TGD, sequences.cu_seqlens, sequences.max_length, scale, window, kept)
+    return out[..., :width]  # type: ignore[index]
 
 
 class KeptAttention:
@@ -258,6 +253,43 @@ class KeptAttention:
         """What was kept, which is kept no longer; None where nothing was."""
         results, self._results = self._results, None
         return results
+
+
+class _VarlenAttention(torch.autograd.Function):
+    """aten's operators, which torch.nn.attention.varlen calls too, so that a recomputed forward can be given the first
+    one's results."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        q_TND: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        cu_seqlens: Tensor,
+        length: int,
+        scale: float,
+        window: int | None,
+        kept: KeptAttention | None,
+    ) -> Tensor:
+        span = {"scale": scale, "window_size_left": None if window is None else window - 1}
+        span["window_size_right"] = None if window is None else 0
+        ctx.rest, ctx.span = (cu_seqlens, cu_seqlens, length, length, 0.0, window is None), span
+        results = None if kept is None else kept.take()
+        if results is None:
+            forward = torch.ops.aten._flash_attention_forward
+            results = forward(q_TND, k_TGD, v_TGD, *ctx.rest, False, **span)[:4]
+            if kept is not None:
+                kept.put(results)
+        ctx.save_for_backward(q_TND, k_TGD, v_TGD, *results)
+        return results[0].detach()  # a tensor of its own: autograd marks what is returned, here for the second time
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TND: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        *tensors, state, unused = ctx.saved_tensors
+        backward = torch.ops.aten._flash_attention_backward
+        grads = backward(dout_TND.contiguous(), *tensors, *ctx.rest, state, unused, **ctx.span)
+        return *grads, None, None, None, None, None
 
 
 def cudnn_attention(
@@ -307,7 +339,7 @@ class _CudnnAttention(torch.autograd.Function):
         out_TNV, rest = results
         ctx.save_for_backward(q_TND, k_TGD, v_TGV, out_TNV, *(x for one in rest for x in (*one[:3], *one[5:])))
         ctx.starts, ctx.scale, ctx.lengths = starts, scale, [one[3:5] for one in rest]
-        return out_TNV.detach()  # a tensor of its own: autograd marks what is returned, here for the second time
+        return out_TNV.detach()  # as above
 
     @staticmethod
     @once_differentiable
