@@ -9,7 +9,7 @@ A layer's weight may be float32 while activations are bfloat16 (full training): 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,40 +60,63 @@ class Linear(Adapted):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-        if self.lora is None or not self.adapters_enabled:
-            return F.linear(x, weight, bias)
-        return _AdaptedLinear.apply(x, weight, bias, self.lora_A, self.lora_B, self.lora.scale)  # type: ignore[return-value]
+        return apply_together([self], x)[0]
+
+    def base(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias in the dtype of activations."""
+        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
 
 
-class _AdaptedLinear(torch.autograd.Function):
-    """x W^T + b + scale * (x A^T) B^T with W and b frozen: each adapter product ends in the accumulator of the base's,
-    forward and for the gradient of x."""
+def apply_together(linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
+    """Every linear of one input [..., in]. Adapted ones read it once for all A, and sum its gradient in one place."""
+    if any(linear.lora is None or not linear.adapters_enabled for linear in linears):
+        return tuple(linear(x) if len(linears) > 1 else F.linear(x, *linear.base(x.dtype)) for linear in linears)
+    factors = (part for linear in linears for part in (*linear.base(x.dtype), linear.lora_A, linear.lora_B))
+    scales = tuple(linear.lora.scale for linear in linears if linear.lora is not None)
+    return _AdaptedLinears.apply(x, scales, *factors)  # type: ignore[return-value]
+
+
+class _AdaptedLinears(torch.autograd.Function):
+    """x W^T + b + scale * (x A^T) B^T for each of some (W, b, A, B) with W and b frozen: each adapter product ends in
+    the accumulator of the base's, and all gradients of x in one."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
-    ) -> Tensor:
+        ctx: Any, x: Tensor, scales: tuple[float, ...], *factors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         rows_TI = x.flatten(0, -2)
-        ctx.scale, ctx.adapter_dtype = scale, a.dtype
-        a, b = a.to(x.dtype), b.to(x.dtype)
-        low_TR = rows_TI @ a.t()
-        y_TO = F.linear(rows_TI, weight, bias).addmm_(low_TR, b.t(), alpha=scale)
-        ctx.save_for_backward(rows_TI, weight, a, b, low_TR)
-        return y_TO.view(*x.shape[:-1], weight.shape[0])
+        weights, biases, stored_a, stored_b = (factors[part::4] for part in range(4))
+        ctx.scales, ctx.adapter_dtype = scales, stored_a[0].dtype  # type: ignore[union-attr]
+        ctx.ranks = [a.shape[0] for a in stored_a if a is not None]
+        a_RI = torch.cat([a.to(x.dtype) for a in stored_a if a is not None])
+        bs = [b.to(x.dtype) for b in stored_b if b is not None]
+        low_TR = rows_TI @ a_RI.t()
+        outs = [
+            F.linear(rows_TI, weight, bias).addmm_(low, b.t(), alpha=scale)  # type: ignore[arg-type]
+            for weight, bias, b, low, scale in zip(weights, biases, bs, low_TR.split(ctx.ranks, 1), scales, strict=True)
+        ]
+        ctx.save_for_backward(rows_TI, a_RI, low_TR, *weights, *bs)
+        return tuple(out.view(*x.shape[:-1], out.shape[1]) for out in outs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rows_TI, weight, a, b, low_TR = ctx.saved_tensors
-        dy_TO = dy.flatten(0, -2)
-        dlow_TR = (dy_TO @ b).mul_(ctx.scale)
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows_TI, a_RI, low_TR, *rest = ctx.saved_tensors
+        weights, bs = rest[: len(douts)], rest[len(douts) :]
+        dys = [dout.flatten(0, -2) for dout in douts]
+        dlow_TR = torch.cat([(dy @ b).mul_(s) for dy, b, s in zip(dys, bs, ctx.scales, strict=True)], dim=1)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = (dy_TO @ weight).addmm_(dlow_TR, a).view(*dy.shape[:-1], weight.shape[1])
-        da = _product(dlow_TR.t(), rows_TI, ctx.adapter_dtype)
-        db = _product(dy_TO.t(), low_TR, ctx.adapter_dtype).mul_(ctx.scale)
-        return dx, None, None, da, db, None
+            dx_TI = dys[0] @ weights[0]
+            for dy, weight in zip(dys[1:], weights[1:], strict=True):
+                dx_TI.addmm_(dy, weight)
+            dx = dx_TI.addmm_(dlow_TR, a_RI).view(*douts[0].shape[:-1], a_RI.shape[1])
+        das = _product(dlow_TR.t(), rows_TI, ctx.adapter_dtype).split(ctx.ranks)
+        lows = low_TR.split(ctx.ranks, 1)
+        dbs = [
+            _product(dy.t(), low, ctx.adapter_dtype).mul_(s) for dy, low, s in zip(dys, lows, ctx.scales, strict=True)
+        ]
+        return dx, None, *(grad for da, db in zip(das, dbs, strict=True) for grad in (None, None, da, db))
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from conf.schema import LoraConfig
 from trainer.kernels.latent import latent_heads
 from trainer.kernels.norm import norm_rotate
-from trainer.lora import Linear
+from trainer.lora import Linear, apply_together
 from trainer.model.attend import AttentionBackend, KeptAttention, PackedSequences, attend
 from trainer.model.norm import RMSNorm
 from trainer.model.spec import GqaSpec, MlaSpec, ModelSpec
@@ -55,7 +55,7 @@ class GroupedQueryAttention(nn.Module):
         backend: AttentionBackend,
     ) -> None:
         super().__init__()
-        self.q_heads, self.kv_heads = (gqa.num_heads, gqa.head_dim), (gqa.num_kv_heads, gqa.head_dim)
+        self.heads = [(count, gqa.head_dim) for count in (gqa.num_heads, gqa.num_kv_heads, gqa.num_kv_heads)]
         self.scale, self.backend, self.window = gqa.softmax_scale, backend, window
         for name, linear in linears.items():
             self.add_module(name, linear)
@@ -74,9 +74,8 @@ class GroupedQueryAttention(nn.Module):
     ) -> Tensor:
         """[T, H] -> [T, N * V], what o_proj takes. With `kept`, a second call for the same inputs does not attend
         again."""
-        q_TND = self.q_proj(x_TH).unflatten(1, self.q_heads)
-        k_TGD = self.k_proj(x_TH).unflatten(1, self.kv_heads)
-        v_TGD = self.v_proj(x_TH).unflatten(1, self.kv_heads)
+        q_TO, k_TO, v_TO = apply_together([self.q_proj, self.k_proj, self.v_proj], x_TH)
+        q_TND, k_TGD, v_TGD = (x.unflatten(1, h) for x, h in zip((q_TO, k_TO, v_TO), self.heads, strict=True))
         q_TND, k_TGD = _norm_rotate(q_TND, self.q_norm, rope), _norm_rotate(k_TGD, self.k_norm, rope)
         out_TND = attend(
             q_TND, k_TGD, v_TGD, sequences, self.backend, self.scale, window=self.window, sinks_N=self.sinks, kept=kept
@@ -124,13 +123,13 @@ class LatentAttention(nn.Module):
         """[T, H] -> [T, N * V], what o_proj takes. With `kept`, a second call for the same inputs does not attend
         again."""
         mla = self.mla
-        q_TND = self._queries(x_TH).unflatten(1, (mla.num_heads, mla.qk_head_dim))
-        latent, turning_TR = self.kv_a_proj_with_mqa(x_TH).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
+        first = self.get_submodule("q_proj" if mla.q_lora_rank is None else "q_a_proj")
+        assert isinstance(first, Linear)
+        q_TO, latents = apply_together([first, self.kv_a_proj_with_mqa], x_TH)
+        if mla.q_lora_rank is not None:
+            q_TO = self.get_submodule("q_b_proj")(self.q_a_layernorm(q_TO))
+        q_TND = q_TO.unflatten(1, (mla.num_heads, mla.qk_head_dim))
+        latent, turning_TR = latents.split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
         kv_TNE = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(1, (mla.num_heads, -1))
         q_TND, k_TND, v_TNV = latent_heads(q_TND, kv_TNE, turning_TR, *rope, interleaved=self.interleaved)
         return attend(q_TND, k_TND, v_TNV, sequences, self.backend, mla.softmax_scale, kept=kept).flatten(1)
-
-    def _queries(self, x_TH: Tensor) -> Tensor:
-        if self.mla.q_lora_rank is None:
-            return self.get_submodule("q_proj")(x_TH)
-        return self.get_submodule("q_b_proj")(self.q_a_layernorm(self.get_submodule("q_a_proj")(x_TH)))

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from conf.errors import ConfigError
 from conf.schema import CombineMode, LoraConfig, TrainerConfig, TrainMode
 from trainer.kernels.gather import gather_rows
-from trainer.lora import Linear
+from trainer.lora import Linear, apply_together
 from trainer.model.attend import AttentionBackend, KeptAttention, PackedSequences, choose_attention_backend
 from trainer.model.attention import make_attention
 from trainer.model.norm import RMSNorm
@@ -86,7 +86,8 @@ class DenseMlp(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        return self.down_proj(F.silu(self.gate_proj(x_TH)) * self.up_proj(x_TH))
+        gate, up = apply_together([self.gate_proj, self.up_proj], x_TH)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):
