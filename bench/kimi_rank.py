@@ -337,11 +337,12 @@ def profile(made: TrainerRank, work: Callable[[], Any]) -> dict[str, Any]:
             continue
         names = (c for c, parts in CATEGORIES if any(part.lower() in event.key.lower() for part in parts))
         _note(table, next(names, "elementwise, norms, optimizer"), event.key, event.self_device_time_total, event.count)
-    found = [event for event in profiler.events() if event.device_type is torch.autograd.DeviceType.CUDA]
+    found = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     found.sort(key=lambda event: event.time_range.start)
     gaps: dict[tuple[str, str], list[float]] = {}
-    last = found[0]
+    last = found[0] if found else None
     for event in found[1:]:
+        assert last is not None
         if event.time_range.start > last.time_range.end:
             names = (last.name[:48], event.name[:48])
             gaps.setdefault(names, []).append(event.time_range.start - last.time_range.end)
