@@ -181,13 +181,14 @@ class Controller:
         held = await supervisor.hold(pauses=config.mode is not SyncMode.adapter)
         # Every replica has its own deadline inside; these only catch a trainer that is lost.
         timeout_s = 2 * config.timeout_s * config.publish_waves + 60
-        for replica, endpoint in held.joining.items():
+        for index, endpoint in held.joining.items():
+            replica = supervisor.replicas[index]
             try:
-                await trainer.reconnect(replica, endpoint, timeout_s)
-                supervisor.joined(replica)
+                await trainer.reconnect(index, endpoint, timeout_s, replica.base_wanted_at)
+                supervisor.joined(index)
             except WeightSyncError as error:
-                held.exclude.append(replica)
-                await supervisor.fail(supervisor.replicas[replica], f"{type(error).__name__}: {error}")
+                held.exclude.append(index)
+                await supervisor.fail(replica, f"{type(error).__name__}: {error}")
         is_traced = config.trace_every_steps > 0 and self.policy_version % config.trace_every_steps == 0
         report = await trainer.publish(
             timeout_s=timeout_s,

@@ -79,9 +79,9 @@ class RayTrainerGroup:
         """Close every rank's links to dead replicas: their memory is free then. Waits for the call under way."""
         await self._call("disconnect", [(list(replicas),)] * self.num_ranks, timeout_s=timeout_s)
 
-    async def reconnect(self, replica: int, endpoint: str, timeout_s: float) -> None:
-        """Meet a replica that was started again."""
-        await self._call("reconnect", [(replica, endpoint)] * self.num_ranks, timeout_s=timeout_s)
+    async def reconnect(self, replica: int, endpoint: str, timeout_s: float, base_endpoint: str = "") -> None:
+        """Meet a replica that was started again; send its base first, where it has none."""
+        await self._call("reconnect", [(replica, endpoint, base_endpoint)] * self.num_ranks, timeout_s=timeout_s)
 
     async def export(self, folder: Path) -> None:
         """Write what was trained: the adapter in PEFT format, or the whole model when there is no adapter."""
@@ -117,11 +117,19 @@ class RayTrainerGroup:
 
 
 class RayRolloutWorker:
-    """One rollout worker, as the supervisor sees it."""
+    """One rollout worker, as the supervisor sees it.
 
-    def __init__(self, name: str, actor: Any, endpoint: str, processes: Sequence[psutil.Process]) -> None:
+    Args:
+        endpoint: where versions are published: the adapter slots', in adapter mode.
+        base_endpoint: where the base was sent at the start; the same without slots.
+    """
+
+    def __init__(
+        self, name: str, actor: Any, endpoint: str, base_endpoint: str, processes: Sequence[psutil.Process]
+    ) -> None:
         self.name = name
         self.endpoint = endpoint
+        self.base_endpoint = base_endpoint
         self._actor = actor
         self._processes = list(processes)
 
@@ -145,6 +153,10 @@ class RayRolloutWorker:
         """Close the links to the peer."""
         await self._call("release", list(offers))
 
+    async def base_wanted_at(self) -> str:
+        """Where its base must be sent before a version; "" when it needs none."""
+        return await self._call("base_wanted_at")
+
     async def _call(self, method: str, *args: Any) -> Any:
         call = self._actor.call.options(name=f"RolloutWorker.{method}")
         return await result_of(call.remote(method, *args), self.name, OrchestratorError)
@@ -153,10 +165,6 @@ class RayRolloutWorker:
         """End what is left of it, also a process that is stopped and would never see the end of its parent."""
         ray.kill(self._actor)
         _kill_trees(self._processes)
-
-    async def adapter_endpoint(self) -> str:
-        """Where publishers reach the engine's adapter slots."""
-        return await result_of(self._actor.call.remote("adapter_endpoint"), self.name, OrchestratorError)
 
     async def stop(self) -> None:
         """End the engine and its processes."""

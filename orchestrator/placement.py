@@ -107,10 +107,10 @@ class Cluster:
             await self._start_trainer(hf_config)
             return
         await together(self._start_trainer(hf_config), self._start_workers(hf_config))
-        endpoints = [worker.endpoint for worker in self._workers]
         slots: list[str] = []
         if self._config.weight_sync.mode is SyncMode.adapter:
-            slots = await together(*(worker.adapter_endpoint() for worker in self._workers))
+            slots = [worker.endpoint for worker in self._workers]
+        endpoints = [worker.base_endpoint for worker in self._workers]
         await self.trainer.connect(endpoints, self._config.cluster.start_timeout_s, slots)
 
     async def _start_trainer(self, hf_config: dict[str, Any]) -> None:
@@ -176,8 +176,11 @@ class Cluster:
         try:
             process = psutil.Process(await result_of(actor.pid.remote(), name, OrchestratorError))
             start = actor.start.remote({**self._worker_options, "seed": seed})
-            endpoint = await result_of(start, name, OrchestratorError)
-            return RayRolloutWorker(name, actor, endpoint, [process, *process.children(recursive=True)])
+            endpoint = base_endpoint = await result_of(start, name, OrchestratorError)
+            if self._config.weight_sync.mode is SyncMode.adapter:
+                endpoint = await result_of(actor.call.remote("adapter_endpoint"), name, OrchestratorError)
+            processes = [process, *process.children(recursive=True)]
+            return RayRolloutWorker(name, actor, endpoint, base_endpoint, processes)
         except BaseException:  # a deadline cancels this: the bundle must be free for the next attempt
             ray.kill(actor)  # its engine's processes end with it
             raise

@@ -97,12 +97,12 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
         supervisor = Supervisor(
             cluster.workers,
             request_timeout_s=config.rollout.request_timeout_s,
-            # Without publishes a worker that comes back would never get the version that the others sample from. In
-            # adapter mode it would need its base again, which is published at the start only.
-            restart=cluster.restart_worker if config.weight_sync.enabled and not is_adapter_mode else None,
+            # Without publishes a worker that comes back would never get the version that the others sample from.
+            restart=cluster.restart_worker if config.weight_sync.enabled else None,
             max_restarts=config.rollout.max_restarts,
             backoff_s=config.rollout.restart_backoff_s,
-            recovery_timeout_s=config.weight_sync.timeout_s + RAY_CALL_S,
+            # Base and adapter are two reads.
+            recovery_timeout_s=config.weight_sync.timeout_s * (1 + is_adapter_mode) + RAY_CALL_S,
             max_missed_publishes=config.algorithm.max_staleness_steps if is_adapter_mode else 0,
         )
         stack.push_async_callback(supervisor.close)

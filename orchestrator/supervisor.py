@@ -20,7 +20,9 @@ serving replicas go on during a publish, to one that missed at most `max_missed_
 `starting` and `recovering` are left out of publishes: the trainer neither takes part in a recovery nor waits for one. A
 version that moves during a recovery makes it worthless, which is found out here (num_publishes) and at the peer (its
 epoch); the replica then joins the next publish. With nobody left to read from, and nobody who serves, the controller
-publishes the present version to `pending` replicas at once (`stranded`).
+publishes the present version to `pending` replicas at once (`stranded`). In adapter mode a worker reads base and newest
+adapter in one recovery, and keeps the base whatever becomes of the adapter; only one that could not read the base asks
+the trainer for it (`base_wanted_at`).
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class RolloutHandle(Protocol):
         ...
 
     async def offer(self) -> list[Offer]:
-        """What a restarted worker may read here."""
+        """What a restarted worker may read here. The last one names the version that is served."""
         ...
 
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
@@ -70,6 +72,10 @@ class RolloutHandle(Protocol):
 
     async def release(self, offers: Sequence[Offer]) -> None:
         """Close the links to the peer."""
+        ...
+
+    async def base_wanted_at(self) -> str:
+        """Where the trainer must send its base before a version (adapter mode); "" when it needs none."""
         ...
 
 
@@ -111,6 +117,8 @@ class Replica:
     is_known: bool = True
     """Whether the publisher knows its endpoint; false from a restart until the next publish."""
     failed_at: float = 0.0
+    base_wanted_at: str = ""
+    """Where its base goes before it can take part in a publish."""
     pulled: Pulled | None = None
     """What the present process read from a peer."""
     num_missed: int = 0
@@ -384,7 +392,8 @@ class Supervisor:
                 logger.warning("%s: %s", replica.worker.name, replica.reason)
                 continue
             self.num_restarts += 1
-            replica.worker, replica.left, replica.is_known, replica.pulled = worker, asyncio.Event(), False, None
+            replica.worker, replica.left, replica.is_known = worker, asyncio.Event(), False
+            replica.pulled, replica.base_wanted_at, replica.num_missed = None, "", 0
             logger.info("%s is up again, %.1f s after it failed", worker.name, time.monotonic() - replica.failed_at)
             await self._recover(replica)
             return
@@ -397,49 +406,59 @@ class Supervisor:
         """Give a restarted worker a healthy peer's weights; leave it pending, for a publish, where that cannot be."""
         replica.state, left = ReplicaState.recovering, replica.left
         async with self._changed:  # a peer that is being updated can be read from as soon as it has committed
-            await self._changed.wait_for(lambda: self.num_serving > 0 or self._count(ReplicaState.updating) == 0)
+            await self._changed.wait_for(lambda: not any(other.is_held for other in self.replicas))
         if left.is_set():
             return  # a restart was asked for meanwhile
         peers = [other for other in self.replicas if other.state is ReplicaState.serving]
         if not peers:
             await self._wait_for_publish(replica, "no worker serves that it could read from")
             return
-        peer = min(peers, key=lambda other: (other.num_in_flight, other.index))
+        peer = min(peers, key=lambda other: (other.num_missed, other.num_in_flight, other.index))
         num_publishes = self._num_publishes
         try:
             offers = await self._call(peer, "offer", peer.worker.offer())
             pulled = await self._call(replica, "pull", replica.worker.pull(offers))
-            has_moved = await self._call(peer, "offer", peer.worker.offer()) != offers
-            if not has_moved:
-                await self._call(replica, "adopt", replica.worker.adopt(offers[0].version, offers[0].epoch))
+            is_current = not peer.num_missed and await self._call(peer, "offer", peer.worker.offer()) == offers
+            if is_current:
+                await self._call(replica, "adopt", replica.worker.adopt(offers[-1].version, offers[-1].epoch))
         except Exception as error:  # the boundary to two other processes; a worker that is broken fails the publish too
             if not left.is_set():
                 reason = f"reading from {peer.worker.name} failed with {type(error).__name__}: {error}"
                 await self._wait_for_publish(replica, reason)
             return
-        if left.is_set():
-            return
-        if has_moved or self._num_publishes != num_publishes:
-            await self._wait_for_publish(replica, f"the version moved while it read from {peer.worker.name}")
+        async with self._changed:  # judged where no publish can begin between the judgement and what follows from it
+            if left.is_set():
+                return
+            is_current = is_current and self._num_publishes == num_publishes
+            if is_current:
+                replica.pulled = pulled
+                self._serve(replica)
+                self._changed.notify_all()
+        if not is_current:
+            await self._wait_for_publish(replica, f"{peer.worker.name}, which it read from, is at an older version")
             return
         logger.info(
             "%s read %d bytes of version %d from %s in %.3f s and proved them in %.3f s",
-            replica.worker.name, pulled.num_bytes, offers[0].version, peer.worker.name, pulled.read_s, pulled.verify_s,
+            replica.worker.name, pulled.num_bytes, offers[-1].version, peer.worker.name, pulled.read_s, pulled.verify_s,
         )  # fmt: skip
-        replica.pulled = pulled
-        async with self._changed:
-            self._serve(replica)
-            self._changed.notify_all()
         try:
             await self._call(replica, "release", replica.worker.release(offers))
         except Exception as error:  # it serves all the same; only a later death of its peer would notice
             logger.warning("%s keeps its link to %s: %s", replica.worker.name, peer.worker.name, error)
 
     async def _wait_for_publish(self, replica: Replica, why: str) -> None:
-        logger.info("%s joins the next publish: %s", replica.worker.name, why)
+        left = replica.left
+        try:
+            base_wanted_at = await self._call(replica, "base_wanted_at", replica.worker.base_wanted_at())
+        except Exception as error:  # the boundary to another process, which died while it came back
+            if not left.is_set():
+                await self.fail(replica, f"{type(error).__name__}: {error}")
+            return
+        logger.info("%s joins the next publish%s: %s", replica.worker.name, ", base first" * bool(base_wanted_at), why)
         async with self._changed:
-            replica.state = ReplicaState.pending
-            self._changed.notify_all()
+            if not left.is_set():
+                replica.state, replica.base_wanted_at = ReplicaState.pending, base_wanted_at
+                self._changed.notify_all()
 
     def _serve(self, replica: Replica) -> None:
         """In service; for one that had failed, the end of its way back."""

@@ -6,13 +6,19 @@
     commit(v)   requests that start from here on read the slot
     abort       the slot is empty; the version before goes on serving
 
+A restarted worker takes the newest version from another worker's slot instead, once it has read the base:
+
+    pull(offers) a free slot; every rank reads the peer's newest slot and proves the bytes
+    adopt(v)     what commit does
+    release      every rank closes its link to the peer, which is that of the base too
+
 Owns: that order, the policy for busy slots, and the probe: before the first version, noise in the factors of each kind
 of module must change what the engine says. (An engine that silently ignores the adapters of experts is the commonest
 fault of this mode, and no hash can see it.) Does not own: the table (slots.py), the engine (engine.py), the proof of
 the bytes (weight_sync).
 Invariants: the engine is never paused; one request reads one slot from its first token to its last, unless its version
 was evicted; a publish that fails costs the version that was being written and nothing else.
-Callers: worker.py (sample), weight_sync.endpoint (the rest, one at a time).
+Callers: worker.py (sample, and the way back of a restarted worker), weight_sync.endpoint (the rest, one at a time).
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from rollout.slots import PROBE, Adapter, SlotTable
 from rollout.types import Rollout
 from weight_sync.layout import Binding
 from weight_sync.protocol import EngineRank, Expected, pack, unpack
+from weight_sync.recovery import Offer, Pulled, slowest
 
 logger = logging.getLogger(__name__)
 
@@ -135,14 +142,7 @@ class AdapterReplica:
 
     async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
         """Take a slot out of reach. The engine goes on."""
-        if not self._has_base():
-            raise ReplicaNotServing("the base weights have not arrived: they are published once, before any adapter")
-        if not self._is_probed:
-            await self._probe()
-            self._is_probed = True
-        slot = await self._free_slot(version)
-        self._table.write(slot)
-        self._writing = slot
+        slot = await self._take_slot(version)
         return [unpack(Binding, reply) for reply in await self._clients.call("begin", slot, version, epoch, digest)]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
@@ -151,16 +151,57 @@ class AdapterReplica:
 
     async def commit(self, version: int, epoch: int) -> None:
         """Requests that start from here on use `version`."""
-        assert self._writing is not None
-        await self._clients.call("commit", self._writing, version, epoch)
-        self._table.commit(self._writing, version)
-        self._writing = None
+        await self._flip("commit", version, epoch)
 
     async def abort(self, epoch: int, reason: str) -> None:
         """The slot stays empty; the next begin() takes it again, on a fresh connection."""
         slot, self._writing = self._writing, None
         if slot is not None:
             await self._clients.call("abort", slot, epoch, reason)
+
+    # -- the way back of a restarted worker --------------------------------------------------------------------------
+
+    async def offer(self) -> list[Offer]:
+        """What every rank lets its counterpart read: the newest version."""
+        newest = self._table.newest
+        if newest is None:
+            raise ReplicaNotServing("this rollout worker has no adapter yet that another one could read")
+        return [unpack(Offer, reply) for reply in await self._clients.call("offer", newest.slot)]
+
+    async def pull(self, offers: Sequence[Offer]) -> Pulled:
+        """Fill a free slot from a peer's newest one. No request reads it before adopt(). Arguments as Worker.pull."""
+        slot = await self._take_slot(offers[0].version)
+        timeout_s = self._config.timeout_s / 2  # the read ends before the wait for it does
+        replies = await self._clients.call("pull", slot, pack(list(offers)), timeout_s)
+        return slowest([unpack(Pulled, reply) for reply in replies])
+
+    async def adopt(self, version: int, epoch: int) -> None:
+        """Requests that start from here on use what was pulled."""
+        await self._flip("adopt", version, epoch)
+
+    async def release(self, offers: Sequence[Offer]) -> None:
+        """Close the links to a peer. Here, not through vLLM: between two calls of a publish, and beside sampling."""
+        await self._clients.call("release", pack(list(offers)))
+
+    # -- both --------------------------------------------------------------------------------------------------------
+
+    async def _take_slot(self, version: int) -> int:
+        """A slot for `version`, out of every request's reach. The engine must have its base and heed adapters."""
+        if not self._has_base():
+            raise ReplicaNotServing("the base weights have not arrived: they come once, before any adapter")
+        if not self._is_probed:
+            await self._probe()
+            self._is_probed = True
+        slot = await self._free_slot(version)
+        self._table.write(slot)
+        self._writing = slot
+        return slot
+
+    async def _flip(self, method: str, version: int, epoch: int) -> None:
+        assert self._writing is not None
+        await self._clients.call(method, self._writing, version, epoch)
+        self._table.commit(self._writing, version)
+        self._writing = None
 
     async def _free_slot(self, version: int) -> int:
         """A slot that nobody reads, by the policy."""

@@ -36,6 +36,7 @@ from weight_sync.layout import DestLayout, PostLoad, TensorMeta
 from weight_sync.protocol import EngineRank, Expected, pack, unpack
 from weight_sync.receiver import Receiver
 from weight_sync.recorder import record_layout
+from weight_sync.recovery import Offer, make_offer, pull, release
 from weight_sync.transport.base import Transport
 
 _EXPERT_BUFFERS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
@@ -79,6 +80,10 @@ class AdapterSlots:
             "verify": self._verify,
             "commit": lambda slot, version, epoch: self._receivers[slot].commit(version, epoch),
             "abort": lambda slot, epoch, reason: self._receivers[slot].abort(epoch, reason),
+            "offer": lambda slot: pack(make_offer(self._receivers[slot])),
+            "pull": self._pull,
+            "adopt": lambda slot, version, epoch: self._receivers[slot].adopt(version, epoch),
+            "release": lambda offers: release(self._receivers[0], self._own(tuple[Offer, ...], offers)),
             "kinds": lambda: sorted({_kind(name) for name in self._buffers}),
             "fill": self._fill,
         }
@@ -87,9 +92,14 @@ class AdapterSlots:
         return pack(self._receivers[slot].begin(version, epoch, digest))
 
     def _verify(self, slot: int, version: int, epoch: int, digest: str, expected: bytes) -> None:
-        receiver = self._receivers[slot]
-        per_rank = unpack(tuple[Expected, ...], expected)
-        receiver.verify(version, epoch, digest, per_rank[receiver.describe().layout.rank])
+        self._receivers[slot].verify(version, epoch, digest, self._own(tuple[Expected, ...], expected))
+
+    def _pull(self, slot: int, offers: bytes, timeout_s: float) -> bytes:
+        return pack(pull(self._receivers[slot], self._own(tuple[Offer, ...], offers), timeout_s=timeout_s))
+
+    def _own(self, kind: Any, packed: bytes) -> Any:
+        """This rank's entry."""
+        return unpack(kind, packed)[self._receivers[0].layout.rank]
 
     @torch.inference_mode()
     def _fill(self, slot: int, kind: str, seed: int) -> None:

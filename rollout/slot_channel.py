@@ -101,6 +101,9 @@ class SlotClients:
         self._timeout_s = timeout_s
         self._is_alive = is_alive
         self._numbers = itertools.count()
+        self._turn = asyncio.Lock()
+        """One call at a time: a peer that recovers asks for an offer while a publish is under way, and each of the two
+        would drop the other's answer."""
         self._context = zmq.asyncio.Context()
         self._sockets: list[zmq.asyncio.Socket] = []
         for rank in range(num_ranks):
@@ -116,15 +119,16 @@ class SlotClients:
             SlipstreamError: The first rank's error, as its own class.
             EngineDied: The engine's process is gone, or a rank did not answer in time.
         """
-        number = next(self._numbers)
-        data = msgpack.packb([number, method, *args])
-        for socket in self._sockets:
-            await socket.send(data)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                replies = [await self._receive(socket, number) for socket in self._sockets]
-        except TimeoutError as e:
-            raise EngineDied(f"the engine did not answer {method} within {self._timeout_s:g} s") from e
+        async with self._turn:
+            number = next(self._numbers)
+            data = msgpack.packb([number, method, *args])
+            for socket in self._sockets:
+                await socket.send(data)
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    replies = [await self._receive(socket, number) for socket in self._sockets]
+            except TimeoutError as e:
+                raise EngineDied(f"the engine did not answer {method} within {self._timeout_s:g} s") from e
         for error, text, _ in replies:
             if error:
                 raise error_class(error)(text)

@@ -18,6 +18,9 @@ and of its recovery from another worker, which gives its offer() and goes on sam
     pull(offers) pause; every rank DIRTY, reads the peer's same rank, proves the bytes
     adopt(v)     every rank CLEAN(v); the version moves; the engine resumes
     release      every rank closes its link to the peer
+
+With adapter slots, all but the last of this is the base's; pull() ends with the peer's newest version, in a slot that
+adopt(v) puts in service (adapter_replica.py).
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from weight_sync.errors import PlanMismatch
 from weight_sync.heap import freeze_heap
 from weight_sync.layout import Binding, TensorMeta
 from weight_sync.protocol import EngineRank, Expected, VersionState, pack, unpack
-from weight_sync.recovery import Offer, Pulled
+from weight_sync.recovery import Offer, Pulled, slowest
 
 logger = logging.getLogger(__name__)
 
@@ -213,14 +216,16 @@ class RolloutWorker:
             await self._serving.wait()
 
     async def offer(self) -> list[Offer]:
-        """What every rank lets its counterpart in a restarted worker read.
+        """What every rank lets its counterpart in a restarted worker read: its weights, and then, with adapter slots,
+        every rank's slot of the newest version.
 
         Raises:
             ReplicaNotServing: There is no committed version here right now.
         """
         if not self._state.is_serving:
             raise ReplicaNotServing(f"this rollout worker is {self._state.phase}: it has no committed version to give")
-        return [unpack(Offer, reply) for reply in await self._engine.call_ranks("slipstream_offer")]
+        offers = [unpack(Offer, reply) for reply in await self._engine.call_ranks("slipstream_offer")]
+        return offers if self._replica is None else [*offers, *await self._replica.offer()]
 
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
         """Fill this worker from a peer's ranks. It does not serve before adopt().
@@ -231,30 +236,55 @@ class RolloutWorker:
         Raises:
             WeightSyncError: Layouts differ, the bytes did not come, or are not the peer's. DIRTY; a publish is next.
         """
-        if len(offers) != len(self._ranks):
-            raise PlanMismatch(f"this engine has {len(self._ranks)} ranks, its peer offers {len(offers)}")
+        num_ranks = len(self._ranks)
+        weights, slots = offers[:num_ranks], offers[num_ranks:]
+        if len(weights) != num_ranks or len(slots) != (0 if self._replica is None else num_ranks):
+            raise PlanMismatch(
+                f"this engine has {num_ranks} ranks, {'with' if self._replica else 'without'} adapter slots; its peer"
+                f" makes {len(offers)} offers"
+            )
+        pulled = await self._pull_weights(weights)
+        if self._replica is None:
+            return pulled
+        await self._adopt_weights(weights[0].version, weights[0].epoch)  # no publish changes a base that has arrived
+        return pulled.then(await self._replica.pull(slots))
+
+    async def _pull_weights(self, offers: Sequence[Offer]) -> Pulled:
         version, epoch, plan = offers[0].version, offers[0].epoch, offers[0].plan
         self._state = self._state.begin(version, epoch, plan)
+        self._endpoint.adopt(self._state)
         self._serving.clear()
         await self._engine.pause(self._sync.pause_mode)
         self._clear_cache()
         replies = await self._engine.call_ranks("slipstream_pull", pack(list(offers)), self._sync.timeout_s)
         self._state = self._state.verified(version, epoch, plan)
-        ranks = [unpack(Pulled, reply) for reply in replies]
-        return Pulled(
-            sum(rank.num_bytes for rank in ranks),
-            max(rank.read_s for rank in ranks),
-            max(rank.verify_s for rank in ranks),
-        )
+        return slowest([unpack(Pulled, reply) for reply in replies])
 
-    async def adopt(self, version: int, epoch: int) -> None:
-        """Serve what was pulled. The caller has seen that the peer did not move meanwhile."""
+    async def _adopt_weights(self, version: int, epoch: int) -> None:
         await self._put_in_service("slipstream_adopt", version, epoch)
         self._endpoint.adopt(self._state)
 
+    async def adopt(self, version: int, epoch: int) -> None:
+        """Serve what was pulled. The caller has seen that the peer did not move meanwhile.
+
+        Args:
+            version, epoch: Of the last offer.
+        """
+        if self._replica is None:
+            await self._adopt_weights(version, epoch)
+        else:
+            await self._replica.adopt(version, epoch)
+
     async def release(self, offers: Sequence[Offer]) -> None:
-        """Close the links to a peer that was pulled from; about a second without sampling."""
-        await self._engine.call_ranks("slipstream_release", pack(list(offers)))
+        """Close the links to a peer that was pulled from; without adapter slots, about a second without sampling."""
+        if self._replica is None:
+            await self._engine.call_ranks("slipstream_release", pack(list(offers)))
+        else:
+            await self._replica.release(offers[len(self._ranks) :])
+
+    async def base_wanted_at(self) -> str:
+        """Where the base must be sent before any version of the adapter; "" once it has arrived, and without slots."""
+        return "" if self._replica is None or self._state.is_serving else self._endpoint.address
 
     def health(self) -> WorkerHealth:
         """What the controller's supervisor wants to know; never blocks."""

@@ -48,6 +48,7 @@ from trainer.quantization import BlockFp8
 from trainer.reference import ReferencePolicy
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 from trainer.weight_source import TrainerWeightSource
+from weight_sync.errors import ReplicaError
 
 if TYPE_CHECKING:
     from weight_sync.publish_report import PublishReport
@@ -288,7 +289,7 @@ class TrainerRank:
                 `endpoints` here, once, and publish() writes to these.
 
         Raises:
-            TrainerError: a worker did not take the base.
+            ReplicaError: a worker did not take the base.
         """
         self._loaded()
         if self._source is None:
@@ -307,13 +308,15 @@ class TrainerRank:
             )
         self._transport = transport
         if self._base_source is not None:
-            self._send_base(self._base_source, endpoints, transport)
+            self._send_base(endpoints)
         self._publisher = self._make_publisher(self._source, transport)
         return asdict(self._publisher.connect(list(adapter_endpoints) or endpoints))
 
-    def _send_base(self, source: TrainerWeightSource, endpoints: list[str], transport: Transport) -> None:
+    def _send_base(self, endpoints: list[str]) -> None:
         """The frozen base is version 0 of every engine's own weights, for good."""
-        publisher = self._make_publisher(source, transport)
+        if self._base_source is None or self._transport is None:
+            raise TrainerError(f"rank {self._rank}: engines take no base apart from adapters in this run")
+        publisher = self._make_publisher(self._base_source, self._transport)
         try:
             publisher.connect(endpoints)
             report = publisher.publish(0)
@@ -321,7 +324,7 @@ class TrainerRank:
             publisher.close()
         failed = [f"{replica.endpoint}: {replica.error}" for replica in report.replicas if not replica.committed]
         if failed:
-            raise TrainerError(f"rank {self._rank}: the base weights did not reach every engine: {'; '.join(failed)}")
+            raise ReplicaError(f"the base weights did not reach every engine: {'; '.join(failed)}")
         logger.info("base weights sent: %d bytes in %.2f s", report.num_bytes, report.total_s)
 
     def _make_publisher(self, source: TrainerWeightSource | AdapterSource, transport: Transport) -> Publisher:
@@ -349,10 +352,17 @@ class TrainerRank:
         if self._publisher is not None:
             self._publisher.disconnect(replicas)
 
-    def reconnect(self, replica: int, endpoint: str) -> None:
-        """Meet an engine that was started again (see Publisher.reconnect)."""
+    def reconnect(self, replica: int, endpoint: str, base_endpoint: str = "") -> None:
+        """Meet an engine that was started again (see Publisher.reconnect).
+
+        Args:
+            endpoint: of its adapter slots, where it has them.
+            base_endpoint: where its base goes first; "" when it has it, from a peer, or has none apart.
+        """
         if self._publisher is None:
             raise TrainerError(f"rank {self._rank}: reconnect() before connect()")
+        if base_endpoint:
+            self._send_base([base_endpoint])
         self._publisher.reconnect(replica, endpoint)
 
     # ------------------------------------------------------------------------------------------------------------ save

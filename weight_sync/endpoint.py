@@ -127,8 +127,8 @@ class ReplicaEndpoint:
         return self._state
 
     def adopt(self, state: VersionState) -> None:
-        """The handler was filled from a peer, without a publisher. Called between two requests, while it serves."""
-        if state.epoch <= self._state.epoch:
+        """The handler is being filled from a peer, or has been: a publisher that comes later begins a later epoch."""
+        if state.epoch < self._state.epoch or (state.epoch == self._state.epoch and self._state.is_serving):
             raise StaleEpoch(f"epoch {state.epoch} cannot be adopted: epoch {self._state.epoch} has begun")
         self._state = state
 

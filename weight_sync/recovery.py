@@ -17,14 +17,17 @@ what serves.
 The bytes are those that kernels read, fills and repacking included: nothing is loaded, sent or packed again, and no
 trainer rank takes part. A publish that begins on the peer meanwhile changes its epoch before it changes a byte: equal
 offers before and after a read mean that every byte is of one version. The hashes, where they are on, prove it again.
+An adapter slot is a Receiver too, so a restarted engine in adapter mode does this twice: for its base, which no publish
+ever changes again, and for the peer's newest slot.
 Invariant: a pull that fails in any way leaves the rank DIRTY, and the next publish starts on a fresh connection.
-Caller: `rollout/weight_receiver.py`.
+Callers: `rollout/weight_receiver.py` (an engine's own weights), `rollout/adapter_slots.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,6 +62,19 @@ class Pulled:
     num_bytes: int
     read_s: float
     verify_s: float
+
+    def then(self, other: Pulled) -> Pulled:
+        """Both, one after the other."""
+        return Pulled(self.num_bytes + other.num_bytes, self.read_s + other.read_s, self.verify_s + other.verify_s)
+
+
+def slowest(ranks: Sequence[Pulled]) -> Pulled:
+    """Pulls of all ranks at the same time: every rank's bytes, the slowest one's seconds."""
+    return Pulled(
+        sum(rank.num_bytes for rank in ranks),
+        max(rank.read_s for rank in ranks),
+        max(rank.verify_s for rank in ranks),
+    )
 
 
 def layout_digest(layout: DestLayout) -> str:

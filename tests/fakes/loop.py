@@ -137,7 +137,9 @@ class FakeTrainer:
             )
         return Report(version, outcomes, num_changed_params=self.num_changed_params)
 
-    async def reconnect(self, replica: int, endpoint: str, timeout_s: float) -> None:
+    async def reconnect(self, replica: int, endpoint: str, timeout_s: float, base_endpoint: str = "") -> None:
+        if base_endpoint:
+            self.world.diary.append(("base", replica, base_endpoint))
         self.world.diary.append(("reconnect", replica, endpoint))
         if replica in self.refuses_reconnect:
             raise PlanMismatch("another layout")
@@ -161,6 +163,7 @@ class FakeWorker:
         """Number of groups after which it dies."""
         self.gate: asyncio.Event | None = None
         self.num_groups = 0
+        self.wants_base_at = ""
 
     async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
         if self.fails_after is not None and self.num_groups >= self.fails_after:
@@ -187,6 +190,9 @@ class FakeWorker:
 
     async def release(self, offers: Sequence[Any]) -> None:
         self.world.diary.append(("release", self.index))
+
+    async def base_wanted_at(self) -> str:
+        return self.wants_base_at
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ import psutil
 import pytest
 from system.conftest import RUN_TIMEOUT_S, FinishedRun, command, train
 
+from conf.schema import SyncMode
+
 
 @pytest.fixture(scope="module")
 def on_policy(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
@@ -69,13 +71,19 @@ def test_a_resumed_run_goes_on_where_it_stopped(on_policy: FinishedRun, resumed:
 
 
 @pytest.mark.timeout(3 * RUN_TIMEOUT_S)
-def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_steps_go_on(tmp_path: Path) -> None:
-    """A strictly on-policy run; one engine process is killed, and then the other worker recalled by the command. Each
-    time the one that is left carries the steps; the other is started again, takes the current version from its peer
-    or from a publish, and samples: in every batch the log-probabilities of all workers are the trainer's.
+@pytest.mark.parametrize("mode", [SyncMode.merged, SyncMode.adapter])
+def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_steps_go_on(
+    tmp_path: Path, mode: SyncMode
+) -> None:
+    """A strictly on-policy run; one engine is killed (or its worker), then the other worker recalled by the command.
+    Each time the one that is left carries the steps; the other is started again, takes the current version from its
+    peer or from a publish, and samples: in every batch the log-probabilities of all workers are the trainer's.
     """
+    words = ["run.num_steps=1000", "run.eval_every_steps=0", "run.checkpoint_every_steps=0", f"weight_sync.mode={mode}"]
+    if mode is SyncMode.adapter:
+        words += ["model=tiny_qwen3", "trainer.ep_size=1"]  # CPU engines serve no adapters of experts
     process = subprocess.Popen(
-        command(["run.num_steps=1000", "run.eval_every_steps=0", "run.checkpoint_every_steps=0"], tmp_path),
+        command(words, tmp_path),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -92,7 +100,9 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
         wait_until(lambda rows: len(rows) >= 3)
         engines = [p for p in psutil.Process(process.pid).children(recursive=True) if "EngineCore" in p.name()]
         assert len(engines) == 2
-        engines[0].send_signal(signal.SIGKILL)
+        victim = engines[0] if mode is SyncMode.merged else engines[0].parent()
+        assert victim is not None
+        victim.send_signal(signal.SIGKILL)
         wait_until(lambda rows: any(row["rollout/recoveries"] for row in rows))
         recover = [sys.executable, "-m", "orchestrator.cli", "recover", str(run.folder), "--worker", "1"]
         said = subprocess.run(recover, capture_output=True, text=True, timeout=60, check=True).stdout

@@ -44,11 +44,13 @@ class Loop:
         self.checkpoints = CheckpointStore(self.folder.checkpoints, keep=2, options=fingerprint(config))
         self.resume_step = resume_step
         self.max_restarts = 0
+        self.base_of_restarted = ""
 
     async def restart(self, index: int) -> FakeWorker:
         self.world.diary.append(("restart", index))
         self.world.committed[index] = -1
         self.workers[index] = FakeWorker(self.world, index)
+        self.workers[index].wants_base_at = self.base_of_restarted
         return self.workers[index]
 
     async def run(self) -> Controller:
@@ -286,6 +288,19 @@ async def test_worker_that_recovers_from_its_peer_costs_the_trainer_one_introduc
     assert [entry for entry in loop.world.diary if entry[0] == "reconnect"] == [("reconnect", 1, "tcp://rollout-1")]
     assert loop.rows[-1]["rollout/replicas_serving"] == 2
     assert sum(row["rollout/recoveries"] or 0 for row in loop.rows) == 1
+
+
+async def test_only_worker_gets_its_base_before_the_version(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=4), num_workers=1)
+    loop.max_restarts = 1
+    loop.workers[0].fails_after = 7
+    loop.base_of_restarted = "tcp://base"
+    await loop.run()
+    diary = [entry for entry in loop.world.diary if entry[0] in ("restart", "base", "publish", "reconnect")]
+    restart = diary.index(("restart", 0))
+    assert diary[restart + 1 : restart + 3] == [("base", 0, "tcp://base"), ("reconnect", 0, "tcp://rollout-0")]
+    assert [entry[0] for entry in diary].count("base") == 1
+    assert [row["policy_version"] for row in loop.rows] == [0, 1, 2, 3, 4]
 
 
 async def test_restarted_worker_with_another_layout_is_refused_and_the_others_commit(tmp_path: Path) -> None:

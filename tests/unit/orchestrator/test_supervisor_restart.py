@@ -19,7 +19,7 @@ S = ReplicaState
 class Cast:
     """A supervisor, its workers, and restarts that succeed when `gate` is open, unless they are told to fail."""
 
-    def __init__(self, num_workers: int = 2, max_restarts: int = 2) -> None:
+    def __init__(self, num_workers: int = 2, max_restarts: int = 2, max_missed_publishes: int = 0) -> None:
         self.world = World(committed=[-1] * num_workers)
         self.gate = asyncio.Event()
         self.gate.set()
@@ -28,6 +28,7 @@ class Cast:
         self.supervisor = Supervisor(
             [FakeWorker(self.world, i) for i in range(num_workers)],
             request_timeout_s=5, restart=self.restart, max_restarts=max_restarts, backoff_s=0.0,
+            max_missed_publishes=max_missed_publishes,
         )  # fmt: skip
 
     @property
@@ -283,3 +284,80 @@ async def test_closing_gives_up_restarts_under_way() -> None:
     await until(lambda: cast.num_started == 1)
     await cast.supervisor.close()
     assert cast.states[0] is S.starting
+
+
+async def test_nobody_reads_from_a_peer_while_a_publish_goes_past_it() -> None:
+    """In adapter mode a peer serves during a publish; what it offers then may be the version before."""
+    cast = Cast()
+    await cast.publish(0)
+    cast.gate.clear()
+    await cast.fail(0)
+    await cast.supervisor.hold(pauses=False)
+    assert cast.states == [S.starting, S.serving]
+    cast.gate.set()
+    await until(lambda: cast.states[0] is S.recovering)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not any(entry[0] == "pull" for entry in cast.world.diary)
+    cast.world.committed[1] = 1
+    await cast.supervisor.settle([Outcome(False, "excluded"), Outcome(True)])
+    await until(lambda: cast.states == [S.serving, S.serving])
+    assert cast.world.committed == [1, 1]
+
+
+async def test_a_peer_that_missed_a_publish_gives_its_base_and_not_its_version() -> None:
+    cast = Cast(max_missed_publishes=1)
+    await cast.publish(0)
+    await cast.supervisor.hold(pauses=False)
+    await cast.supervisor.settle([Outcome(True), Outcome(False, "its link stalled")])
+    assert cast.states == [S.serving, S.serving]
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.pending)
+    assert ("pull", 0, 0) in cast.world.diary
+    assert cast.world.committed[0] == -1, "the version was not adopted"
+    await cast.publish(1)
+    assert cast.states == [S.serving, S.serving]
+
+
+async def test_a_worker_that_lacks_its_base_says_where_it_goes_and_a_recovered_one_lacks_nothing() -> None:
+    cast = Cast()
+    await cast.publish(0)
+    restart = cast.restart
+
+    async def without_base(index: int) -> FakeWorker:
+        worker = await restart(index)
+        worker.wants_base_at = f"tcp://base-{cast.num_started}"
+        return worker
+
+    async def refuse() -> list[object]:
+        raise ConnectionError("the link broke")
+
+    cast.supervisor._restart = without_base
+    offer, cast.worker(1).offer = cast.worker(1).offer, refuse  # type: ignore[method-assign]
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.pending)
+    assert cast.supervisor.replicas[0].base_wanted_at == "tcp://base-1"
+    cast.worker(1).offer = offer  # type: ignore[method-assign]
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.serving)
+    assert cast.supervisor.replicas[0].base_wanted_at == ""
+
+
+async def test_a_worker_that_dies_while_it_comes_back_is_started_again() -> None:
+    cast = Cast()
+    await cast.publish(0)
+    restart = cast.restart
+
+    async def dead() -> str:
+        raise ConnectionError("the actor died")
+
+    async def dies_once(index: int) -> FakeWorker:
+        worker = await restart(index)
+        if cast.num_started == 1:
+            worker.pull = worker.base_wanted_at = dead  # type: ignore[method-assign, assignment]
+        return worker
+
+    cast.supervisor._restart = dies_once
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.serving)
+    assert cast.num_started == 2

@@ -297,12 +297,13 @@ async def test_a_recovery_that_fails_leaves_the_worker_dirty_until_a_publish(mon
     worker, engine = make(monkeypatch, tmp_path)
     await worker.start()
     try:
-        with pytest.raises(PlanMismatch, match="2 ranks, its peer offers 1"):
+        with pytest.raises(PlanMismatch, match="2 ranks, without adapter slots; its peer makes 1 offers"):
             await worker.pull([OFFER])
         engine.failing = "slipstream_pull"
         with pytest.raises(IntegrityError):
             await worker.pull([OFFER, OFFER])
         assert worker.health().phase == "dirty"
+        assert worker._endpoint.state.epoch == 7, "a publisher that comes later learns it, and begins a later one"
         with pytest.raises(ProtocolError):
             await worker.adopt(3, 7)
         engine.failing = ""

@@ -1,0 +1,192 @@
+"""A worker in adapter mode is killed and comes back: real trainer rank, real engines, Mooncake over TCP, ZMQ.
+
+Two workers; the engine of worker 0 is killed (SIGKILL) in every test, and each test leaves both workers serving one
+version. What the supervisor decides is written out here by hand; it decides itself in test_run.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from system.test_adapter_mode import KEY, PROMPT, SHORT, config_of, slots_of
+
+from conf.schema import Device
+from rollout.errors import ReplicaNotServing
+from rollout.types import Rollout
+from rollout.worker import RolloutWorker
+from trainer.model.spec import ModelSpec
+from trainer.rank import TrainerRank
+from weight_sync.errors import IntegrityError, TransportError
+from weight_sync.publisher import PublishReport
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+TIMEOUT_S = 8.0
+
+
+def engines() -> set[psutil.Process]:
+    """Engine processes of this one."""
+    return {child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()}
+
+
+@dataclass
+class Setup:
+    """One trainer rank, two workers."""
+
+    folder: Path
+    trainer: TrainerRank
+    workers: list[RolloutWorker]
+    processes: list[psutil.Process]
+    version: int = 0
+
+    async def start_worker(self, index: int) -> RolloutWorker:
+        """With dummy weights of its own: seeds differ, so nothing is equal by chance."""
+        config, before = config_of(), engines()
+        tensors = tuple(ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
+        worker = RolloutWorker(
+            self.folder, config=config.rollout, weight_sync=replace(config.weight_sync, timeout_s=TIMEOUT_S),
+            dtype=config.model.dtype, device=Device.cpu, seed=100 + len(self.processes), tensors=tensors, key=KEY,
+            adapters=slots_of(config),
+        )  # fmt: skip
+        await worker.start()
+        (process,) = engines() - before
+        self.workers[index : index + 1], self.processes[index : index + 1] = [worker], [process]
+        return worker
+
+    async def publish(self, exclude: list[int] | None = None) -> PublishReport:
+        """The next version, drawn at random."""
+        self.version += 1
+        generator = torch.Generator().manual_seed(1000 + self.version)
+        for _, parameter in self.trainer._trainable:
+            parameter.data.normal_(0, 0.3, generator=generator)
+        self.trainer._policy_version = self.version
+        return await asyncio.to_thread(self.trainer.publish, exclude or [])
+
+    async def kill_and_start_again(self) -> RolloutWorker:
+        """Worker 0 is lost; a publish finds it so, and the other one goes on."""
+        self.processes[0].send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        report = await self.publish()
+        assert time.monotonic() - began < TIMEOUT_S
+        assert [replica.committed for replica in report.replicas] == [False, True]
+        await self.workers[0].stop()
+        await asyncio.to_thread(self.trainer.disconnect, [0])
+        fresh = await self.start_worker(0)
+        await refuses(fresh)
+        return fresh
+
+    async def reconnect(self) -> None:
+        """The trainer meets worker 0 again."""
+        endpoint, base = await self.workers[0].adapter_endpoint(), await self.workers[0].base_wanted_at()
+        await asyncio.to_thread(self.trainer.reconnect, 0, endpoint, base)
+
+    async def assert_equal(self) -> None:
+        """Both workers serve the present version, from the same bytes, with the same log-probabilities."""
+        sampled = [await sample(worker) for worker in self.workers]
+        assert [one.policy_versions for one in sampled] == [[self.version] * SHORT.max_tokens] * 2
+        assert sampled[0].token_ids == sampled[1].token_ids
+        assert sampled[0].logprobs == sampled[1].logprobs
+        weights = [await worker._engine.call_ranks("slipstream_read_params") for worker in self.workers]
+        assert weights[0] == weights[1]
+
+
+async def sample(worker: RolloutWorker) -> Rollout:
+    (rollout,) = await worker.generate_group(PROMPT, 1, sampling=SHORT, seed=5)
+    return rollout
+
+
+async def refuses(worker: RolloutWorker) -> None:
+    with pytest.raises(ReplicaNotServing, match="samples only from a committed version"):
+        await sample(worker)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup]:
+    folder, config = tmp_path_factory.mktemp("model"), config_of()
+    (folder / "config.json").write_text(json.dumps(config.model.hf_config))
+    trainer = TrainerRank(
+        model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
+        weight_sync=replace(config.weight_sync, timeout_s=TIMEOUT_S), seed=3, num_steps=4, rank=0, world_size=1,
+        rendezvous="", device="cpu", hf_config=config.model.hf_config, sync_key=KEY,
+    )  # fmt: skip
+    trainer.load()
+    made = Setup(folder, trainer, [], [])
+    try:
+        for index in range(2):
+            await made.start_worker(index)
+        slots = [await worker.adapter_endpoint() for worker in made.workers]
+        addresses = [worker.endpoint() for worker in made.workers]
+        await asyncio.to_thread(trainer.connect, addresses, None, slots)
+        await made.publish()
+        await made.assert_equal()
+        yield made
+    finally:
+        for worker in made.workers:
+            await worker.stop()
+        await asyncio.to_thread(trainer.shutdown)
+
+
+async def test_a_killed_worker_reads_base_and_newest_version_from_its_peer(setup: Setup):
+    fresh = await setup.kill_and_start_again()
+    peer = setup.workers[1]
+    sampling = asyncio.create_task(sample(peer))
+    offers = await peer.offer()
+    pulled = await fresh.pull(offers)
+    assert fresh._replica is not None
+    ranks = [*await fresh.describe(), *await fresh._replica.describe()]
+    assert pulled.num_bytes == sum(param.num_bytes for rank in ranks for param in rank.layout.params)
+    with pytest.raises(ReplicaNotServing, match="no adapter yet"):
+        await sample(fresh)
+    assert await peer.offer() == offers, "the peer has not moved"
+    await fresh.adopt(offers[-1].version, offers[-1].epoch)
+    assert (await sampling).policy_versions == [setup.version] * SHORT.max_tokens
+    await setup.assert_equal()
+    await fresh.release(offers)
+    assert await fresh.offer() != offers, "its own addresses"
+    await setup.reconnect()
+    for _ in range(4):  # more than there are slots
+        assert [replica.error for replica in (await setup.publish()).replicas] == [None, None]
+        await setup.assert_equal()
+
+
+async def test_an_adapter_that_is_not_the_peers_never_serves_and_the_next_publish_brings_it(setup: Setup):
+    fresh = await setup.kill_and_start_again()
+    offers = await setup.workers[1].offer()
+    name = next(iter(offers[-1].hashes))
+    offers[-1] = replace(offers[-1], hashes=offers[-1].hashes | {name: offers[-1].hashes[name] ^ 1})
+    with pytest.raises(IntegrityError, match=r"1 of .* parameters read from a peer"):
+        await fresh.pull(offers)
+    with pytest.raises(ReplicaNotServing, match="no adapter yet"):
+        await sample(fresh)
+    assert await fresh.base_wanted_at() == "", "the base was read, and is right"
+    await setup.reconnect()
+    assert [replica.error for replica in (await setup.publish()).replicas] == [None, None]
+    await setup.assert_equal()
+
+
+async def test_a_worker_that_reads_from_nobody_gets_base_and_version_from_the_trainer(setup: Setup):
+    fresh = await setup.kill_and_start_again()
+    offers = await setup.workers[1].offer()
+    gone = [replace(offer, binding=replace(offer.binding, session="127.0.0.1:9")) for offer in offers]
+    began = time.monotonic()
+    with pytest.raises(TransportError):
+        await fresh.pull(gone)
+    assert time.monotonic() - began < TIMEOUT_S + 2
+    await refuses(fresh)
+    assert await fresh.base_wanted_at() == fresh.endpoint()
+    await setup.reconnect()
+    assert await fresh.base_wanted_at() == ""
+    with pytest.raises(ReplicaNotServing, match="no adapter yet"):
+        await sample(fresh)
+    assert [replica.error for replica in (await setup.publish()).replicas] == [None, None]
+    await setup.assert_equal()
