@@ -11,7 +11,8 @@ Callers: the controller.
 
 A controller that is killed (SIGKILL, out of memory) stops nothing, and yet all ends: the kernel ends Ray's servers with
 their parent, actors end when their raylet is gone, engines and rewards with their owner (rollout.lifeline), all within
-seconds. Two of Ray's own agents follow after about a minute. What stays is Ray's folder in /tmp (slipstream-*).
+seconds. Two of Ray's own agents follow after about a minute. What stays is Ray's folder in /tmp (slipstream-*), and, of
+workers that were killed in adapter mode, an empty folder of sockets (slipstream-slots-*).
 
 Ray's CPUs are tickets, not cores: a trainer rank and an engine ask for 1/100 each, so that the four processes of the
 quick start fit on two cores. GPUs are whole: one per trainer rank, `rollout.tp_size` per rollout worker.

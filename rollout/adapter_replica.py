@@ -171,8 +171,8 @@ class AdapterReplica:
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
         """Fill a free slot from a peer's newest one. No request reads it before adopt(). Arguments as Worker.pull."""
         slot = await self._take_slot(offers[0].version)
-        timeout_s = self._config.timeout_s / 2  # the read ends before the wait for it does
-        replies = await self._clients.call("pull", slot, pack(list(offers)), timeout_s)
+        limit_s = self._config.timeout_s  # of the read, which ends before the wait for it
+        replies = await self._clients.call("pull", slot, pack(list(offers)), limit_s, timeout_s=2 * limit_s)
         return slowest([unpack(Pulled, reply) for reply in replies])
 
     async def adopt(self, version: int, epoch: int) -> None:

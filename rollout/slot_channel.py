@@ -112,23 +112,27 @@ class SlotClients:
             socket.connect(socket_address(folder, rank))
             self._sockets.append(socket)
 
-    async def call(self, method: str, *args: Any) -> list[Any]:
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call a method on every rank at once. Results by rank.
+
+        Args:
+            timeout_s: Instead of the usual deadline.
 
         Raises:
             SlipstreamError: The first rank's error, as its own class.
             EngineDied: The engine's process is gone, or a rank did not answer in time.
         """
         async with self._turn:
+            limit_s = self._timeout_s if timeout_s is None else timeout_s
             number = next(self._numbers)
             data = msgpack.packb([number, method, *args])
             for socket in self._sockets:
                 await socket.send(data)
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(limit_s):
                     replies = [await self._receive(socket, number) for socket in self._sockets]
             except TimeoutError as e:
-                raise EngineDied(f"the engine did not answer {method} within {self._timeout_s:g} s") from e
+                raise EngineDied(f"the engine did not answer {method} within {limit_s:g} s") from e
         for error, text, _ in replies:
             if error:
                 raise error_class(error)(text)
