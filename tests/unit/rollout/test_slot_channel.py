@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,31 @@ async def test_a_rank_that_is_gone_is_not_waited_for_and_its_late_answer_is_not_
         go_on.set()
         clients._timeout_s = 10
         assert await clients.call("work") == ["mine"]
+    finally:
+        clients.close()
+
+
+async def test_two_callers_after_one_that_gave_up_get_their_own_answers(tmp_path: Path):
+    """A publish, and a restarted worker that asks this one for an offer: neither drops what the other waits for."""
+    go_on = threading.Event()
+    serve(tmp_path, 0, {"stall": lambda: go_on.wait(10) and "late", "say": lambda what: what})
+    clients = SlotClients(str(tmp_path), 1, timeout_s=2, is_alive=lambda: True)
+    try:
+        with pytest.raises(EngineDied, match="did not answer stall"):
+            await clients.call("stall", timeout_s=0.3)
+        both = asyncio.gather(*(clients.call("say", who) for who in range(2)))
+        await asyncio.sleep(0.1)
+        go_on.set()
+        assert await both == [[0], [1]]
+    finally:
+        clients.close()
+
+
+async def test_a_call_may_have_a_deadline_of_its_own(tmp_path: Path):
+    serve(tmp_path, 0, {"read": lambda: [time.sleep(0.4), "bytes"][1]})
+    clients = SlotClients(str(tmp_path), 1, timeout_s=0.1, is_alive=lambda: True)
+    try:
+        assert await clients.call("read", timeout_s=5) == ["bytes"]
     finally:
         clients.close()
 
