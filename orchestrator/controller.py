@@ -184,7 +184,9 @@ class Controller:
         for index, endpoint in held.joining.items():
             replica = supervisor.replicas[index]
             try:
-                await trainer.reconnect(index, endpoint, timeout_s, replica.base_wanted_at)
+                # Its base, where it lacks one, is a publish of its own: three answers more to wait for.
+                join_s = timeout_s + 3 * config.timeout_s * bool(replica.base_wanted_at)
+                await trainer.reconnect(index, endpoint, join_s, replica.base_wanted_at)
                 supervisor.joined(index)
             except WeightSyncError as error:
                 held.exclude.append(index)
