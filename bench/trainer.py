@@ -28,11 +28,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -485,6 +487,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--gpus", type=int, default=1, help="rows that run side by side, each on a GPU of its own")
     parser.add_argument("--unsloth", type=Path, metavar="SITE", help="PYTHONPATH of the unsloth rows")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16384, 32768])
     add_shape_options(parser)
@@ -524,15 +527,26 @@ def main() -> None:
     report: dict[str, Any] = {"environment": environment(args.commit), "arguments": given, "rows": {}}
     print(json.dumps(report["environment"]), flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    for name in args.rows:
+    free: queue.Queue[int] = queue.Queue()
+    for gpu in range(args.gpus):
+        free.put(gpu)
+
+    def run(name: str) -> dict[str, Any]:
         part = out.with_suffix(f".{name}.part")
         command = [sys.executable, __file__, *sys.argv[1:], "--row", name, "--out", str(part)]
         packages = {"PYTHONPATH": str(args.unsloth)} if name.startswith("unsloth") and args.unsloth else {}
-        done = subprocess.run(command, env=os.environ | packages, check=False)
+        gpu = free.get()
+        seen = {"CUDA_VISIBLE_DEVICES": str(gpu)} if args.gpus > 1 else {}
+        done = subprocess.run(command, env=os.environ | packages | seen, check=False)
+        free.put(gpu)
         row: dict[str, Any] = json.loads(part.read_text()) if part.exists() else {}
         part.unlink(missing_ok=True)
-        report["rows"][name] = row | ({"failed": f"exit code {done.returncode}"} if done.returncode else {})
-        out.write_text(json.dumps(report, indent=1) + "\n")
+        return row | ({"failed": f"exit code {done.returncode}"} if done.returncode else {})
+
+    with ThreadPoolExecutor(args.gpus) as pool:
+        for name, row in zip(args.rows, pool.map(run, args.rows), strict=True):
+            report["rows"][name] = row
+            out.write_text(json.dumps(report, indent=1) + "\n")
     print_table(report)
     print(f"written: {out}")
     plot(report, image)
