@@ -70,9 +70,9 @@ def run(config: RunConfig, overrides: list[str]) -> RunResult:
         overrides: the words of the command line, for the record.
     """
     folder = open_run_folder(config.run, datetime.now())
-    write_description(folder, config, overrides)
     train = _finetune if config.algorithm.objective is Objective.sft else _reinforce
     with alive(folder.root), RunLog(folder.log) as log:
+        write_description(folder, config, overrides)  # under the lock: they may be another process's
         result = asyncio.run(train(config, folder, log))
         log.say(result.summary())
     return result

@@ -11,6 +11,8 @@ import yaml
 
 from conf.errors import ConfigError
 from conf.schema import RunConfig, RunSection
+from orchestrator.requests import alive
+from orchestrator.run import run
 from orchestrator.run_folder import open_run_folder, write_description
 
 NOON = datetime(2026, 1, 31, 12, 0, 0)
@@ -57,3 +59,13 @@ def test_description_is_complete_and_plain(tmp_path: Path) -> None:
     environment = json.loads(folder.environment.read_text())
     assert environment["overrides"] == ["run.seed=3"]
     assert environment["packages"]["numpy"]
+
+
+def test_a_run_under_way_keeps_its_description_when_it_is_resumed_again(tmp_path: Path) -> None:
+    folder = open_run_folder(RunSection(dir=str(tmp_path)), NOON)
+    write_description(folder, RunConfig(), [])
+    before = folder.config.read_text(), folder.environment.read_text()
+    again = RunConfig(run=RunSection(dir=str(tmp_path), resume=str(folder.root), seed=7))
+    with alive(folder.root), pytest.raises(ConfigError, match="is being run by another process"):
+        run(again, ["run.seed=7"])
+    assert (folder.config.read_text(), folder.environment.read_text()) == before
