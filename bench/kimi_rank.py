@@ -6,7 +6,7 @@ switches. All of them reach into a loaded TrainerRank from here; the product kno
 
 from __future__ import annotations
 
-import gc
+import faulthandler
 import json
 import statistics
 import time
@@ -255,23 +255,17 @@ def exchange_seconds(num_rows: int, hidden: int, device: torch.device) -> dict[s
     return {"all_to_all_s": seconds, "all_to_all_gb_s": sent / seconds / 1e9}
 
 
-def run_rank(rank: int, world_size: int, cases: list[tuple[Case, str]], out: str) -> None:
-    """A process: all cases, each with a meeting point of its own, because compiling the kernels takes longer than any
-    of them. Rank 0 writes the results after each.
-    """
-    results: dict[str, Any] = {}
-    for case, rendezvous in cases:
-        if case.device == "cpu":
-            torch.set_num_threads(1)
-        results[case.name] = run_case(rank, world_size, rendezvous, case)
-        gc.collect()
-        if case.device == "cuda":
-            torch.cuda.empty_cache()
-        if rank == 0:
-            Path(out).write_text(json.dumps(results))
-            for name, row in results[case.name]["routings"].items():
-                peak = row["memory_gb"].get("peak", float("nan"))
-                print(f"{case.name:14} {name:20} {row['median_s']:.3f} s a step, peak {peak:.1f} GB", flush=True)
+def run_rank(rank: int, world_size: int, case: Case, rendezvous: str, out: str) -> None:
+    """A process: one case. Rank 0 writes its results."""
+    faulthandler.enable()  # a signal out of a library says which call it was
+    if case.device == "cpu":
+        torch.set_num_threads(1)
+    result = run_case(rank, world_size, rendezvous, case)
+    if rank == 0:
+        Path(out).write_text(json.dumps(result))
+        for name, row in result["routings"].items():
+            peak = row["memory_gb"].get("peak", float("nan"))
+            print(f"{case.name:14} {name:20} {row['median_s']:.3f} s a step, peak {peak:.1f} GB", flush=True)
 
 
 def run_case(rank: int, world_size: int, rendezvous: str, case: Case) -> dict[str, Any]:

@@ -65,25 +65,23 @@ def cases(args: argparse.Namespace, world_size: int) -> list[Any]:
     return made
 
 
-def run_all(made: list[Any], world_size: int) -> dict[str, Any]:
-    """One process a GPU. What was finished before a failure counts."""
+def run_case(case: Any, world_size: int) -> dict[str, Any]:
+    """One process a GPU, which end with the case: a process group made anew in one process would share what torch,
+    NCCL and the profiler keep of the one before. Empty when it failed.
+    """
     import torch.multiprocessing as mp
 
     from bench.kimi_rank import run_rank
 
-    sockets = [socket.socket() for _ in made]
-    for one in sockets:
+    with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-    meetings = [f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    for one in sockets:
-        one.close()
+        meeting = f"tcp://127.0.0.1:{one.getsockname()[1]}"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        work = (world_size, list(zip(made, meetings, strict=True)), str(out))
         try:
-            mp.spawn(run_rank, work, nprocs=world_size)  # pyright: ignore[reportPrivateImportUsage]
-        except mp.ProcessRaisedException as error:  # pyright: ignore[reportPrivateImportUsage]
-            print(error)
+            mp.spawn(run_rank, (world_size, case, meeting, str(out)), nprocs=world_size)  # pyright: ignore[reportPrivateImportUsage]
+        except mp.ProcessException as error:  # of a rank that raised, or that a signal ended
+            print(f"{case.name}: {error}", flush=True)
         return json.loads(out.read_text()) if out.is_file() else {}
 
 
@@ -236,9 +234,12 @@ def main() -> None:
         "measured": {},
     }
     print(json.dumps(report["environment"]), flush=True)
-    measured = report["measured"] = run_all(cases(args, world_size), world_size)
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    if not measured.keys() & {"deep", "ladder"}:
+    measured = report["measured"]
+    for case in cases(args, world_size):
+        if result := run_case(case, world_size):
+            measured[case.name] = result
+            out.write_text(json.dumps(report, indent=1) + "\n")  # whatever becomes of the next
+    if not measured:
         sys.exit("nothing was measured: see the error above")
     if args.ladder:
         print_ladder(measured["ladder"]["ladder"])
@@ -252,11 +253,12 @@ def main() -> None:
                 for routing in measured[high]["routings"]
             }
             for rank, (low, high) in pairs.items()
-            if high in measured
+            if {low, high} <= measured.keys()
         }
-        report["assumptions"] = assumptions(world_size, report["extrapolated"])
-        print_table(report)
-        if measured["deep"].get("kernels"):
+        if report["extrapolated"]:
+            report["assumptions"] = assumptions(world_size, report["extrapolated"])
+            print_table(report)
+        if measured.get("deep", {}).get("kernels"):
             print_kernels(measured["deep"]["kernels"])
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {out}")
