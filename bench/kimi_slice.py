@@ -80,7 +80,7 @@ def run_case(case: Any, world_size: int) -> dict[str, Any]:
         out = Path(folder) / "result.json"
         try:
             mp.spawn(run_rank, (world_size, case, meeting, str(out)), nprocs=world_size)  # pyright: ignore[reportPrivateImportUsage]
-        except mp.ProcessException as error:  # of a rank that raised, or that a signal ended
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:  # pyright: ignore[reportPrivateImportUsage]
             print(f"{case.name}: {error}", flush=True)
         return json.loads(out.read_text()) if out.is_file() else {}
 
@@ -235,7 +235,8 @@ def main() -> None:
     }
     print(json.dumps(report["environment"]), flush=True)
     measured = report["measured"]
-    for case in cases(args, world_size):
+    wanted = cases(args, world_size)
+    for case in wanted:
         if result := run_case(case, world_size):
             measured[case.name] = result
             out.write_text(json.dumps(report, indent=1) + "\n")  # whatever becomes of the next
@@ -262,6 +263,8 @@ def main() -> None:
             print_kernels(measured["deep"]["kernels"])
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {out}")
+    if failed := [case.name for case in wanted if case.name not in measured]:
+        sys.exit(f"{', '.join(failed)} failed: see the errors above")
 
 
 if __name__ == "__main__":
