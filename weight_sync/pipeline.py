@@ -130,7 +130,7 @@ class Pipeline:
         total = sum(aligned(group[0].num_bytes) for group in same_bytes(tasks))
         largest = max((aligned(task.num_bytes) for task in tasks), default=0)
         self._slot_bytes = limits.slot_bytes(total, largest)
-        self._loads = []  # they refer to the staging of an earlier plan
+        self._drop_staging()  # of an earlier plan
         self._places = Places.of_tasks(tasks)
         self._staging = torch.empty(NUM_SLOTS * self._slot_bytes, dtype=torch.uint8, device=self._device)
         if self._slot_bytes:
@@ -212,7 +212,13 @@ class Pipeline:
         """Stop the link threads and drop staging. The transport stays the caller's."""
         self.cancel()
         self._close_links()
+        self._drop_staging()
+
+    def _drop_staging(self) -> None:
+        """Staging, and the loads that refer to it. The link forgets it: it outlives this pipeline."""
         self._loads = []
+        if self._staging.numel():
+            self._transport.unregister([self._staging])
         self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def _slot(self, slot: int) -> torch.Tensor:

@@ -197,6 +197,19 @@ def test_registering_again_or_overlapping_is_fine(ends) -> None:  # type: ignore
     assert torch.equal(peer.bytes(), data)
 
 
+def test_unregistered_memory_is_forgotten_and_its_neighbour_is_not(ends) -> None:  # type: ignore[no-untyped-def]
+    transport, make_peer = ends
+    peer, data, other = make_peer(), random_bytes(2), random_bytes(3)
+    transport.register([data[:1000], data[1000:], other])
+    transport.unregister([data[:1000], other])
+    with pytest.raises(TransferFailed, match="not in registered memory"):
+        transport.write(peer.session, [other.data_ptr()], [peer.address], [100], timeout_s=TIMEOUT_S)
+    transport.reset(peer.session)  # a fresh engine registers what is left
+    transport.write(peer.session, [data.data_ptr() + 1000], [peer.address + 1000], [100], timeout_s=TIMEOUT_S)
+    assert torch.equal(peer.bytes()[1000:1100], data[1000:1100])
+    transport.unregister([other])  # once more is harmless
+
+
 def test_a_source_outside_registered_memory_is_refused(ends) -> None:  # type: ignore[no-untyped-def]
     transport, make_peer = ends
     peer, data = make_peer(), random_bytes()

@@ -48,6 +48,11 @@ class Transport(Protocol):
         """Make the memory of contiguous tensors readable and writable by the link. Overlaps are merged."""
         ...
 
+    def unregister(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Forget tensors that were registered and are about to be freed: a link that starts again would register
+        memory that is gone. Call while nothing is being written from them. Harmless for others."""
+        ...
+
     def write(
         self, session: str, src_ptrs: Sequence[int], dst_ptrs: Sequence[int], sizes: Sequence[int], *, timeout_s: float
     ) -> None:
@@ -99,6 +104,11 @@ class MemoryRange:
     def stop(self) -> int:
         """First address past the end."""
         return self.address + self.num_bytes
+
+
+def range_of(tensor: torch.Tensor) -> MemoryRange:
+    """The bytes of a contiguous tensor."""
+    return MemoryRange(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def merge_ranges(ranges: Sequence[MemoryRange]) -> list[MemoryRange]:

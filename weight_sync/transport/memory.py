@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from weight_sync.errors import LinkMismatch, TransferFailed, TransferTimeout
-from weight_sync.transport.base import MemoryRange, check_registered, merge_ranges
+from weight_sync.transport.base import MemoryRange, check_registered, merge_ranges, range_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ class MemoryTransport:
         self._fabric = fabric
         self._session = fabric.attach(self)
         self._failed: set[str] = set()
+        self._held: set[MemoryRange] = set()
         self.registered: list[MemoryRange] = []
 
     @property
@@ -120,8 +121,13 @@ class MemoryTransport:
         for tensor in tensors:
             if tensor.device.type != "cpu":
                 raise LinkMismatch(f"the memory link reaches CPU memory only, got a tensor on {tensor.device}")
-        ranges = [MemoryRange(t.data_ptr(), t.numel() * t.element_size()) for t in tensors]
-        self.registered = merge_ranges([*self.registered, *ranges])
+        self._held |= {range_of(tensor) for tensor in tensors}
+        self.registered = merge_ranges(list(self._held))
+
+    def unregister(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Allow them no longer."""
+        self._held -= {range_of(tensor) for tensor in tensors}
+        self.registered = merge_ranges(list(self._held))
 
     def write(
         self, session: str, src_ptrs: Sequence[int], dst_ptrs: Sequence[int], sizes: Sequence[int], *, timeout_s: float

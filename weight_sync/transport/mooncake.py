@@ -40,7 +40,7 @@ import torch
 
 from conf.schema import TransportKind
 from weight_sync.errors import LinkMismatch, TransferFailed, TransferTimeout
-from weight_sync.transport.base import MemoryRange, batches, check_registered, merge_ranges
+from weight_sync.transport.base import MemoryRange, batches, check_registered, merge_ranges, range_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,10 @@ class MooncakeTransport:
         )
         self._host = host
         self._native_timeout_s = max(1, math.ceil(timeout_s))
+        self._held: dict[MemoryRange, MemoryRange] = {}
+        """The bytes of every tensor that is registered -> the allocation that they are in."""
         self._registered: list[MemoryRange] = []
+        """Those allocations."""
         self._failed: set[str] = set()
         self._contacted: set[str] = set()
         """Sessions that the engine may hold a connection to, or a map of their memory."""
@@ -108,8 +111,23 @@ class MooncakeTransport:
             raise LinkMismatch(f"the nvlink link moves device memory only, got a tensor on {host[0].device}")
         if cuda:  # Mooncake calls the driver, which has no context in a thread that has not used CUDA yet (error 201)
             torch.cuda.synchronize(cuda[0].device)
-        ranges = [*_segments_of(cuda), *(_storage_range(t) for t in host)]
-        merged = merge_ranges([*self._registered, *ranges])
+        held = _segments_of(cuda) | {range_of(t): _storage_range(t) for t in host}
+        self._hold(self._held | held)
+
+    def unregister(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Forget these tensors; an allocation that holds no other registered one is unregistered."""
+        gone = {range_of(tensor) for tensor in tensors}
+        kept = {tensor: allocation for tensor, allocation in self._held.items() if tensor not in gone}
+        if self._engine is None or len(kept) == len(self._held):
+            return
+        try:
+            self._hold(kept)
+        except TransferFailed as e:  # on the way out: what uses the link next must not end with it
+            logger.warning("memory that is about to be freed stays registered: %s", e)
+
+    def _hold(self, held: dict[MemoryRange, MemoryRange]) -> None:
+        """Register and unregister what differs from `held`."""
+        merged = merge_ranges(list(set(held.values())))
         gone = [item for item in self._registered if item not in merged]
         added = [item for item in merged if item not in self._registered]
         if gone:
@@ -118,7 +136,7 @@ class MooncakeTransport:
                 f"unregistering {len(gone)} ranges",
             )
         self._register_ranges(added)
-        self._registered = merged
+        self._held, self._registered = held, merged
 
     def write(
         self, session: str, src_ptrs: Sequence[int], dst_ptrs: Sequence[int], sizes: Sequence[int], *, timeout_s: float
@@ -199,7 +217,7 @@ class MooncakeTransport:
     def close(self) -> None:
         """Destroy the engine; memory is unregistered with it."""
         self._engine = None
-        self._registered = []
+        self._held, self._registered = {}, []
 
     def _restart(self) -> None:
         if self._link == "nvlink":
@@ -325,15 +343,15 @@ def _storage_range(tensor: torch.Tensor) -> MemoryRange:
     return MemoryRange(storage.data_ptr(), storage.nbytes())
 
 
-def _segments_of(tensors: Sequence[torch.Tensor]) -> list[MemoryRange]:
-    """The caching allocator's segments that hold CUDA tensors. One cudaMalloc each, the unit that IPC exports."""
+def _segments_of(tensors: Sequence[torch.Tensor]) -> dict[MemoryRange, MemoryRange]:
+    """The caching allocator's segment that holds each CUDA tensor. One cudaMalloc each, the unit that IPC exports."""
     if not tensors:
-        return []
+        return {}
     segments = [
         (MemoryRange(s["address"], s["total_size"]), bool(s.get("is_expandable")))
         for s in torch.cuda.memory.memory_snapshot()
     ]
-    found: set[MemoryRange] = set()
+    found: dict[MemoryRange, MemoryRange] = {}
     for tensor in tensors:
         address = tensor.data_ptr()
         holder = next(
@@ -349,5 +367,5 @@ def _segments_of(tensors: Sequence[torch.Tensor]) -> list[MemoryRange]:
                 "weights are in expandable segments, which cannot be exported to other processes:"
                 " remove expandable_segments from PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF)"
             )
-        found.add(holder[0])
-    return sorted(found)
+        found[range_of(tensor)] = holder[0]
+    return found

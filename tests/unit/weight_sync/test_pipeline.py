@@ -303,3 +303,13 @@ def test_packing_goes_on_while_a_load_is_written() -> None:
     assert during_write.is_set()
     assert result.errors == {}
     assert world.arrived(0, 1)
+
+
+def test_staging_leaves_the_link_with_its_plan_and_with_the_pipeline() -> None:
+    world = World()
+    (first,) = world.transport.registered
+    world.pipeline.load(world.plan.tasks_of(0)[:1])  # another plan, another staging
+    (second,) = world.transport.registered
+    assert second.num_bytes < first.num_bytes
+    world.pipeline.close()
+    assert world.transport.registered == []
