@@ -7,7 +7,7 @@ Owns: Ray's start and end, resources (trainer and rollout never share a GPU), th
 process outlives the run. Does not own: what runs inside the actors (actors.py), or how they are called (handles.py).
 Invariants: torch and vLLM are imported by the actors, never here; `Cluster.stop` ends every process it started, also
 after an error or an interrupt.
-Callers: the controller.
+Caller: orchestrator.run.
 
 A controller that is killed (SIGKILL, out of memory) stops nothing, and yet all ends: the kernel ends Ray's servers with
 their parent, actors end when their raylet is gone, engines and rewards with their owner (rollout.lifeline), all within

@@ -6,7 +6,8 @@ Owns that an adapter's first factor costs no read of the rows: the copy that sor
 backward: output gradients and B, and the bias for the router's gradient) has them at hand. A grouped product [W; A]
 would also read them once, but pays a whole tile of columns for the r columns of A (bench/moe_block.py measures both).
 
-The torch form is the definition, and what other devices than CUDA run. Callers: trainer.moe.experts.
+The torch form is the definition, and what other devices than CUDA run. Callers: trainer.moe.routed,
+trainer.moe.dispatch, trainer.model.decoder (a table on the host).
 """
 
 from __future__ import annotations

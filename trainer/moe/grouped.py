@@ -1,4 +1,4 @@
-"""One matrix product per expert over rows sorted by expert. No autograd: trainer.moe.block says what it needs.
+"""One matrix product per expert over rows sorted by expert. No autograd: trainer.moe.routed says what it needs.
 
 Owns the choice of kernel and its traps:
 
