@@ -20,6 +20,7 @@ from conf.schema import (
     Init,
     Objective,
     RatioBaseline,
+    Relay,
     RunConfig,
     SyncMode,
     TrainMode,
@@ -63,6 +64,7 @@ def check_all(config: RunConfig) -> None:
         check_transport_fits_device(config)
         check_expert_parallel_engine_has_gpus(config)
         check_adapter_mode_has_an_adapter(config)
+        check_relay_has_weights_to_pass_on(config)
     if config.model.init is Init.random and config.model.path is None:
         check_architecture(config, config.model.hf_config)
 
@@ -163,6 +165,15 @@ def check_adapter_mode_has_an_adapter(config: RunConfig) -> None:
         raise ConfigError(
             f"weight_sync.mode=adapter: engines serve adapters of rank {ENGINE_LORA_RANKS[-1]} at most, got "
             f"trainer.lora.rank={config.trainer.lora.rank}; set weight_sync.mode=merged, or a lower rank"
+        )
+
+
+def check_relay_has_weights_to_pass_on(config: RunConfig) -> None:
+    """A slot's few bytes are not worth a second transfer after the first."""
+    if config.weight_sync.relay is Relay.node and config.weight_sync.mode is SyncMode.adapter:
+        raise ConfigError(
+            "weight_sync.relay=node contradicts weight_sync.mode=adapter, whose publishes are too small to gain by a "
+            "second transfer; set weight_sync.relay=none, or weight_sync.mode=merged"
         )
 
 
@@ -382,6 +393,12 @@ def check_no_override_is_ignored(config: RunConfig, names: Iterable[str]) -> Non
             config.weight_sync.mode is SyncMode.merged,
             "weight_sync.mode=merged, which has no slots",
             "remove it, or set weight_sync.mode=adapter",
+        ),
+        (
+            "weight_sync.relay",
+            config.rollout.num_workers == 1 and cluster.rollout_gpus is None,
+            "rollout.num_workers=1",
+            "remove it, or start more workers",
         ),
         (
             "rollout.gpu_memory_utilization",

@@ -56,9 +56,9 @@ class RolloutActor:
         _log_to_stderr(name)
         self._worker: Any = None
 
-    def pid(self) -> int:
-        """This process, so that it can be ended even when it answers no more."""
-        return os.getpid()
+    def place(self) -> tuple[str, int]:
+        """Ray's id of this machine, and this process, so that it can be ended even when it answers no more."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     async def start(self, options: dict[str, Any]) -> str:
         """Start the engine; returns the address where publishers reach this replica."""

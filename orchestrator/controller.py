@@ -41,11 +41,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from conf.schema import RunConfig, SyncMode
+from conf.schema import Relay, RunConfig, SyncMode
 from orchestrator.advantages import build_samples, denominators_of, is_informative
 from orchestrator.buffer import Batch, GroupBuffer, Slot
 from orchestrator.checkpoint import RunState
 from orchestrator.errors import NoReplicasLeft, TrainingStopped
+from orchestrator.relay import publish_by_relay
 from orchestrator.rooms import Rooms, Stopwatch
 from orchestrator.telemetry import StepRecord, Value
 from orchestrator.waiting import together, wait_for
@@ -192,11 +193,17 @@ class Controller:
                 held.exclude.append(index)
                 await supervisor.fail(replica, f"{type(error).__name__}: {error}")
         is_traced = config.trace_every_steps > 0 and self.policy_version % config.trace_every_steps == 0
-        report = await trainer.publish(
-            timeout_s=timeout_s,
-            exclude=held.exclude,
-            trace=self.rooms.traces / f"publish-{self.policy_version:06d}.json" if is_traced else None,
-        )
+
+        async def write(exclude: list[int], number: int = 0) -> PublishReport:
+            name = f"publish-{self.policy_version:06d}{f'-round{number}' * bool(number)}.json"
+            trace = self.rooms.traces / name if is_traced else None
+            return await trainer.publish(timeout_s=timeout_s, exclude=exclude, trace=trace)
+
+        if config.relay is Relay.node:
+            call_s = config.timeout_s + RAY_CALL_S
+            report = await publish_by_relay(write, supervisor.replicas, timeout_s=call_s)
+        else:
+            report = await write(held.exclude)
         await supervisor.settle(report.replicas)
         return report
 

@@ -122,12 +122,14 @@ class RayRolloutWorker:
     Args:
         endpoint: where versions are published: the adapter slots', in adapter mode.
         base_endpoint: where the base was sent at the start; the same without slots.
+        node: Ray's id of the machine.
     """
 
     def __init__(
-        self, name: str, actor: Any, endpoint: str, base_endpoint: str, processes: Sequence[psutil.Process]
+        self, name: str, actor: Any, endpoint: str, base_endpoint: str, processes: Sequence[psutil.Process], node: str
     ) -> None:
         self.name = name
+        self.node = node
         self.endpoint = endpoint
         self.base_endpoint = base_endpoint
         self._actor = actor

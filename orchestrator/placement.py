@@ -175,13 +175,14 @@ class Cluster:
         # Workers sample apart from each other, and runs of different seeds too.
         seed = self._config.run.seed * 1000 + index
         try:
-            process = psutil.Process(await result_of(actor.pid.remote(), name, OrchestratorError))
+            node, pid = await result_of(actor.place.remote(), name, OrchestratorError)
+            process = psutil.Process(pid)
             start = actor.start.remote({**self._worker_options, "seed": seed})
             endpoint = base_endpoint = await result_of(start, name, OrchestratorError)
             if self._config.weight_sync.mode is SyncMode.adapter:
                 endpoint = await result_of(actor.call.remote("adapter_endpoint"), name, OrchestratorError)
             processes = [process, *process.children(recursive=True)]
-            return RayRolloutWorker(name, actor, endpoint, base_endpoint, processes)
+            return RayRolloutWorker(name, actor, endpoint, base_endpoint, processes, node)
         except BaseException:  # a deadline cancels this: the bundle must be free for the next attempt
             ray.kill(actor)  # its engine's processes end with it
             raise

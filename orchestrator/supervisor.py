@@ -53,6 +53,8 @@ class RolloutHandle(Protocol):
     name: str
     endpoint: str
     """Where publishers reach it."""
+    node: str
+    """The machine that it runs on."""
 
     async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
         """Sample `n` responses to one prompt."""
@@ -125,6 +127,8 @@ class Replica:
     """Publishes in a row that failed on it while it went on serving (adapter mode)."""
     is_held: bool = False
     """Takes part in the publish under way."""
+    links: dict[int, list[Offer]] = field(default_factory=dict[int, "list[Offer]"])
+    """Replica -> what this one read there in a publish (weight_sync.relay), over a link that is open still."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it fails, so that groups in flight on it are given up at once."""
 
@@ -188,6 +192,8 @@ class Supervisor:
         self._backoff_s = backoff_s
         self._recovery_timeout_s = recovery_timeout_s
         self._num_publishes = 0
+        self._num_closing = 0
+        """Dead workers to whom links are being closed."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._max_missed_publishes = max_missed_publishes
         self._changed = asyncio.Condition()
@@ -287,6 +293,7 @@ class Supervisor:
                 replicas that serve go on, from the version before.
         """
         async with self._changed:
+            await self._changed.wait_for(lambda: self._num_closing == 0)
             self._num_publishes += 1
             included: list[Replica] = []
             for replica in self.replicas:
@@ -385,6 +392,7 @@ class Supervisor:
         while replica.num_restarts < most:
             await asyncio.sleep(self._backoff_s * 2**replica.num_restarts)
             replica.num_restarts += 1
+            await self._close_links_to(replica)
             try:
                 worker = await self._restart(replica.index)
             except Exception as error:  # the boundary to another process; the next attempt, or out
@@ -393,7 +401,7 @@ class Supervisor:
                 continue
             self.num_restarts += 1
             replica.worker, replica.left, replica.is_known = worker, asyncio.Event(), False
-            replica.pulled, replica.base_wanted_at, replica.num_missed = None, "", 0
+            replica.pulled, replica.base_wanted_at, replica.num_missed, replica.links = None, "", 0, {}
             logger.info("%s is up again, %.1f s after it failed", worker.name, time.monotonic() - replica.failed_at)
             await self._recover(replica)
             return
@@ -401,6 +409,30 @@ class Supervisor:
             replica.state = ReplicaState.out
             self._changed.notify_all()
         logger.error("%s stays out of service: %s", replica.worker.name, replica.reason)
+
+    async def _close_links_to(self, dead: Replica) -> None:
+        """Those who read from a dead worker let go of its memory, which is not free for its successor before.
+
+        Not during a publish: closing a link gives a worker another address, under which nobody knows it yet.
+        """
+        if not any(dead.index in other.links for other in self.replicas):
+            return
+        async with self._changed:
+            await self._changed.wait_for(lambda: not any(other.is_held for other in self.replicas))
+            self._num_closing += 1
+        try:
+            readers = [other for other in self.replicas if dead.index in other.links]
+            await asyncio.gather(*(self._release(other, dead, other.links.pop(dead.index)) for other in readers))
+        finally:
+            async with self._changed:
+                self._num_closing -= 1
+                self._changed.notify_all()
+
+    async def _release(self, reader: Replica, peer: Replica, offers: Sequence[Offer]) -> None:
+        try:
+            await self._call(reader, "release", reader.worker.release(offers))
+        except Exception as error:  # it serves all the same; only a death of its peer would notice
+            logger.warning("%s keeps its link to %s: %s", reader.worker.name, peer.worker.name, error)
 
     async def _recover(self, replica: Replica) -> None:
         """Give a restarted worker a healthy peer's weights; leave it pending, for a publish, where that cannot be."""
@@ -441,10 +473,7 @@ class Supervisor:
             "%s read %d bytes of version %d from %s in %.3f s and proved them in %.3f s",
             replica.worker.name, pulled.num_bytes, offers[-1].version, peer.worker.name, pulled.read_s, pulled.verify_s,
         )  # fmt: skip
-        try:
-            await self._call(replica, "release", replica.worker.release(offers))
-        except Exception as error:  # it serves all the same; only a later death of its peer would notice
-            logger.warning("%s keeps its link to %s: %s", replica.worker.name, peer.worker.name, error)
+        await self._release(replica, peer, offers)
 
     async def _wait_for_publish(self, replica: Replica, why: str) -> None:
         left = replica.left

@@ -60,6 +60,9 @@ METRICS: dict[str, str] = {
     "sync/watermark_bytes": "the declared bound on it",
     "sync/changed_params": "engine parameters whose bytes differ from the last publish's; null at the first one",
     "sync/replicas_committed": "replicas that adopted the version",
+    "sync/replicas_relayed": "of these, replicas that read it from another one of their node (weight_sync.relay)",
+    "sync/relay_s": "of total_s: those reads",
+    "sync/relay_bytes": "bytes of those reads; not in sync/bytes",
     "parity/k3": "mismatch KL(rollout || trainer) of tokens at staleness 0: numerics alone",
     "parity/k3_stale": "the same of staler tokens: numerics and drift",
     "parity/num_tokens": "tokens behind parity/k3",
@@ -321,6 +324,9 @@ def _sync_metrics(report: PublishReport) -> dict[str, Value]:
         "sync/watermark_bytes": report.watermark_bytes,
         "sync/changed_params": report.num_changed_params,
         "sync/replicas_committed": report.num_committed,
+        "sync/replicas_relayed": report.num_relayed,
+        "sync/relay_s": report.relay_s,
+        "sync/relay_bytes": report.relay_bytes,
     }
 
 

@@ -56,6 +56,12 @@ class PublishReport:
     source, or was lost in rounding."""
     wave_s: tuple[float, ...] = ()
     """Seconds of every wave, in order."""
+    num_relayed: int = 0
+    """Replicas that read the version from another one of their node (weight_sync.relay)."""
+    relay_s: float = 0.0
+    """Of total_s: those reads, after the writes."""
+    relay_bytes: int = 0
+    """Bytes of those reads; not in num_bytes."""
 
     @property
     def num_committed(self) -> int:

@@ -23,7 +23,7 @@ from conf.schema.trainer import (
     TrainerConfig,
     TrainMode,
 )
-from conf.schema.weight_sync import BusySlot, PauseMode, SyncMode, TransportKind, WeightSyncConfig
+from conf.schema.weight_sync import BusySlot, PauseMode, Relay, SyncMode, TransportKind, WeightSyncConfig
 
 __all__ = [
     "ENGINE_LORA_RANKS",
@@ -46,6 +46,7 @@ __all__ = [
     "OptimState",
     "PauseMode",
     "RatioBaseline",
+    "Relay",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

@@ -44,6 +44,13 @@ class PauseMode(StrEnum):
     abort = "abort"
 
 
+class Relay(StrEnum):
+    """Who sends a version to a replica: the trainer to every one, or to one a node, which the node's others read."""
+
+    none = "none"
+    node = "node"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncConfig:
     """The path of new weights from trainer ranks into live engines."""
@@ -80,6 +87,11 @@ class WeightSyncConfig:
     publish_waves: int = 1
     """Groups in which replicas are updated, one after the other. Above 1 a trainer that dies during a publish leaves
     replicas that serve; a publish takes that many times as long.
+    """
+    relay: Relay = Relay.none
+    """node: the trainer writes to one replica of every node, and the node's others read the version from its memory
+    before they serve it. For a trainer that is short of links towards many replicas; `slipstream plan` compares both.
+    Needs mode=merged.
     """
     trace_every_steps: int = 0
     """Write the timeline of every publish whose version is a multiple of this to traces/ in the run folder, for

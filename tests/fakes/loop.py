@@ -66,6 +66,9 @@ class Report:
     watermark_bytes: int = 1 << 20
     num_changed_params: int | None = 5
     wave_s: tuple[float, ...] = (0.06,)
+    num_relayed: int = 0
+    relay_s: float = 0.0
+    relay_bytes: int = 0
 
     @property
     def num_committed(self) -> int:
@@ -159,6 +162,7 @@ class FakeWorker:
         self.index = index
         self.name = f"rollout-{index}"
         self.endpoint = f"tcp://{self.name}"
+        self.node = "one"
         self.fails_after: int | None = None
         """Number of groups after which it dies."""
         self.gate: asyncio.Event | None = None

@@ -46,6 +46,14 @@ CASES = [
         "weight_sync.keep_kv has no effect with weight_sync.mode=adapter",
     ),
     (["weight_sync.on_busy_slot=requeue"], "weight_sync.on_busy_slot has no effect with weight_sync.mode=merged"),
+    (
+        ["model=tiny_qwen3", "trainer.ep_size=1", "weight_sync.mode=adapter", "weight_sync.relay=node"],
+        "weight_sync.relay=node contradicts weight_sync.mode=adapter.*weight_sync.mode=merged",
+    ),
+    (
+        ["rollout.num_workers=1", "weight_sync.relay=node"],
+        "weight_sync.relay has no effect with rollout.num_workers=1",
+    ),
     (["algorithm=sft", "rollout.num_workers=4"], "rollout.num_workers has no effect with algorithm=sft"),
     (["algorithm=sft", "algorithm.group_size=4"], "algorithm.group_size has no effect with algorithm=sft"),
     (["data.max_sequence_tokens=9"], "data.max_sequence_tokens has no effect.*choose algorithm=sft"),

@@ -76,6 +76,7 @@ OPTIONS = [
     "weight_sync.verify_hashes",
     "weight_sync.timeout_s",
     "weight_sync.publish_waves",
+    "weight_sync.relay",
     "weight_sync.trace_every_steps",
     "algorithm.objective",
     "algorithm.sequences_per_step",
