@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from conf.checks import check_architecture
 from conf.errors import ConfigError
-from conf.schema import Device, LoraConfig, Objective, RunConfig, SyncMode, TrainMode
+from conf.schema import Device, LoraConfig, Objective, Relay, RunConfig, SyncMode, TrainMode
 from orchestrator.prepare import engine_checkpoint, resolve_hf_config
 from rollout.errors import EngineError
 from rollout.offline_layout import offline_layouts
@@ -41,6 +41,7 @@ from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, SourceLayout
 from weight_sync.links import Faults, LinkRates, Placement, place
 from weight_sync.plan import PlanSummary, TransferPlan, build_plan
+from weight_sync.relay import neighbours, relay_s, written_alone
 from weight_sync.simulate import Simulation, simulate
 from weight_sync.staging import Staging, reserved_bytes
 
@@ -121,6 +122,25 @@ class ModeChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class RelayChoice:
+    """The same publish with weight_sync.relay=node."""
+
+    num_written: int
+    """Replicas that the trainer writes to; the others read from one of these, on their node."""
+    num_bytes: int
+    """Bytes that the trainer sends."""
+    written_s: float
+    """Until those replicas have committed."""
+    read_s: float
+    """... and from then on, until all have."""
+
+    @property
+    def total_s(self) -> float:
+        """Of the publish."""
+        return self.written_s + self.read_s
+
+
+@dataclass(frozen=True, slots=True)
 class PlanReport:
     """Everything that the command prints, draws and writes."""
 
@@ -136,6 +156,8 @@ class PlanReport:
     total_s_by_nic: Mapping[float, float]
     """The same publish over NICs of other rates, bytes/s -> seconds."""
     modes: ModeChoice
+    relay: RelayChoice | None
+    """None with weight_sync.relay=none. All else in the report is of a publish that writes to every replica."""
 
 
 def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
@@ -167,6 +189,9 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
         if is_adapter:
             hardware = replace(hardware, rates=hardware.rates.without_pause())
         simulation, by_nic = _simulated(plan, placement, hardware, staging, config.weight_sync.verify_hashes)
+        relay = None
+        if config.weight_sync.relay is Relay.node:
+            relay = _relayed(config, sources, engine, placement, hardware, staging)
     except (EngineError, PlanError, WatermarkError) as error:
         raise ConfigError(str(error)) from error
     summary = plan.summary()
@@ -191,6 +216,7 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
         simulation=simulation,
         total_s_by_nic=by_nic,
         modes=compare_modes(config, spec, hardware, simulation, summary),
+        relay=relay,
     )
 
 
@@ -310,6 +336,23 @@ def _simulated(
     if placement.num_nodes > 1 and hardware.rates.nic_bytes_s > SEEN_NIC_BYTES_S:
         totals[SEEN_NIC_BYTES_S] = run(replace(hardware.rates, nic_bytes_s=SEEN_NIC_BYTES_S)).total_s
     return found, totals
+
+
+def _relayed(
+    config: RunConfig,
+    sources: Sequence[SourceLayout],
+    engine: Sequence[DestLayout],
+    placement: Placement,
+    hardware: Hardware,
+    staging: Staging,
+) -> RelayChoice:
+    """A plan for the replicas that are written, on the GPUs that they have anyway, and the others' reads after it."""
+    readers, verify_hashes = neighbours(placement), config.weight_sync.verify_hashes
+    plan = build_plan(sources, [engine] * len(readers), max_task_bytes=staging.max_task_bytes)
+    few = written_alone(placement, list(readers))
+    found = simulate(plan, few, hardware.rates, staging, faults=hardware.faults, verify_hashes=verify_hashes)
+    read_s = relay_s(readers, engine, hardware.rates, verify_hashes=verify_hashes)
+    return RelayChoice(len(readers), plan.summary().num_bytes, found.total_s, read_s)
 
 
 def _check_faults(faults: Faults, plan: TransferPlan, placement: Placement) -> None:

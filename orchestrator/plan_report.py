@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import ConfigError
 
 if TYPE_CHECKING:
-    from orchestrator.plan_command import ModeChoice, PlanReport
+    from orchestrator.plan_command import ModeChoice, PlanReport, RelayChoice
 
 MAX_ROWS = 40
 """Ranks that a picture shows of each side: the first ones; the trace has them all."""
@@ -81,6 +81,7 @@ def as_plain(report: PlanReport) -> dict[str, Any]:
             "sender_floor": simulation.sender_floor_s,
             "receiver_floor": simulation.receiver_floor_s,
         },
+        "relay": None if report.relay is None else {**asdict(report.relay), "total_s": report.relay.total_s},
         "modes": {**asdict(report.modes), "break_even_s": report.modes.break_even_s},
     }
 
@@ -194,7 +195,26 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
             ),
         ],
     )
+    if report.relay is not None:
+        yield "The same with weight_sync.relay=node", _relay_rows(report.relay, report)
     yield "Which mode", _mode_rows(report.modes)
+
+
+def _relay_rows(relay: RelayChoice, report: PlanReport) -> list[_Row]:
+    num_readers = report.config.rollout.num_workers - relay.num_written
+    gain_s = report.simulation.total_s - relay.total_s
+    verdict = f"{_s(abs(gain_s))} {'less' if gain_s > 0 else 'more'} than writing to every engine"
+    return [
+        (
+            "written",
+            _count(relay.num_written, "engine"),
+            f"{_count(num_readers, 'engine')} on their nodes read from them",
+        ),
+        ("bytes", _gb(relay.num_bytes), f"sent by the trainer, instead of {_gb(report.summary.num_bytes)}"),
+        ("write", _s(relay.written_s), "until those that are written have committed"),
+        ("read", _s(relay.read_s), "over NVLink, rank from rank: pause, read, hash, resume"),
+        ("total", _s(relay.total_s), verdict),
+    ]
 
 
 def _mode_rows(modes: ModeChoice) -> list[_Row]:

@@ -76,6 +76,21 @@ def test_the_figures_of_a_plan_add_up():
     assert report.rollout.weights * 2 >= report.model.num_bytes
 
 
+def test_a_relay_is_planned_beside_the_publish_to_every_engine(capsys: pytest.CaptureFixture[str]):
+    words = ["rollout.num_workers=6", "rollout.tp_size=2"]
+    assert planned(*words).relay is None
+    report = planned(*words, "weight_sync.relay=node", hardware=Hardware(ranks_per_node=4))
+    # Two trainer ranks and one engine share node 0; nodes 1 and 2 have two engines each, node 3 has one.
+    assert report.relay is not None
+    assert report.relay.num_written == 4
+    assert report.relay.num_bytes * 6 == report.summary.num_bytes * 4
+    assert report.simulation == planned(*words, hardware=Hardware(ranks_per_node=4)).simulation
+    assert main(["plan", *QUICK, *words, "weight_sync.relay=node", "--ranks-per-node=4", "--output=out"]) == 0
+    said = capsys.readouterr().out
+    assert "The same with weight_sync.relay=node" in said
+    assert "2 engines on their nodes read from them" in said
+
+
 def test_an_experiment_for_gpus_can_be_planned_where_there_are_none():
     report = planned(
         "cluster.device=auto", "trainer.num_ranks=16", "trainer.ep_size=4", hardware=Hardware(ranks_per_node=4)
