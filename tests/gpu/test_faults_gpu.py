@@ -17,6 +17,7 @@ import os
 import signal
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -196,8 +197,8 @@ class Stage:
     normal_pause_s: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
 
-    def publish(self) -> PublishReport:
-        """Another policy, everywhere."""
+    def publish(self, exclude: Sequence[int] = ()) -> PublishReport:
+        """Another policy, everywhere but there."""
         self.version += 1
         with torch.no_grad():
             for name, parameter in self.decoder.named_parameters():
@@ -205,7 +206,7 @@ class Stage:
                     parameter.normal_(0.0, 0.02)
         if IS_GPU:
             torch.cuda.synchronize()
-        return self.publisher.publish(self.version)
+        return self.publisher.publish(self.version, exclude=exclude)
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +238,7 @@ def stage() -> Iterator[Stage]:
             reports = [made.publish() for _ in range(4)]
             assert all(report.num_committed == 2 for report in reports), [report.replicas for report in reports]
             made.normal_pause_s = statistics.median(report.replicas[HEALTHY].pause_s for report in reports[1:])
+            made.figures["publish to both, median of 3 s"] = statistics.median(one.total_s for one in reports[1:])
             yield made
             publisher.close()
             transport.close()
@@ -295,3 +297,41 @@ def test_a_worker_lost_mid_publish_costs_itself_and_comes_back_whole_from_its_pe
     assert report.num_committed == 2, report.replicas
     stage.figures[f"{name}: publish with both again s"] = report.total_s
     assert successor.ask("digests") == stage.engines[HEALTHY].ask("digests")
+
+
+def test_a_peer_passes_versions_on_over_one_link_and_its_death_leaves_nothing_mapped(stage: Stage) -> None:
+    """weight_sync.relay=node, call by call: the victim is written, the other one reads from it."""
+    reader, primary = stage.engines[HEALTHY], stage.engines[VICTIM]
+    num_blocks = primary.ask("health").num_kv_blocks
+    written_s, read_s, passed_s = [], [], []
+    for _ in range(4):
+        report = stage.publish(exclude=[HEALTHY])
+        assert [replica.committed for replica in report.replicas] == [False, True], report.replicas
+        began = time.monotonic()
+        offers = primary.ask("offer")
+        pulled = reader.ask("pull", offers)
+        assert primary.ask("offer") == offers
+        reader.ask("adopt", offers[0].version, offers[0].epoch)
+        passed_s.append(time.monotonic() - began)
+        written_s.append(report.total_s)
+        read_s.append(pulled.read_s)
+        assert reader.ask("digests") == primary.ask("digests"), "byte for byte"
+        assert all(set(rollout.policy_versions) == {stage.version} for rollout in reader.ask("sample"))
+    stage.figures["relay: written to one, median of 3 s"] = statistics.median(written_s[1:])
+    stage.figures["relay: passed on, pause to commit, median of 3 s"] = statistics.median(passed_s[1:])
+    stage.figures[f"relay: of it reading {pulled.num_bytes / 1e9:.1f} GB over {offers[0].link} s"] = statistics.median(
+        read_s[1:]
+    )
+
+    primary.kill()
+    report = stage.publish(exclude=[VICTIM])
+    assert [replica.committed for replica in report.replicas] == [True, False], report.replicas
+    reader.ask("release", offers)
+    successor = stage.engines[VICTIM] = EngineProcess(VICTIM, stage.folder)
+    endpoint = successor.get(START_TIMEOUT_S)
+    share = successor.ask("health").num_kv_blocks / num_blocks
+    stage.figures["relay: KV blocks found again (share)"] = share
+    assert share >= 0.98
+    stage.publisher.reconnect(VICTIM, endpoint)
+    assert stage.publish().num_committed == 2
+    assert successor.ask("digests") == reader.ask("digests")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from system.conftest import RUN_TIMEOUT_S, FinishedRun, command, train
 
-from conf.schema import SyncMode
+from conf.schema import Relay, SyncMode
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +71,20 @@ def test_a_resumed_run_goes_on_where_it_stopped(on_policy: FinishedRun, resumed:
 
 
 @pytest.mark.timeout(3 * RUN_TIMEOUT_S)
-@pytest.mark.parametrize("mode", [SyncMode.merged, SyncMode.adapter])
+@pytest.mark.parametrize(
+    ("mode", "relay"),
+    [(SyncMode.merged, Relay.none), (SyncMode.merged, Relay.node), (SyncMode.adapter, Relay.none)],
+)
 def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_steps_go_on(
-    tmp_path: Path, mode: SyncMode
+    tmp_path: Path, mode: SyncMode, relay: Relay
 ) -> None:
     """A strictly on-policy run; one engine is killed (or its worker), then the other worker recalled by the command.
     Each time the one that is left carries the steps; the other is started again, takes the current version from its
-    peer or from a publish, and samples: in every batch the log-probabilities of all workers are the trainer's.
+    peer or from a publish, and samples: in every batch the log-probabilities of all workers are the trainer's. With a
+    relay each of the two is once the only one, which the trainer writes to.
     """
     words = ["run.num_steps=1000", "run.eval_every_steps=0", "run.checkpoint_every_steps=0", f"weight_sync.mode={mode}"]
+    words += [f"weight_sync.relay={relay}"]
     if mode is SyncMode.adapter:
         words += ["model=tiny_qwen3", "trainer.ep_size=1"]  # CPU engines serve no adapters of experts
     process = subprocess.Popen(
@@ -126,3 +131,7 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
     assert {row["rollout/replicas_serving"] for row in rows[second:]} == {2}
     assert {row["sync/replicas_committed"] for row in rows[second + 1 :]} == {2}
     assert all(0 <= row["parity/k3"] < 1e-3 for row in rows[1:])
+    if relay is Relay.node:
+        assert all(row["sync/replicas_relayed"] == max(0, row["sync/replicas_committed"] - 1) for row in rows)
+    else:
+        assert {row["sync/replicas_relayed"] for row in rows} == {0}
