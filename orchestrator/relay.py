@@ -113,8 +113,11 @@ async def _pass_on(primary: int, readers: Sequence[int], replicas: Sequence[Repl
     """
     result = _Passed(untouched=list(readers))
     holders = [primary]
-    while holders and result.untouched:
+    while holders:
+        result.untouched = [reader for reader in result.untouched if _takes_part(replicas[reader])]
         pairs = list(zip(holders, result.untouched))
+        if not pairs:
+            break
         del result.untouched[: len(pairs)]
         reads = [_read(replicas[peer], replicas[reader], timeout_s) for peer, reader in pairs]
         for (peer, reader), outcome in zip(pairs, await asyncio.gather(*reads, return_exceptions=True), strict=True):

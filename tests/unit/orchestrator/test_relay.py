@@ -227,6 +227,21 @@ async def test_nobody_who_left_meanwhile_is_chosen() -> None:
     assert by_node(cast.supervisor.replicas) == {"a": [1, 2]}
 
 
+async def test_a_replica_that_fails_while_its_neighbours_read_is_left_alone() -> None:
+    cast = Cast("aaa")
+    pull = cast.workers[1].pull
+
+    async def pull_while_a_neighbour_dies(offers: Sequence[Any]) -> Any:
+        await cast.supervisor.fail(cast.supervisor.replicas[2], "a group on it failed")
+        return await pull(offers)
+
+    cast.workers[1].pull = pull_while_a_neighbour_dies  # type: ignore[method-assign]
+    report = await cast.publish(1)
+    assert cast.pulls() == [1]
+    assert [replica.committed for replica in report.replicas] == [True, True, False]
+    assert cast.states == [S.serving, S.serving, S.starting]
+
+
 async def test_a_publish_to_nobody_is_made_all_the_same() -> None:
     cast = Cast("a", max_restarts=1)
     await cast.publish(0)
