@@ -41,8 +41,8 @@ from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, SourceLayout
 from weight_sync.links import Faults, LinkRates, Placement, place
 from weight_sync.plan import PlanSummary, TransferPlan, build_plan
-from weight_sync.relay import neighbours, relay_s, written_alone
 from weight_sync.simulate import Simulation, simulate
+from weight_sync.simulate_relay import neighbours, relay_s, written_alone
 from weight_sync.staging import Staging, reserved_bytes
 
 SEEN_NIC_BYTES_S = 44e9

@@ -1,14 +1,14 @@
-"""Promises of weight_sync/relay.py: who is written, and what the reads inside the nodes take."""
+"""Promises of weight_sync/simulate_relay.py: who is written, and what the reads inside the nodes take."""
 
 from __future__ import annotations
 
 import pytest
 
 from weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
-from weight_sync.links import LinkRates, place
+from weight_sync.links import LinkRates, Placement, place
 from weight_sync.plan import build_plan
-from weight_sync.relay import neighbours, num_rounds, relay_s, written_alone
 from weight_sync.simulate import Simulation, simulate
+from weight_sync.simulate_relay import neighbours, num_rounds, relay_s, written_alone
 from weight_sync.staging import Staging
 
 STAGING = Staging(watermark_bytes=1 << 22)
@@ -60,6 +60,8 @@ def test_one_replica_of_every_node_is_written():
     assert neighbours(everyone) == {r: [r + 1] for r in range(0, 16, 2)}, "8 nodes of 2 x TP4"
     spanning = place(range(8), [(r, rank) for r in range(3) for rank in range(16)], 8)
     assert neighbours(spanning) == {0: [], 1: [], 2: []}, "TP16 on nodes of 8 has no neighbour to read from"
+    halves = {(replica, rank): 8 * (1 + rank // 4) + 4 * replica + rank % 4 for replica in (0, 1) for rank in range(8)}
+    assert neighbours(Placement(8, {0: 0}, halves)) == {0: [], 1: []}, "both on nodes 1 and 2"
     mixed = place(range(4), [(r, rank) for r in range(5) for rank in range(2)], 8)
     assert neighbours(mixed) == {0: [1], 2: [3, 4]}, "the trainer's own node has engines too"
 
