@@ -18,7 +18,7 @@ import pytest
 from loop import FakePrompts, FakeRewards, FakeTrainer, FakeWorker, World
 from rich.console import Console
 
-from conf.schema import AlgorithmConfig, RunConfig, RunSection, WeightSyncConfig
+from conf.schema import AlgorithmConfig, Relay, RunConfig, RunSection, WeightSyncConfig
 from orchestrator.checkpoint import CheckpointStore, fingerprint
 from orchestrator.controller import Controller
 from orchestrator.errors import NoReplicasLeft, TrainingStopped
@@ -390,3 +390,17 @@ def test_controller_needs_neither_torch_nor_vllm() -> None:
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+async def test_with_a_relay_the_trainer_writes_to_one_replica_and_after_its_failure_to_the_next(tmp_path: Path) -> None:
+    config = replace(make_config(), weight_sync=WeightSyncConfig(relay=Relay.node, trace_every_steps=1))
+    loop = Loop(tmp_path, config, num_workers=3)
+    loop.trainer.failing_replicas = {2: {0}}
+    await loop.run()
+    assert loop.trainer.excluded == [(0, [1, 2]), (1, [1, 2]), (2, [1, 2]), (2, [0, 2]), (3, [0, 2]), (4, [0, 2])]
+    assert [row["sync/replicas_committed"] for row in loop.rows] == [3, 3, 2, 2, 2]
+    assert [row["sync/replicas_relayed"] for row in loop.rows] == [2, 2, 1, 1, 1]
+    assert [row["sync/relay_bytes"] for row in loop.rows] == [20, 20, 10, 10, 10]
+    assert loop.trainer.traced[2] == Path("traces/publish-000002-round1.json"), "beside that of the round before"
+    for version, samples in loop.trainer.trained:
+        assert {sample.oldest_version for sample in samples} == {version}
