@@ -93,9 +93,11 @@ class PlainReplica:
     async def pause(self, version: int, epoch: int, digest: str) -> None:
         """See ReplicaHandler."""
 
-    async def begin(self, version: int, epoch: int, digest: str) -> list[Any]:
+    async def begin(self, version: int, epoch: int, digest: str, known: Any) -> list[Any]:
         """See ReplicaHandler."""
-        return [self._receiver.begin(version, epoch, digest)]
+        from weight_sync.protocol import Bound
+
+        return [Bound.of(self._receiver.begin(version, epoch, digest), known)]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Any) -> None:
         """See ReplicaHandler."""

@@ -69,9 +69,9 @@ class ProbedReceiver(WeightReceiver, Colocated):
         self._probe = Probe()
         self._allocated: list[int] = []
 
-    def slipstream_begin(self, version: int, epoch: int, digest: str) -> Any:
+    def slipstream_begin(self, version: int, epoch: int, digest: str, known: Any) -> Any:
         """The product's, and from here on the allocator's peak counts."""
-        reply = super().slipstream_begin(version, epoch, digest)
+        reply = super().slipstream_begin(version, epoch, digest, known)
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         return reply

@@ -34,8 +34,7 @@ from rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
 from rollout.slot_channel import SlotClients
 from rollout.slots import PROBE, Adapter, SlotTable
 from rollout.types import Rollout
-from weight_sync.layout import Binding
-from weight_sync.protocol import EngineRank, Expected, pack, unpack
+from weight_sync.protocol import Bound, EngineRank, Expected, pack, unpack
 from weight_sync.recovery import Offer, Pulled, slowest
 
 logger = logging.getLogger(__name__)
@@ -140,10 +139,11 @@ class AdapterReplica:
     async def pause(self, version: int, epoch: int, digest: str) -> None:
         """Nothing stands still."""
 
-    async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
+    async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
         """Take a slot out of reach. The engine goes on."""
         slot = await self._take_slot(version)
-        return [unpack(Binding, reply) for reply in await self._clients.call("begin", slot, version, epoch, digest)]
+        replies = await self._clients.call("begin", slot, version, epoch, digest, list(known))
+        return [unpack(Bound, reply) for reply in replies]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
         """Every rank proves its bytes."""

@@ -33,7 +33,7 @@ from vllm.lora.request import LoRARequest
 
 from rollout.errors import UnsupportedWeights
 from weight_sync.layout import DestLayout, PostLoad, TensorMeta
-from weight_sync.protocol import EngineRank, Expected, pack, unpack
+from weight_sync.protocol import Bound, EngineRank, Expected, pack, unpack
 from weight_sync.receiver import Receiver
 from weight_sync.recorder import record_layout
 from weight_sync.recovery import Offer, make_offer, pull, release
@@ -88,8 +88,8 @@ class AdapterSlots:
             "fill": self._fill,
         }
 
-    def _begin(self, slot: int, version: int, epoch: int, digest: str) -> bytes:
-        return pack(self._receivers[slot].begin(version, epoch, digest))
+    def _begin(self, slot: int, version: int, epoch: int, digest: str, known: Sequence[str]) -> bytes:
+        return pack(Bound.of(self._receivers[slot].begin(version, epoch, digest), known))
 
     def _verify(self, slot: int, version: int, epoch: int, digest: str, expected: bytes) -> None:
         self._receivers[slot].verify(version, epoch, digest, self._own(tuple[Expected, ...], expected))

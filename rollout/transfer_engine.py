@@ -43,8 +43,7 @@ from rollout.served import RankReport
 from rollout.vllm_plugin import register
 from rollout.weight_receiver import WeightReceiver
 from weight_sync.endpoint import ReplicaEndpoint
-from weight_sync.layout import Binding
-from weight_sync.protocol import EngineRank, Expected, pack, unpack
+from weight_sync.protocol import Bound, EngineRank, Expected, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +116,9 @@ class _Handler:
         if not self.is_open:
             raise EngineError("no weight update is under way: post /pause and /start_weight_update first")
 
-    async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
+    async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
         """See ReplicaHandler."""
-        return [unpack(Binding, _result(self._rank.slipstream_begin(version, epoch, digest)))]
+        return [unpack(Bound, _result(self._rank.slipstream_begin(version, epoch, digest, known)))]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
         """See ReplicaHandler."""

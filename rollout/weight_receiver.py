@@ -31,7 +31,7 @@ from rollout.post_load import Forms, readable, refuse_unwritable
 from rollout.slot_channel import SlotServer, socket_address
 from weight_sync.heap import freeze_heap
 from weight_sync.layout import TensorMeta
-from weight_sync.protocol import Expected, pack, unpack
+from weight_sync.protocol import Bound, Expected, pack, unpack
 from weight_sync.receiver import Receiver
 from weight_sync.recorder import record_layout
 from weight_sync.recovery import Offer, make_offer, pull, release
@@ -131,9 +131,9 @@ class WeightReceiver:
         return described
 
     @_replies
-    def slipstream_begin(self, version: int, epoch: int, digest: str) -> bytes:
-        """Receiver.begin. Returns the Binding, packed."""
-        return pack(self._slipstream.begin(version, epoch, digest))
+    def slipstream_begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> bytes:
+        """Receiver.begin. Returns weight_sync.protocol.Bound, packed."""
+        return pack(Bound.of(self._slipstream.begin(version, epoch, digest), known))
 
     @_replies
     def slipstream_verify(self, version: int, epoch: int, digest: str, expected: bytes) -> None:

@@ -45,8 +45,8 @@ from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from weight_sync.endpoint import ReplicaEndpoint
 from weight_sync.errors import PlanMismatch
 from weight_sync.heap import freeze_heap
-from weight_sync.layout import Binding, TensorMeta
-from weight_sync.protocol import EngineRank, Expected, VersionState, pack, unpack
+from weight_sync.layout import TensorMeta
+from weight_sync.protocol import Bound, EngineRank, Expected, VersionState, pack, unpack
 from weight_sync.recovery import Offer, Pulled, slowest
 
 logger = logging.getLogger(__name__)
@@ -325,11 +325,11 @@ class RolloutWorker:
         self._serving.clear()
         await self._engine.pause(self._sync.pause_mode)
 
-    async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
+    async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
         """Every rank gives up its bytes."""
-        replies = await self._engine.call_ranks("slipstream_begin", version, epoch, digest)
+        replies = await self._engine.call_ranks("slipstream_begin", version, epoch, digest, list(known))
         self._clear_cache()
-        return [unpack(Binding, reply) for reply in replies]
+        return [unpack(Bound, reply) for reply in replies]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
         """Every rank proves its bytes."""

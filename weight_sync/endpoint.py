@@ -40,12 +40,12 @@ from weight_sync.errors import (
     TransferTimeout,
     WeightSyncError,
 )
-from weight_sync.layout import Binding
 from weight_sync.protocol import (
     Abort,
     Aborted,
     Begin,
     Begun,
+    Bound,
     Commit,
     Committed,
     Describe,
@@ -75,8 +75,8 @@ class ReplicaHandler(Protocol):
         """Stop serving and wait until the engine stands still."""
         ...
 
-    async def begin(self, version: int, epoch: int, digest: str) -> Sequence[Binding]:
-        """Receiver.begin on every rank, after pause(). Returns where to write."""
+    async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
+        """Receiver.begin on every rank, after pause(). Returns where to write: Bound.of(binding, known)."""
         ...
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
@@ -228,7 +228,7 @@ class ReplicaEndpoint:
         self._began = time.monotonic()
         await self._handler.pause(request.version, request.epoch, request.digest)
         idle = time.monotonic()
-        bindings = await self._handler.begin(request.version, request.epoch, request.digest)
+        bindings = await self._handler.begin(request.version, request.epoch, request.digest, request.known)
         marked = time.monotonic()
         return self._reply(Begun, request, bindings=tuple(bindings), idle_s=idle - self._began, mark_s=marked - idle)
 

@@ -20,7 +20,7 @@ import hashlib
 import hmac
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NoReturn, TypeVar
@@ -117,6 +117,26 @@ class EngineRank:
     link: str
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A Binding, said to a publisher that may know its addresses: they hardly ever change, and there are many.
+
+    They are named by what they are, not by when they were said: nobody has to remember what the other one heard last.
+    """
+
+    session: str
+    digest: str
+    """addresses_digest of the addresses."""
+    addresses: dict[str, int] | None
+    """None where the publisher named `digest` among those that it knows."""
+
+    @classmethod
+    def of(cls, binding: Binding, known: Collection[str] = ()) -> Bound:
+        """For a publisher that knows the addresses of these digests."""
+        digest = addresses_digest(binding.addresses)
+        return cls(binding.session, digest, None if digest in known else binding.addresses)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """What every message says. A reply repeats its request's fields."""
@@ -148,17 +168,21 @@ class Described(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin(Message):
-    """Stop serving; bytes of `version` will be written."""
+    """Stop serving; bytes of `version` will be written. `known`: digests of the replica's addresses that need not be
+    said again."""
+
+    known: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun(Message):
-    """Every rank is idle and DIRTY. `bindings`: where to write, one per rank (they move after a failed epoch).
+    """Every rank is idle and DIRTY. `bindings`: where to write, one per rank (sessions change after a failed epoch, and
+    addresses from one adapter slot to another).
 
     Seconds: until the engine stood still, and until every rank had marked itself DIRTY after that.
     """
 
-    bindings: tuple[Binding, ...]
+    bindings: tuple[Bound, ...]
     idle_s: float
     mark_s: float
 
@@ -257,7 +281,7 @@ class Signer:
         return message
 
     def _mac(self, is_request: bool, body: bytes) -> bytes:
-        direction = b"slipstream/1 request\0" if is_request else b"slipstream/1 reply\0"
+        direction = b"slipstream/2 request\0" if is_request else b"slipstream/2 reply\0"
         return hmac.new(self.key, direction + body, hashlib.sha256).digest()
 
 
@@ -269,6 +293,11 @@ def pack(value: Any) -> bytes:
 def unpack(cls: type[T], data: bytes) -> T:
     """Inverse of pack, for a known type, e.g. unpack(EngineRank, data)."""
     return from_plain(cls, msgpack.unpackb(data))
+
+
+def addresses_digest(addresses: Mapping[str, int]) -> str:
+    """sha256, hex, of parameters and their addresses."""
+    return hashlib.sha256(_packb(dict(addresses))).hexdigest()
 
 
 def from_plain(cls: Any, value: Any) -> Any:

@@ -41,14 +41,15 @@ import torch
 import torch.distributed as dist
 
 from conf.schema import WeightSyncConfig
+from weight_sync.addresses import AddressBook, Addresses
 from weight_sync.columns import Ints
 from weight_sync.endpoint import ReplicaClients
 from weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, RankLost, TransportError, WeightSyncError
 from weight_sync.heap import freeze_heap
-from weight_sync.layout import Binding, DestLayout, SourceLayout
+from weight_sync.layout import DestLayout, SourceLayout
 from weight_sync.pipeline import Pipeline
 from weight_sync.plan import PlanSummary, TransferPlan, build_plan, rank_plan_from_wire
-from weight_sync.protocol import Abort, Begin, Begun, Commit, Committed, Describe, Described, Expected
+from weight_sync.protocol import Abort, Begin, Begun, Commit, Committed, Describe, Described, Expected, addresses_digest
 from weight_sync.publish_report import EXCLUDED, PublishReport, ReplicaReport, joined
 from weight_sync.replay import Destination, PipelineResult
 from weight_sync.source import WeightSource
@@ -64,16 +65,19 @@ MIN_COMMIT_S = 1.0
 """Time that a replica gets for its commit even if its writes used up its deadline."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Alive:
     """What rank 0 tells all ranks after Begin."""
 
     epoch: int
-    destinations: tuple[Destination, ...]
-    bindings: dict[Destination, Binding]
-    """Of those destinations that were bound elsewhere at the last publish, or not at all: addresses are many."""
+    bound: dict[Destination, tuple[str, str]]
+    """Session, and digest of the addresses, of every engine rank that is written to."""
+    fresh: dict[int, dict[str, Addresses]]
+    """Per replica: addresses that were not known, by their digest."""
+    forgotten: list[int]
+    """Replicas that contradicted what was known of them."""
     budgets_s: dict[int, float]
-    begin_s: float
+    begin_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -139,8 +143,7 @@ class Publisher:
         """Per replica, on rank 0: the layouts that the plan is made for."""
         self._last_sums: dict[Destination, Ints] = {}
         """Per engine rank that committed: its part of the sums."""
-        self._bindings: dict[Destination, Binding] = {}
-        """Where replicas were at their last Begin, the same on all ranks."""
+        self._book = AddressBook()
         self._open_sessions: dict[Destination, str] = {}
         """Links of this rank that may be open: to replicas that committed, whether or not they live still."""
 
@@ -151,12 +154,14 @@ class Publisher:
             WeightSyncError: The same on every rank: a replica does not answer, links differ, or no plan exists.
         """
         facts = self._everywhere(lambda: (self._source.layout(), self._pipeline.max_task_bytes, self._transport.link))
-        made = self._on_rank0(lambda: self._make_plan(endpoints, facts))
-        wires, summary, params = made
+        summary, params, addresses = self._on_rank0(lambda: self._make_plan(endpoints, facts))
         self._endpoints = list(endpoints)
         self._digest = summary.digest
-        self._last_sums, self._bindings, self._open_sessions = {}, {}, {}
-        self._everywhere(lambda: self._pipeline.load(rank_plan_from_wire(wires[self._rank]).tasks))
+        self._last_sums, self._open_sessions, self._book = {}, {}, AddressBook()
+        for replica, own in enumerate(addresses):
+            self._book.learn(replica, own)
+        wire = self._own_part()
+        self._everywhere(lambda: self._pipeline.load(rank_plan_from_wire(wire).tasks))
         self._places = Places(params)
         self._columns = self._places.columns_of(self._pipeline.places)
         if self._rank == 0:
@@ -209,8 +214,11 @@ class Publisher:
         except BaseException:
             self._pipeline.cancel()
             raise
-        self._bindings |= alive.bindings
-        bindings = {destination: self._bindings[destination] for destination in alive.destinations}
+        for replica in alive.forgotten:
+            self._book.forget(replica)
+        for replica, fresh in alive.fresh.items():
+            self._book.learn(replica, fresh)
+        bindings = {dest: self._book.binding(dest[0], *bound) for dest, bound in alive.bound.items()}
         result = self._pipeline.run(version, bindings, alive.budgets_s)
         sums = self._added_up(result.sums)
         results = self._gather(replace(result, sums=Sums(Places({}))))
@@ -243,7 +251,8 @@ class Publisher:
         if not 0 <= replica < len(self._endpoints):
             raise ProtocolError(f"reconnect() names replica {replica}; there are {len(self._endpoints)}")
         self.disconnect([replica])
-        self._on_rank0(lambda: self._rejoin(replica, endpoint))
+        self._book.forget(replica)
+        self._book.learn(replica, self._on_rank0(lambda: self._rejoin(replica, endpoint)))
         self._endpoints[replica] = endpoint
 
     def close(self) -> None:
@@ -258,7 +267,8 @@ class Publisher:
 
     def _make_plan(
         self, endpoints: Sequence[str], facts: Sequence[tuple[SourceLayout, int, str]]
-    ) -> tuple[list[dict[str, object]], PlanSummary, dict[Destination, tuple[str, ...]]]:
+    ) -> tuple[PlanSummary, dict[Destination, tuple[str, ...]], list[dict[str, Addresses]]]:
+        """Plan. Returns what all ranks must know; of the plan itself each one gets its own part."""
         if self._clients is not None:
             self._clients.close()
         self._clients = ReplicaClients(endpoints, self._key)
@@ -272,7 +282,7 @@ class Publisher:
         )
         names = {id(params): tuple(params) for params in self._plan.expected.values()}
         params = {dest: names[id(params)] for dest, params in self._plan.expected.items()}
-        return [self._plan.to_wire(rank) for rank in range(self._world_size)], self._plan.summary(), params
+        return self._plan.summary(), params, [_addresses_of(reply) for reply in described]
 
     def _describe(self, endpoints: Mapping[int, str], links: Collection[str]) -> list[Described]:
         """Ask these replicas what they are; refuse one that cannot be written to over `links`."""
@@ -299,8 +309,8 @@ class Publisher:
                     )
         return described
 
-    def _rejoin(self, replica: int, endpoint: str) -> None:
-        """Meet a replica's successor, and make sure that the plan is for it too."""
+    def _rejoin(self, replica: int, endpoint: str) -> dict[str, Addresses]:
+        """Meet a replica's successor, and make sure that the plan is for it too. Returns its addresses by digest."""
         assert self._clients is not None
         self._clients.replace(replica, endpoint)
         try:
@@ -315,6 +325,7 @@ class Publisher:
             raise
         self._epoch = max(self._epoch, described.own_epoch)
         self._last_sums = {dest: sums for dest, sums in self._last_sums.items() if dest[0] != replica}
+        return _addresses_of(described)
 
     def _begin_all(self, version: int, replicas: list[_Replica]) -> _Alive:
         assert self._clients is not None
@@ -323,14 +334,13 @@ class Publisher:
         numbers = [number for number, replica in enumerate(replicas) if replica.error is None]
         replies = self._clients.call(
             Begin,
-            {i: {} for i in numbers},
+            {number: {"known": self._book.known(number)} for number in numbers},
             dict.fromkeys(numbers, self._config.timeout_s),
             version=version,
             epoch=self._epoch,
             digest=self._digest,
         )
-        bindings: dict[Destination, Binding] = {}
-        budgets_s: dict[int, float] = {}
+        alive = _Alive(self._epoch, {}, {}, [], {})
         for number in numbers:
             reply, replica = replies[number], replicas[number]
             if not isinstance(reply, Begun):
@@ -338,18 +348,25 @@ class Publisher:
                 continue
             replica.spent_s = self._clients.answer_s[number]
             replica.times = ReplicaTimes(began, reply.idle_s, reply.mark_s)
-            budgets_s[number] = max(0.0, self._config.timeout_s - replica.spent_s)
-            bindings.update({(number, dest_rank): binding for dest_rank, binding in enumerate(reply.bindings)})
+            alive.budgets_s[number] = max(0.0, self._config.timeout_s - replica.spent_s)
+            params = [self._places.params[number, rank] for rank in range(len(self._layouts[number]))]
+            try:
+                alive.fresh[number] = self._book.check(number, reply.bindings, params)
+            except ProtocolError as e:  # nothing is written to it; it is told, and says everything at its next Begin
+                replica.error = _text(e)
+                alive.forgotten.append(number)
+                continue
+            alive.bound.update({(number, rank): (b.session, b.digest) for rank, b in enumerate(reply.bindings)})
         logger.debug(
             "version %d, epoch %d: %d of %d replicas began in %.3f s",
             version,
             self._epoch,
-            len(budgets_s),
+            len(alive.budgets_s) - len(alive.forgotten),
             len(numbers),
             time.monotonic() - began,
         )
-        moved = {dest: binding for dest, binding in bindings.items() if self._bindings.get(dest) != binding}
-        return _Alive(self._epoch, tuple(bindings), moved, budgets_s, time.monotonic() - began)
+        alive.begin_s = time.monotonic() - began
+        return alive
 
     def _finish(
         self,
@@ -418,7 +435,7 @@ class Publisher:
     ) -> None:
         assert self._clients is not None
         ready = [number for number in alive.budgets_s if replicas[number].error is None]
-        num_ranks = {number: sum(replica == number for replica, _ in alive.destinations) for number in ready}
+        num_ranks = {number: len(self._layouts[number]) for number in ready}
         fields = {
             number: {"expected": tuple(self._expected(sums.get((number, r), {})) for r in range(num_ranks[number]))}
             for number in ready
@@ -474,6 +491,20 @@ class Publisher:
             dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
+    def _own_part(self) -> dict[str, Any]:
+        """This rank's part of the plan. All parts together are a gigabyte at 256 ranks: nobody else gets them."""
+        if self._plan is None:
+            parts = None
+        else:
+            parts = [self._plan.to_wire(rank) for rank in range(self._world_size)]
+        if self._group is None:
+            assert parts is not None, "rank 0 planned"
+            return parts[0]
+        box: list[Any] = [None]
+        with self._meeting("a scatter"):
+            dist.scatter_object_list(box, parts, group=self._group, group_src=0)
+        return box[0]
+
     def _added_up(self, sums: Sums) -> Sums:
         """What all ranks wrote; complete on rank 0 alone."""
         total = sums.spread(self._places, self._columns)
@@ -522,6 +553,11 @@ class Publisher:
 def _answer(asked: Future[_Alive] | None) -> _Alive:
     assert asked is not None, "rank 0 asks"
     return asked.result()
+
+
+def _addresses_of(described: Described) -> dict[str, Addresses]:
+    """What a replica says of its addresses before any publish, by digest."""
+    return {addresses_digest(one.binding.addresses): one.binding.addresses for one in described.ranks}
 
 
 def _ours(error: Exception) -> WeightSyncError:

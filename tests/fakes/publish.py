@@ -16,7 +16,6 @@ import torch
 
 from weight_sync.endpoint import ReplicaEndpoint
 from weight_sync.layout import (
-    Binding,
     DestLayout,
     Fill,
     Load,
@@ -27,7 +26,7 @@ from weight_sync.layout import (
     SourceShard,
     TensorMeta,
 )
-from weight_sync.protocol import EngineRank, Expected
+from weight_sync.protocol import Bound, EngineRank, Expected
 from weight_sync.receiver import Receiver
 from weight_sync.transport.base import Transport
 
@@ -183,10 +182,10 @@ class PlainEngine:
         """See ReplicaHandler."""
         self._note("pause")
 
-    async def begin(self, version: int, epoch: int, digest: str) -> list[Binding]:
+    async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> list[Bound]:
         """See ReplicaHandler."""
         self._note("begin")
-        return [receiver.begin(version, epoch, digest) for receiver in self.receivers]
+        return [Bound.of(receiver.begin(version, epoch, digest), known) for receiver in self.receivers]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
         """See ReplicaHandler."""

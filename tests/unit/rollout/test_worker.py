@@ -19,7 +19,7 @@ from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from weight_sync.layout import Binding, DestLayout, Param, TensorMeta
-from weight_sync.protocol import EngineRank, pack
+from weight_sync.protocol import Bound, EngineRank, pack
 from weight_sync.recovery import Offer, Pulled
 
 PROMPT = Prompt(0, (1, 5), "a")
@@ -71,7 +71,7 @@ class NotingEngine:
         layout = DestLayout(0, (Param("w", (2,), "float32"),), ())
         replies = {
             "slipstream_describe": pack(EngineRank(layout, BINDING, "tcp")),
-            "slipstream_begin": pack(BINDING),
+            "slipstream_begin": pack(Bound.of(BINDING)),
             "slipstream_offer": pack(OFFER),
             "slipstream_pull": pack(Pulled(100, 0.5, 0.25)),
         }
@@ -109,7 +109,7 @@ def make(monkeypatch: pytest.MonkeyPatch, folder: Path, **sync: Any) -> tuple[Ro
 
 async def publish(worker: RolloutWorker, version: int, epoch: int) -> None:
     await worker.pause(version, epoch, "digest")
-    assert list(await worker.begin(version, epoch, "digest")) == [BINDING, BINDING]
+    assert list(await worker.begin(version, epoch, "digest", ())) == [Bound.of(BINDING)] * 2
     await asyncio.sleep(0)  # bytes arrive
     await worker.verify(version, epoch, "digest", [{"w": (8, 1)}] * 2)
     await worker.commit(version, epoch)
@@ -190,14 +190,14 @@ async def test_no_phase_but_clean_samples(monkeypatch, tmp_path):
 
     assert await refuses()
     await worker.pause(0, 1, "digest")
-    await worker.begin(0, 1, "digest")
+    await worker.begin(0, 1, "digest", ())
     assert await refuses()
     await worker.verify(0, 1, "digest", [{}, {}])
     assert await refuses()
     await worker.commit(0, 1)
     await worker.generate_group(PROMPT, 1)
     await worker.pause(1, 2, "digest")
-    await worker.begin(1, 2, "digest")
+    await worker.begin(1, 2, "digest", ())
     assert await refuses()
     await worker.stop()
     assert await refuses()
@@ -227,7 +227,7 @@ async def test_steps_out_of_order_are_refused(monkeypatch, tmp_path):
     with pytest.raises(StaleEpoch):
         await worker.pause(1, 2, "digest")
     await worker.pause(1, 3, "digest")
-    await worker.begin(1, 3, "digest")
+    await worker.begin(1, 3, "digest", ())
     with pytest.raises(ProtocolError):
         await worker.commit(1, 3)
     assert worker.health().phase == "dirty"
@@ -242,7 +242,7 @@ async def test_a_group_that_a_publish_aborted_is_sampled_again_under_the_new_ver
     while not engine.calls[-1].startswith("generate"):
         await asyncio.sleep(0)
     await worker.pause(1, 2, "digest")
-    await worker.begin(1, 2, "digest")
+    await worker.begin(1, 2, "digest", ())
     engine.gate.set()
     while worker.health().num_aborted_groups == 0:
         await asyncio.sleep(0)

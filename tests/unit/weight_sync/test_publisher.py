@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -13,7 +15,8 @@ from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_l
 
 from conf.schema import WeightSyncConfig
 from weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
-from weight_sync.protocol import Abort, Begin, Describe, Described, Signer
+from weight_sync.layout import Binding
+from weight_sync.protocol import Abort, Begin, Bound, Describe, Described, Signer
 from weight_sync.publish_report import EXCLUDED, PublishReport
 from weight_sync.publisher import Publisher
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
@@ -239,7 +242,7 @@ def make_begin_hang(engine: PlainEngine):  # type: ignore[no-untyped-def]
     entered = threading.Event()
     loop_gate: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
-    async def hang(version: int, epoch: int, digest: str) -> list[object]:
+    async def hang(version: int, epoch: int, digest: str, known: object) -> list[object]:
         gate = asyncio.Event()
         loop_gate.append((asyncio.get_running_loop(), gate))
         entered.set()
@@ -310,6 +313,88 @@ def test_a_second_publisher_continues_after_the_first(world: World) -> None:
     assert committed(report) == [True, True]
     assert report.epoch > first.epoch
     second.close()
+
+
+def note_answers(engine: PlainEngine) -> list[list[Bound]]:
+    """What the replica answers to each Begin from here on."""
+    answers: list[list[Bound]] = []
+    begin = engine.begin
+
+    async def noted(version: int, epoch: int, digest: str, known: Sequence[str]) -> list[Bound]:
+        answers.append(await begin(version, epoch, digest, known))
+        return answers[-1]
+
+    engine.begin = noted  # type: ignore[method-assign]
+    return answers
+
+
+def test_addresses_are_said_once(world: World) -> None:
+    answers = note_answers(world.engines[0])
+    for version in (0, 1):
+        assert committed(world.publisher.publish(version)) == [True, True]
+    assert [[bound.addresses for bound in answer] for answer in answers] == [[None, None]] * 2, "Described said them"
+
+
+def test_addresses_that_change_are_said_and_written_to(world: World) -> None:
+    """As an adapter slot does: another receiver of the same layout takes this publish, the first one the next."""
+    engine = world.engines[0]
+    slots = [engine, PlainEngine([receiver.transport for receiver in engine.receivers])]
+    held = [(slot.params, slot.receivers) for slot in slots]
+    answers = note_answers(engine)
+    for version in range(4):
+        engine.params, engine.receivers = held[version % 2]
+        assert committed(world.publisher.publish(version)) == [True, True]
+        assert engine.wrong_params(version) == []
+        engine.params, engine.receivers = held[1 - version % 2]
+        assert version == 0 or engine.wrong_params(version - 1) == []
+    assert [answer[0].addresses is None for answer in answers] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        (lambda bound: replace(bound, digest="00" * 32), "which it never said"),
+        (lambda bound: replace(bound, addresses={"qk": 16}), "other addresses than those of its digest"),
+        (lambda bound: Bound.of(Binding(bound.session, {"qk": 16})), "no address of 4 parameters, the first is norm"),
+    ],
+)
+def test_an_answer_that_contradicts_itself_is_not_written_to_and_all_is_asked_for(
+    world: World, lie: Callable[[Bound], Bound], message: str
+) -> None:
+    world.publisher.publish(0)
+    engine = world.engines[0]
+    begin, asked = engine.begin, []
+
+    async def lies_once(version: int, epoch: int, digest: str, known: Sequence[str]) -> list[Bound]:
+        asked.append(len(known))
+        bounds = await begin(version, epoch, digest, known)
+        return [lie(bounds[0]), bounds[1]] if len(asked) == 1 else bounds
+
+    engine.begin = lies_once  # type: ignore[method-assign]
+    report = world.publisher.publish(1)
+    assert committed(report) == [False, True]
+    assert message in (report.replicas[0].error or "")
+    assert engine.wrong_params(0) == [], "nothing was written to it"
+    assert engine.aborted.is_set()
+    assert not world.endpoints[0].endpoint.state.is_serving
+
+    assert committed(world.publisher.publish(2)) == [True, True]
+    assert engine.wrong_params(2) == []
+    assert asked == [2, 0]
+
+
+def test_an_answer_of_too_few_ranks_is_an_error(world: World) -> None:
+    answers = note_answers(world.engines[0])
+    begin = world.engines[0].begin
+
+    async def forgets_a_rank(*args: Any) -> list[Bound]:
+        return (await begin(*args))[:1]
+
+    world.engines[0].begin = forgets_a_rank  # type: ignore[method-assign]
+    report = world.publisher.publish(0)
+    assert committed(report) == [False, True]
+    assert "has 2 ranks and says where 1 are" in (report.replicas[0].error or "")
+    assert len(answers) == 1
 
 
 class RawClient:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,6 +10,7 @@ from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_l
 
 from conf.schema import WeightSyncConfig
 from weight_sync.errors import PlanMismatch, ProtocolError, ReplicaError
+from weight_sync.protocol import Bound, addresses_digest
 from weight_sync.publish_report import PublishReport
 from weight_sync.publisher import Publisher
 from weight_sync.recovery import make_offer, pull
@@ -74,6 +75,32 @@ def test_a_replica_started_again_rejoins_and_the_other_notices_nothing(worlds: l
     assert [engine.wrong_params(2) for engine in world.engines] == [[], []]
     assert report.replicas[0].endpoint == address
     assert report.epoch == first.epoch + 2
+
+
+def test_a_replica_started_again_is_never_written_to_where_the_old_one_was(worlds: list[World]) -> None:
+    """Its addresses are its own, also where it answers as if nothing had changed."""
+    worlds.append(world := World(2))
+    world.publisher.publish(0)
+    old = world.engines[0].receivers[0].describe().binding
+    world.end(0)
+    world.publisher.publish(1)
+    address = world.start(0)
+    fresh = world.engines[0]
+    world.publisher.reconnect(0, address)
+    begin, known = fresh.begin, []
+
+    async def answers_as_the_old_one(
+        version: int, epoch: int, digest: str, said: Sequence[str]
+    ) -> list[Bound]:
+        known.append(said)
+        bounds = await begin(version, epoch, digest, said)
+        return [Bound(bounds[0].session, addresses_digest(old.addresses), None), bounds[1]]
+
+    fresh.begin = answers_as_the_old_one  # type: ignore[method-assign]
+    report = world.publisher.publish(2)
+    assert committed(report) == [False, True]
+    assert "never said" in (report.replicas[0].error or "")
+    assert addresses_digest(old.addresses) not in known[0]
 
 
 def test_a_recovered_replica_rejoins_at_the_epoch_that_it_adopted(worlds: list[World]) -> None:
