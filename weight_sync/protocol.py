@@ -31,9 +31,6 @@ from weight_sync.errors import AuthenticationError, ProtocolError, StaleEpoch
 from weight_sync.layout import Binding, DestLayout
 
 T = TypeVar("T")
-Expected = dict[str, tuple[int, int | None]]
-"""What one engine rank must hold: parameter -> (bytes sent, sum of their hashes, or None where hashes are off)."""
-
 
 class Phase(StrEnum):
     """Where a replica stands in a transaction."""
@@ -135,6 +132,22 @@ class Bound:
         """For a publisher that knows the addresses of these digests."""
         digest = addresses_digest(binding.addresses)
         return cls(binding.session, digest, None if digest in known else binding.addresses)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What one engine rank must hold, in columns: `sums.py` writes and reads them.
+
+    The parameters are those of its layout that are sent, in the layout's order, on which both sides agreed when the
+    publisher planned; `params` proves it. Names would be most of a message: 330,000 of them at 128 ranks of Kimi-K2.
+    """
+
+    params: str
+    """sums.params_digest of the parameters' names."""
+    num_bytes: bytes
+    """Bytes sent, little-endian int64."""
+    hashes: bytes
+    """Sums of their hashes, little-endian uint64; empty where hashes are off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +320,7 @@ def from_plain(cls: Any, value: Any) -> Any:
 
 @functools.cache
 def _decoder(cls: Any) -> Callable[[Any], Any]:
-    """from_plain for one type, looked at once: a layout has 20,000 loads, and engines stand still for a Commit."""
+    """from_plain for one type, looked at once: a layout has 20,000 loads."""
     origin, args = typing.get_origin(cls), typing.get_args(cls)
     if dataclasses.is_dataclass(cls):
         return _dataclass_decoder(typing.cast(type, cls))
@@ -361,7 +374,7 @@ def _refuse(value: Any, cls: Any) -> NoReturn:
 
 
 def _packb(value: Any) -> bytes:
-    """A dataclass becomes the list of its fields; all else is left to msgpack: Commits can hold 170,000 sums."""
+    """A dataclass becomes the list of its fields; all else is left to msgpack."""
     return typing.cast(bytes, msgpack.packb(value, default=_fields_of))
 
 

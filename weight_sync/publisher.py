@@ -49,7 +49,7 @@ from weight_sync.heap import freeze_heap
 from weight_sync.layout import DestLayout, SourceLayout
 from weight_sync.pipeline import Pipeline
 from weight_sync.plan import PlanSummary, TransferPlan, build_plan, rank_plan_from_wire
-from weight_sync.protocol import Abort, Begin, Begun, Commit, Committed, Describe, Described, Expected, addresses_digest
+from weight_sync.protocol import Abort, Begin, Begun, Commit, Committed, Describe, Described, addresses_digest
 from weight_sync.publish_report import EXCLUDED, PublishReport, ReplicaReport, joined
 from weight_sync.replay import Destination, PipelineResult
 from weight_sync.source import WeightSource
@@ -397,7 +397,7 @@ class Publisher:
                     "version %d, epoch %d: %s did not commit: %s", version, alive.epoch, replica.endpoint, replica.error
                 )
         num_changed = self._count_changed(
-            {destination: sums.part(destination) for destination in sums if replicas[destination[0]].committed}
+            {dest: sums.part(dest) for dest in sums.places.params if replicas[dest[0]].committed}
         )
         times = [replica.times for replica in replicas if replica.times is not None]
         report = PublishReport(
@@ -431,13 +431,17 @@ class Publisher:
         version: int,
         alive: _Alive,
         replicas: list[_Replica],
-        sums: Mapping[Destination, Mapping[str, tuple[int, int]]],
+        sums: Sums,
     ) -> None:
         assert self._clients is not None
         ready = [number for number in alive.budgets_s if replicas[number].error is None]
-        num_ranks = {number: len(self._layouts[number]) for number in ready}
         fields = {
-            number: {"expected": tuple(self._expected(sums.get((number, r), {})) for r in range(num_ranks[number]))}
+            number: {
+                "expected": tuple(
+                    sums.expected((number, rank), has_hashes=self._config.verify_hashes)
+                    for rank in range(len(self._layouts[number]))
+                )
+            }
             for number in ready
         }
         timeouts_s = {number: max(MIN_COMMIT_S, self._config.timeout_s - replicas[number].spent_s) for number in ready}
@@ -452,10 +456,6 @@ class Publisher:
                     times.told_s, times.verify_s, times.commit_s = told, reply.verify_s, reply.commit_s
             else:
                 replicas[number].error = _text(reply)
-
-    def _expected(self, sums: Mapping[str, tuple[int, int]]) -> Expected:
-        has_hashes = self._config.verify_hashes
-        return {param: (num_bytes, value if has_hashes else None) for param, (num_bytes, value) in sums.items()}
 
     def _abort(self, version: int, alive: _Alive, unserved: Mapping[int, Mapping[str, object]]) -> None:
         """Tell replicas that wait for a commit that will not come. They are DIRTY, whatever they answer.

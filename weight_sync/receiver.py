@@ -26,7 +26,8 @@ import torch
 from weight_sync.errors import IntegrityError, ProtocolError
 from weight_sync.integrity import HASH_MASK, RangeHashes, hash_bytes
 from weight_sync.layout import DTYPE_BYTES, Binding, DestLayout, Param, PostLoad
-from weight_sync.protocol import EngineRank, VersionState
+from weight_sync.protocol import EngineRank, Expected, VersionState
+from weight_sync.sums import params_digest, read_expected
 from weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Receiver:
         self._synchronize = synchronize
         self._state = VersionState()
         self._sent = [param for param in layout.params if param.post_load is not PostLoad.derived]
+        self._params_digest = params_digest([param.name for param in self._sent])
         self._covered = _covered_ranges(layout)
         self._covered_bytes = {name: sum(size for _, size in ranges) for name, ranges in self._covered.items()}
         self._check_params()
@@ -135,25 +137,27 @@ class Receiver:
             self._transport.renew()
         return self._binding()
 
-    def verify(self, version: int, epoch: int, digest: str, expected: Mapping[str, tuple[int, int | None]]) -> None:
+    def verify(self, version: int, epoch: int, digest: str, expected: Expected) -> None:
         """Prove that every byte of the transaction arrived.
 
         Args:
             version, epoch, digest: As given to begin().
-            expected: Parameter -> (bytes sent, sum of their hashes; None skips the hash of this parameter).
+            expected: Bytes sent, and sums of their hashes, of every sent parameter.
 
         Raises:
+            PlanMismatch: It is about other parameters. The state stays DIRTY.
             IntegrityError: Names the parameters whose bytes are not the sent ones. The state stays DIRTY.
         """
         state = self._state.verified(version, epoch, digest)
-        self._check_counts(version, expected)
+        counts, hashes = read_expected(expected, self._params_digest, len(self._sent))
+        self._check_counts(version, counts)
         if self._synchronize is not None:
             self._synchronize()
-        hashed = {param.name for param in self._sent if expected[param.name][1] is not None}
-        actual = {name: value for name, value in self._hash_covered().items() if name in hashed} if hashed else {}
-        wrong = [name for name, value in actual.items() if value != expected[name][1]]
+        wanted = {} if hashes is None else dict(zip((param.name for param in self._sent), hashes, strict=True))
+        actual = self._hash_covered() if wanted else {}
+        wrong = [name for name, value in actual.items() if value != wanted[name]]
         if wrong:
-            shown = "; ".join(self._describe_wrong(n, actual[n], expected[n][1]) for n in wrong[:MAX_NAMED])
+            shown = "; ".join(self._describe_wrong(n, actual[n], wanted[n]) for n in wrong[:MAX_NAMED])
             raise IntegrityError(
                 f"version {version}, epoch {epoch}, rank {self._layout.rank}: {len(wrong)} of {len(self._sent)}"
                 f" parameters do not hold the bytes that were sent: {shown}"
@@ -247,18 +251,12 @@ class Receiver:
                         f"{param.name} is repacked after loading and has fill bytes, which would not survive"
                     )
 
-    def _check_counts(self, version: int, expected: Mapping[str, tuple[int, int | None]]) -> None:
-        unknown = sorted(expected.keys() - self._covered_bytes.keys())
-        if unknown:
-            raise IntegrityError(
-                f"version {version}: bytes were sent for {_names(unknown)}, unknown to rank {self._layout.rank}"
-            )
-        short: list[str] = []
-        for param in self._sent:
-            wanted = self._covered_bytes[param.name]
-            sent = expected.get(param.name, (0, None))[0]
-            if sent != wanted:
-                short.append(f"{param.name} (sent {sent} of {wanted} bytes)")
+    def _check_counts(self, version: int, counts: Sequence[int]) -> None:
+        short = [
+            f"{name} (sent {sent} of {wanted} bytes)"
+            for (name, wanted), sent in zip(self._covered_bytes.items(), counts, strict=True)
+            if sent != wanted
+        ]
         if short:
             raise IntegrityError(
                 f"version {version}, rank {self._layout.rank}: {len(short)} parameters were not sent: {_names(short)}"
@@ -289,7 +287,7 @@ class Receiver:
         hashes = dict(zip(as_is, RangeHashes(list(as_is.values()), [0] * len(as_is)).values(), strict=True))
         return hashes | {name: hash_bytes(held[name].contiguous()) for name in names if name not in as_is}
 
-    def _describe_wrong(self, name: str, actual: int, wanted: int | None) -> str:
+    def _describe_wrong(self, name: str, actual: int, wanted: int) -> str:
         sources = [load.tensor for load in self._layout.loads if load.param == name]
         shown = (
             f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else (sources[0] if sources else "nothing")

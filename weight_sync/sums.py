@@ -7,20 +7,62 @@ writes (pipeline.py), or the meeting of the ranks (publisher.py).
     table    2 x columns, int64:   bytes written | sum of hashes, modulo 2^64
 
 Two tables of the same places add up as integers do, so that ranks need no dictionaries of each other's: 256 ranks of
-Kimi-K2 send 80,000 different (engine rank, parameter) pairs each, which took rank 0 nine seconds to unpack and add.
+Kimi-K2 send 80,000 different (engine rank, parameter) pairs each, which took rank 0 nine seconds to unpack and add. A
+replica is told its part in the same columns (protocol.Expected), without names.
 
-Callers: pipeline.py (what one rank wrote), publisher.py (what all wrote).
+Callers: pipeline.py (what one rank wrote), publisher.py (what all wrote), receiver.py (what it must hold).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from weight_sync.columns import Ints
+from weight_sync.errors import PlanMismatch, ProtocolError
 from weight_sync.links import Destination
+from weight_sync.protocol import Expected, pack
 from weight_sync.tasks import Task
+
+
+def params_digest(names: Sequence[str]) -> str:
+    """sha256, hex, of parameters in their order."""
+    return hashlib.sha256(pack(list(names))).hexdigest()
+
+
+def write_expected(digest: str, num_bytes: Ints, hashes: Ints | None) -> Expected:
+    """The form that messages have.
+
+    Args:
+        digest: params_digest of the parameters.
+        num_bytes: Per parameter, in their order.
+        hashes: Likewise, as int64; None where they are off.
+    """
+    columns = [b"" if column is None else column.astype("<i8", copy=False).tobytes() for column in (num_bytes, hashes)]
+    return Expected(digest, *columns)
+
+
+def read_expected(expected: Expected, digest: str, num_params: int) -> tuple[list[int], list[int] | None]:
+    """Bytes, and hash sums modulo 2^64 or None, per parameter.
+
+    Raises:
+        PlanMismatch: The sender's parameters are others than these, or in another order.
+        ProtocolError: There is not one entry a parameter.
+    """
+    if expected.params != digest:
+        raise PlanMismatch(
+            f"the publisher expects parameters {expected.params[:12]}, here are {digest[:12]}: it planned for another"
+            " layout; connect again"
+        )
+    lengths = len(expected.num_bytes), len(expected.hashes)
+    if lengths not in ((8 * num_params, 0), (8 * num_params, 8 * num_params)):
+        raise ProtocolError(
+            f"expected 8 bytes for each of {num_params} parameters, got {lengths[0]} of counts and {lengths[1]} of hashes"
+        )
+    counts = np.frombuffer(expected.num_bytes, "<i8").tolist()
+    return counts, np.frombuffer(expected.hashes, "<u8").tolist() if expected.hashes else None
 
 
 class Places:
@@ -35,6 +77,7 @@ class Places:
         self.first: dict[Destination, int] = {}
         self.size = 0
         known: dict[int, dict[str, int]] = {}
+        self._digests: dict[int, str] = {}
         self._within: dict[Destination, dict[str, int]] = {}
         for dest, names in params.items():
             self.first[dest] = self.size
@@ -54,6 +97,13 @@ class Places:
     def column(self, dest: Destination, param: str) -> int:
         """The place of one parameter. Raises KeyError where it has none."""
         return self.first[dest] + self._within[dest][param]
+
+    def digest(self, dest: Destination) -> str:
+        """params_digest of one engine rank's parameters; made once for ranks that share their names."""
+        names = self.params[dest]
+        if id(names) not in self._digests:
+            self._digests[id(names)] = params_digest(names)
+        return self._digests[id(names)]
 
     def columns_of(self, other: Places) -> Ints:
         """The place here of everything that `other` has a place for."""
@@ -86,6 +136,11 @@ class Sums(Mapping[Destination, dict[str, tuple[int, int]]]):
         """The columns of one engine rank, zeros included: a view."""
         first = self.places.first[dest]
         return self.table[:, first : first + len(self.places.params[dest])]
+
+    def expected(self, dest: Destination, *, has_hashes: bool) -> Expected:
+        """What one engine rank is told to look for, parameters without a byte included."""
+        num_bytes, hashes = self.part(dest)
+        return write_expected(self.places.digest(dest), num_bytes, hashes if has_hashes else None)
 
     def __getitem__(self, dest: Destination) -> dict[str, tuple[int, int]]:
         sizes, hashes = self.part(dest)

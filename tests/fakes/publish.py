@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from weight_sync.endpoint import ReplicaEndpoint
@@ -28,6 +29,7 @@ from weight_sync.layout import (
 )
 from weight_sync.protocol import Bound, EngineRank, Expected
 from weight_sync.receiver import Receiver
+from weight_sync.sums import params_digest, write_expected
 from weight_sync.transport.base import Transport
 
 KEY = b"0123456789abcdef-test-key"
@@ -142,6 +144,13 @@ def engine_bytes(version: int, rank: int) -> dict[str, torch.Tensor]:
 def repacked(tensor: torch.Tensor) -> torch.Tensor:
     """The engine's own format of w2: all bytes in reverse order."""
     return tensor.reshape(-1).flip(0).reshape(tensor.shape)
+
+
+def expected_of(sums: Mapping[str, tuple[int, int]], *, has_hashes: bool = True) -> Expected:
+    """Bytes and hash sums by parameter, as a publisher says them."""
+    hashes = np.array([value for _, value in sums.values()], np.uint64).view(np.int64)
+    counts = np.array([size for size, _ in sums.values()], np.int64)
+    return write_expected(params_digest(list(sums)), counts, hashes if has_hashes else None)
 
 
 def engine_params(rank: int) -> dict[str, torch.Tensor]:

@@ -19,10 +19,11 @@ from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from weight_sync.layout import Binding, DestLayout, Param, TensorMeta
-from weight_sync.protocol import Bound, EngineRank, pack
+from weight_sync.protocol import Bound, EngineRank, Expected, pack
 from weight_sync.recovery import Offer, Pulled
 
 PROMPT = Prompt(0, (1, 5), "a")
+EXPECTED = Expected("9f", bytes(8), bytes(8))
 BINDING = Binding("session", {"w": 4096})
 OFFER = Offer(3, 7, "digest", "layout", "tcp", BINDING, {"w": (1 << 64) - 1})
 
@@ -111,7 +112,7 @@ async def publish(worker: RolloutWorker, version: int, epoch: int) -> None:
     await worker.pause(version, epoch, "digest")
     assert list(await worker.begin(version, epoch, "digest", ())) == [Bound.of(BINDING)] * 2
     await asyncio.sleep(0)  # bytes arrive
-    await worker.verify(version, epoch, "digest", [{"w": (8, 1)}] * 2)
+    await worker.verify(version, epoch, "digest", [EXPECTED] * 2)
     await worker.commit(version, epoch)
 
 
@@ -192,7 +193,7 @@ async def test_no_phase_but_clean_samples(monkeypatch, tmp_path):
     await worker.pause(0, 1, "digest")
     await worker.begin(0, 1, "digest", ())
     assert await refuses()
-    await worker.verify(0, 1, "digest", [{}, {}])
+    await worker.verify(0, 1, "digest", [EXPECTED] * 2)
     assert await refuses()
     await worker.commit(0, 1)
     await worker.generate_group(PROMPT, 1)
@@ -247,7 +248,7 @@ async def test_a_group_that_a_publish_aborted_is_sampled_again_under_the_new_ver
     while worker.health().num_aborted_groups == 0:
         await asyncio.sleep(0)
     assert not group.done()
-    await worker.verify(1, 2, "digest", [{}, {}])
+    await worker.verify(1, 2, "digest", [EXPECTED] * 2)
     await worker.commit(1, 2)
     assert [rollout.policy_versions for rollout in await group] == [[1], [1]]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from fakes import publish
 from fakes.publish import PlainEngine, engine_bytes, engine_layout, engine_params, repacked
 
-from weight_sync.errors import IntegrityError, ProtocolError, StaleEpoch
+from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from weight_sync.integrity import hash_bytes
 from weight_sync.protocol import Expected
 from weight_sync.receiver import Receiver
@@ -26,8 +28,12 @@ def wire_bytes(version: int) -> dict[str, torch.Tensor]:
     return held
 
 
-def expected_of(version: int) -> Expected:
+def sums_of(version: int) -> dict[str, tuple[int, int]]:
     return {name: (2 * t.numel(), hash_bytes(t)) for name, t in wire_bytes(version).items()}
+
+
+def expected_of(version: int) -> Expected:
+    return publish.expected_of(sums_of(version))
 
 
 class Rank:
@@ -117,23 +123,49 @@ def test_bytes_never_written_are_named(rank: Rank) -> None:
 def test_a_short_count_is_named(rank: Rank) -> None:
     rank.receiver.begin(4, 1, DIGEST)
     rank.write(4)
-    expected = expected_of(4)
-    expected["norm"] = (8, expected["norm"][1])
-    del expected["qk"]
+    sums = sums_of(4)
+    sums["norm"] = (8, sums["norm"][1])
+    sums["qk"] = (0, 0)
     with pytest.raises(IntegrityError, match=r"qk \(sent 0 of 40 bytes\), norm \(sent 8 of 10 bytes\)"):
-        rank.receiver.verify(4, 1, DIGEST, expected)
+        rank.receiver.verify(4, 1, DIGEST, publish.expected_of(sums))
 
 
-def test_bytes_for_an_unknown_parameter_are_named(rank: Rank) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sums: sums | {"absorbed": (10, 0)},
+        lambda sums: {name: sums[name] for name in sums if name != "qk"},
+        lambda sums: dict(sorted(sums.items())),
+    ],
+    ids=["one more", "one less", "another order"],
+)
+def test_what_is_said_of_other_parameters_is_refused(rank: Rank, change: Callable[[dict], dict]) -> None:
     rank.receiver.begin(4, 1, DIGEST)
-    with pytest.raises(IntegrityError, match="absorbed"):
-        rank.receiver.verify(4, 1, DIGEST, expected_of(4) | {"absorbed": (10, 0)})
+    rank.write(4)
+    with pytest.raises(PlanMismatch, match="planned for another layout"):
+        rank.receiver.verify(4, 1, DIGEST, publish.expected_of(change(sums_of(4))))
+    assert not rank.receiver.state.is_serving
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda said: replace(said, num_bytes=said.num_bytes[8:]),
+        lambda said: replace(said, hashes=said.hashes[8:]),
+        lambda said: replace(said, num_bytes=b""),
+    ],
+)
+def test_missing_entries_are_refused(rank: Rank, change: Callable[[Expected], Expected]) -> None:
+    rank.receiver.begin(4, 1, DIGEST)
+    rank.write(4)
+    with pytest.raises(ProtocolError, match="8 bytes for each of 5 parameters"):
+        rank.receiver.verify(4, 1, DIGEST, change(expected_of(4)))
 
 
 def test_without_hashes_counts_are_still_proven(rank: Rank) -> None:
     rank.receiver.begin(4, 1, DIGEST)
     rank.write(4)
-    rank.receiver.verify(4, 1, DIGEST, {name: (size, None) for name, (size, _) in expected_of(4).items()})
+    rank.receiver.verify(4, 1, DIGEST, publish.expected_of(sums_of(4), has_hashes=False))
     rank.receiver.commit(4, 1)
     assert rank.receiver.state.is_serving
 

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from fakes.publish import PlainEngine, engine_bytes, repacked
+from fakes.publish import PlainEngine, engine_bytes, expected_of, repacked
 
 from weight_sync.errors import IntegrityError, LinkMismatch, PlanMismatch, ReplicaDirty, StaleEpoch, TransferFailed
 from weight_sync.integrity import hash_bytes
-from weight_sync.protocol import Expected, pack, unpack
+from weight_sync.protocol import pack, unpack
 from weight_sync.receiver import Receiver
 from weight_sync.recovery import Offer, layout_digest, make_offer, pull, release
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
@@ -39,14 +39,14 @@ def publish(engine: PlainEngine, rank: int, *, version: int, epoch: int) -> None
     """What a publish does to one rank, written by hand."""
     receiver = engine.receivers[rank]
     receiver.begin(version, epoch, DIGEST)
-    expected: Expected = {}
+    sums: dict[str, tuple[int, int]] = {}
     for name, data in engine_bytes(version, rank).items():
         if name == "absorbed":
             continue
         wire = repacked(data) if name == "w2" else data[:7] if name == "embed" else data
         engine.params[rank][name][: len(wire)] = wire
-        expected[name] = (2 * wire.numel(), hash_bytes(wire.contiguous()))
-    receiver.verify(version, epoch, DIGEST, expected)
+        sums[name] = (2 * wire.numel(), hash_bytes(wire.contiguous()))
+    receiver.verify(version, epoch, DIGEST, expected_of(sums))
     receiver.commit(version, epoch)
 
 
