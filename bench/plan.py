@@ -40,6 +40,7 @@ from trainer.adapter_names import adapter_tensors  # noqa: E402
 from trainer.model.spec import ModelSpec  # noqa: E402
 from trainer.offline import adapter_source_layouts, source_layouts  # noqa: E402
 from trainer.quantization import BlockFp8  # noqa: E402
+from weight_sync.addresses import AddressBook  # noqa: E402
 from weight_sync.layout import (  # noqa: E402
     Binding,
     DestLayout,
@@ -50,15 +51,17 @@ from weight_sync.layout import (  # noqa: E402
     TensorMeta,
 )
 from weight_sync.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
-from weight_sync.links import LinkRates, place  # noqa: E402
+from weight_sync.links import Destination, LinkRates, place  # noqa: E402
 from weight_sync.plan import TransferPlan, build_plan  # noqa: E402
-from weight_sync.protocol import Begun, Commit, Signer  # noqa: E402
+from weight_sync.protocol import Begin, Begun, Bound, Commit, Expected, Signer, pack, unpack  # noqa: E402
 from weight_sync.simulate import simulate  # noqa: E402
 from weight_sync.staging import Staging, reserved_bytes  # noqa: E402
-from weight_sync.sums import Places, Sums  # noqa: E402
+from weight_sync.sums import Places, Planned, Sums  # noqa: E402
 
 T = TypeVar("T")
 FP8, BF16, F32 = "float8_e4m3fn", "bfloat16", "float32"
+NUM_LOADS = 64
+"""Of a publish, about: what a rank sends comes to 33 GB in slots of half a GiB."""
 HIDDEN, HEADS, Q_RANK, KV_RANK, NOPE, ROPE, V = 7168, 64, 1536, 512, 128, 64, 128
 WIDTH, DENSE_WIDTH, VOCAB, BLOCK = 2048, 18432, 163840, 128
 
@@ -299,19 +302,24 @@ def rates_of(args: argparse.Namespace, nic_bytes_s: float) -> LinkRates:
 
 
 def message_seconds(plan: TransferPlan) -> dict[str, float]:
-    """What the simulation leaves out: this core's time for the messages of one publish, on the way of the bytes.
+    """This core's seconds for the messages of one publish, on the way of the bytes.
 
-    Rank 0 reads where to write and writes what to expect, replica after replica; a replica reads the latter for all its
-    ranks. Every trainer rank counts what it wrote.
+    Rank 0 asks, reads where to write and writes what to expect, replica after replica; a replica reads the latter and
+    hands it to its ranks, each of which takes its own. Every trainer rank counts what it wrote, and lays it among all.
     """
     signer = Signer(bytes(32))
     facts: dict[str, Any] = {"run_id": signer.run_id, "request_id": 1}
     names = {id(params): tuple(params) for params in plan.expected.values()}
     places = Places({dest: names[id(params)] for dest, params in plan.expected.items()})
     sums = Sums(places, np.full((2, places.size), 1 << 40, np.int64))
+    sums.table[0] = [size for sizes in plan.expected.values() for size in sizes.values()]
     replicas = sorted({replica for replica, _ in plan.expected})
     ranks = {replica: [dest for dest in plan.expected if dest[0] == replica] for replica in replicas}
+    bindings = {dest: Binding("host:1", dict.fromkeys(names, 1 << 46)) for dest, names in places.params.items()}
+    params = {replica: [places.params[dest] for dest in own] for replica, own in ranks.items()}
     seconds: dict[str, float] = {}
+    planned = {id(sizes): Planned.of(sizes) for sizes in plan.expected.values()}  # made at connect
+    book = AddressBook()
 
     def timed(name: str, make: Callable[[], T]) -> T:
         began = time.perf_counter()
@@ -319,22 +327,48 @@ def message_seconds(plan: TransferPlan) -> dict[str, float]:
         seconds[name] = time.perf_counter() - began
         return made
 
-    addresses = {dest: Binding("host:1", dict.fromkeys(names, 1 << 46)) for dest, names in places.params.items()}
-    begun = [
-        signer.seal(Begun(bindings=tuple(addresses[dest] for dest in own), idle_s=0.0, mark_s=0.0, **facts))
-        for own in ranks.values()
-    ]
-    timed("rank_0_reads_begun_s", lambda: [signer.open_reply(message) for message in begun])
+    def answers() -> list[bytes]:
+        """What the replicas say to Begin."""
+        said = {n: tuple(Bound.of(bindings[dest], book.known(n)) for dest in own) for n, own in ranks.items()}
+        return [signer.seal(Begun(bindings=bound, idle_s=0.0, mark_s=0.0, **facts)) for bound in said.values()]
+
+    def read_begun(begun: Sequence[bytes]) -> None:
+        for replica, message in zip(replicas, begun, strict=True):
+            reply = signer.open_reply(message)
+            assert isinstance(reply, Begun)
+            book.learn(replica, book.check(replica, reply.bindings, params[replica]))
+
+    def read_commit(commit: bytes) -> None:
+        """The worker, then its last rank."""
+        request = signer.open_request(commit)
+        assert isinstance(request, Commit)
+        handed_on = unpack(tuple[Expected, ...], pack(list(request.expected)))
+        planned[id(plan.expected[ranks[0][-1]])].read(handed_on[-1])
+
+    def told(dest: Destination) -> Expected:
+        return planned[id(plan.expected[dest])].write(*sums.part(dest))
+
+    every_address = answers()
+    timed("rank_0_reads_every_address_once_s", lambda: read_begun(every_address))
+    timed("rank_says_where_it_is_s", lambda: Bound.of(bindings[ranks[0][0]], book.known(0)))
+    begun = answers()
+    timed("rank_0_asks_s", lambda: [signer.seal(Begin(known=book.known(replica), **facts)) for replica in replicas])
+    timed("rank_0_reads_begun_s", lambda: read_begun(begun))
     commits = timed(
         "rank_0_writes_commit_s",
-        lambda: [signer.seal(Commit(expected=tuple(sums[dest] for dest in own), **facts)) for own in ranks.values()],
+        lambda: [signer.seal(Commit(expected=tuple(map(told, own)), **facts)) for own in ranks.values()],
     )
-    timed("replica_reads_commit_s", lambda: signer.open_request(commits[0]))
-    tasks = list(next(iter(plan.tasks.values())))
+    timed("replica_reads_commit_s", lambda: read_commit(commits[0]))
+    tasks = list(max(plan.tasks.values(), key=len))
     own = Places.of_tasks(tasks)
-    columns, sizes = [own.column((t.replica, t.dest_rank), t.param) for t in tasks], [t.num_bytes for t in tasks]
-    timed("rank_counts_s", lambda: Sums(own).add(columns, sizes, sizes))
-    return seconds
+    columns = np.array([own.column((t.replica, t.dest_rank), t.param) for t in tasks], np.int64)
+    sizes = np.array([t.num_bytes for t in tasks], np.int64)
+    wide = places.columns_of(own)
+    counted = Sums(own)
+    parts = [np.array_split(column, NUM_LOADS) for column in (columns, sizes, sizes)]
+    timed("rank_counts_s", lambda: counted.add(*map(np.concatenate, parts)))
+    timed("rank_lays_out_s", lambda: counted.spread(places, wide))
+    return seconds | {"entries": places.size, "tasks_of_a_rank": len(tasks), "commit_bytes": sum(map(len, commits))}
 
 
 def asdict_shallow(value: Any) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class AddressBook:
 
     def __init__(self) -> None:
         self._known: dict[int, dict[str, Addresses]] = {}
+        self._checked: dict[int, set[tuple[int, str]]] = {}
+        """On rank 0, per replica: engine ranks and the digests of addresses that name all their parameters."""
 
     def known(self, replica: int) -> tuple[str, ...]:
         """What a Begin to this replica says."""
@@ -46,14 +48,13 @@ class AddressBook:
     def forget(self, replica: int) -> None:
         """Know nothing of a replica: another one came in its place, or it contradicted itself."""
         self._known.pop(replica, None)
+        self._checked.pop(replica, None)
 
     def binding(self, replica: int, session: str, digest: str) -> Binding:
         """Where to write. Raises KeyError for addresses that were not learnt."""
         return Binding(session, self._known[replica][digest])
 
-    def check(
-        self, replica: int, bounds: Sequence[Bound], params: Sequence[Collection[str]]
-    ) -> dict[str, Addresses]:
+    def check(self, replica: int, bounds: Sequence[Bound], params: Sequence[Collection[str]]) -> dict[str, Addresses]:
         """What is fresh in a replica's answer to Begin.
 
         Args:
@@ -66,7 +67,8 @@ class AddressBook:
         """
         if len(bounds) != len(params):
             raise ProtocolError(f"replica {replica} has {len(params)} ranks and says where {len(bounds)} are")
-        known, fresh = self._known.get(replica, {}), dict[str, Addresses]()
+        known, checked = self._known.get(replica, {}), self._checked.setdefault(replica, set())
+        fresh: dict[str, Addresses] = {}
         for rank, (bound, names) in enumerate(zip(bounds, params, strict=True)):
             who = f"replica {replica} rank {rank}"
             if bound.addresses is None:
@@ -77,7 +79,10 @@ class AddressBook:
                 addresses = fresh[bound.digest] = bound.addresses
                 if addresses_digest(addresses) != bound.digest:
                     raise ProtocolError(f"{who} says other addresses than those of its digest {bound.digest[:12]}")
+            if (rank, bound.digest) in checked:
+                continue
             missing = [name for name in names if name not in addresses]
             if missing:
                 raise ProtocolError(f"{who} says no address of {len(missing)} parameters, the first is {missing[0]}")
+            checked.add((rank, bound.digest))
         return fresh

@@ -32,6 +32,7 @@ from weight_sync.layout import Binding, DestLayout
 
 T = TypeVar("T")
 
+
 class Phase(StrEnum):
     """Where a replica stands in a transaction."""
 
@@ -139,13 +140,13 @@ class Expected:
     """What one engine rank must hold, in columns: `sums.py` writes and reads them.
 
     The parameters are those of its layout that are sent, in the layout's order, on which both sides agreed when the
-    publisher planned; `params` proves it. Names would be most of a message: 330,000 of them at 128 ranks of Kimi-K2.
+    publisher planned; `planned` proves it. Names would be most of a message: 171,392 of them at 128 ranks of Kimi-K2.
     """
 
-    params: str
-    """sums.params_digest of the parameters' names."""
+    planned: str
+    """sums.Planned.digest: of the parameters, and of the bytes that a publish writes into each."""
     num_bytes: bytes
-    """Bytes sent, little-endian int64."""
+    """Bytes sent, little-endian int64; empty where they are those planned."""
     hashes: bytes
     """Sums of their hashes, little-endian uint64; empty where hashes are off."""
 

@@ -49,11 +49,11 @@ from weight_sync.heap import freeze_heap
 from weight_sync.layout import DestLayout, SourceLayout
 from weight_sync.pipeline import Pipeline
 from weight_sync.plan import PlanSummary, TransferPlan, build_plan, rank_plan_from_wire
-from weight_sync.protocol import Abort, Begin, Begun, Commit, Committed, Describe, Described, addresses_digest
+from weight_sync.protocol import Abort, Begin, Begun, Commit, Committed, Describe, Described, Expected, addresses_digest
 from weight_sync.publish_report import EXCLUDED, PublishReport, ReplicaReport, joined
 from weight_sync.replay import Destination, PipelineResult
 from weight_sync.source import WeightSource
-from weight_sync.sums import Places, Sums
+from weight_sync.sums import Places, Planned, Sums
 from weight_sync.trace import ReplicaTimes, write_trace
 from weight_sync.transport.base import Transport
 from weight_sync.waves import assign_waves
@@ -141,6 +141,8 @@ class Publisher:
         self._plan: TransferPlan | None = None
         self._layouts: list[tuple[DestLayout, ...]] = []
         """Per replica, on rank 0: the layouts that the plan is made for."""
+        self._planned: dict[Destination, Planned] = {}
+        """Per engine rank, on rank 0: what it must hold after any publish, but for the hashes."""
         self._last_sums: dict[Destination, Ints] = {}
         """Per engine rank that committed: its part of the sums."""
         self._book = AddressBook()
@@ -280,8 +282,11 @@ class Publisher:
             self._layouts,
             max_task_bytes=min(limit for _, limit, _ in facts),
         )
-        names = {id(params): tuple(params) for params in self._plan.expected.values()}
-        params = {dest: names[id(params)] for dest, params in self._plan.expected.items()}
+        distinct = {id(sizes): sizes for sizes in self._plan.expected.values()}  # ranks of several replicas share one
+        names = {number: tuple(sizes) for number, sizes in distinct.items()}
+        planned = {number: Planned.of(sizes) for number, sizes in distinct.items()}
+        self._planned = {dest: planned[id(sizes)] for dest, sizes in self._plan.expected.items()}
+        params = {dest: names[id(sizes)] for dest, sizes in self._plan.expected.items()}
         return self._plan.summary(), params, [_addresses_of(reply) for reply in described]
 
     def _describe(self, endpoints: Mapping[int, str], links: Collection[str]) -> list[Described]:
@@ -437,10 +442,7 @@ class Publisher:
         ready = [number for number in alive.budgets_s if replicas[number].error is None]
         fields = {
             number: {
-                "expected": tuple(
-                    sums.expected((number, rank), has_hashes=self._config.verify_hashes)
-                    for rank in range(len(self._layouts[number]))
-                )
+                "expected": tuple(self._expected((number, rank), sums) for rank in range(len(self._layouts[number])))
             }
             for number in ready
         }
@@ -456,6 +458,10 @@ class Publisher:
                     times.told_s, times.verify_s, times.commit_s = told, reply.verify_s, reply.commit_s
             else:
                 replicas[number].error = _text(reply)
+
+    def _expected(self, dest: Destination, sums: Sums) -> Expected:
+        num_bytes, hashes = sums.part(dest)
+        return self._planned[dest].write(num_bytes, hashes if self._config.verify_hashes else None)
 
     def _abort(self, version: int, alive: _Alive, unserved: Mapping[int, Mapping[str, object]]) -> None:
         """Tell replicas that wait for a commit that will not come. They are DIRTY, whatever they answer.

@@ -27,7 +27,7 @@ from weight_sync.errors import IntegrityError, ProtocolError
 from weight_sync.integrity import HASH_MASK, RangeHashes, hash_bytes
 from weight_sync.layout import DTYPE_BYTES, Binding, DestLayout, Param, PostLoad
 from weight_sync.protocol import EngineRank, Expected, VersionState
-from weight_sync.sums import params_digest, read_expected
+from weight_sync.sums import Planned
 from weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -66,9 +66,9 @@ class Receiver:
         self._synchronize = synchronize
         self._state = VersionState()
         self._sent = [param for param in layout.params if param.post_load is not PostLoad.derived]
-        self._params_digest = params_digest([param.name for param in self._sent])
         self._covered = _covered_ranges(layout)
         self._covered_bytes = {name: sum(size for _, size in ranges) for name, ranges in self._covered.items()}
+        self._planned = Planned.of(self._covered_bytes)
         self._check_params()
         self._addresses = {param.name: self._params[param.name].data_ptr() for param in self._sent}
         self._wire_hashes: dict[str, int] = {}
@@ -145,11 +145,11 @@ class Receiver:
             expected: Bytes sent, and sums of their hashes, of every sent parameter.
 
         Raises:
-            PlanMismatch: It is about other parameters. The state stays DIRTY.
+            PlanMismatch: The publisher planned for other parameters. The state stays DIRTY.
             IntegrityError: Names the parameters whose bytes are not the sent ones. The state stays DIRTY.
         """
         state = self._state.verified(version, epoch, digest)
-        counts, hashes = read_expected(expected, self._params_digest, len(self._sent))
+        counts, hashes = self._planned.read(expected)
         self._check_counts(version, counts)
         if self._synchronize is not None:
             self._synchronize()

@@ -9,16 +9,19 @@ Invariant: a slot is packed again only when every write from it is over; a repli
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from weight_sync.columns import Ints
 from weight_sync.errors import TransportError
 from weight_sync.integrity import RangeHashes
 from weight_sync.layout import Binding
@@ -84,6 +87,37 @@ class Batch:
     sizes: list[int]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries:
+    """All batches of a load, one behind the other, as what is added to the sums when they are written."""
+
+    spans: dict[Destination, slice]
+    columns: Ints
+    sizes: Ints
+    packets: Ints
+
+    @classmethod
+    def of(cls, batches: Mapping[Destination, Batch]) -> Entries:
+        """Made by the caller's thread, while the load before is written: at the end of a publish every rank waits."""
+        stops = list(itertools.accumulate(len(batch.sizes) for batch in batches.values()))
+
+        def joined(lists: Iterable[list[int]]) -> Ints:
+            return np.array(list(itertools.chain.from_iterable(lists)), np.int64)
+
+        return cls(
+            dict(zip(batches, map(slice, [0, *stops], stops))),
+            joined(batch.columns for batch in batches.values()),
+            joined(batch.sizes for batch in batches.values()),
+            joined(batch.packets for batch in batches.values()),
+        )
+
+    def where(self, written: Collection[Destination]) -> slice | Ints:
+        """The entries of those batches."""
+        if len(written) == len(self.spans):
+            return slice(None)
+        return np.concatenate([np.arange(self.spans[dest].start, self.spans[dest].stop) for dest in written])
+
+
 @dataclass(frozen=True, slots=True)
 class Filled:
     """A packed slot; the device may still be at work on it."""
@@ -119,11 +153,12 @@ class Replay:
         self._bindings = bindings
         self._budgets_s = budgets_s
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._filled: queue.SimpleQueue[tuple[Filled, dict[Destination, Batch]] | None] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[tuple[Filled, dict[Destination, Batch], Entries] | None] = queue.SimpleQueue()
         self._prepared = prepared
         self._tracer = prepared.tracer
         self._writer_error: BaseException | None = None
-        self._written: list[tuple[Batch, list[int]]] = []
+        self._written: list[tuple[Entries, list[Destination], Ints]] = []
+        """Per load: its batches, whom they reached, and the hashes of its packets."""
         self.result = PipelineResult(Sums(owner._places), peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
 
     def replay(self, loads: Sequence[Load]) -> None:
@@ -150,7 +185,8 @@ class Replay:
                     began = time.monotonic()
                     filled = self._owner._pack(slot, load, self._tracer)
                     self.result.prepare_s += time.monotonic() - began
-                self._filled.put((filled, self._batches(filled)))
+                batches = self._batches(filled)
+                self._filled.put((filled, batches, Entries.of(batches)))
         finally:
             self._filled.put(None)
             writer.join()
@@ -197,8 +233,8 @@ class Replay:
         try:
             self._owner._enter_thread()
             while (item := self._filled.get()) is not None:
-                filled, batches = item
-                self._write_load(filled, batches)
+                filled, batches, entries = item
+                self._write_load(filled, batches, entries)
                 if filled.slot not in self._owner._quarantined:
                     self._free.put(filled.slot)
                 elif len(self._owner._quarantined) == NUM_SLOTS:
@@ -207,7 +243,7 @@ class Replay:
             self._writer_error = e
             self._free.put(None)
 
-    def _write_load(self, filled: Filled, batches: Mapping[Destination, Batch]) -> None:
+    def _write_load(self, filled: Filled, batches: Mapping[Destination, Batch], entries: Entries) -> None:
         if filled.ready is not None:
             began = time.monotonic()
             filled.ready.synchronize()
@@ -224,15 +260,16 @@ class Replay:
                 began + seconds,
                 bytes=sum(batches[dest].sizes),
             )
-        hashes: list[int] = self._owner._host_sums[filled.slot, : len(filled.load.packets)].tolist()
         spent: dict[int, float] = {}
         for dest, (seconds, error) in outcomes.items():
             spent[dest[0]] = max(seconds, spent.get(dest[0], 0.0))
-            if error is None:
-                self._written.append((batches[dest], hashes))
-            else:
+            if error is not None:
                 self.result.errors.setdefault(dest[0], f"{type(error).__name__}: {error}")
                 self._close_failed(filled.slot, self._bindings[dest].session)
+        written = [dest for dest, (_, error) in outcomes.items() if error is None]
+        if written:
+            hashes = self._owner._host_sums[filled.slot, : len(filled.load.packets)].numpy().copy()
+            self._written.append((entries, written, hashes))
         for replica, seconds in spent.items():
             self.result.write_s[replica] = self.result.write_s.get(replica, 0.0) + seconds
 
@@ -267,15 +304,14 @@ class Replay:
 
     def _count(self) -> None:
         """Add up what was written. At the end: between two writes the link would stand still for it."""
-        columns: list[int] = []
-        sizes: list[int] = []
-        hashes: list[int] = []
-        for batch, packet_hashes in self._written:
-            columns += batch.columns
-            sizes += batch.sizes
-            hashes += map(packet_hashes.__getitem__, batch.packets)
+        if not self._written:
+            return
+        at = [entries.where(written) for entries, written, _ in self._written]
+        columns = np.concatenate([entries.columns[i] for i, (entries, _, _) in zip(at, self._written)])
+        sizes = np.concatenate([entries.sizes[i] for i, (entries, _, _) in zip(at, self._written)])
+        hashes = np.concatenate([hashes[entries.packets[i]] for i, (entries, _, hashes) in zip(at, self._written)])
         self.result.sums.add(columns, sizes, hashes)
-        self.result.num_bytes = sum(sizes)
+        self.result.num_bytes = int(sizes.sum())
 
     def _close_failed(self, slot: int, session: str) -> None:
         """No write is running now. Make sure that none of the failed one ever reads this slot again."""

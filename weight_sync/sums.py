@@ -8,7 +8,8 @@ writes (pipeline.py), or the meeting of the ranks (publisher.py).
 
 Two tables of the same places add up as integers do, so that ranks need no dictionaries of each other's: 256 ranks of
 Kimi-K2 send 80,000 different (engine rank, parameter) pairs each, which took rank 0 nine seconds to unpack and add. A
-replica is told its part in the same columns (protocol.Expected), without names.
+replica is told its part in the same columns (protocol.Expected): without names, and without counts where they are those
+planned, as they are whenever nothing went wrong.
 
 Callers: pipeline.py (what one rank wrote), publisher.py (what all wrote), receiver.py (what it must hold).
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,42 +29,47 @@ from weight_sync.protocol import Expected, pack
 from weight_sync.tasks import Task
 
 
-def params_digest(names: Sequence[str]) -> str:
-    """sha256, hex, of parameters in their order."""
-    return hashlib.sha256(pack(list(names))).hexdigest()
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """What a publish writes into the parameters of one engine rank, as both sides know it from the rank's layout."""
 
+    digest: str
+    """sha256, hex, of the parameters in their order and the bytes of each."""
+    num_bytes: Ints
 
-def write_expected(digest: str, num_bytes: Ints, hashes: Ints | None) -> Expected:
-    """The form that messages have.
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> Planned:
+        """Of parameters and their bytes, in the layout's order."""
+        return cls(hashlib.sha256(pack(dict(sizes))).hexdigest(), np.array(list(sizes.values()), np.int64))
 
-    Args:
-        digest: params_digest of the parameters.
-        num_bytes: Per parameter, in their order.
-        hashes: Likewise, as int64; None where they are off.
-    """
-    columns = [b"" if column is None else column.astype("<i8", copy=False).tobytes() for column in (num_bytes, hashes)]
-    return Expected(digest, *columns)
+    def write(self, num_bytes: Ints, hashes: Ints | None) -> Expected:
+        """The form that messages have.
 
+        Args:
+            num_bytes: Sent, per parameter in their order.
+            hashes: Likewise, as int64; None where they are off.
+        """
+        counts = b"" if np.array_equal(num_bytes, self.num_bytes) else num_bytes.astype("<i8", copy=False).tobytes()
+        return Expected(self.digest, counts, b"" if hashes is None else hashes.astype("<i8", copy=False).tobytes())
 
-def read_expected(expected: Expected, digest: str, num_params: int) -> tuple[list[int], list[int] | None]:
-    """Bytes, and hash sums modulo 2^64 or None, per parameter.
+    def read(self, expected: Expected) -> tuple[list[int], list[int] | None]:
+        """Bytes sent, and hash sums modulo 2^64 or None, per parameter.
 
-    Raises:
-        PlanMismatch: The sender's parameters are others than these, or in another order.
-        ProtocolError: There is not one entry a parameter.
-    """
-    if expected.params != digest:
-        raise PlanMismatch(
-            f"the publisher expects parameters {expected.params[:12]}, here are {digest[:12]}: it planned for another"
-            " layout; connect again"
-        )
-    lengths = len(expected.num_bytes), len(expected.hashes)
-    if lengths not in ((8 * num_params, 0), (8 * num_params, 8 * num_params)):
-        raise ProtocolError(
-            f"expected 8 bytes for each of {num_params} parameters, got {lengths[0]} of counts and {lengths[1]} of hashes"
-        )
-    counts = np.frombuffer(expected.num_bytes, "<i8").tolist()
-    return counts, np.frombuffer(expected.hashes, "<u8").tolist() if expected.hashes else None
+        Raises:
+            PlanMismatch: The sender plans for other parameters, in another order or of other sizes.
+            ProtocolError: There is not one entry a parameter.
+        """
+        if expected.planned != self.digest:
+            raise PlanMismatch(
+                f"the publisher planned for parameters {expected.planned[:12]}, here are {self.digest[:12]}: connect"
+                " again"
+            )
+        whole = self.num_bytes.nbytes
+        for what, column in (("counts", expected.num_bytes), ("hashes", expected.hashes)):
+            if column and len(column) != whole:
+                raise ProtocolError(f"{len(column)} bytes of {what} for {len(self.num_bytes)} parameters of 8 each")
+        counts = np.frombuffer(expected.num_bytes, "<i8") if expected.num_bytes else self.num_bytes
+        return counts.tolist(), np.frombuffer(expected.hashes, "<u8").tolist() if expected.hashes else None
 
 
 class Places:
@@ -77,7 +84,6 @@ class Places:
         self.first: dict[Destination, int] = {}
         self.size = 0
         known: dict[int, dict[str, int]] = {}
-        self._digests: dict[int, str] = {}
         self._within: dict[Destination, dict[str, int]] = {}
         for dest, names in params.items():
             self.first[dest] = self.size
@@ -98,13 +104,6 @@ class Places:
         """The place of one parameter. Raises KeyError where it has none."""
         return self.first[dest] + self._within[dest][param]
 
-    def digest(self, dest: Destination) -> str:
-        """params_digest of one engine rank's parameters; made once for ranks that share their names."""
-        names = self.params[dest]
-        if id(names) not in self._digests:
-            self._digests[id(names)] = params_digest(names)
-        return self._digests[id(names)]
-
     def columns_of(self, other: Places) -> Ints:
         """The place here of everything that `other` has a place for."""
         return np.array([self.column(dest, name) for dest, names in other.params.items() for name in names], np.int64)
@@ -120,11 +119,10 @@ class Sums(Mapping[Destination, dict[str, tuple[int, int]]]):
         self.places = places
         self.table = np.zeros((2, places.size), np.int64) if table is None else table
 
-    def add(self, columns: Sequence[int], sizes: Sequence[int], hashes: Sequence[int]) -> None:
-        """Count writes: each one's place, its bytes, and the hash of its bytes as int64."""
-        at = np.array(columns, np.int64)
-        np.add.at(self.table[0], at, np.array(sizes, np.int64))
-        np.add.at(self.table[1], at, np.array(hashes, np.int64))
+    def add(self, columns: Ints, sizes: Ints, hashes: Ints) -> None:
+        """Count writes: each one's place, its bytes, and the hash of its bytes."""
+        np.add.at(self.table[0], columns, sizes)
+        np.add.at(self.table[1], columns, hashes)
 
     def spread(self, places: Places, columns: Ints) -> Sums:
         """The same among more places; `columns` is `places.columns_of(self.places)`."""
@@ -136,11 +134,6 @@ class Sums(Mapping[Destination, dict[str, tuple[int, int]]]):
         """The columns of one engine rank, zeros included: a view."""
         first = self.places.first[dest]
         return self.table[:, first : first + len(self.places.params[dest])]
-
-    def expected(self, dest: Destination, *, has_hashes: bool) -> Expected:
-        """What one engine rank is told to look for, parameters without a byte included."""
-        num_bytes, hashes = self.part(dest)
-        return write_expected(self.places.digest(dest), num_bytes, hashes if has_hashes else None)
 
     def __getitem__(self, dest: Destination) -> dict[str, tuple[int, int]]:
         sizes, hashes = self.part(dest)

@@ -29,7 +29,7 @@ from weight_sync.layout import (
 )
 from weight_sync.protocol import Bound, EngineRank, Expected
 from weight_sync.receiver import Receiver
-from weight_sync.sums import params_digest, write_expected
+from weight_sync.sums import Planned
 from weight_sync.transport.base import Transport
 
 KEY = b"0123456789abcdef-test-key"
@@ -146,11 +146,14 @@ def repacked(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).flip(0).reshape(tensor.shape)
 
 
-def expected_of(sums: Mapping[str, tuple[int, int]], *, has_hashes: bool = True) -> Expected:
-    """Bytes and hash sums by parameter, as a publisher says them."""
+def expected_of(
+    sums: Mapping[str, tuple[int, int]], *, sizes: Mapping[str, int] | None = None, has_hashes: bool = True
+) -> Expected:
+    """Bytes and hash sums by parameter, as a publisher says them that planned for `sizes`, or for those bytes."""
+    planned = Planned.of({name: size for name, (size, _) in sums.items()} if sizes is None else sizes)
     hashes = np.array([value for _, value in sums.values()], np.uint64).view(np.int64)
     counts = np.array([size for size, _ in sums.values()], np.int64)
-    return write_expected(params_digest(list(sums)), counts, hashes if has_hashes else None)
+    return planned.write(counts, hashes if has_hashes else None)
 
 
 def engine_params(rank: int) -> dict[str, torch.Tensor]:

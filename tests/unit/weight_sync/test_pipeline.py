@@ -155,6 +155,8 @@ def test_one_replicas_failure_spares_the_others(fault: Fault) -> None:
     assert world.arrived(0, 1)
     assert world.arrived(2, 1)
     assert not world.arrived(1, 1)
+    assert (1, 0) not in result.sums, "what did not cross is not counted"
+    assert result.num_bytes == sum(count for sums in result.sums.values() for count, _ in sums.values())
     assert world.fabric.land_late_writes() == 0
 
 

@@ -89,9 +89,7 @@ def test_a_replica_started_again_is_never_written_to_where_the_old_one_was(world
     world.publisher.reconnect(0, address)
     begin, known = fresh.begin, []
 
-    async def answers_as_the_old_one(
-        version: int, epoch: int, digest: str, said: Sequence[str]
-    ) -> list[Bound]:
+    async def answers_as_the_old_one(version: int, epoch: int, digest: str, said: Sequence[str]) -> list[Bound]:
         known.append(said)
         bounds = await begin(version, epoch, digest, said)
         return [Bound(bounds[0].session, addresses_digest(old.addresses), None), bounds[1]]

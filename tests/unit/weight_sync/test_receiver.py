@@ -127,7 +127,9 @@ def test_a_short_count_is_named(rank: Rank) -> None:
     sums["norm"] = (8, sums["norm"][1])
     sums["qk"] = (0, 0)
     with pytest.raises(IntegrityError, match=r"qk \(sent 0 of 40 bytes\), norm \(sent 8 of 10 bytes\)"):
-        rank.receiver.verify(4, 1, DIGEST, publish.expected_of(sums))
+        rank.receiver.verify(
+            4, 1, DIGEST, publish.expected_of(sums, sizes={name: size for name, (size, _) in sums_of(4).items()})
+        )
 
 
 @pytest.mark.parametrize(
@@ -136,13 +138,14 @@ def test_a_short_count_is_named(rank: Rank) -> None:
         lambda sums: sums | {"absorbed": (10, 0)},
         lambda sums: {name: sums[name] for name in sums if name != "qk"},
         lambda sums: dict(sorted(sums.items())),
+        lambda sums: sums | {"norm": (8, sums["norm"][1])},
     ],
-    ids=["one more", "one less", "another order"],
+    ids=["one more", "one less", "another order", "another size"],
 )
 def test_what_is_said_of_other_parameters_is_refused(rank: Rank, change: Callable[[dict], dict]) -> None:
     rank.receiver.begin(4, 1, DIGEST)
     rank.write(4)
-    with pytest.raises(PlanMismatch, match="planned for another layout"):
+    with pytest.raises(PlanMismatch, match="the publisher planned for parameters"):
         rank.receiver.verify(4, 1, DIGEST, publish.expected_of(change(sums_of(4))))
     assert not rank.receiver.state.is_serving
 
@@ -150,15 +153,15 @@ def test_what_is_said_of_other_parameters_is_refused(rank: Rank, change: Callabl
 @pytest.mark.parametrize(
     "change",
     [
-        lambda said: replace(said, num_bytes=said.num_bytes[8:]),
+        lambda said: replace(said, num_bytes=bytes(32)),
         lambda said: replace(said, hashes=said.hashes[8:]),
-        lambda said: replace(said, num_bytes=b""),
+        lambda said: replace(said, hashes=said.hashes + bytes(8)),
     ],
 )
 def test_missing_entries_are_refused(rank: Rank, change: Callable[[Expected], Expected]) -> None:
     rank.receiver.begin(4, 1, DIGEST)
     rank.write(4)
-    with pytest.raises(ProtocolError, match="8 bytes for each of 5 parameters"):
+    with pytest.raises(ProtocolError, match="for 5 parameters of 8 each"):
         rank.receiver.verify(4, 1, DIGEST, change(expected_of(4)))
 
 
