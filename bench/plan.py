@@ -5,12 +5,12 @@
     taskset -c 0 python bench/plan.py --adapter      r=32 adapters of all experts into EP16 slots, nothing else
     python bench/plan.py --layers 2 --experts-per-layer 32 --sources 16 --ep-size 16 --replicas 2   a small one
 
-The trainer's layout is trainer/offline.py's. The engine's is written down
-here by hand from the architecture (config.json of Kimi-K2) and vLLM's parallel layers,
-so that planner and simulator can be judged without an engine: MLA with heads split and low-rank projections
-replicated, shared expert and dense layer split, block-FP8 128x128 weights with float32 scales. The engine's own
-recorded layouts are what `slipstream plan` uses. Prints seconds, memory, balance, the simulated publish, and what
-its messages take on this core, which the simulation does not know. --out writes a file of bench/results.
+The trainer's layout is trainer/offline.py's. The engine's is written down here by hand from the architecture
+(config.json of Kimi-K2) and vLLM's parallel layers, so that planner and simulator can be judged without an engine: MLA
+with heads split and low-rank projections replicated, shared expert and dense layer split, block-FP8 128x128 weights
+with float32 scales. The engine's own recorded layouts are what `slipstream plan` uses. Prints seconds, memory, balance,
+what the messages of a publish take on this core, and the simulated publish, with what was just measured of its messages
+and without. --out writes a file of bench/results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -284,14 +284,21 @@ def figures(args: argparse.Namespace, sources: Sequence[SourceLayout], cache: Pa
         "receive_balance": summary.receive_balance,
         "receiver_bytes": summary.num_bytes / len(summary.received_bytes),
         "node_duplicates": node_duplicates(plan),
-        "messages": message_seconds(plan),
     }
+    messages = found["messages"] = message_seconds(plan)
+    costs = message_costs(messages)
+    found["entry_s"], found["count_s"] = costs
     for rate in (50e9, 44e9):
         began = time.perf_counter()
-        simulation = simulate(plan, placement, rates_of(args, rate), staging)
+        rates = replace(rates_of(args, rate), entry_s=costs[0], count_s=costs[1])
+        simulation = simulate(plan, placement, rates, staging)
         found[f"simulated_{rate / 1e9:g}"] = {
             key: value for key, value in asdict_shallow(simulation).items() if isinstance(value, float)
-        } | {"seconds_to_simulate": time.perf_counter() - began, "peak_bytes": simulation.peak_bytes}
+        } | {
+            "total_without_messages_s": simulation.total_s - simulation.messages_s,
+            "seconds_to_simulate": time.perf_counter() - began,
+            "peak_bytes": simulation.peak_bytes,
+        }
     return found
 
 
@@ -368,7 +375,18 @@ def message_seconds(plan: TransferPlan) -> dict[str, float]:
     parts = [np.array_split(column, NUM_LOADS) for column in (columns, sizes, sizes)]
     timed("rank_counts_s", lambda: counted.add(*map(np.concatenate, parts)))
     timed("rank_lays_out_s", lambda: counted.spread(places, wide))
-    return seconds | {"entries": places.size, "tasks_of_a_rank": len(tasks), "commit_bytes": sum(map(len, commits))}
+    entries = {"entries": places.size, "entries_of_a_replica": sum(map(len, params[0]))}
+    return seconds | entries | {"tasks_of_a_rank": len(tasks), "commit_bytes": sum(map(len, commits))}
+
+
+def message_costs(measured: dict[str, float]) -> tuple[float, float]:
+    """LinkRates.entry_s and count_s, as just measured. The replica's share of an entry is less than rank 0's."""
+    steps = ("rank_0_asks_s", "rank_0_reads_begun_s", "rank_0_writes_commit_s", "rank_lays_out_s")
+    on_the_way_s = sum(measured[step] for step in steps)
+    entry_s = max(
+        on_the_way_s / measured["entries"], measured["replica_reads_commit_s"] / measured["entries_of_a_replica"]
+    )
+    return entry_s, measured["rank_counts_s"] / measured["tasks_of_a_rank"]
 
 
 def asdict_shallow(value: Any) -> dict[str, Any]:

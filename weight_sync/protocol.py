@@ -296,7 +296,7 @@ class Signer:
 
     def _mac(self, is_request: bool, body: bytes) -> bytes:
         direction = b"slipstream/2 request\0" if is_request else b"slipstream/2 reply\0"
-        return hmac.new(self.key, direction + body, hashlib.sha256).digest()
+        return hmac.digest(self.key, direction + body, "sha256")
 
 
 def pack(value: Any) -> bytes:

@@ -3,7 +3,7 @@
 Owns: the timing rules of a publish. Does not own: the figures (links.py), the plan (plan.py), the real pipeline
 (pipeline.py), whose rules are repeated here without its memory, threads and torch; a test holds the two together.
 
-    begin (engines pause)           -> per trainer rank, load by load            -> barrier -> verify -> commit
+    begin (engines pause)     -> per trainer rank, load by load      -> barrier, messages -> verify -> commit
       source begins | h2d     |0  |1  |   |2  |   |3
                       prepare     |0 |1 |     |2|    |3     two slots: load i needs the slot that load i-2 left
                                     write |0   |1     |2   |3    one load at a time, all its sessions at once
@@ -126,6 +126,8 @@ class Simulation:
     write_s: float
     """Longest that one rank spends writing."""
     barrier_s: float
+    messages_s: float
+    """What messages take because there are many parameters and ranks; after the last write, before the proof."""
     verify_s: float
     commit_s: float
     sender_floor_s: float
@@ -185,6 +187,8 @@ def simulate(
         may_write_s = max([may_write_s, *(sender.written_s for sender in senders)]) + rates.barrier_s
     # The last barrier is the collection of what the ranks wrote; verification starts after it.
     write_end_s = may_write_s - rates.barrier_s
+    counted_s = messages_s(plan, rates)
+    may_write_s += counted_s
     receivers = run.verify(plan, may_write_s)
     verify_end_s = max((one.verify_stop_s for one in receivers), default=may_write_s)
     ranks = tuple(sender.timeline(staging.reserved_bytes) for sender in senders)
@@ -195,6 +199,7 @@ def simulate(
         prepare_s=max((rank.busy_s("prepare") for rank in ranks), default=0.0),
         write_s=max((rank.busy_s("write") for rank in ranks), default=0.0),
         barrier_s=rates.barrier_s * len(groups),
+        messages_s=counted_s,
         verify_s=verify_end_s - may_write_s,
         commit_s=rates.commit_s,
         sender_floor_s=max(run.sent_s.values(), default=0.0),
@@ -203,6 +208,16 @@ def simulate(
         ranks=ranks,
         receivers=receivers,
     )
+
+
+def messages_s(plan: TransferPlan, rates: LinkRates) -> float:
+    """Rank 0 asks and tells for every parameter of every engine rank, then each replica reads its own part; before
+    that, ranks add up what they wrote, the busiest one last."""
+    entries: dict[int, int] = {}
+    for (replica, _), params in plan.expected.items():
+        entries[replica] = entries.get(replica, 0) + len(params)
+    most_tasks = max((len(tasks) for tasks in plan.tasks.values()), default=0)
+    return (sum(entries.values()) + max(entries.values(), default=0)) * rates.entry_s + most_tasks * rates.count_s
 
 
 def cut_loads(tasks: Sequence[Task], staging: Staging) -> tuple[list[SlotLoad], int]:

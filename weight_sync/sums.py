@@ -49,7 +49,7 @@ class Planned:
             num_bytes: Sent, per parameter in their order.
             hashes: Likewise, as int64; None where they are off.
         """
-        counts = b"" if np.array_equal(num_bytes, self.num_bytes) else num_bytes.astype("<i8", copy=False).tobytes()
+        counts = b"" if (num_bytes == self.num_bytes).all() else num_bytes.astype("<i8", copy=False).tobytes()
         return Expected(self.digest, counts, b"" if hashes is None else hashes.astype("<i8", copy=False).tobytes())
 
     def read(self, expected: Expected) -> tuple[list[int], list[int] | None]:

@@ -37,6 +37,8 @@ SLOW = LinkRates(
     begin_s=0.5,
     commit_s=0.4,
     barrier_s=0.25,
+    entry_s=0.02,
+    count_s=0.01,
 )
 """Rates that suit plans of a few kilobytes."""
 RATES = [field.name for field in dataclasses.fields(LinkRates)]
@@ -210,7 +212,9 @@ def test_the_pipeline_holds_what_is_reserved_beside_its_slots(watermark_bytes, v
 
 # --- figures that can be worked out by hand ---
 
-BARE = dataclasses.replace(SLOW, hbm_bytes_s=1e12, write_latency_s=0, op_s=0, load_launch_s=0, barrier_s=0)
+BARE = dataclasses.replace(
+    SLOW, hbm_bytes_s=1e12, write_latency_s=0, op_s=0, load_launch_s=0, barrier_s=0, entry_s=0, count_s=0
+)
 BARE = dataclasses.replace(BARE, hand_over_s=0, source_begin_s=0, replay_s=0, begin_s=0, commit_s=0)
 
 
@@ -257,6 +261,22 @@ def test_hashes_cost_a_pass_at_either_end():
     with_hashes, without = (run(even_plan(), rates, verify_hashes=flag) for flag in (True, False))
     assert (with_hashes.verify_s, without.verify_s) == pytest.approx((8.0, 0.0))
     assert with_hashes.prepare_s / without.prepare_s == pytest.approx(6 / 5)
+
+
+def test_messages_are_of_all_parameters_and_stand_before_the_proof():
+    # Three engine ranks of two replicas with 2 parameters each: 6 entries told, 4 of them read by the first replica.
+    task = even_plan().tasks[0][0]
+    dests = [(0, 0), (0, 1), (1, 0)]
+    tasks = {0: tuple(dataclasses.replace(task, replica=r, dest_rank=d) for r, d in dests), 1: ()}
+    plan = TransferPlan("", 1 << 30, tasks, {where: {"v": 0, "w": task.num_bytes} for where in dests}, "", {})
+    rates = dataclasses.replace(BARE, entry_s=3.0, count_s=5.0)
+    found, silent = run(plan, rates), run(plan, BARE)
+    assert found.messages_s == 3.0 * (6 + 4) + 5.0 * 3
+    assert silent.messages_s == 0
+    assert found.total_s == pytest.approx(silent.total_s + found.messages_s)
+    assert found.write_end_s == silent.write_end_s
+    assert found.verify_s == pytest.approx(silent.verify_s, rel=1e-3)
+    assert found.receivers[0].verify_start_s == pytest.approx(silent.receivers[0].verify_start_s + found.messages_s)
 
 
 def test_many_tasks_are_added_up_per_load():
