@@ -67,7 +67,7 @@ def cases(args: argparse.Namespace, world_size: int) -> list[Any]:
 
 def run_case(case: Any, world_size: int) -> dict[str, Any]:
     """One process a GPU, which end with the case: a process group made anew in one process would share what torch,
-    NCCL and the profiler keep of the one before. Empty when it failed.
+    NCCL and the profiler keep of the one before. When it failed: what it had, and why; empty if nothing.
     """
     import torch.multiprocessing as mp
 
@@ -82,7 +82,8 @@ def run_case(case: Any, world_size: int) -> dict[str, Any]:
             mp.spawn(run_rank, (world_size, case, meeting, str(out)), nprocs=world_size)  # pyright: ignore[reportPrivateImportUsage]
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:  # pyright: ignore[reportPrivateImportUsage]
             print(f"{case.name}: {error}", flush=True)
-        return json.loads(out.read_text()) if out.is_file() else {}
+            return json.loads(out.read_text()) | {"error": str(error)} if out.is_file() else {}
+        return json.loads(out.read_text())
 
 
 def extrapolate(
@@ -96,7 +97,7 @@ def extrapolate(
     layers = (shallow["case"]["num_moe_layers"], deep["case"]["num_moe_layers"])
     layer_s = (high["median_s"] - low["median_s"]) / (layers[1] - layers[0])
     constant_s = low["median_s"] - layers[0] * layer_s
-    gb_s = deep.get("all_to_all_gb_s", ASSUMED_LINK_GB_S)
+    gb_s = (shallow | deep).get("all_to_all_gb_s", ASSUMED_LINK_GB_S)
     rows_bytes = tokens_a_gpu * TOP_K * HIDDEN * 2
     missing = (NUM_GPUS - 1) / NUM_GPUS - (world_size - 1) / world_size
     exchange_s = EXCHANGES * rows_bytes * missing / gb_s / 1e9
@@ -252,6 +253,7 @@ def main() -> None:
             rank: {
                 routing: extrapolate(measured[low], measured[high], routing, world_size, args.tokens)
                 for routing in measured[high]["routings"]
+                if routing in measured[low]["routings"]
             }
             for rank, (low, high) in pairs.items()
             if {low, high} <= measured.keys()
@@ -263,7 +265,7 @@ def main() -> None:
             print_kernels(measured["deep"]["kernels"])
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {out}")
-    if failed := [case.name for case in wanted if case.name not in measured]:
+    if failed := [case.name for case in wanted if "error" in measured.get(case.name, {"error": ""})]:
         sys.exit(f"{', '.join(failed)} failed: see the errors above")
 
 
