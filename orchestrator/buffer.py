@@ -98,12 +98,6 @@ class GroupBuffer:
         self._in_flight: dict[int, Prompt | None] = {}
         self._groups: dict[int, Group] = {}
         self._failure: BaseException | None = None
-        self._num_put = 0
-
-    @property
-    def num_put(self) -> int:
-        """Groups that ever arrived; a waiting train loop takes its growth as progress."""
-        return self._num_put
 
     @property
     def num_ready(self) -> int:
@@ -139,7 +133,6 @@ class GroupBuffer:
                 raise AssertionError(f"ticket {slot.ticket} was not admitted, or was delivered twice")
             del self._in_flight[slot.ticket]
             self._groups[slot.ticket] = group
-            self._num_put += 1
             self._changed.notify_all()
 
     async def take_batch(self, policy_version: int) -> Batch:

@@ -24,7 +24,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,6 @@ from weight_sync.protocol import unpack
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.05
 HEALTH_TIMEOUT_S = 5.0
 MODES_HINT = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "slipstream"}\''
 
@@ -193,18 +192,3 @@ class ServedEngine:
         except (OSError, ValueError) as e:
             raise EngineError(f"{self.url}{path} cannot be reached: {e}") from e
         return json.loads(text) if text else None
-
-
-def wait_until_healthy(engine: ServedEngine, is_running: Callable[[], bool], timeout_s: float) -> None:
-    """Until /health answers.
-
-    Raises:
-        EngineError: It did not come up in time, or its process ended.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not engine.is_healthy():
-        if not is_running():
-            raise EngineError(f"the engine for {engine.url} ended while it started; see its log")
-        if time.monotonic() > deadline:
-            raise EngineError(f"the engine at {engine.url} did not come up within {timeout_s:g} s; see its log")
-        time.sleep(POLL_S)

@@ -176,11 +176,6 @@ class WeightReceiver:
         release(self._slipstream, unpack(tuple[Offer, ...], offers)[worker.rank])
 
     @_replies
-    def slipstream_state(self) -> bytes:
-        """Receiver.state, packed."""
-        return pack(self._slipstream.state)
-
-    @_replies
     def slipstream_read_params(self) -> dict[str, str]:
         """sha256 of every weight's bytes as the kernels read them. For tests and for looking into a mismatch."""
         worker: Any = self

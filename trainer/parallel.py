@@ -54,11 +54,6 @@ class ParallelLayout:
         """Position in the ep group."""
         return self.rank % self.ep_size
 
-    @property
-    def expert_data_rank(self) -> int:
-        """Position among the ranks that hold the same experts."""
-        return self.rank // self.ep_size
-
     def expert_shares(self, num_experts: int, layer: int) -> list[range]:
         """The experts of every ep_rank in a layer."""
         return expert_shares(num_experts, self.ep_size, layer)
