@@ -72,28 +72,30 @@ def apply_together(linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
     if any(linear.lora is None or not linear.adapters_enabled for linear in linears):
         return tuple(linear(x) if len(linears) > 1 else F.linear(x, *linear.base(x.dtype)) for linear in linears)
     factors = (part for linear in linears for part in (*linear.base(x.dtype), linear.lora_A, linear.lora_B))
-    scales = tuple(linear.lora.scale for linear in linears if linear.lora is not None)
-    return _AdaptedLinears.apply(x, scales, *factors)  # type: ignore[return-value]
+    scales = {linear.lora.scale for linear in linears if linear.lora is not None}
+    assert len(scales) == 1, "linears of one input are adapted alike"
+    return _AdaptedLinears.apply(x, scales.pop(), *factors)  # type: ignore[return-value]
 
 
 class _AdaptedLinears(torch.autograd.Function):
     """x W^T + b + scale * (x A^T) B^T for each of some (W, b, A, B) with W and b frozen: each adapter product ends in
-    the accumulator of the base's, and all gradients of x in one."""
+    the accumulator of the base's, all gradients of x in one, and scale multiplies in accumulators."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, scales: tuple[float, ...], *factors: Tensor | None
+        ctx: Any, x: Tensor, scale: float, *factors: Tensor | None
     ) -> tuple[Tensor, ...]:
         rows_TI = x.flatten(0, -2)
         weights, biases, stored_a, stored_b = (factors[part::4] for part in range(4))
-        ctx.scales, ctx.adapter_dtype = scales, stored_a[0].dtype  # type: ignore[union-attr]
+        ctx.scale, ctx.adapter_dtype = scale, stored_a[0].dtype  # type: ignore[union-attr]
         ctx.ranks = [a.shape[0] for a in stored_a if a is not None]
-        a_RI = torch.cat([a.to(x.dtype) for a in stored_a if a is not None])
+        as_ = [a.to(x.dtype) for a in stored_a if a is not None]
         bs = [b.to(x.dtype) for b in stored_b if b is not None]
+        a_RI = as_[0] if len(as_) == 1 else torch.cat(as_)
         low_TR = rows_TI @ a_RI.t()
         outs = [
             F.linear(rows_TI, weight, bias).addmm_(low, b.t(), alpha=scale)  # type: ignore[arg-type]
-            for weight, bias, b, low, scale in zip(weights, biases, bs, low_TR.split(ctx.ranks, 1), scales, strict=True)
+            for weight, bias, b, low in zip(weights, biases, bs, low_TR.split(ctx.ranks, 1), strict=True)
         ]
         ctx.save_for_backward(rows_TI, a_RI, low_TR, *weights, *bs)
         return tuple(out.view(*x.shape[:-1], out.shape[1]) for out in outs)
@@ -104,7 +106,9 @@ class _AdaptedLinears(torch.autograd.Function):
         rows_TI, a_RI, low_TR, *rest = ctx.saved_tensors
         weights, bs = rest[: len(douts)], rest[len(douts) :]
         dys = [dout.flatten(0, -2) for dout in douts]
-        dlow_TR = torch.cat([(dy @ b).mul_(s) for dy, b, s in zip(dys, bs, ctx.scales, strict=True)], dim=1)
+        dlow_TR = torch.empty_like(low_TR)
+        for dlow, dy, b in zip(dlow_TR.split(ctx.ranks, 1), dys, bs, strict=True):
+            dlow.addmm_(dy, b, beta=0, alpha=ctx.scale)
         dx = None
         if ctx.needs_input_grad[0]:
             dx_TI = dys[0] @ weights[0]
@@ -113,17 +117,16 @@ class _AdaptedLinears(torch.autograd.Function):
             dx = dx_TI.addmm_(dlow_TR, a_RI).view(*douts[0].shape[:-1], a_RI.shape[1])
         das = _product(dlow_TR.t(), rows_TI, ctx.adapter_dtype).split(ctx.ranks)
         lows = low_TR.split(ctx.ranks, 1)
-        dbs = [
-            _product(dy.t(), low, ctx.adapter_dtype).mul_(s) for dy, low, s in zip(dys, lows, ctx.scales, strict=True)
-        ]
+        dbs = [_product(dy.t(), low, ctx.adapter_dtype, ctx.scale) for dy, low in zip(dys, lows, strict=True)]
         return dx, None, *(grad for da, db in zip(das, dbs, strict=True) for grad in (None, None, da, db))
 
 
-def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right; a float32 result of 16-bit factors is not rounded in between on CUDA."""
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """scale * left @ right; a float32 result of 16-bit factors is not rounded in between on CUDA."""
     if left.is_cuda and dtype is torch.float32 and left.dtype is not dtype and right.shape[0]:
-        return torch.mm(left, right, out_dtype=dtype)
-    return (left @ right).to(dtype)
+        out = torch.mm(left, right, out_dtype=dtype)
+        return out if scale == 1.0 else out.mul_(scale)
+    return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale).to(dtype)
 
 
 @contextmanager
