@@ -1,6 +1,9 @@
-"""AdamW with moments in any float format or in 8-bit codes, one kernel a parameter.
+"""AdamW with moments in any float format or in 8-bit codes, one launch for all tensors of a size.
 
     m += (1 - b1) (g - m);  v += (1 - b2) (g^2 - v);  p = p (1 - lr decay) - lr m / c1 / (sqrt(v / c2) + eps)
+
+A launch finds its tensors through a table of addresses: an update of adapters on every expert bank of every layer is
+hundreds of tensors of few sizes, and a launch each would take longer than the device does.
 
 Owns the arithmetic, which is float32, and the roundings: moments to nearest, bfloat16 parameters stochastically.
 8-bit moments are torchao's: 256 values share a scale, codes index a map of 256 values in rising order. The definition
@@ -9,7 +12,10 @@ is torchao's update, which other devices than CUDA run. Callers: trainer.adamw.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +26,8 @@ GROUP = 256
 """Values that share a scale."""
 ROWS = 4
 """Groups of one program."""
+ENTRIES, ALIGNMENT = 8, 16
+"""Numbers a tensor has in the table; bytes that its addresses are multiples of, mostly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +41,10 @@ class Codes:
 
 
 def adamw_triton(
-    parameter: Tensor,
-    gradient: Tensor,
-    moment: Tensor | Codes,
-    square: Tensor | Codes,
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    moments: Sequence[Tensor | Codes],
+    squares: Sequence[Tensor | Codes],
     *,
     lr: float,
     betas: tuple[float, float],
@@ -48,24 +56,53 @@ def adamw_triton(
     """One update in place.
 
     Args:
-        parameter: contiguous; float32, or bfloat16, which is rounded stochastically.
-        gradient: of its shape.
-        moment, square: of its shape; both codes or neither.
+        parameters: contiguous; float32, or bfloat16, which is rounded stochastically.
+        gradients: one a parameter, of its shape and dtype.
+        moments, squares: of its shape; both codes or neither. All codes of one kind have the same values.
         num_updates: with this one.
-        seed: of the rounding; another one for every parameter and update.
+        seed: of the rounding; another one for every update. The tensor at `index` uses seed + index.
     """
-    is_coded = isinstance(moment, Codes)
-    assert is_coded == isinstance(square, Codes)
-    first, second = (
-        (x.codes, x.scale, x.values) if isinstance(x, Codes) else (x, None, None) for x in (moment, square)
-    )
-    size = parameter.numel()
-    _adamw[(triton.cdiv(size, ROWS * GROUP),)](
-        parameter, gradient.contiguous(), *first, *second, size, lr, lr * weight_decay, 1 - betas[0], 1 - betas[1], eps,
-        1 / (1 - betas[0] ** num_updates), 1 / (1 - betas[1] ** num_updates), seed,
-        IS_CODED=is_coded, DOES_ROUND=parameter.dtype is torch.bfloat16, ROWS=ROWS, GROUP=GROUP,  # pyright: ignore[reportArgumentType]
-        num_warps=4,  # pyright: ignore[reportCallIssue]
-    )  # fmt: skip
+    gradients = [gradient.contiguous() for gradient in gradients]
+    kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    entries = []
+    for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        first, second = _parts(moments[index]), _parts(squares[index])
+        held = (parameter, gradient, first[0], second[0])
+        assert (first[1] is None) == (second[1] is None)
+        assert gradient.dtype is parameter.dtype
+        scales = [0 if x is None else x.data_ptr() for x in (first[1], second[1])]
+        addresses = [x.data_ptr() for x in held]
+        entries.append([*addresses, *scales, seed + index, 0])
+        is_aligned = all(address % ALIGNMENT == 0 for address in addresses)
+        kinds[parameter.numel(), is_aligned, first[1] is not None, *(x.dtype for x in held)].append(index)
+    order = [index for indices in kinds.values() for index in indices]
+    table = torch.tensor([entries[index] for index in order], dtype=torch.int64)
+    table = table.to(parameters[0].device, non_blocking=True)
+    start = 0
+    for (size, is_aligned, is_coded, *_), indices in kinds.items():
+        one = indices[0]
+        _adamw[(triton.cdiv(size, ROWS * GROUP), len(indices))](
+            table[start:], parameters[one], *_parts(moments[one]), *_parts(squares[one]), size,
+            lr, lr * weight_decay, 1 - betas[0], 1 - betas[1], eps,
+            1 / (1 - betas[0] ** num_updates), 1 / (1 - betas[1] ** num_updates),
+            IS_CODED=is_coded, DOES_ROUND=parameters[one].dtype is torch.bfloat16,
+            IS_ALIGNED=is_aligned, ENTRIES=ENTRIES, ALIGNMENT=ALIGNMENT, ROWS=ROWS, GROUP=GROUP,  # pyright: ignore[reportArgumentType]
+            num_warps=4,  # pyright: ignore[reportCallIssue]
+        )  # fmt: skip
+        start += len(indices)
+
+
+def _parts(moment: Tensor | Codes) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return (moment.codes, moment.scale, moment.values) if isinstance(moment, Codes) else (moment, None, None)
+
+
+@triton.jit
+def _tensor(entry, like, IS_ALIGNED: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """The pointer at an entry of the table, of the same type as another one."""
+    ptr = tl.load(entry).to(like.dtype)
+    if IS_ALIGNED:
+        ptr = tl.multiple_of(ptr, ALIGNMENT)
+    return ptr
 
 
 @triton.jit
@@ -95,12 +132,24 @@ def _write(ptr, scale_ptr, values_ptr, at, groups, inside, is_group, x, IS_CODED
         tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit
 def _adamw(
-    p_ptr, g_ptr, m_ptr, m_scale_ptr, m_values_ptr, v_ptr, v_scale_ptr, v_values_ptr, size,
-    lr, decay, new_share, new_square_share, eps, correction, square_correction, seed,
-    IS_CODED: tl.constexpr, DOES_ROUND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    table_ptr, like_p_ptr, like_m_ptr, like_m_scale_ptr, m_values_ptr, like_v_ptr, like_v_scale_ptr, v_values_ptr, size,
+    lr, decay, new_share, new_square_share, eps, correction, square_correction,
+    IS_CODED: tl.constexpr, DOES_ROUND: tl.constexpr, IS_ALIGNED: tl.constexpr,
+    ENTRIES: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Pointers called `like` only say of what type those in the table are."""
+    entry = table_ptr + tl.program_id(1) * ENTRIES
+    p_ptr = _tensor(entry, like_p_ptr, IS_ALIGNED, ALIGNMENT)
+    g_ptr = _tensor(entry + 1, like_p_ptr, IS_ALIGNED, ALIGNMENT)
+    m_ptr = _tensor(entry + 2, like_m_ptr, IS_ALIGNED, ALIGNMENT)
+    v_ptr = _tensor(entry + 3, like_v_ptr, IS_ALIGNED, ALIGNMENT)
+    m_scale_ptr, v_scale_ptr = like_m_scale_ptr, like_v_scale_ptr
+    if IS_CODED:
+        m_scale_ptr = _tensor(entry + 4, like_m_scale_ptr, False, ALIGNMENT)
+        v_scale_ptr = _tensor(entry + 5, like_v_scale_ptr, False, ALIGNMENT)
+    seed = tl.load(entry + 6).to(tl.int32)
     groups = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside, is_group = at < size, groups * GROUP < size

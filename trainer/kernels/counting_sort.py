@@ -1,13 +1,16 @@
 """Stable counting sort of expert ids: three launches, nothing read back by the host.
 
     1  each program counts the experts among its BLOCK ids        2  running sums, expert by expert over programs
-    3  each program places its ids: start of (expert, program) + how many of its earlier ids have the same expert
+    3  each program places its ids: start of (expert, program) + how many of its earlier ids have the same expert;
+       the first one writes each expert's rows
 
 Stable means that an expert's rows keep the order of their tokens: it decides the order of sums in weight gradients.
 The torch form is the definition, and what other devices than CUDA run. Callers: trainer.moe.dispatch.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,24 +20,41 @@ from torch import Tensor
 BLOCK = 128
 
 
-def sort_by_expert_torch(experts_S: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+class ExpertOrder(NamedTuple):
+    """Slots sorted by expert. Example: experts [[1, 0], [1, 2]] give slots [1, 0, 2, 3] and tokens [0, 0, 1, 1]."""
+
+    slot_of_row_S: Tensor
+    """int64."""
+    token_of_row_S: Tensor
+    """int64; slot // top_k."""
+    row_of_slot_S: Tensor
+    """int64; the inverse of slot_of_row_S."""
+    counts_E: Tensor
+    """int64; rows of each expert."""
+    ends_E: Tensor
+    """int32; one past each expert's last row."""
+
+
+def sort_by_expert_torch(experts_S: Tensor, num_experts: int, top_k: int) -> ExpertOrder:
     """The definition of `sort_by_expert`."""
     slot_of_row_S = experts_S.argsort(stable=True)
     row_of_slot_S = torch.empty_like(slot_of_row_S)
     row_of_slot_S[slot_of_row_S] = torch.arange(experts_S.numel(), device=experts_S.device)
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=experts_S.device)
     counts_E.scatter_add_(0, experts_S, torch.ones_like(experts_S))
-    return slot_of_row_S, row_of_slot_S, counts_E
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    return ExpertOrder(slot_of_row_S, slot_of_row_S // top_k, row_of_slot_S, counts_E, ends_E)
 
 
-def sort_by_expert_triton(experts_S: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_expert_triton(experts_S: Tensor, num_experts: int, top_k: int) -> ExpertOrder:
     """As sort_by_expert_torch."""
     num_ids = experts_S.numel()
-    slot_of_row_S, row_of_slot_S = torch.empty_like(experts_S), torch.empty_like(experts_S)
     if not num_ids:
-        return slot_of_row_S, row_of_slot_S, experts_S.new_zeros(num_experts)
+        return sort_by_expert_torch(experts_S, num_experts, top_k)
+    slots, tokens, rows, counts_E = (experts_S.new_empty(size) for size in (num_ids, num_ids, num_ids, num_experts))
     num_blocks, padded = triton.cdiv(num_ids, BLOCK), triton.next_power_of_2(num_experts)
-    counts_EB = torch.empty(num_experts, int(num_blocks), dtype=torch.int32, device=experts_S.device)
+    counts_EB = experts_S.new_empty(num_experts, int(num_blocks), dtype=torch.int32)
+    ends_E = experts_S.new_empty(num_experts, dtype=torch.int32)
     grid = (num_blocks,)
     _count[grid](
         experts_S, counts_EB, num_ids, num_blocks, num_experts,
@@ -42,25 +62,22 @@ def sort_by_expert_triton(experts_S: Tensor, num_experts: int) -> tuple[Tensor, 
     )  # fmt: skip
     ends_EB = counts_EB.flatten().cumsum(0, dtype=torch.int32)
     _place[grid](
-        experts_S, counts_EB, ends_EB, slot_of_row_S, row_of_slot_S, num_ids, num_blocks,
-        BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
+        experts_S, counts_EB, ends_EB, slots, tokens, rows, counts_E, ends_E, num_ids, num_blocks, num_experts,
+        TOP_K=top_k, EXPERTS=padded, BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
-    ends_E = ends_EB[num_blocks - 1 :: num_blocks].to(torch.int64)
-    return slot_of_row_S, row_of_slot_S, ends_E.diff(prepend=ends_E.new_zeros(1))
+    return ExpertOrder(slots, tokens, rows, counts_E, ends_E)
 
 
-def sort_by_expert(experts_S: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_expert(experts_S: Tensor, num_experts: int, top_k: int = 1) -> ExpertOrder:
     """Sort slots by their expert.
 
     Args:
         experts_S: int64 ids in 0..num_experts-1, contiguous.
         num_experts: E.
-
-    Returns:
-        slot_of_row_S, its inverse row_of_slot_S, and counts_E; all int64.
+        top_k: slots of a token.
     """
     implementation = sort_by_expert_triton if experts_S.is_cuda else sort_by_expert_torch
-    return implementation(experts_S, num_experts)
+    return implementation(experts_S, num_experts, top_k)
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_blocks"])
@@ -74,7 +91,11 @@ def _count(experts_ptr, counts_ptr, num_ids, num_blocks, num_experts, EXPERTS: t
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_blocks"])
-def _place(experts_ptr, counts_ptr, ends_ptr, slots_ptr, rows_ptr, num_ids, num_blocks, BLOCK: tl.constexpr):
+def _place(
+    experts_ptr, counts_ptr, ends_ptr, slots_ptr, tokens_ptr, rows_ptr, all_counts_ptr, all_ends_ptr,
+    num_ids, num_blocks, num_experts,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     at = block * BLOCK + lane
@@ -88,3 +109,11 @@ def _place(experts_ptr, counts_ptr, ends_ptr, slots_ptr, rows_ptr, num_ids, num_
     row = (start + rank).to(tl.int64)
     tl.store(rows_ptr + at, row, mask=inside)
     tl.store(slots_ptr + row, at.to(tl.int64), mask=inside)
+    tl.store(tokens_ptr + row, (at // TOP_K).to(tl.int64), mask=inside)
+    if block == 0:
+        experts = tl.arange(0, EXPERTS)
+        is_expert = experts < num_experts
+        ends = tl.load(ends_ptr + (experts + 1) * num_blocks - 1, mask=is_expert, other=0)
+        begins = tl.load(ends_ptr + experts * num_blocks - 1, mask=is_expert & (experts > 0), other=0)
+        tl.store(all_ends_ptr + experts, ends, mask=is_expert)
+        tl.store(all_counts_ptr + experts, (ends - begins).to(tl.int64), mask=is_expert)

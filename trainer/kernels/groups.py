@@ -20,21 +20,19 @@ from torch import Tensor
 class RowGroups:
     """counts_E rows of each of E experts, one expert after the other."""
 
-    def __init__(self, counts_E: Tensor, num_rows: int) -> None:
+    def __init__(self, counts_E: Tensor, num_rows: int, ends_E: Tensor | None = None) -> None:
+        """Args: `ends_E`, the running sum of counts, where it is known."""
         self.counts_E = counts_E
         """int64, on the rows' device."""
         self.num_rows = num_rows
+        self.ends_E = counts_E.cumsum(0, dtype=torch.int32) if ends_E is None else ends_E
+        """int32: one past each expert's last row."""
         self._tiles: dict[int, Tensor] = {}
 
     @property
     def num_experts(self) -> int:
         """E."""
         return self.counts_E.shape[0]
-
-    @cached_property
-    def ends_E(self) -> Tensor:
-        """int32: one past each expert's last row."""
-        return self.counts_E.cumsum(0, dtype=torch.int32)
 
     @cached_property
     def counts(self) -> list[int]:

@@ -2,7 +2,7 @@
 
     rms_norm      y = w * cast(x / rms(x))
     add_rms_norm  s = x + delta;  y = w * cast(s / rms(s))
-    norm_rotate   y = rotate(w * cast(x / rms(x))), or rotate(x), over the heads of queries or keys
+    norm_rotate   y = rotate(w * cast(x / rms(x))), or rotate(x), over the heads of queries and of keys
 
 Owns the casts, which are transformers': the norm in float32, rounded to the compute dtype before the weight; every
 product and sum of the rotation rounded. Backward rounds once, and computes rms again from the input, so that nothing
@@ -12,6 +12,7 @@ CUDA run. Callers: trainer.model.norm, trainer.model.attention.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 def rms_norm_torch(x: Tensor, weight_K: Tensor, eps: float) -> Tensor:
     """The definition of `rms_norm`."""
-    wide = x.float()
+    wide = x.view_as(x).float()  # a node: x gets one gradient from here, wherever else it is used, as from the kernel
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight_K.to(x.dtype) * wide.to(x.dtype)
 
@@ -51,18 +52,29 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight_K: Tensor, eps: float) -> tupl
     return _RmsNorm.apply(x, delta, weight_K.to(x.dtype), eps)  # type: ignore[return-value]
 
 
-def norm_rotate(x_TND: Tensor, weight_D: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+def norm_rotate(
+    q_TND: Tensor,
+    k_TGD: Tensor,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor]:
     """The heads' norm where there is one, then the rotation.
 
     Args:
-        x_TND: queries or keys.
-        weight_D: None: no norm.
+        q_TND, k_TGD: queries and keys.
+        q_weight_D, k_weight_D: None, both: no norm.
         eps: of the norm.
         cos, sin: [T, 1, turning dims / 2], in x's dtype.
     """
-    if is_for_triton(x_TND) and (weight_D is None or not weight_D.requires_grad):
-        return _NormRotate.apply(x_TND, None if weight_D is None else weight_D.to(x_TND.dtype), eps, cos, sin)  # type: ignore[return-value]
-    return rotate_torch(x_TND if weight_D is None else rms_norm_torch(x_TND, weight_D, eps), cos, sin)
+    given = ((q_TND, q_weight_D), (k_TGD, k_weight_D))
+    if is_for_triton(q_TND) and not any(weight is not None and weight.requires_grad for _, weight in given):
+        weights = (None if weight is None else weight.to(x.dtype) for x, weight in given)
+        return _NormRotate.apply(q_TND, k_TGD, *weights, eps, cos, sin)  # type: ignore[return-value]
+    q, k = (rotate_torch(x if weight is None else rms_norm_torch(x, weight, eps), cos, sin) for x, weight in given)
+    return q, k
 
 
 def is_for_triton(x: Tensor) -> bool:
@@ -95,16 +107,24 @@ class _RmsNorm(torch.autograd.Function):
 class _NormRotate(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x_TND: Tensor, weight_D: Tensor | None, eps: float, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(x_TND, weight_D, cos, sin)
+        ctx: Any,
+        q_TND: Tensor,
+        k_TGD: Tensor,
+        q_weight_D: Tensor | None,
+        k_weight_D: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q_TND, k_TGD, q_weight_D, k_weight_D, cos, sin)
         ctx.eps = eps
-        return norm_rotate_triton(x_TND, weight_D, eps, cos, sin)
+        return norm_rotate_triton((q_TND, k_TGD), (q_weight_D, k_weight_D), eps, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, dout_TND: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_TND, weight_D, cos, sin = ctx.saved_tensors
-        return norm_rotate_triton(x_TND, weight_D, ctx.eps, cos, sin, dout_TND), None, None, None, None
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_TND, k_TGD, q_weight_D, k_weight_D, cos, sin = ctx.saved_tensors
+        weights = (q_weight_D, k_weight_D)
+        return *norm_rotate_triton((q_TND, k_TGD), weights, ctx.eps, cos, sin, douts), None, None, None, None, None
 
 
 def rms_norm_triton(x: Tensor, delta: Tensor | None, weight_K: Tensor, eps: float) -> tuple[Tensor | None, Tensor]:
@@ -138,23 +158,32 @@ def rms_norm_backward_triton(x: Tensor, weight_K: Tensor, dout: Tensor, dtotal: 
 
 
 def norm_rotate_triton(
-    x_TND: Tensor, weight_D: Tensor | None, eps: float, cos: Tensor, sin: Tensor, dout_TND: Tensor | None = None
-) -> Tensor:
-    """Forward; given the output's gradient, the input's."""
-    tokens, heads, dim = x_TND.shape
-    x_TND = x_TND if x_TND.stride(2) == 1 else x_TND.contiguous()
-    if dout_TND is not None and dout_TND.stride(2) != 1:
-        dout_TND = dout_TND.contiguous()
-    out_TND = torch.empty(x_TND.shape, dtype=x_TND.dtype, device=x_TND.device)
-    block = min(8, triton.next_power_of_2(heads))
-    _norm_rotate[(tokens, triton.cdiv(heads, block))](
-        x_TND, weight_D, cos, sin, dout_TND, out_TND, heads, dim, x_TND.stride(0), x_TND.stride(1),
-        *((0, 0) if dout_TND is None else dout_TND.stride()[:2]), eps,  # pyright: ignore[reportCallIssue]
-        HALF=cos.shape[-1], HAS_NORM=weight_D is not None, IS_BACKWARD=dout_TND is not None,
-        HEADS=block, BLOCK=triton.next_power_of_2(dim),  # pyright: ignore[reportArgumentType]
+    heads: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    douts: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Queries' and keys' forward; given the outputs' gradients, the inputs'."""
+    tokens, _, dim = heads[0].shape
+    arguments: list[Any] = []
+    blocks, outs = [], []
+    for x, weight, dout in zip(heads, weights, douts or (None, None), strict=True):
+        x = x if x.stride(2) == 1 else x.contiguous()
+        dout = dout if dout is None or dout.stride(2) == 1 else dout.contiguous()
+        outs.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        blocks.append(min(8, triton.next_power_of_2(x.shape[1])))
+        arguments += [x, weight, dout, outs[-1], x.shape[1], *x.stride()[:2]]
+        arguments += (0, 0) if dout is None else dout.stride()[:2]
+    num_blocks = [triton.cdiv(out.shape[1], block) for out, block in zip(outs, blocks, strict=True)]
+    _norm_rotate[(tokens, sum(num_blocks))](
+        *arguments, cos, sin, dim, eps, num_blocks[0],  # pyright: ignore[reportCallIssue]
+        HALF=cos.shape[-1], HAS_NORM=weights[0] is not None, IS_BACKWARD=douts is not None,
+        Q_HEADS=blocks[0], K_HEADS=blocks[1], BLOCK=triton.next_power_of_2(dim),
         num_warps=4 if dim >= 64 else 1,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
-    return out_TND
+    return outs[0], outs[1]
 
 
 def _warps(size: int) -> int:
@@ -200,13 +229,39 @@ def _rms_norm_backward(
 
 @triton.jit
 def _norm_rotate(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, dout_ptr, out_ptr, num_heads, dim, x_token_stride, x_head_stride,
-    dout_token_stride, dout_head_stride, eps,
+    q_ptr, q_weight_ptr, q_dout_ptr, q_out_ptr, q_num_heads, q_token_stride, q_head_stride,
+    q_dout_token_stride, q_dout_head_stride,
+    k_ptr, k_weight_ptr, k_dout_ptr, k_out_ptr, k_num_heads, k_token_stride, k_head_stride,
+    k_dout_token_stride, k_dout_head_stride,
+    cos_ptr, sin_ptr, dim, eps, num_q_blocks,
+    HALF: tl.constexpr, HAS_NORM: tl.constexpr, IS_BACKWARD: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program takes some heads of one token's queries, or of its keys."""
+    block = tl.program_id(1)
+    if block < num_q_blocks:
+        _norm_rotate_heads(
+            q_ptr, q_weight_ptr, q_dout_ptr, q_out_ptr, q_num_heads, q_token_stride, q_head_stride,
+            q_dout_token_stride, q_dout_head_stride, cos_ptr, sin_ptr, dim, eps, block,
+            HALF, HAS_NORM, IS_BACKWARD, Q_HEADS, BLOCK,
+        )  # fmt: skip
+    else:
+        _norm_rotate_heads(
+            k_ptr, k_weight_ptr, k_dout_ptr, k_out_ptr, k_num_heads, k_token_stride, k_head_stride,
+            k_dout_token_stride, k_dout_head_stride, cos_ptr, sin_ptr, dim, eps, block - num_q_blocks,
+            HALF, HAS_NORM, IS_BACKWARD, K_HEADS, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _norm_rotate_heads(
+    x_ptr, weight_ptr, dout_ptr, out_ptr, num_heads, x_token_stride, x_head_stride, dout_token_stride, dout_head_stride,
+    cos_ptr, sin_ptr, dim, eps, block,
     HALF: tl.constexpr, HAS_NORM: tl.constexpr, IS_BACKWARD: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A dim's partner is HALF away; it is loaded a second time, from the cache."""
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    heads = block * HEADS + tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, BLOCK)
     partners = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
     is_dim, turns = dims < dim, dims < 2 * HALF

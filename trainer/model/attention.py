@@ -60,7 +60,7 @@ class GroupedQueryAttention(nn.Module):
         for name, linear in linears.items():
             self.add_module(name, linear)
         self.sinks = nn.Parameter(torch.empty(gqa.num_heads, dtype=weight_dtype)) if gqa.sinks else None
-        self.q_norm = self.k_norm = None
+        self.eps, self.q_norm, self.k_norm = spec.rms_norm_eps, None, None
         if gqa.qk_norm:
             self.q_norm = RMSNorm(gqa.head_dim, eps=spec.rms_norm_eps, weight_dtype=weight_dtype)
             self.k_norm = RMSNorm(gqa.head_dim, eps=spec.rms_norm_eps, weight_dtype=weight_dtype)
@@ -76,15 +76,12 @@ class GroupedQueryAttention(nn.Module):
         again."""
         q_TO, k_TO, v_TO = apply_together([self.q_proj, self.k_proj, self.v_proj], x_TH)
         q_TND, k_TGD, v_TGD = (x.unflatten(1, h) for x, h in zip((q_TO, k_TO, v_TO), self.heads, strict=True))
-        q_TND, k_TGD = _norm_rotate(q_TND, self.q_norm, rope), _norm_rotate(k_TGD, self.k_norm, rope)
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        q_TND, k_TGD = norm_rotate(q_TND, k_TGD, q_weight, k_weight, self.eps, *rope)
         out_TND = attend(
             q_TND, k_TGD, v_TGD, sequences, self.backend, self.scale, window=self.window, sinks_N=self.sinks, kept=kept
         )
         return out_TND.flatten(1)
-
-
-def _norm_rotate(x_TND: Tensor, norm: RMSNorm | None, rope: tuple[Tensor, Tensor]) -> Tensor:
-    return norm_rotate(x_TND, None, 0.0, *rope) if norm is None else norm_rotate(x_TND, norm.weight, norm.eps, *rope)
 
 
 class LatentAttention(nn.Module):

@@ -45,17 +45,14 @@ class Dispatch:
 
     slot_of_row_S: Tensor
     """int64; row i, sorted by expert, is slot slot_of_row[i] = t * K + k."""
+    token_of_row_S: Tensor
+    """int64: whose copy row i is."""
     row_of_slot_TK: Tensor
     """The inverse, one entry per slot."""
     groups: RowGroups
     """Rows of each local expert, after the exchange."""
     exchange: Exchange | None
     """None: this rank holds every expert."""
-
-    @property
-    def token_of_row_S(self) -> Tensor:
-        """int64: whose copy row i is."""
-        return self.slot_of_row_S // self.row_of_slot_TK.shape[1]
 
     def send(self, values: Tensor, source_S: Tensor) -> tuple[Tensor, Tensor]:
         """Bring values[source[i]] to the expert of row i.
@@ -97,10 +94,11 @@ def plan_dispatch(
         group: The ep_ranks; None: this rank holds every expert.
         shares: Experts of each ep_rank, in order; None: equal ones.
     """
-    slot_of_row_S, row_of_slot_S, counts_E = sort_by_expert(experts_TK.flatten(), num_experts)
-    row_of_slot_TK = row_of_slot_S.view_as(experts_TK)
+    order = sort_by_expert(experts_TK.flatten(), num_experts, experts_TK.shape[1])
+    slots = (order.slot_of_row_S, order.token_of_row_S, order.row_of_slot_S.view_as(experts_TK))
+    counts_E = order.counts_E
     if group is None:
-        return Dispatch(slot_of_row_S, row_of_slot_TK, RowGroups(counts_E, experts_TK.numel()), None)
+        return Dispatch(*slots, RowGroups(counts_E, experts_TK.numel(), order.ends_E), None)
 
     num_ranks = group.size()
     shares = [num_experts // num_ranks] * num_ranks if shares is None else list(shares)
@@ -114,9 +112,9 @@ def plan_dispatch(
     num_rows = sum(receive_splits)
     expert_of_row = torch.arange(num_local, device=counts_E.device).repeat(num_ranks)
     expert_of_row = expert_of_row.repeat_interleave(received_re, output_size=num_rows)
-    by_expert_R, by_sender_R, counts_e = sort_by_expert(expert_of_row, num_local)
-    exchange = Exchange(group, send_splits, receive_splits, by_expert_R, by_sender_R)
-    return Dispatch(slot_of_row_S, row_of_slot_TK, RowGroups(counts_e, num_rows), exchange)
+    local = sort_by_expert(expert_of_row, num_local)
+    exchange = Exchange(group, send_splits, receive_splits, local.slot_of_row_S, local.row_of_slot_S)
+    return Dispatch(*slots, RowGroups(local.counts_E, num_rows, local.ends_E), exchange)
 
 
 def _sums(counts: Sequence[int], shares: Sequence[int]) -> list[int]:

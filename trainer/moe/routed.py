@@ -144,9 +144,8 @@ class _RoutedExperts(torch.autograd.Function):
 
         w_R, source = plan.send(weights_TK.flatten(), plan.slot_of_row_S)
         w_R = w_R[source]
-        token_of_row_S = plan.token_of_row_S
-        received_g, source = plan.send(dout_TH.contiguous(), token_of_row_S)
-        receive_x = plan.sending(x_TH, token_of_row_S)  # beside the products of g
+        received_g, source = plan.send(dout_TH.contiguous(), plan.token_of_row_S)
+        receive_x = plan.sending(x_TH, plan.token_of_row_S)  # beside the products of g
         db = g_dot_bias = None
         if b_down is None and down_bias is None:
             g = gather_rows(received_g, source)

@@ -11,7 +11,7 @@ model:
 
     softmax_of_top  logits with a bias, top-k, softmax over those, all in the compute dtype (gpt-oss)
 
-Callers: trainer.moe.block.
+The softmax router's arithmetic is trainer.kernels.route's. Callers: trainer.moe.block.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from trainer.kernels.route import route
 from trainer.model.spec import MoeSpec, RouterScore
 
 NORM_EPS = 1e-20
@@ -66,18 +67,13 @@ class Router(nn.Module):
             logits_TK, experts_TK = logits_TE.topk(self.moe.top_k, dim=-1)
             return Routing(logits_TK.softmax(-1), experts_TK)
         if self.e_score_correction_bias is None:
-            scores_TE = F.linear(x_TH, weight).softmax(-1, dtype=torch.float32)
-            weights_TK, experts_TK = scores_TE.topk(self.moe.top_k, dim=-1)
-        else:
-            scores_TE = _wide_logits(x_TH, weight).sigmoid()
-            choice_TE = self._mask_groups(scores_TE.detach() + self.e_score_correction_bias)
-            experts_TK = choice_TE.topk(self.moe.top_k, dim=-1).indices
-            weights_TK = scores_TE.gather(1, experts_TK)
+            return Routing(*route(F.linear(x_TH, weight), self.moe.top_k, self.moe.norm_topk_prob))
+        scores_TE = _wide_logits(x_TH, weight).sigmoid()
+        choice_TE = self._mask_groups(scores_TE.detach() + self.e_score_correction_bias)
+        experts_TK = choice_TE.topk(self.moe.top_k, dim=-1).indices
+        weights_TK = scores_TE.gather(1, experts_TK)
         if self.moe.norm_topk_prob:
-            eps = 0.0 if self.e_score_correction_bias is None else NORM_EPS
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + eps)
-        if self.e_score_correction_bias is None:
-            return Routing(weights_TK.to(x_TH.dtype), experts_TK)
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + NORM_EPS)
         return Routing(weights_TK * self.moe.scaling_factor, experts_TK)
 
     def _mask_groups(self, choice_TE: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ from trainer.kernels.norm import (
     rms_norm_triton,
     rotate_torch,
 )
+from trainer.kernels.route import route_backward_triton, route_torch, route_triton
 from trainer.kernels.swiglu import (
     InnerAdapter,
     activate_backward_torch,
@@ -207,8 +209,9 @@ def case_sort_by_expert(device: str) -> None:
     for num_ids, num_experts in ((0, 4), (1, 1), (300, 5), (1000, 128)):
         ids = torch.randint(0, num_experts, (num_ids,), generator=torch.Generator().manual_seed(num_ids)).to(device)
         for one, other in zip(
-            sort_by_expert_triton(ids, num_experts), sort_by_expert_torch(ids, num_experts), strict=True
+            sort_by_expert_triton(ids, num_experts, 4), sort_by_expert_torch(ids, num_experts, 4), strict=True
         ):
+            assert one.dtype is other.dtype
             assert torch.equal(one, other), (num_ids, num_experts)
 
 
@@ -272,22 +275,25 @@ def case_rms_norm(device: str) -> None:
 def case_norm_rotate(device: str) -> None:
     """All dims turn, or some; with a norm before, or without; heads of a slice, as a latent's keys are."""
     for dtype in dtypes_of(device):
-        for heads, dim, half in ((3, 16, 8), (9, 24, 4), (1, 64, 32)):
-            wide_x, weight, dout = (
-                draw(*shape, device=device, dtype=dtype) for shape in ((5, heads, dim + 8), (dim,), (5, heads, dim))
-            )
+        for num_heads, dim, half in (((3, 1), 16, 8), ((9, 10), 24, 4), ((1, 2), 64, 32)):
             angles = draw(5, 1, half, device=device)
-            cos, sin, x = angles.cos().to(dtype), angles.sin().to(dtype), wide_x[..., 8:]
-            for one in (None, weight):
-                start = x if one is None else rms_norm_torch(x, one, 1e-2)
-                out = norm_rotate_triton(x, one, 1e-2, cos, sin)
-                assert_near(out, rotate_torch(start, cos, sin), f"{dtype} {one is None}")
-                exact = x.float().requires_grad_()
-                start = exact if one is None else rms_norm_torch(exact, one.float(), 1e-2)
-                turned = rotate_torch(start, cos.float(), sin.float())
-                (wanted,) = torch.autograd.grad(turned, exact, dout.float())
-                mine = norm_rotate_triton(x, one, 1e-2, cos, sin, dout)
-                assert_near(mine, wanted.to(dtype), f"gradient {dtype} {one is None}")
+            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+            wide, weights, douts = (
+                [draw(*shape, device=device, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
+                for shapes in ([(5, n, dim + 8) for n in num_heads], [(dim,)] * 2, [(5, n, dim) for n in num_heads])
+            )
+            heads = [x[..., 8:] for x in wide]
+            for given in ([None, None], weights):
+                outs = norm_rotate_triton(heads, given, 1e-2, cos, sin)
+                mine = norm_rotate_triton(heads, given, 1e-2, cos, sin, douts)
+                for i, (x, one) in enumerate(zip(heads, given, strict=True)):
+                    start = x if one is None else rms_norm_torch(x, one, 1e-2)
+                    assert_near(outs[i], rotate_torch(start, cos, sin), f"{dtype} {one is None} {i}")
+                    exact = x.float().requires_grad_()
+                    start = exact if one is None else rms_norm_torch(exact, one.float(), 1e-2)
+                    turned = rotate_torch(start, cos.float(), sin.float())
+                    (wanted,) = torch.autograd.grad(turned, exact, douts[i].float())
+                    assert_near(mine[i], wanted.to(dtype), f"gradient {dtype} {one is None} {i}")
 
 
 def case_latent_heads(device: str) -> None:
@@ -346,46 +352,80 @@ def case_adamw(device: str) -> None:
     betas = (0.9, 0.99)
     for state in (torch.float32, torch.float16, torch.uint8):
         size = 4096 if state is torch.uint8 else 1300
-        p, grads = draw(size, device=device), [draw(size, device=device, seed=step) for step in range(3)]
-        wanted, mine, kept = p.clone(), p.clone(), []
-        for _ in range(2):
+        sizes = (size, 2 * size, size, size)  # one launch for three, one of them out of line
+        starts = [draw(one + 1, device=device, seed=one)[int(i == 3) :][:one] for i, one in enumerate(sizes)]
+        wanted, mine = [p.clone() for p in starts], list(starts)
+        starts = [p.clone() for p in starts]
+        kept: list[list[list[Any]]] = [[], []]
+        for one in (*wanted, *mine):
             if state is torch.uint8:
-                kept.append([OptimState8bit.zeros((size,), signed, 256, device) for signed in (True, False)])
+                pair = [OptimState8bit.zeros(one.shape, signed, 256, device) for signed in (True, False)]
             else:
-                kept.append([torch.zeros_like(p, dtype=state) for _ in range(2)])
-        for step, grad in enumerate(grads, start=1):
-            single_param_adam(
-                wanted,
-                grad,
-                torch.tensor(float(step)),
-                *kept[0],
-                max_exp_avg_sq=None,
-                lr=torch.tensor(numbers["lr"]),
-                beta1=betas[0],
-                beta2=betas[1],
-                weight_decay=numbers["weight_decay"],
-                eps=numbers["eps"],
-                IS_ADAMW=True,
-                BF16_STOCHASTIC_ROUND=False,
+                pair = [torch.zeros(one.shape, dtype=state, device=device) for _ in range(2)]
+            kept[len(kept[0]) >= len(sizes)].append(pair)
+        for step in range(1, 4):
+            grads = [draw(one, device=device, seed=10 * step + i) for i, one in enumerate(sizes)]
+            for p, grad, pair in zip(wanted, grads, kept[0], strict=True):
+                single_param_adam(
+                    p,
+                    grad,
+                    torch.tensor(float(step)),
+                    *pair,
+                    max_exp_avg_sq=None,
+                    lr=torch.tensor(numbers["lr"]),
+                    beta1=betas[0],
+                    beta2=betas[1],
+                    weight_decay=numbers["weight_decay"],
+                    eps=numbers["eps"],
+                    IS_ADAMW=True,
+                    BF16_STOCHASTIC_ROUND=False,
+                )
+            moments, squares = (
+                [Codes(m.codes, m.scale, m.qmap) if isinstance(m, OptimState8bit) else m for m in of_one]
+                for of_one in zip(*kept[1], strict=True)
             )
-            moments = [
-                Codes(one.codes, one.scale, one.qmap) if isinstance(one, OptimState8bit) else one for one in kept[1]
-            ]
-            adamw_triton(mine, grad, *moments, betas=betas, num_updates=step, seed=step, **numbers)
-        if state is torch.uint8:  # a value between two codes may fall to the other one
-            for one, other in zip(*kept, strict=True):
-                assert ((one.codes.int() - other.codes.int()).abs() > 1).sum() == 0
-                assert (one.codes != other.codes).float().mean() < 0.01
-            assert (mine - wanted).norm() < 1e-3 * (wanted - p).norm()
-        else:
-            assert_near(mine, wanted, f"parameters {state}")
+            adamw_triton(mine, grads, moments, squares, betas=betas, num_updates=step, seed=step, **numbers)
+        for p, one, other, start in zip(mine, wanted, range(len(sizes)), starts, strict=True):
+            if state is torch.uint8:  # a value between two codes may fall to the other one
+                for a, b in zip(kept[0][other], kept[1][other], strict=True):
+                    assert ((a.codes.int() - b.codes.int()).abs() > 1).sum() == 0
+                    assert (a.codes != b.codes).float().mean() < 0.01
+                assert (p - one).norm() < 1e-3 * (one - start).norm()
+            else:
+                assert_near(p, one, f"parameters {state}")
     if device != "cpu":  # numpy has no bfloat16
-        p = torch.full((1 << 16,), 1.0, device=device, dtype=torch.bfloat16)
-        zeros = [torch.zeros(p.shape, device=device) for _ in range(2)]
-        adamw_triton(
-            p, torch.ones_like(p), *zeros, lr=1e-3, betas=betas, eps=1e-8, weight_decay=0.0, num_updates=1, seed=1
-        )
-        assert abs(float((1 - p.float()).mean()) - 1e-3) < 1e-4  # a unit below 1 is 2^-8: most stay
+        p = [torch.full((1 << 16,), 1.0, device=device, dtype=torch.bfloat16) for _ in range(2)]
+        zeros = [[torch.zeros(one.shape, device=device) for one in p] for _ in range(2)]
+        ones = [torch.ones_like(one) for one in p]
+        adamw_triton(p, ones, *zeros, lr=1e-3, betas=betas, eps=1e-8, weight_decay=0.0, num_updates=1, seed=1)
+        for one in p:
+            assert abs(float((1 - one.float()).mean()) - 1e-3) < 1e-4  # a unit below 1 is 2^-8: most stay
+        assert not torch.equal(*p)  # each has random numbers of its own
+
+
+def case_route(device: str) -> None:
+    """Choice and weights, with ties (coarse logits), with a row that is not a number; the gradient is autograd's."""
+    for dtype in dtypes_of(device):
+        for num_tokens, num_experts, top_k in ((37, 128, 8), (5, 12, 2), (3, 20, 20)):
+            logits = draw(num_tokens, num_experts, device=device, dtype=dtype).mul_(2)
+            dweights = draw(num_tokens, top_k, device=device, dtype=dtype, seed=1)
+            for does_normalize in (False, True):
+                exact = logits.clone().requires_grad_()
+                wanted, wanted_experts = route_torch(exact, top_k, does_normalize)
+                weights, experts = route_triton(logits, top_k, does_normalize)
+                assert_near(weights, wanted.detach(), f"weights {dtype}")
+                assert torch.equal(logits.gather(1, experts), logits.gather(1, wanted_experts))
+                assert all(row.unique().numel() == top_k for row in experts)
+                (grad,) = torch.autograd.grad(wanted, exact, dweights)
+                mine = route_backward_triton(logits, wanted_experts, dweights, does_normalize)
+                assert_near(mine, grad, f"gradient {dtype}")
+    coarse = draw(9, 16, device=device).round()
+    coarse[4] = torch.nan
+    _, experts = route_triton(coarse, 4, True)
+    in_order = coarse.argsort(dim=-1, descending=True, stable=True)[:, :4]
+    is_number = torch.arange(9, device=device) != 4
+    assert torch.equal(experts[is_number], in_order[is_number])
+    assert bool(((experts >= 0) & (experts < 16)).all())
 
 
 CASES: dict[str, Callable[[str], None]] = {

@@ -1,0 +1,153 @@
+"""A softmax router's choice: scores, the best K experts and their weights, in one launch each way.
+
+    s = softmax(logits) in float32;  (w, e) = top K of s;  w / sum(w) where normalized;  rounded to logits' dtype
+
+Owns the casts, which are transformers'; of equal scores the expert with the lower id comes first. Nothing but logits
+and choice is kept for backward. The torch form is the definition, differentiated by autograd, and what other devices
+than CUDA run. Callers: trainer.moe.routing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainer.kernels.norm import is_for_triton
+
+TILE = 1024
+"""Scores of one program."""
+
+
+def route_torch(logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, Tensor]:
+    """The definition of `route`, but for which of equal scores comes first."""
+    weights_TK, experts_TK = logits_TE.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
+    if does_normalize:
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+    return weights_TK.to(logits_TE.dtype), experts_TK
+
+
+def route(logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, Tensor]:
+    """weights_TK in logits' dtype, differentiable, and experts_TK in int64, best first."""
+    if not is_for_triton(logits_TE):
+        return route_torch(logits_TE, top_k, does_normalize)
+    return _Route.apply(logits_TE, top_k, does_normalize)  # type: ignore[return-value]
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        weights_TK, experts_TK = route_triton(logits_TE, top_k, does_normalize)
+        ctx.save_for_backward(logits_TE, experts_TK)
+        ctx.mark_non_differentiable(experts_TK)
+        ctx.set_materialize_grads(False)
+        ctx.does_normalize = does_normalize
+        return weights_TK, experts_TK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dweights_TK: Tensor, _: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        logits_TE, experts_TK = ctx.saved_tensors
+        return route_backward_triton(logits_TE, experts_TK, dweights_TK, ctx.does_normalize), None, None
+
+
+def route_triton(logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, Tensor]:
+    """As route_torch."""
+    logits_TE = logits_TE.contiguous()
+    num_tokens, num_experts = logits_TE.shape
+    weights_TK = logits_TE.new_empty(num_tokens, top_k)
+    experts_TK = logits_TE.new_empty(num_tokens, top_k, dtype=torch.int64)
+    rows, shape = _shape(num_experts, top_k, does_normalize)
+    _route[(triton.cdiv(num_tokens, rows),)](logits_TE, weights_TK, experts_TK, num_tokens, num_experts, **shape)
+    return weights_TK, experts_TK
+
+
+def route_backward_triton(logits_TE: Tensor, experts_TK: Tensor, dweights_TK: Tensor, does_normalize: bool) -> Tensor:
+    """The gradient of the logits, in their dtype."""
+    logits_TE = logits_TE.contiguous()
+    dlogits_TE = torch.empty_like(logits_TE)
+    num_tokens, num_experts = logits_TE.shape
+    rows, shape = _shape(num_experts, experts_TK.shape[1], does_normalize)
+    _route_backward[(triton.cdiv(num_tokens, rows),)](
+        logits_TE, experts_TK, dweights_TK.contiguous(), dlogits_TE, num_tokens, num_experts, **shape
+    )
+    return dlogits_TE
+
+
+def _shape(num_experts: int, top_k: int, does_normalize: bool) -> tuple[int, dict[str, Any]]:
+    padded = int(triton.next_power_of_2(num_experts))
+    rows = max(1, TILE // padded)
+    sizes = {"ROWS": rows, "EXPERTS": padded, "TOP_K": top_k, "SLOTS": triton.next_power_of_2(top_k)}
+    return rows, sizes | {"DOES_NORMALIZE": does_normalize, "num_warps": 4}
+
+
+@triton.jit
+def _exponentials(logits_ptr, tokens, experts, num_tokens, num_experts):
+    """exp(logits - peak), 0 past the last expert; and logits, -inf there; and peak."""
+    is_expert = (experts < num_experts)[None, :]
+    at = tokens[:, None] * num_experts + experts[None, :]
+    logits = tl.load(logits_ptr + at, mask=is_expert & (tokens < num_tokens)[:, None], other=0.0).to(tl.float32)
+    logits = tl.where(is_expert, logits, float("-inf"))
+    peak = tl.max(logits, 1)
+    return tl.exp(logits - peak[:, None]), logits, peak
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route(
+    logits_ptr, weights_ptr, experts_ptr, num_tokens, num_experts,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, DOES_NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """The choice is made among logits: exp keeps their order, and may make equals of neighbours."""
+    tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_token = tokens < num_tokens
+    experts, slots = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
+    exponentials, left, peak = _exponentials(logits_ptr, tokens, experts, num_tokens, num_experts)  # pyright: ignore[reportGeneralTypeIssues]
+    total = tl.sum(exponentials, 1)
+    weights = tl.zeros([ROWS, SLOTS], dtype=tl.float32)
+    for slot in tl.static_range(TOP_K):
+        best = tl.max(left, 1)
+        expert = tl.min(tl.where(left == best[:, None], experts[None, :], EXPERTS), 1)
+        expert = tl.minimum(
+            expert, num_experts - 1
+        )  # NaN equals nothing: an id all the same, the step is refused later
+        left = tl.where(experts[None, :] == expert[:, None], float("-inf"), left)
+        weights = tl.where(slots[None, :] == slot, tl.div_rn(tl.exp(best - peak), total)[:, None], weights)
+        tl.store(experts_ptr + tokens * TOP_K + slot, expert.to(tl.int64), mask=is_token)
+    if DOES_NORMALIZE:
+        weights = tl.div_rn(weights, tl.broadcast_to(tl.sum(weights, 1)[:, None], [ROWS, SLOTS]))
+    inside = is_token[:, None] & (slots < TOP_K)[None, :]
+    at = tokens[:, None] * TOP_K + slots[None, :]
+    tl.store(weights_ptr + at, weights.to(weights_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_backward(
+    logits_ptr, experts_ptr, dweights_ptr, dlogits_ptr, num_tokens, num_experts,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, DOES_NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """With n = w / W of scores w: dw = (dn - <dn, n>) / W; of the softmax s: dlogits = s (ds - <ds, s>)."""
+    tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_token = tokens < num_tokens
+    experts = tl.arange(0, EXPERTS)
+    scores, _, _ = _exponentials(logits_ptr, tokens, experts, num_tokens, num_experts)  # pyright: ignore[reportGeneralTypeIssues]
+    scores /= tl.sum(scores, 1)[:, None]
+    dscores = tl.zeros([ROWS, EXPERTS], dtype=tl.float32)
+    chosen = tl.zeros([ROWS, EXPERTS], dtype=tl.float32)
+    for slot in tl.static_range(TOP_K):
+        expert = tl.load(experts_ptr + tokens * TOP_K + slot, mask=is_token, other=0)
+        dweight = tl.load(dweights_ptr + tokens * TOP_K + slot, mask=is_token, other=0.0).to(tl.float32)
+        hit = experts[None, :] == expert[:, None]
+        dscores = tl.where(hit, dweight[:, None], dscores)
+        chosen = tl.where(hit, 1.0, chosen)
+    if DOES_NORMALIZE:
+        total = tl.sum(chosen * scores, 1)
+        mean = tl.sum(dscores * scores, 1) / total
+        dscores = (dscores - chosen * mean[:, None]) / total[:, None]
+    dlogits = scores * (dscores - tl.sum(dscores * scores, 1)[:, None])
+    inside = (experts < num_experts)[None, :] & is_token[:, None]
+    at = tokens[:, None] * num_experts + experts[None, :]
+    tl.store(dlogits_ptr + at, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
