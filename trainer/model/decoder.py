@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from conf.errors import ConfigError
 from conf.schema import CombineMode, LoraConfig, TrainerConfig, TrainMode
@@ -29,6 +28,7 @@ from trainer.lora import Linear, apply_together
 from trainer.model.attend import AttentionBackend, KeptAttention, PackedSequences, choose_attention_backend
 from trainer.model.attention import make_attention
 from trainer.model.norm import RMSNorm
+from trainer.model.recompute import Recomputed
 from trainer.model.rope import RotaryEmbedding
 from trainer.model.spec import CORRECTION_BIAS, ExpertFormat, ModelSpec
 from trainer.moe.bank import UnpackedSlots
@@ -120,22 +120,27 @@ class DecoderLayer(nn.Module):
             spec.hidden_size, eps=spec.rms_norm_eps, weight_dtype=build.weight_dtype
         )
         self.mlp = _moe_block(build, layer) if spec.is_moe_layer(layer) else DenseMlp(build, spec.intermediate_size)
+        rest: Callable[..., Any] = DecoderLayer._feed_forward
+        owners = [self.post_attention_layernorm, self.mlp]
+        if isinstance(self.mlp, MoeBlock):
+            rest, owners[1:] = DecoderLayer._until_experts, self.mlp.owners_of_start
+        self._parts = (DecoderLayer._attend, rest)
+        self._recomputed_parts = (
+            Recomputed(DecoderLayer._attend, [self.input_layernorm, self.self_attn]),
+            Recomputed(rest, owners),
+        )
 
     def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences) -> Tensor:
         """[T, H] -> [T, H]."""
-        kept = KeptAttention() if self.checkpointing and torch.is_grad_enabled() else None
-        heads_TO = self._run(self._attend, x_TH, rope, sequences, kept)
+        is_recomputed = self.checkpointing and torch.is_grad_enabled()
+        kept = KeptAttention() if is_recomputed else None
+        attend, rest = self._recomputed_parts if is_recomputed else self._parts
+        heads_TO = attend(self, x_TH, rope, sequences, kept)
         delta_TH = self.self_attn.get_submodule("o_proj")(heads_TO)
-        if isinstance(self.mlp, MoeBlock):
-            residual_TH, y_TH, weights_TK, experts_TK, shared_TH = self._run(self._until_experts, x_TH, delta_TH)
-            return residual_TH + self.mlp.finish(y_TH, weights_TK, experts_TK, shared_TH)
-        return self._run(self._feed_forward, x_TH, delta_TH)
-
-    def _run(self, part: Callable[..., Out], *inputs: object) -> Out:
-        if self.checkpointing and torch.is_grad_enabled():
-            # There is no dropout, so no random state to restore.
-            return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
-        return part(*inputs)
+        if not isinstance(self.mlp, MoeBlock):
+            return rest(self, x_TH, delta_TH)
+        residual_TH, y_TH, weights_TK, experts_TK, shared_TH = rest(self, x_TH, delta_TH)
+        return residual_TH + self.mlp.finish(y_TH, weights_TK, experts_TK, shared_TH)
 
     def _attend(
         self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences, kept: KeptAttention | None

@@ -37,6 +37,11 @@ class MoeBlock(nn.Module):
         self.shares = shares
         self.shared_experts = shared_experts
 
+    @property
+    def owners_of_start(self) -> list[nn.Module]:
+        """Modules whose parameters `start` reads."""
+        return [self.gate] if self.shared_experts is None else [self.gate, self.shared_experts]
+
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
         return self.finish(*self.start(x_TH))

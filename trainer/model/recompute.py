@@ -1,0 +1,80 @@
+"""Parts of a layer that keep only their inputs, and are computed again in the backward pass.
+
+torch.utils.checkpoint does the same with hooks around every tensor saved inside, at a quarter of the host's time for a
+layer: a short step waits for the host. Here a part is one node of the graph, whose backward runs the part's own graph.
+
+Invariant: the second call sees the inputs of the first, and parameters of the same values; there is no dropout, so no
+random state to restore. Callers: trainer.model.decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class Recomputed:
+    """part(*inputs), whose activations are not kept.
+
+    Gradients reach inputs that are tensors and the trainable parameters of `owners`; tensors inside other inputs get
+    none. Outputs are a tensor, or a tuple of tensors and other things; none of them is an input.
+    """
+
+    def __init__(self, part: Callable[..., Any], owners: Sequence[nn.Module]) -> None:
+        self._part = part
+        self._owners = owners
+        self._places: list[tuple[nn.Module, str]] | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Its result."""
+        if self._places is None:
+            modules = (module for owner in self._owners for module in owner.modules())
+            named = ((module, *named) for module in modules for named in module.named_parameters(recurse=False))
+            self._places = [(module, name) for module, name, parameter in named if parameter.requires_grad]
+        parameters = (getattr(module, name) for module, name in self._places)  # FSDP2 exchanges them
+        return _Recompute.apply(self._part, len(inputs), *inputs, *parameters)
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Callable[..., Any], num_inputs: int, *given: Any) -> Any:  # type: ignore[override]
+        inputs = given[:num_inputs]
+        ctx.part, ctx.parameters = part, given[num_inputs:]
+        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.at = [index for index, x in enumerate(inputs) if isinstance(x, Tensor)]
+        ctx.save_for_backward(*(inputs[index] for index in ctx.at))
+        ctx.set_materialize_grads(False)
+        outs = part(*inputs)
+        indices = (x for x in _tuple(outs) if isinstance(x, Tensor) and not x.is_floating_point())
+        ctx.mark_non_differentiable(*indices)
+        return outs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inputs, wanted, places = list(ctx.others), [], []
+        for index, x in zip(ctx.at, ctx.saved_tensors, strict=True):
+            inputs[index] = x.detach()
+            if ctx.needs_input_grad[2 + index]:
+                wanted.append(inputs[index].requires_grad_())
+                places.append(2 + index)
+        wanted += ctx.parameters
+        places += range(2 + len(inputs), 2 + len(inputs) + len(ctx.parameters))
+        with torch.enable_grad():
+            outs = _tuple(ctx.part(*inputs))
+        used = [(out, dout) for out, dout in zip(outs, douts, strict=True) if dout is not None and out.requires_grad]
+        grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if used and wanted:
+            outs, given = zip(*used, strict=True)
+            found = torch.autograd.grad(outs, wanted, given, allow_unused=True)
+            for place, grad in zip(places, found, strict=True):
+                grads[place] = grad
+        return tuple(grads)
+
+
+def _tuple(outs: Any) -> tuple[Any, ...]:
+    return outs if isinstance(outs, tuple) else (outs,)
