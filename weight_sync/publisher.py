@@ -155,8 +155,10 @@ class Publisher:
         Raises:
             WeightSyncError: The same on every rank: a replica does not answer, links differ, or no plan exists.
         """
-        facts = self._everywhere(lambda: (self._source.layout(), self._pipeline.max_task_bytes, self._transport.link))
-        summary, params, addresses = self._on_rank0(lambda: self._make_plan(endpoints, facts))
+        facts = self._gather(
+            _attempt(lambda: (self._source.layout(), self._pipeline.max_task_bytes, self._transport.link)), to_all=False
+        )
+        summary, params, addresses = self._on_rank0(lambda: self._make_plan(endpoints, _values(facts)))
         self._endpoints = list(endpoints)
         self._digest = summary.digest
         self._last_sums, self._open_sessions, self._book = {}, {}, AddressBook()
@@ -489,16 +491,21 @@ class Publisher:
 
     # ---- every rank ----
 
-    def _gather(self, value: T) -> list[T]:
+    def _gather(self, value: T, *, to_all: bool = True) -> list[T]:
+        """Every rank's value, on every rank or on rank 0 alone; the others then get nothing."""
         if self._group is None:
             return [value]
-        gathered: list[Any] = [None] * self._world_size
+        is_mine = to_all or self._rank == 0
+        gathered: list[Any] = [None] * self._world_size if is_mine else []
         with self._meeting("a gather"):
-            dist.all_gather_object(gathered, value, group=self._group)
+            if to_all:
+                dist.all_gather_object(gathered, value, group=self._group)
+            else:
+                dist.gather_object(value, gathered if is_mine else None, group=self._group, group_dst=0)
         return gathered
 
     def _own_part(self) -> dict[str, Any]:
-        """This rank's part of the plan. All parts together are a gigabyte at 256 ranks: nobody else gets them."""
+        """This rank's part of the plan. A plan for a cluster is large: nobody gets the others' parts."""
         if self._plan is None:
             parts = None
         else:
@@ -529,24 +536,11 @@ class Publisher:
 
     def _everywhere(self, make: Callable[[], T]) -> list[T]:
         """make() on every rank, all results on every rank; the first rank's error on all of them."""
-        try:
-            mine: tuple[T | None, WeightSyncError | None] = (make(), None)
-        except Exception as e:  # a value for now: the other ranks are waiting in the collective
-            mine = (None, _ours(e))
-        outcomes = self._gather(mine)
-        for rank, (_, error) in enumerate(outcomes):
-            if error is not None:
-                raise type(error)(f"trainer rank {rank}: {error}")
-        return [value for value, _ in outcomes]  # type: ignore[misc]
+        return _values(self._gather(_attempt(make)))
 
     def _on_rank0(self, make: Callable[[], T]) -> T:
         """make() on rank 0, its result or its error on every rank."""
-        box: list[Any] = [None]
-        if self._rank == 0:
-            try:
-                box = [(make(), None)]
-            except Exception as e:  # a value for now: the other ranks are waiting in the collective
-                box = [(None, _ours(e))]
+        box: list[Any] = [_attempt(make) if self._rank == 0 else None]
         if self._group is not None:
             with self._meeting("a broadcast"):
                 dist.broadcast_object_list(box, group=self._group, group_src=0)
@@ -554,6 +548,22 @@ class Publisher:
         if error is not None:
             raise error
         return value
+
+
+def _attempt(make: Callable[[], T]) -> tuple[T | None, WeightSyncError | None]:
+    """What it makes, or its error: a value for now, because the other ranks are waiting in a collective."""
+    try:
+        return make(), None
+    except Exception as e:
+        return None, _ours(e)
+
+
+def _values(outcomes: Sequence[tuple[T | None, WeightSyncError | None]]) -> list[T]:
+    """What every rank made; the first rank's error is raised."""
+    for rank, (_, error) in enumerate(outcomes):
+        if error is not None:
+            raise type(error)(f"trainer rank {rank}: {error}")
+    return [value for value, _ in outcomes]  # type: ignore[misc]
 
 
 def _answer(asked: Future[_Alive] | None) -> _Alive:
