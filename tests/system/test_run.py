@@ -81,8 +81,9 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
     """A strictly on-policy run; one engine is killed (or its worker), then the other worker recalled by the command.
     Each time the one that is left carries the steps; the other is started again, takes the current version from its
     peer or from a publish, and samples: in every batch the log-probabilities of all workers are the trainer's. With a
-    relay each of the two is once the only one, which the trainer writes to.
+    relay the one that is recalled is worker 0, which the trainer writes to: it goes on with the other one.
     """
+    recalled = 0 if relay is Relay.node else 1
     words = ["run.num_steps=1000", "run.eval_every_steps=0", "run.checkpoint_every_steps=0", f"weight_sync.mode={mode}"]
     words += [f"weight_sync.relay={relay}"]
     if mode is SyncMode.adapter:
@@ -109,9 +110,9 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
         assert victim is not None
         victim.send_signal(signal.SIGKILL)
         wait_until(lambda rows: any(row["rollout/recoveries"] for row in rows))
-        recover = [sys.executable, "-m", "orchestrator.cli", "recover", str(run.folder), "--worker", "1"]
+        recover = [sys.executable, "-m", "orchestrator.cli", "recover", str(run.folder), "--worker", str(recalled)]
         said = subprocess.run(recover, capture_output=True, text=True, timeout=60, check=True).stdout
-        assert said.startswith("rollout-1"), "rollout-1.1 where it was the one that was killed"
+        assert said.startswith(f"rollout-{recalled}"), "rollout-1.1 where it was the one that was killed"
         assert said.endswith(" was serving and is being restarted\n")
         wait_until(lambda rows: sum(row["rollout/recoveries"] or 0 for row in rows) == 2)
         num_rows = len(run.rows)
