@@ -60,8 +60,6 @@ from weight_sync.sums import Places, Planned, Sums  # noqa: E402
 
 T = TypeVar("T")
 FP8, BF16, F32 = "float8_e4m3fn", "bfloat16", "float32"
-NUM_LOADS = 64
-"""Of a publish, about: what a rank sends comes to 33 GB in slots of half a GiB."""
 HIDDEN, HEADS, Q_RANK, KV_RANK, NOPE, ROPE, V = 7168, 64, 1536, 512, 128, 64, 128
 WIDTH, DENSE_WIDTH, VOCAB, BLOCK = 2048, 18432, 163840, 128
 
@@ -286,11 +284,10 @@ def figures(args: argparse.Namespace, sources: Sequence[SourceLayout], cache: Pa
         "node_duplicates": node_duplicates(plan),
     }
     messages = found["messages"] = message_seconds(plan)
-    costs = message_costs(messages)
-    found["entry_s"], found["count_s"] = costs
+    found["entry_s"] = entry_seconds(messages)
     for rate in (50e9, 44e9):
         began = time.perf_counter()
-        rates = replace(rates_of(args, rate), entry_s=costs[0], count_s=costs[1])
+        rates = replace(rates_of(args, rate), entry_s=found["entry_s"])
         simulation = simulate(plan, placement, rates, staging)
         found[f"simulated_{rate / 1e9:g}"] = {
             key: value for key, value in asdict_shallow(simulation).items() if isinstance(value, float)
@@ -312,7 +309,8 @@ def message_seconds(plan: TransferPlan) -> dict[str, float]:
     """This core's seconds for the messages of one publish, on the way of the bytes.
 
     Rank 0 asks, reads where to write and writes what to expect, replica after replica; a replica reads the latter and
-    hands it to its ranks, each of which takes its own. Every trainer rank counts what it wrote, and lays it among all.
+    hands it to its ranks, each of which takes its own. What every trainer rank counts is no part of the way: it does so
+    load by load, while the next one is written.
     """
     signer = Signer(bytes(32))
     facts: dict[str, Any] = {"run_id": signer.run_id, "request_id": 1}
@@ -367,26 +365,18 @@ def message_seconds(plan: TransferPlan) -> dict[str, float]:
     )
     timed("replica_reads_commit_s", lambda: read_commit(commits[0]))
     tasks = list(max(plan.tasks.values(), key=len))
-    own = Places.of_tasks(tasks)
-    columns = np.array([own.column((t.replica, t.dest_rank), t.param) for t in tasks], np.int64)
+    columns = np.array([places.column((t.replica, t.dest_rank), t.param) for t in tasks], np.int64)
     sizes = np.array([t.num_bytes for t in tasks], np.int64)
-    wide = places.columns_of(own)
-    counted = Sums(own)
-    parts = [np.array_split(column, NUM_LOADS) for column in (columns, sizes, sizes)]
-    timed("rank_counts_s", lambda: counted.add(*map(np.concatenate, parts)))
-    timed("rank_lays_out_s", lambda: counted.spread(places, wide))
+    counted = Sums(places)
+    timed("rank_counts_all_loads_s", lambda: counted.add(columns, sizes, sizes))
     entries = {"entries": places.size, "entries_of_a_replica": sum(map(len, params[0]))}
     return seconds | entries | {"tasks_of_a_rank": len(tasks), "commit_bytes": sum(map(len, commits))}
 
 
-def message_costs(measured: dict[str, float]) -> tuple[float, float]:
-    """LinkRates.entry_s and count_s, as just measured. The replica's share of an entry is less than rank 0's."""
-    steps = ("rank_0_asks_s", "rank_0_reads_begun_s", "rank_0_writes_commit_s", "rank_lays_out_s")
-    on_the_way_s = sum(measured[step] for step in steps)
-    entry_s = max(
-        on_the_way_s / measured["entries"], measured["replica_reads_commit_s"] / measured["entries_of_a_replica"]
-    )
-    return entry_s, measured["rank_counts_s"] / measured["tasks_of_a_rank"]
+def entry_seconds(measured: dict[str, float]) -> float:
+    """LinkRates.entry_s, as just measured: rank 0's share of an entry, or a replica's where that is more."""
+    by_rank_0 = sum(measured[step] for step in ("rank_0_asks_s", "rank_0_reads_begun_s", "rank_0_writes_commit_s"))
+    return max(by_rank_0 / measured["entries"], measured["replica_reads_commit_s"] / measured["entries_of_a_replica"])
 
 
 def asdict_shallow(value: Any) -> dict[str, Any]:

@@ -65,11 +65,9 @@ class LinkRates:
     """Adopting the version and resuming."""
     barrier_s: float = 6e-3
     """Collecting what every rank wrote, and telling the replicas what to expect: of a few hundred parameters."""
-    entry_s: float = 24e-9
-    """... and one more parameter of one engine rank in that: what rank 0 says and reads of it, and the laying out of
-    what a rank wrote. On one core (bench/plan.py, bench/results/plan-tp16.json)."""
-    count_s: float = 10e-9
-    """Adding up one write after the last one."""
+    entry_s: float = 20e-9
+    """... and one more parameter of one engine rank in that: what rank 0 says and reads of it, on one core
+    (bench/plan.py, bench/results/plan-tp16.json)."""
 
     def without_pause(self) -> LinkRates:
         """Of a publish into free slots of engines that go on serving: `begin` and `commit` are messages alone."""

@@ -109,13 +109,12 @@ class Pipeline:
     def _reserved_bytes(self, source_bytes: int) -> int:
         return reserved_bytes(self._device.type, self._watermark_bytes, source_bytes, verify_hashes=self._verify_hashes)
 
-    @property
-    def places(self) -> Places:
-        """Of every parameter that this rank writes to; the places of its results' sums."""
-        return self._places
-
-    def load(self, tasks: Sequence[Task]) -> None:
+    def load(self, tasks: Sequence[Task], places: Places | None = None) -> None:
         """Take this rank's schedule: cut it into slot loads, compile them, allocate and register staging. Once a plan.
+
+        Args:
+            tasks: In schedule order.
+            places: Of the results' sums: those that all ranks have, whose sums then add up. None: the tasks' own.
 
         Raises:
             PlanError: A task is larger than a slot.
@@ -131,7 +130,7 @@ class Pipeline:
         largest = max((aligned(task.num_bytes) for task in tasks), default=0)
         self._slot_bytes = limits.slot_bytes(total, largest)
         self._drop_staging()  # of an earlier plan
-        self._places = Places.of_tasks(tasks)
+        self._places = Places.of_tasks(tasks) if places is None else places
         self._staging = torch.empty(NUM_SLOTS * self._slot_bytes, dtype=torch.uint8, device=self._device)
         if self._slot_bytes:
             self._transport.register([self._staging])

@@ -132,8 +132,7 @@ class Publisher:
         self._endpoints: list[str] = []
         self._digest = ""
         self._places = Places({})
-        """Of every parameter of every replica, the same on all ranks; and where this rank's own stand among them."""
-        self._columns = self._places.columns_of(self._places)
+        """Of every parameter of every replica, the same on all ranks."""
         self._epoch = 0
         self._clients: ReplicaClients | None = None
         # Asks replicas to begin while this rank packs. One call at a time: their sockets are no thread's own.
@@ -165,9 +164,8 @@ class Publisher:
         for replica, own in enumerate(addresses):
             self._book.learn(replica, own)
         wire = self._own_part()
-        self._everywhere(lambda: self._pipeline.load(rank_plan_from_wire(wire).tasks))
         self._places = Places(params)
-        self._columns = self._places.columns_of(self._pipeline.places)
+        self._everywhere(lambda: self._pipeline.load(rank_plan_from_wire(wire).tasks, self._places))
         if self._rank == 0:
             logger.info(
                 "weight sync: %d tasks, %d bytes a publish, plan %s",
@@ -224,9 +222,9 @@ class Publisher:
             self._book.learn(replica, fresh)
         bindings = {dest: self._book.binding(dest[0], *bound) for dest, bound in alive.bound.items()}
         result = self._pipeline.run(version, bindings, alive.budgets_s)
-        sums = self._added_up(result.sums)
+        self._add_up(result.sums)
         results = self._gather(replace(result, sums=Sums(Places({}))))
-        report = self._on_rank0(lambda: self._finish(version, alive, replicas, results, sums, began, trace))
+        report = self._on_rank0(lambda: self._finish(version, alive, replicas, results, result.sums, began, trace))
         self._open_sessions |= {destination: binding.session for destination, binding in bindings.items()}
         self.disconnect([number for number in included if not report.replicas[number].committed])
         return report
@@ -518,13 +516,11 @@ class Publisher:
             dist.scatter_object_list(box, parts, group=self._group, group_src=0)
         return box[0]
 
-    def _added_up(self, sums: Sums) -> Sums:
-        """What all ranks wrote; complete on rank 0 alone."""
-        total = sums.spread(self._places, self._columns)
+    def _add_up(self, sums: Sums) -> None:
+        """From here on, rank 0's hold what all ranks wrote."""
         if self._group is not None:
             with self._meeting("a sum"):
-                dist.reduce(torch.from_numpy(total.table), group_dst=0, group=self._group)
-        return total
+                dist.reduce(torch.from_numpy(sums.table), group_dst=0, group=self._group)
 
     @contextlib.contextmanager
     def _meeting(self, what: str) -> Iterator[None]:

@@ -14,6 +14,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -98,7 +99,7 @@ class Entries:
 
     @classmethod
     def of(cls, batches: Mapping[Destination, Batch]) -> Entries:
-        """Made by the caller's thread, while the load before is written: at the end of a publish every rank waits."""
+        """Made by the caller's thread, while the load before is written."""
         stops = list(itertools.accumulate(len(batch.sizes) for batch in batches.values()))
 
         def joined(lists: Iterable[list[int]]) -> Ints:
@@ -157,7 +158,7 @@ class Replay:
         self._prepared = prepared
         self._tracer = prepared.tracer
         self._writer_error: BaseException | None = None
-        self._written: list[tuple[Entries, list[Destination], Ints]] = []
+        self._written: deque[tuple[Entries, list[Destination], Ints]] = deque()
         """Per load: its batches, whom they reached, and the hashes of its packets."""
         self.result = PipelineResult(Sums(owner._places), peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
 
@@ -187,6 +188,7 @@ class Replay:
                     self.result.prepare_s += time.monotonic() - began
                 batches = self._batches(filled)
                 self._filled.put((filled, batches, Entries.of(batches)))
+                self._count()
         finally:
             self._filled.put(None)
             writer.join()
@@ -303,15 +305,13 @@ class Replay:
         return time.monotonic() - began, None
 
     def _count(self) -> None:
-        """Add up what was written. At the end: between two writes the link would stand still for it."""
-        if not self._written:
-            return
-        at = [entries.where(written) for entries, written, _ in self._written]
-        columns = np.concatenate([entries.columns[i] for i, (entries, _, _) in zip(at, self._written)])
-        sizes = np.concatenate([entries.sizes[i] for i, (entries, _, _) in zip(at, self._written)])
-        hashes = np.concatenate([hashes[entries.packets[i]] for i, (entries, _, hashes) in zip(at, self._written)])
-        self.result.sums.add(columns, sizes, hashes)
-        self.result.num_bytes = int(sizes.sum())
+        """Add up what has been written so far. Load by load: at the end of a publish every rank waits for it."""
+        while self._written:
+            entries, written, hashes = self._written.popleft()
+            at = entries.where(written)
+            sizes = entries.sizes[at]
+            self.result.sums.add(entries.columns[at], sizes, hashes[entries.packets[at]])
+            self.result.num_bytes += int(sizes.sum())
 
     def _close_failed(self, slot: int, session: str) -> None:
         """No write is running now. Make sure that none of the failed one ever reads this slot again."""

@@ -211,13 +211,11 @@ def simulate(
 
 
 def messages_s(plan: TransferPlan, rates: LinkRates) -> float:
-    """Rank 0 asks and tells for every parameter of every engine rank, then each replica reads its own part; before
-    that, ranks add up what they wrote, the busiest one last."""
+    """Rank 0 asks and tells for every parameter of every engine rank; then each replica reads its own part."""
     entries: dict[int, int] = {}
     for (replica, _), params in plan.expected.items():
         entries[replica] = entries.get(replica, 0) + len(params)
-    most_tasks = max((len(tasks) for tasks in plan.tasks.values()), default=0)
-    return (sum(entries.values()) + max(entries.values(), default=0)) * rates.entry_s + most_tasks * rates.count_s
+    return (sum(entries.values()) + max(entries.values(), default=0)) * rates.entry_s
 
 
 def cut_loads(tasks: Sequence[Task], staging: Staging) -> tuple[list[SlotLoad], int]:

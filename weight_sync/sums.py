@@ -104,10 +104,6 @@ class Places:
         """The place of one parameter. Raises KeyError where it has none."""
         return self.first[dest] + self._within[dest][param]
 
-    def columns_of(self, other: Places) -> Ints:
-        """The place here of everything that `other` has a place for."""
-        return np.array([self.column(dest, name) for dest, names in other.params.items() for name in names], np.int64)
-
 
 class Sums(Mapping[Destination, dict[str, tuple[int, int]]]):
     """Bytes and hash sums, and their form by names: {(0, 3): {"lm_head.weight": (2048, 9127364)}}.
@@ -123,12 +119,6 @@ class Sums(Mapping[Destination, dict[str, tuple[int, int]]]):
         """Count writes: each one's place, its bytes, and the hash of its bytes."""
         np.add.at(self.table[0], columns, sizes)
         np.add.at(self.table[1], columns, hashes)
-
-    def spread(self, places: Places, columns: Ints) -> Sums:
-        """The same among more places; `columns` is `places.columns_of(self.places)`."""
-        wide = Sums(places)
-        wide.table[:, columns] = self.table
-        return wide
 
     def part(self, dest: Destination) -> Ints:
         """The columns of one engine rank, zeros included: a view."""

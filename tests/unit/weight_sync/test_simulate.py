@@ -38,7 +38,6 @@ SLOW = LinkRates(
     commit_s=0.4,
     barrier_s=0.25,
     entry_s=0.02,
-    count_s=0.01,
 )
 """Rates that suit plans of a few kilobytes."""
 RATES = [field.name for field in dataclasses.fields(LinkRates)]
@@ -212,9 +211,7 @@ def test_the_pipeline_holds_what_is_reserved_beside_its_slots(watermark_bytes, v
 
 # --- figures that can be worked out by hand ---
 
-BARE = dataclasses.replace(
-    SLOW, hbm_bytes_s=1e12, write_latency_s=0, op_s=0, load_launch_s=0, barrier_s=0, entry_s=0, count_s=0
-)
+BARE = dataclasses.replace(SLOW, hbm_bytes_s=1e12, write_latency_s=0, op_s=0, load_launch_s=0, barrier_s=0, entry_s=0)
 BARE = dataclasses.replace(BARE, hand_over_s=0, source_begin_s=0, replay_s=0, begin_s=0, commit_s=0)
 
 
@@ -269,9 +266,9 @@ def test_messages_are_of_all_parameters_and_stand_before_the_proof():
     dests = [(0, 0), (0, 1), (1, 0)]
     tasks = {0: tuple(dataclasses.replace(task, replica=r, dest_rank=d) for r, d in dests), 1: ()}
     plan = TransferPlan("", 1 << 30, tasks, {where: {"v": 0, "w": task.num_bytes} for where in dests}, "", {})
-    rates = dataclasses.replace(BARE, entry_s=3.0, count_s=5.0)
+    rates = dataclasses.replace(BARE, entry_s=3.0)
     found, silent = run(plan, rates), run(plan, BARE)
-    assert found.messages_s == 3.0 * (6 + 4) + 5.0 * 3
+    assert found.messages_s == 3.0 * (6 + 4)
     assert silent.messages_s == 0
     assert found.total_s == pytest.approx(silent.total_s + found.messages_s)
     assert found.write_end_s == silent.write_end_s
