@@ -36,7 +36,7 @@ TIMEOUT_S = 8.0
 
 def engines() -> set[psutil.Process]:
     """Engine processes of this one."""
-    return {child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()}
+    return {child for child in psutil.Process().children(recursive=True) if "EngineCor" in child.name()}
 
 
 @dataclass
