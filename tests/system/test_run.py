@@ -114,7 +114,7 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
         recover = [sys.executable, "-m", "orchestrator.cli", "recover", str(run.folder), "--worker", str(recalled)]
         said = subprocess.run(recover, capture_output=True, text=True, timeout=60, check=True).stdout
         assert said.startswith(f"rollout-{recalled}"), "rollout-1.1 where it was the one that was killed"
-        assert said.endswith(" was serving and is being restarted\n")
+        assert said.endswith((" was serving and is being restarted\n", " was updating and is being restarted\n"))
         wait_until(lambda rows: sum(row["rollout/recoveries"] or 0 for row in rows) == 2)
         num_rows = len(run.rows)
         wait_until(lambda rows: len(rows) >= num_rows + 4)
