@@ -169,23 +169,26 @@ class _RoutedExperts(torch.autograd.Function):
         if g_dot_bias is not None:
             dw_R = dw_R + g_dot_bias
 
+        grads: dict[str, Tensor] = {}
+        of_a_gate_up, of_b_gate_up, of_a_down, of_b_down = ctx.adapter_dtypes
+        if does_adapt:
+            assert db is not None and hw is not None
+            grads["a_down"] = low_rank_gradient(db, hw, groups, torch.empty_like(a_down, dtype=of_a_down))
+        hw = hw if does_down else None  # before dx exists, and dx before more gradients do: they are the largest here
+
         a_turned = None if a_gate_up is None else a_gate_up.transpose(1, 2)
         dx = grouped_product(dgu, wgu, groups, call.backend, low_SR=dba, p_ENR=a_turned)
         dx_TH = weighted_sum(plan.send_back(dx), None, plan.row_of_slot_TK)
-        del dx  # before gradients exist: the two are the largest here
+        del dx
 
-        grads: dict[str, Tensor] = {}
         if does_adapt:
-            assert dba is not None and db is not None and hw is not None
-            of_a_gate_up, of_b_gate_up, of_a_down, of_b_down = (
-                torch.empty_like(factor, dtype=stored)
-                for factor, stored in zip(adapters, ctx.adapter_dtypes, strict=True)
-            )
-            low_rank_gradient(dba, received_x, groups, of_a_gate_up, source_S=source)
-            low_rank_gradient(xa, dgu, groups, of_b_gate_up.transpose(1, 2))
-            low_rank_gradient(db, hw, groups, of_a_down)
-            low_rank_gradient(ha, received_g, groups, of_b_down.transpose(1, 2), source_S=source, weights_S=w_R)
-            grads |= {"a_gate_up": of_a_gate_up, "b_gate_up": of_b_gate_up, "a_down": of_a_down, "b_down": of_b_down}
+            assert dba is not None and a_gate_up is not None and b_down is not None
+            grads["a_gate_up"] = torch.empty_like(a_gate_up, dtype=of_a_gate_up)
+            grads["b_gate_up"] = torch.empty_like(b_gate_up, dtype=of_b_gate_up)
+            grads["b_down"] = torch.empty_like(b_down, dtype=of_b_down)
+            low_rank_gradient(dba, received_x, groups, grads["a_gate_up"], source_S=source)
+            low_rank_gradient(xa, dgu, groups, grads["b_gate_up"].transpose(1, 2))
+            low_rank_gradient(ha, received_g, groups, grads["b_down"].transpose(1, 2), source_S=source, weights_S=w_R)
         if rows is not None:
             grads["gate_up"] = grouped_gradient(dgu, rows, groups, call.backend)
         if g is not None:
