@@ -31,8 +31,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from bench.runs import environment  # noqa: E402
-from bench.shapes import model_config  # noqa: E402
-from bench.trainer import Ours, add_shape_options  # noqa: E402
+from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
+from bench.trainer_rows import Ours  # noqa: E402
 from trainer.model.attend import AttentionBackend  # noqa: E402
 from trainer.moe.experts import Experts  # noqa: E402
 from trainer.moe.grouped import GroupedBackend  # noqa: E402
@@ -103,7 +103,7 @@ def measure(ours: Ours, rung: str, lengths: list[int], args: argparse.Namespace)
 def main() -> None:
     """Measure the rungs in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_shape_options(parser)
+    add_shape_options(parser, rank=64)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
@@ -111,8 +111,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")
     args = parser.parse_args()
     if args.tiny:
-        args.layers, args.experts, args.hidden, args.width, args.vocab, args.rank = 2, 8, 64, 32, 512, 8
-        args.heads, args.head_dim, args.longest = 8, 16, 64
+        shrink(args)
+        args.longest = 64
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     ours = Ours(model_config(args), "float32", args)
     chosen = dict(ours.facts["backends"])

@@ -35,7 +35,7 @@ from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from bench.shapes import model_config  # noqa: E402
-from bench.trainer import Ours  # noqa: E402
+from bench.trainer_rows import Ours  # noqa: E402
 from trainer.optim import StepResult  # noqa: E402
 
 NUM_TOKENS = 16

@@ -1,0 +1,153 @@
+"""What bench/trainer.py runs: our trainer, and transformers + PEFT, on the same weights drawn by name from one seed.
+
+Owns how each is built, and one step of it. Does not own what is timed. A row has `facts`, for the report, and `step`,
+which takes the token ids of one sequence and returns its loss before the update. Unsloth's is in bench/peer_unsloth.py.
+transformers and PEFT are imported where they are used: in Unsloth's process they must come after it. Callers:
+bench/trainer.py, bench/ladder.py, bench/launches.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+SEED = 3
+
+
+class Ours:
+    """TrainerRank, as a run uses it."""
+
+    def __init__(self, config: dict[str, Any], state: str, args: argparse.Namespace) -> None:
+        from conf import schema
+        from trainer.rank import TrainerRank
+
+        adapters = "float32" if state in ("float32", "host") else "bfloat16"
+        self.rank = TrainerRank(
+            model=schema.ModelConfig(init=schema.Init.random, hf_config=config, dtype=schema.DType.bfloat16),
+            trainer=schema.TrainerConfig(
+                lora=schema.LoraConfig(rank=args.rank, alpha=2.0 * args.rank, dtype=schema.DType(adapters)),
+                optim=schema.OptimConfig(lr=1e-5, state=schema.OptimState(state)),
+                activation_checkpointing=True,
+                embedding_on_host=state == "int8",
+            ),
+            algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
+            sampling_temperature=1.0,
+            weight_sync=schema.WeightSyncConfig(),
+            seed=SEED,
+            num_steps=1000,
+            rank=0,
+            world_size=1,
+            rendezvous="",
+            device=args.device,
+            hf_config=config,
+            sync_key=b"slipstream-bench-trainer",
+        )
+        self.facts = {"backends": self.rank.load()["backends"]}
+
+    @property
+    def decoder(self) -> Any:
+        """The model."""
+        return self.rank._loaded()
+
+    def step(self, token_ids: Any) -> float:
+        """Forward, backward, update. Returns the mean negative log-probability before the update."""
+        import numpy as np
+
+        from trainer.types import Denominators, Sample
+
+        num_tokens = len(token_ids)
+        mask = np.arange(num_tokens) > 0
+        sample = Sample(
+            token_ids=token_ids.astype(np.int32),
+            loss_mask=mask,
+            rollout_logprobs=np.zeros(num_tokens, np.float32),
+            advantages=mask.astype(np.float32),
+            oldest_version=self.rank.policy_version,
+        )
+        denominators = Denominators(int(mask.sum()), 1, self.rank.policy_version)
+        stats = self.rank.forward_backward([[sample]], denominators)
+        self.rank.optimizer_step()
+        return stats.sums["sft/nll_sum"] / int(mask.sum())
+
+
+class Peft:
+    """transformers + PEFT, experts through grouped_mm where the device has it."""
+
+    def __init__(self, config: dict[str, Any], state: str, args: argparse.Namespace) -> None:
+        import torch
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+        kwargs = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
+        hf = Qwen3MoeConfig(**kwargs, use_cache=False)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(hf, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model.to_empty(device=args.device)
+        fill_hf(model, config, args.device)
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("grouped_mm")
+        lora = LoraConfig(
+            r=args.rank,
+            lora_alpha=2 * args.rank,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            bias="none",
+        )
+        self._model: Any = get_peft_model(model, lora, autocast_adapter_dtype=state == "float32")
+        self._model.train()
+        self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._model.enable_input_require_grads()
+        trainable = [p for p in self._model.parameters() if p.requires_grad]
+        self._adamw = torch.optim.AdamW(trainable, lr=1e-5, weight_decay=0.0, fused=True)
+        self._trainable, self._device = trainable, args.device
+        experts = getattr(hf, "_experts_implementation", None)
+        self.facts = {
+            "num_trainable": sum(p.numel() for p in trainable),
+            "adapter_dtypes": sorted({str(p.dtype) for p in trainable}),
+            "experts": str(experts),
+        }
+
+    def step(self, token_ids: Any) -> float:
+        """Forward, backward, update. Returns the loss before the update."""
+        import torch
+
+        ids = torch.from_numpy(token_ids).to(self._device)[None]
+        loss = self._model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._trainable, 1.0, foreach=True)
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+
+def fill_hf(model: Any, config: dict[str, Any], device: str) -> None:
+    """The same values that TrainerRank draws, by checkpoint name; experts are stacked in transformers."""
+    import torch
+
+    from trainer.loading import RandomReader
+    from trainer.model.spec import ModelSpec
+    from weight_sync.layout import Region
+
+    spec = ModelSpec.from_hf_config(config)
+    reader = RandomReader(spec, seed=SEED, std=0.02, device=device)
+    params = dict(model.named_parameters())
+    with torch.no_grad():
+        for meta in spec.checkpoint_tensors("bfloat16"):
+            values = reader.read(meta.name, Region((0,) * len(meta.shape), meta.shape))
+            prefix, _, rest = meta.name.partition(".experts.")
+            if not rest:
+                params[meta.name].copy_(values)
+                continue
+            expert, leaf, _ = rest.split(".")
+            width = config["moe_intermediate_size"]
+            if leaf == "down_proj":
+                params[f"{prefix}.experts.down_proj"][int(expert)].copy_(values)
+            else:
+                rows = slice(0, width) if leaf == "gate_proj" else slice(width, 2 * width)
+                params[f"{prefix}.experts.gate_up_proj"][int(expert), rows].copy_(values)
+        for module in model.modules():  # not in a checkpoint: inverse frequencies, which to_empty() left undefined
+            if hasattr(module, "inv_freq"):
+                half = torch.arange(0, config["head_dim"], 2, dtype=torch.float32, device=device)
+                module.inv_freq = 1.0 / config["rope_theta"] ** (half / config["head_dim"])
+                if hasattr(module, "original_inv_freq"):
+                    module.original_inv_freq = module.inv_freq
