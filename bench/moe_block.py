@@ -1,6 +1,6 @@
 """The MoE block alone on one GPU: every kernel against the machine, adapters against the frozen block.
 
-    python bench/moe_block.py [--tables block profile ...] [--before FOLDER] [--tiny] [--out FILE]
+    python bench/moe_block.py [--tables block profile ...] [--tiny] [--out FILE]
 
 Prints its environment, the copy bandwidth and a large matrix product measured in the same run, then its tables:
 
@@ -9,21 +9,15 @@ Prints its environment, the copy bandwidth and a large matrix product measured i
     dequant   unpacking of one layer's experts at the shape of one GPU's part of Kimi-K2
     kernels   each kernel alone: time, GB/s or TFLOP/s, share of the measured limit; other ways to add an adapter
     packed    layers of packed experts, forward + backward
-    tilings   (only when asked for) kernels with an adapter under other tile sizes than the fixed ones: how those are
-              chosen, and what choosing costs
-    host      (only when asked for) what Python spends on launching
 
-`--before` names a checkout whose trainer/moe is built of separate autograd pieces;
-it runs in a process of its own, on the same device, right after. `--tiny` is for a machine without a GPU.
+`--tiny` is for a machine without a GPU. How tile sizes are chosen is in bench/moe_tuning.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,11 +26,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # instead of this folder, where trainer.py hides the package trainer
+
+from bench.runs import environment  # noqa: E402
+from conf.schema import DType, LoraConfig  # noqa: E402
+from trainer.kernels.combine import weighted_sum  # noqa: E402
+from trainer.kernels.counting_sort import sort_by_expert  # noqa: E402
+from trainer.kernels.dequant import dequantize_int4, dequantize_mxfp4  # noqa: E402
+from trainer.kernels.gather import gather_project, gather_rows  # noqa: E402
+from trainer.kernels.low_rank import add_low_rank, low_rank_gradient  # noqa: E402
+from trainer.kernels.swiglu import InnerAdapter, activate, activate_backward  # noqa: E402
+from trainer.model.spec import ExpertFormat  # noqa: E402
+from trainer.moe.activation import SWIGLU  # noqa: E402
+from trainer.moe.bank import UnpackedSlots  # noqa: E402
+from trainer.moe.dispatch import plan_dispatch  # noqa: E402
+from trainer.moe.experts import Experts  # noqa: E402
+from trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product  # noqa: E402
+
 QWEN3 = {"hidden_size": 2048, "intermediate_size": 768, "num_experts": 128, "top_k": 8}
 KIMI_PART = {"hidden_size": 7168, "intermediate_size": 2048, "num_experts": 48, "top_k": 8}
 TINY = {"hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "top_k": 2}
+CASES = ((0, "frozen"), (16, "float32"), (16, "bfloat16"), (64, "float32"), (64, "bfloat16"))
+"""Rank and format of the adapters."""
+TABLES = ("block", "profile", "dequant", "kernels", "packed")
 Rows = list[dict[str, Any]]
 REPEATS = 10
 """Steps of a profile."""
@@ -86,9 +101,6 @@ def routing_of(num_tokens: int, shape: dict[str, int], device: torch.device, *, 
 
 def make_experts(shape: dict[str, int], rank: int, device: torch.device, *, lora_dtype: Any = None, **more: Any) -> Any:
     """Experts with random weights; rank 0: frozen, without adapters."""
-    from conf.schema import DType, LoraConfig
-    from trainer.moe.experts import Experts
-
     lora = LoraConfig(rank=rank, alpha=2.0 * rank, dtype=lora_dtype or DType.float32) if rank else None
     with torch.device(device):
         experts = Experts(
@@ -114,18 +126,10 @@ def make_experts(shape: dict[str, int], rank: int, device: torch.device, *, lora
     return experts
 
 
-CASES = ((0, "frozen"), (16, "float32"), (16, "bfloat16"), (64, "float32"), (64, "bfloat16"))
-"""Rank and format of the adapters."""
-TABLES = ("block", "profile", "dequant", "kernels", "packed")
-MORE_TABLES = ("tilings", "host")
-
-
 def block_calls(
     experts: list[Any], experts_TK: Tensor, shape: dict[str, int], device: torch.device
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Forward alone; forward + backward."""
-    from trainer.moe.dispatch import plan_dispatch
-
     num_tokens = experts_TK.shape[0]
     x = torch.randn(num_tokens, shape["hidden_size"], device=device, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.rand(experts_TK.shape, device=device).bfloat16().requires_grad_()
@@ -165,8 +169,6 @@ def block_seconds(
 
 def block_table(shape: dict[str, int], token_counts: list[int], device: torch.device) -> Rows:
     """The block with adapters against the frozen block, same routing."""
-    from conf.schema import DType
-
     rows: Rows = []
     for skewed in (False, True):
         for num_tokens in token_counts:
@@ -193,10 +195,6 @@ def block_table(shape: dict[str, int], token_counts: list[int], device: torch.de
 
 def profile_table(shape: dict[str, int], token_counts: list[int], device: torch.device) -> Rows:
     """Microseconds of the device by kernel, forward + backward; columns are CASES."""
-    from torch.profiler import ProfilerActivity
-
-    from conf.schema import DType
-
     rows: Rows = []
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     for num_tokens in token_counts:
@@ -225,125 +223,8 @@ def profile_table(shape: dict[str, int], token_counts: list[int], device: torch.
     return rows
 
 
-def host_table(shape: dict[str, int], num_tokens: int, device: torch.device) -> Rows:
-    """Milliseconds of Python in one forward + backward, by function, the longest first."""
-    import cProfile
-    import pstats
-
-    from conf.schema import DType
-
-    experts = make_experts(shape, 16, device, lora_dtype=DType.bfloat16)
-    _, both = block_calls([experts], routing_of(num_tokens, shape, device), shape, device)
-    timed(both, device)
-    profiler = cProfile.Profile()
-    profiler.enable()
-    for _ in range(REPEATS):
-        both()
-    profiler.disable()
-    stats: Any = pstats.Stats(profiler)
-    rows = [
-        {"function": f"{Path(where[0]).name}:{where[1]} {where[2]}", "calls": calls / REPEATS,
-         "own_s": own / REPEATS, "total_s": total / REPEATS}
-        for where, (_, calls, own, total, _) in stats.stats.items()
-    ]  # fmt: skip
-    return sorted(rows, key=lambda row: -row["own_s"])[:30]
-
-
-def tilings_table(shape: dict[str, int], num_tokens: int, device: torch.device) -> Rows:
-    """Each kernel that an adapter touches under each of some tilings; the shortest of a case comes first."""
-    from unittest import mock
-
-    from trainer.kernels import gather, grouped_gemm, low_rank, swiglu
-    from trainer.kernels.launch import Tiling
-    from trainer.moe.activation import SWIGLU
-    from trainer.moe.dispatch import plan_dispatch
-
-    hidden, width, num_experts = shape["hidden_size"], shape["intermediate_size"], shape["num_experts"]
-    product_tilings = (
-        (Tiling(128, 128, 8, 3), 64, 2), (Tiling(128, 128, 8, 3), 128, 2), (Tiling(128, 128, 8, 4), 64, 2),
-        (Tiling(128, 256, 8, 3), 64, 2),
-    )  # fmt: skip
-    row_tilings = (
-        Tiling(64, 32, 4, 3), Tiling(32, 64, 4, 3), Tiling(32, 64, 8, 3), Tiling(16, 128, 4, 3), Tiling(64, 64, 8, 3),
-    )  # fmt: skip
-    gradient_tilings = (Tiling(64, 128, 4, 3), Tiling(64, 128, 4, 4), Tiling(64, 256, 8, 3))
-    gather_tilings = (Tiling(64, 128, 4, 3), Tiling(32, 128, 4, 3))
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, device=device, dtype=torch.bfloat16) * 0.05
-
-    wgu, wd = draw(num_experts, 2 * width, hidden), draw(num_experts, hidden, width)
-    rows: Rows = []
-    experts_TK = routing_of(num_tokens, shape, device)
-    plan = plan_dispatch(experts_TK, num_experts, None)
-    groups, num_rows, source = plan.groups, experts_TK.numel(), plan.token_of_row_S
-    x, sorted_x, gu, h, w = (
-        draw(num_tokens, hidden), draw(num_rows, hidden), draw(num_rows, 2 * width), draw(num_rows, width),
-        torch.rand(num_rows, device=device),
-    )  # fmt: skip
-
-    def products(low: Any, factors: Any) -> dict[str, Callable[[], Any]]:
-        operands = {
-            "Xp Wgu^T": (sorted_x, wgu.transpose(1, 2)), "h Wd^T": (h, wd.transpose(1, 2)),
-            "g Wd": (sorted_x, wd), "dgu Wgu": (gu, wgu),
-        }  # fmt: skip
-        return {
-            name: lambda pair=pair, p=p: grouped_gemm.grouped_product_triton(*pair, groups, low, p)
-            for (name, pair), p in zip(operands.items(), factors, strict=True)
-        }
-
-    cases: list[tuple[str, int, Any, Any, tuple[Any, ...], Callable[[], Any]]] = []
-    for name, run in products(None, (None,) * 4).items():
-        cases.append((name, 0, grouped_gemm, "product_tiling", product_tilings[:1], run))
-    for rank in (16, 64):
-        low = draw(num_rows, rank)
-        a_gu, b_gu, a_d, b_d = (
-            draw(num_experts, rank, hidden), draw(num_experts, 2 * width, rank), draw(num_experts, rank, width),
-            draw(num_experts, hidden, rank),
-        )  # fmt: skip
-        inner = swiglu.InnerAdapter(b_gu, a_d, 2.0)
-        for name, run in products(low, (b_gu, b_d, a_d.transpose(1, 2), a_gu.transpose(1, 2))).items():
-            cases.append((name, rank, grouped_gemm, "product_tiling", product_tilings, run))
-        forward = lambda inner=inner, low=low: swiglu.activate(gu, low, inner, None, groups, SWIGLU)  # noqa: E731
-        backward = lambda inner=inner, low=low: swiglu.activate_backward(  # noqa: E731
-            gu, low, inner, None, h, low, w, groups, SWIGLU, True
-        )
-        cases.append(("activate", rank, swiglu, "ADAPTED", row_tilings, forward))
-        cases.append(("activate_backward", rank, swiglu, "ADAPTED_BACKWARD", row_tilings, backward))
-        project = lambda a=a_gu: gather.gather_project(x, source, a, groups)  # noqa: E731
-        cases.append(("gather_project", rank, gather, "PROJECT", gather_tilings, project))
-        for name, right, out, more in (
-            ("gradient of A, gate|up", x, a_gu, {"source_S": source}),
-            ("gradient of A, gate|up, sorted rows", sorted_x, a_gu, {}),
-            ("gradient of B, gate|up", gu, b_gu.transpose(1, 2), {}),
-            ("gradient of B, down", x, b_d.transpose(1, 2), {"source_S": source, "weights_S": w}),
-            ("gradient of A, down", h, a_d, {}),
-        ):
-            run = lambda r=right, o=out, low=low, m=more: low_rank.low_rank_gradient(  # noqa: E731
-                low, r, groups, o, **m
-            )
-            cases.append((name, rank, low_rank, "GRADIENT", gradient_tilings, run))
-    for name, rank, module, attribute, candidates, run in cases:
-        found: Rows = []
-        for candidate in candidates:
-            given = (lambda *_, c=candidate: c) if attribute == "product_tiling" else candidate
-            row = {"tokens": num_tokens, "kernel": name, "rank": rank, "tiling": str(candidate)}
-            began = time.perf_counter()
-            with mock.patch.object(module, attribute, given):
-                try:
-                    row["us"] = timed(run, device) * 1e6
-                except Exception as e:  # a tiling that does not fit this device is no choice
-                    row["us"], row["failed"] = float("inf"), str(e).splitlines()[0][:80]
-            found.append({**row, "tuning_s": time.perf_counter() - began})
-        rows += sorted(found, key=lambda row: row["us"])
-    return rows
-
-
 def packed_table(shape: dict[str, int], num_tokens: int, num_layers: int, device: torch.device) -> Rows:
     """Layers of packed experts, unpacked one ahead, against plain ones."""
-    from trainer.model.spec import ExpertFormat
-    from trainer.moe.bank import UnpackedSlots
-
     rows: Rows = []
     experts_TK = routing_of(num_tokens, shape, device)
     for expert_format in ExpertFormat:
@@ -361,15 +242,6 @@ def kernel_table(
     shape: dict[str, int], num_tokens: int, rank: int, device: torch.device, limit: dict[str, float]
 ) -> Rows:
     """Each kernel of the block by itself, with the bytes or operations it cannot do without."""
-    from trainer.kernels.combine import weighted_sum
-    from trainer.kernels.counting_sort import sort_by_expert
-    from trainer.kernels.gather import gather_project, gather_rows
-    from trainer.kernels.low_rank import add_low_rank, low_rank_gradient
-    from trainer.kernels.swiglu import InnerAdapter, activate, activate_backward
-    from trainer.moe.activation import SWIGLU
-    from trainer.moe.dispatch import plan_dispatch
-    from trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product
-
     hidden, width, num_experts = shape["hidden_size"], shape["intermediate_size"], shape["num_experts"]
     experts_TK = routing_of(num_tokens, shape, device)
     plan = plan_dispatch(experts_TK, num_experts, None)
@@ -381,17 +253,13 @@ def kernel_table(
     x, weights = draw(num_tokens, hidden), torch.rand(experts_TK.shape, device=device).bfloat16()
     rows_SH, gu, h, low = draw(num_rows, hidden), draw(num_rows, 2 * width), draw(num_rows, width), draw(num_rows, rank)
     w_S = weights.flatten()[plan.slot_of_row_S]
-    adapters = {
-        "a_gate_up": draw(num_experts, rank, hidden, dtype=torch.float32),
-        "b_gate_up": draw(num_experts, 2 * width, rank, dtype=torch.float32),
-        "a_down": draw(num_experts, rank, width, dtype=torch.float32),
-        "b_down": draw(num_experts, hidden, rank, dtype=torch.float32),
-    }
-    inner = InnerAdapter(adapters["b_gate_up"], adapters["a_down"], 2.0)
-    a_gate_up, b_down = adapters["a_gate_up"], adapters["b_down"]
-    inner_bytes = 4 * (inner.b_EIR.numel() + inner.a_ERI.numel())
+    f32 = torch.float32
+    a_gate_up, b_gate_up = draw(num_experts, rank, hidden, dtype=f32), draw(num_experts, 2 * width, rank, dtype=f32)
+    a_down, b_down = draw(num_experts, rank, width, dtype=f32), draw(num_experts, hidden, rank, dtype=f32)
+    inner = InnerAdapter(b_gate_up, a_down, 2.0)
+    inner_bytes = 4 * (b_gate_up.numel() + a_down.numel())
     source = plan.token_of_row_S
-    wide, half, thin, tokens = (2 * num_rows * n for n in (hidden, width, rank, 0))
+    wide, half, thin = (2 * num_rows * n for n in (hidden, width, rank))
     tokens = 2 * num_tokens * hidden
     memory: list[tuple[str, Callable[[], Any], int]] = [
         ("sort_by_expert", lambda: sort_by_expert(experts_TK.flatten(), num_experts), 24 * num_rows),
@@ -405,8 +273,8 @@ def kernel_table(
         ("add_low_rank (B of down)", lambda: add_low_rank(rows_SH, low, b_down, None, groups), 2 * wide + thin + 4 * b_down.numel()),  # noqa: E501
         ("add_low_rank (A of gate|up)", lambda: add_low_rank(rows_SH, low, a_gate_up.transpose(1, 2), None, groups), 2 * wide + thin + 4 * a_gate_up.numel()),  # noqa: E501
         ("gradient of A, gate|up", lambda: low_rank_gradient(low, rows_SH, groups, torch.empty_like(a_gate_up)), wide + thin + 4 * a_gate_up.numel()),  # noqa: E501
-        ("gradient of B, gate|up", lambda: low_rank_gradient(low, gu, groups, torch.empty_like(inner.b_EIR).transpose(1, 2)), 2 * half + thin + 4 * inner.b_EIR.numel()),  # noqa: E501
-        ("gradient of A, down", lambda: low_rank_gradient(low, h, groups, torch.empty_like(inner.a_ERI)), half + thin + 4 * inner.a_ERI.numel()),  # noqa: E501
+        ("gradient of B, gate|up", lambda: low_rank_gradient(low, gu, groups, torch.empty_like(b_gate_up).transpose(1, 2)), 2 * half + thin + 4 * b_gate_up.numel()),  # noqa: E501
+        ("gradient of A, down", lambda: low_rank_gradient(low, h, groups, torch.empty_like(a_down)), half + thin + 4 * a_down.numel()),  # noqa: E501
         ("gradient of B, down", lambda: low_rank_gradient(low, rows_SH, groups, torch.empty_like(b_down).transpose(1, 2)), wide + thin + 4 * b_down.numel()),  # noqa: E501
         ("weighted_sum", lambda: weighted_sum(rows_SH, weights, plan.row_of_slot_TK), wide + tokens),
     ]  # fmt: skip
@@ -440,17 +308,14 @@ def kernel_table(
             rate = 2 * num_rows * inner_size * out_size / seconds / 1e12
             share = rate / limit["matmul_tflop_s"]
             table.append({"kernel": f"{name} [{backend}]", "us": seconds * 1e6, "tflop_s": rate, "share": share})
-    flat = wgu.clone()
-    a_16, b_16 = a_gate_up.bfloat16(), inner.b_EIR.bfloat16()
-    merge = timed(lambda: torch.baddbmm(flat, b_16, a_16, alpha=2.0), device)
+    a_16, b_16 = a_gate_up.bfloat16(), b_gate_up.bfloat16()
+    merge = timed(lambda: torch.baddbmm(wgu, b_16, a_16, alpha=2.0), device)
     table.append({"kernel": "W + BA of gate|up (not used)", "us": merge * 1e6})
     return [{"tokens": num_tokens, "rank": rank, **row} for row in table]
 
 
 def dequant_table(shape: dict[str, int], device: torch.device, limit: dict[str, float]) -> Rows:
     """Unpacking of one layer's experts."""
-    from trainer.kernels.dequant import dequantize_int4, dequantize_mxfp4
-
     table: Rows = []
     experts, hidden, width = shape["num_experts"], shape["hidden_size"], shape["intermediate_size"]
     for name, num_rows, columns in (("gate|up", 2 * width, hidden), ("down", hidden, width)):
@@ -475,39 +340,6 @@ def dequant_table(shape: dict[str, int], device: torch.device, limit: dict[str, 
     return table
 
 
-def before_table(shape: dict[str, int], token_counts: list[int], device: torch.device) -> Rows:
-    """Run in a process whose trainer/moe is the one of separate pieces: experts(rows, counts) between two gathers."""
-    from trainer.moe.combine import combine  # type: ignore[import-not-found]
-
-    from trainer.moe.dispatch import dispatch, plan_dispatch, undispatch  # type: ignore[attr-defined]
-
-    rows: Rows = []
-    for num_tokens in token_counts:
-        experts_TK = routing_of(num_tokens, shape, device)
-        for rank in (0, 16, 64):
-            experts = make_experts(shape, rank, device)
-            x = torch.randn(num_tokens, shape["hidden_size"], device=device, dtype=torch.bfloat16, requires_grad=True)
-            weights = torch.rand(experts_TK.shape, device=device).bfloat16().requires_grad_()
-            grad_out = torch.randn_like(x)
-
-            def both(experts=experts, experts_TK=experts_TK, x=x, weights=weights, grad_out=grad_out) -> None:
-                plan = plan_dispatch(experts_TK, shape["num_experts"], None)
-                out = undispatch(experts(dispatch(x, plan), plan.counts_e), plan)  # type: ignore[attr-defined]
-                combine(out, weights, plan.row_of_slot_TK).backward(grad_out)
-                x.grad = weights.grad = None
-                experts.zero_grad(set_to_none=True)
-
-            row = {"tokens": num_tokens, "rank": rank, "both_s": timed(both, device)}
-            if device.type == "cuda":
-                base = torch.cuda.memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
-                both()
-                torch.cuda.synchronize()
-                row["peak_bytes"] = torch.cuda.max_memory_allocated() - base
-            rows.append(row)
-    return rows
-
-
 def show(title: str, rows: Rows) -> None:
     """Print a table; seconds as milliseconds, bytes as GB, shares as percent."""
     print(f"\n{title}")
@@ -528,38 +360,20 @@ def show(title: str, rows: Rows) -> None:
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", help="checkout of separate pieces to compare with")
-    parser.add_argument("--as-before", help=argparse.SUPPRESS)
-    parser.add_argument("--tables", nargs="+", choices=TABLES + MORE_TABLES, default=list(TABLES))
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a machine without a GPU")
-    parser.add_argument("--out", help="JSON file to write")
+    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
-    sys.path[0] = options.as_before or str(ROOT)  # instead of this folder, whose trainer.py hides the package
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     qwen3, kimi, token_counts = (TINY, TINY, [32]) if options.tiny else (QWEN3, KIMI_PART, [4096, 16384])
-    if options.as_before:
-        print(json.dumps(before_table(qwen3, token_counts, device)))
-        return
-
     limit = limits(device, options.tiny)
-    environment = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu",
-        **limit,
-    }
-    print(json.dumps(environment))
-    report: dict[str, Any] = {"environment": environment, "shapes": {"block": qwen3, "packed": kimi}}
+    facts = environment(options.commit) | limit
+    print(json.dumps(facts))
+    report: dict[str, Any] = {"environment": facts, "shapes": {"block": qwen3, "packed": kimi}}
     if "block" in options.tables:
         report["block"] = block_table(qwen3, token_counts, device)
         show("block, forward + backward", report["block"])
-    if options.before:
-        command = [sys.executable, __file__, "--as-before", options.before, *(["--tiny"] if options.tiny else [])]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(done.stderr)
-        report["before"] = json.loads(done.stdout.splitlines()[-1])
-        show("separate pieces, forward + backward", report["before"])
     if "profile" in options.tables:
         report["profile"] = profile_table(qwen3, token_counts, device)
         show("microseconds of the device by kernel, forward + backward", report["profile"])
@@ -575,15 +389,8 @@ def main() -> None:
     if "packed" in options.tables:
         report["packed"] = packed_table(kimi, 8192 if not options.tiny else 32, 4, device)
         show("packed experts, forward + backward", report["packed"])
-    if "host" in options.tables:
-        report["host"] = host_table(qwen3, token_counts[0], device)
-        show("Python, forward + backward", report["host"])
-    if "tilings" in options.tables:
-        report["tilings"] = [row for count in token_counts for row in tilings_table(qwen3, count, device)]
-        show("tilings", report["tilings"])
-        print(f"tuning took {sum(row['tuning_s'] for row in report['tilings']):.0f} s")
     if options.out:
-        Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
