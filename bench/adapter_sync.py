@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where a file hides the package weight_sync
 
 from bench.runs import environment  # noqa: E402
-from bench.shapes import model_config  # noqa: E402
+from bench.shapes import add_shape_options, model_config  # noqa: E402
 from bench.trainer_side import KEY, draw_adapters, measure_wire, wait  # noqa: E402
 
 STAGES = ("begin_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s")
@@ -373,11 +373,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"))
-    for name, value in (("layers", 48), ("experts", 128), ("hidden", 2048), ("width", 768), ("vocab", 151936)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--rank", type=int, default=32, help="of the adapters")
+    add_shape_options(parser, rank=32)
     parser.add_argument("--slots", type=int, default=6, help="of the engine; requests hold theirs to their end")
     parser.add_argument("--on-busy-slot", default="wait", choices=("wait", "requeue", "re_prefill"))
     parser.add_argument("--requests", type=int, default=256)

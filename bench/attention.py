@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, where bench/trainer.py would hide the package trainer
+sys.path[0] = str(ROOT)  # instead of this folder, where trainer.py hides the package trainer
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402

@@ -1,6 +1,7 @@
-"""The engine's process of bench/weight_sync.py: a live vLLM rollout worker under load, or plain parameters.
+"""The engine's process: a live vLLM rollout worker under load, or plain parameters.
 
-Owns its start, the load, and the orders that the bench sends over a pipe. Does not own what is measured.
+Owns its start, the load, and the orders that a bench sends over a pipe. Does not own what is measured. Callers:
+bench/weight_sync.py; bench/push.py, with plain parameters.
 """
 
 from __future__ import annotations

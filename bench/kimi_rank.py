@@ -359,7 +359,7 @@ def _note(table: dict[str, Any], category: str, name: str, microseconds: float, 
         entry["longest"].append([name[:100], microseconds / 1e3, count])
 
 
-# ---- the ladder of seed 000 ----
+# ---- the ladder ----
 
 
 def ladder(made: TrainerRank, routing: ForcedRouting, case: Case, rank: int, world_size: int) -> list[dict[str, Any]]:

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, where bench/trainer.py would hide the package trainer
+sys.path[0] = str(ROOT)  # instead of this folder, where trainer.py hides the package trainer
 
 from bench.runs import environment  # noqa: E402
 
 NUM_GPUS, NUM_MOE_LAYERS, TOP_K, HIDDEN, EXCHANGES = 8, 60, 8, 7168, 4
 OTHERS, GOAL = 6600.0, 13000.0
-"""Tokens/s: Trellis on 8 x H200 (Workshop Labs, 2026-03-12), and what issue 4 asks for."""
+"""Tokens/s: Trellis on 8 x H200 (Workshop Labs, 2026-03-12), and twice that, the goal."""
 ASSUMED_LINK_GB_S = 350.0
 """Bytes that leave a GPU a second in an all-to-all, where one GPU cannot measure it; NVLink 4 has 450."""
 

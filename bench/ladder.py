@@ -1,7 +1,7 @@
 """What each step towards packed grouped kernels gives: one batch of unequal sequences, one GPU, our trainer.
 
-    python bench/ladder.py [--out bench/results/ladder-gpu.json]          Qwen3-30B-A3B's shape, r=64, one H200
-    python bench/ladder.py --tiny                                         a CPU will do
+    python bench/ladder.py            Qwen3-30B-A3B's shape, r=64, one H200
+    python bench/ladder.py --tiny     a CPU will do
 
 Rungs, each on top of the one before (tokens per second count real tokens only):
 
@@ -11,7 +11,8 @@ Rungs, each on top of the one before (tokens per second count real tokens only):
     no pads     every sequence a microbatch of its own length
     packed      all sequences in one microbatch, without pads
 
-The rows of bench/trainer.py are the last rung, for one sequence of each length.
+The rows of bench/trainer.py are the last rung, for one sequence of each length. Writes
+bench/results/trainer-ladder-<device>.json.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "ladder.json")
+    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")
     args = parser.parse_args()
     if args.tiny:
@@ -117,7 +119,12 @@ def main() -> None:
     ours = Ours(model_config(args), "float32", args)
     chosen = dict(ours.facts["backends"])
     lengths = draw_lengths(args.sequences, args.longest)
-    report: dict[str, Any] = {"environment": environment(None), "backends": chosen, "lengths": lengths, "rungs": []}
+    report: dict[str, Any] = {
+        "environment": environment(args.commit),
+        "backends": chosen,
+        "lengths": lengths,
+        "rungs": [],
+    }
     print(f"{len(lengths)} sequences of {sum(lengths)} tokens, the longest {max(lengths)}; {chosen}")
     print(f"{'rung':12}{'tok/s':>10}{'step s':>10}{'peak GB':>10}")
     for rung in RUNGS:
@@ -126,8 +133,11 @@ def main() -> None:
         report["rungs"].append(row)
         peak = "-" if row["peak_gb"] is None else f"{row['peak_gb']:.1f}"
         print(f"{rung:12}{row['tokens_per_s']:>10.0f}{row['step_s']:>10.3f}{peak:>10}", flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    label = "gpu" if args.device == "cuda" else "cpu"
+    out: Path = args.out or ROOT / "bench" / "results" / f"trainer-ladder-{label}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written: {out}")
 
 
 if __name__ == "__main__":

@@ -23,16 +23,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, where this file hides nothing yet but could
+sys.path[0] = str(ROOT)  # instead of this folder, where trainer.py hides the package trainer
 
 import numpy as np  # noqa: E402
 
+from bench.runs import environment  # noqa: E402
 from conf.load import load_run_config  # noqa: E402
 from conf.schema import LoraConfig, TrainerConfig  # noqa: E402
 from rollout.offline_slots import offline_slots  # noqa: E402
@@ -64,13 +65,11 @@ HIDDEN, HEADS, Q_RANK, KV_RANK, NOPE, ROPE, V = 7168, 64, 1536, 512, 128, 64, 12
 WIDTH, DENSE_WIDTH, VOCAB, BLOCK = 2048, 18432, 163840, 128
 
 
-@dataclass
 class Model:
-    """The checkpoint, and an engine's parameters as the loader fills them."""
+    """Collects the tensors of a checkpoint."""
 
-    layers: int
-    experts: int
-    tensors: list[TensorMeta] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.tensors: list[TensorMeta] = []
 
     def add(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         """A tensor; block-FP8 brings its scales."""
@@ -82,7 +81,7 @@ class Model:
 
 def kimi_k2(layers: int, experts: int) -> list[TensorMeta]:
     """Kimi-K2's FP8 checkpoint: the first layer dense, the others of experts and a shared one."""
-    model = Model(layers, experts)
+    model = Model()
     model.add("model.embed_tokens.weight", (VOCAB, HIDDEN), BF16)
     for layer in range(layers):
         prefix = f"model.layers.{layer}"
@@ -114,19 +113,6 @@ def add_mlp(model: Model, prefix: str, width: int) -> None:
     model.add(f"{prefix}.gate_proj.weight", (width, HIDDEN), FP8)
     model.add(f"{prefix}.up_proj.weight", (width, HIDDEN), FP8)
     model.add(f"{prefix}.down_proj.weight", (HIDDEN, width), FP8)
-
-
-def kimi_k2_adapters(layers: int, experts: int, rank: int) -> list[TensorMeta]:
-    """Factors of all routed experts; gate and up share A."""
-    tensors: list[TensorMeta] = []
-    for layer in range(1, layers):
-        for expert in range(experts):
-            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-            shapes = {"gate_up.lora_A": (rank, HIDDEN), "gate_proj.lora_B": (WIDTH, rank)}
-            shapes |= {"up_proj.lora_B": (WIDTH, rank), "down_proj.lora_A": (rank, WIDTH)}
-            shapes |= {"down_proj.lora_B": (HIDDEN, rank)}
-            tensors += [TensorMeta(f"{prefix}.{name}", shape, BF16) for name, shape in shapes.items()]
-    return tensors
 
 
 class Engine:
@@ -418,9 +404,10 @@ def main() -> None:
     parser.add_argument("--ep-size", type=int, default=256, help="of the trainer")
     parser.add_argument("--rank", type=int, default=32, help="of the adapters")
     parser.add_argument("--watermark", type=int, default=1 << 30)
+    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = measure(args)
+    found = {"environment": environment(args.commit)} | measure(args)
     print(json.dumps(found, indent=2))
     if args.out:
         args.out.write_text(json.dumps(found, indent=2) + "\n")

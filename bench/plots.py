@@ -1,6 +1,6 @@
 """The table and the picture of bench/weight_sync.py's JSON.
 
-python bench/plots.py bench/results/weight_sync-1x1.json
+python bench/plots.py bench/results/weight_sync-gpu-1x1.json
 """
 
 from __future__ import annotations

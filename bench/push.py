@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder
+sys.path[0] = str(ROOT)  # instead of this folder, where files hide the packages trainer and weight_sync
 
 from bench.engine_side import KEY, EngineSpec, run_engine  # noqa: E402
 from bench.runs import environment  # noqa: E402
-from bench.shapes import model_config  # noqa: E402
+from bench.shapes import add_shape_options, model_config  # noqa: E402
 
 MIB = 1 << 20
 
@@ -301,10 +301,8 @@ def show(report: dict[str, Any]) -> None:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (
-        ("layers", 48), ("experts", 128), ("hidden", 2048), ("width", 768), ("heads", 32), ("head-dim", 128),
-        ("vocab", 151936), ("publishes", 5), ("watermark-mib", 1024), ("max-model-len", 2048),
-    ):  # fmt: skip
+    add_shape_options(parser, rank=None)
+    for name, value in (("publishes", 5), ("watermark-mib", 1024), ("max-model-len", 2048)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--threads", type=int, nargs="+", default=[4, 16, 8], help="of reading; push uses the last one")
     parser.add_argument("--folder", type=Path, help="where the checkpoint is, or is written; a temporary one")

@@ -2,7 +2,7 @@
 
 Owns one rank's orders: connect and publish under one set of options, write over the bare wire, send the weights as the
 NCCL peer does. Does not own engines nor figures. All weights are random and stay where they are drawn; A and B of every
-adapter are drawn anew before each publish.
+adapter are drawn anew before each publish. bench/adapter_sync.py takes the wire and the drawing of adapters from here.
 """
 
 from __future__ import annotations

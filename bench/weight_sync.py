@@ -48,7 +48,7 @@ from bench.engine_side import EngineSpec, run_engine  # noqa: E402
 from bench.memory import MemorySampler, Samples  # noqa: E402
 from bench.plots import plot, show  # noqa: E402
 from bench.runs import environment  # noqa: E402
-from bench.shapes import model_config  # noqa: E402
+from bench.shapes import add_shape_options, model_config  # noqa: E402
 from bench.trainer_side import MIB, Row, TrainerSpec, run_rank  # noqa: E402
 
 PARTS = ("begin_s", "write_s", "verify_s", "commit_s")
@@ -269,11 +269,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cold", action="store_true", help="leave out warm-up and freezing in the rollout worker")
     parser.add_argument("--colocate", action="store_true", help="trainer and engine ranks on the same GPUs; no peers")
     parser.add_argument("--only", choices=("EP", "TP"), help="of 2x2 and 4x4: one of the two engines")
-    for name, value in (("layers", 48), ("experts", 128), ("hidden", 2048), ("width", 768), ("vocab", 151936)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--rank", type=int, default=32, help="of the adapters")
+    add_shape_options(parser, rank=32)
     parser.add_argument("--publishes", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--watermark-mib", type=int, nargs="*", default=[64, 256, 1024, 4096])
