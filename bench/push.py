@@ -2,20 +2,23 @@
 
     python bench/push.py --layers 24                     half of Qwen3-30B-A3B's layers: 31 GB, one GPU, 64 GB of disk
     python bench/push.py                                 all 48: 61 GB
+    python bench/push.py --folder F --parts disk publish, then --parts starts       the same as two commands
     python bench/push.py --layers 2 --experts 4 --hidden 64 --heads 4 --width 32 --head-dim 16 --vocab 500       a CPU
 
-In one run, on one checkpoint of random bfloat16 weights (written once into --folder):
+On one checkpoint of random bfloat16 weights (written once into --folder, while vLLM starts for the first time):
 
     h2d        page-locked host memory to the device, 1 GiB at a time: the bound of the offloaded publish
-    disk       this product's own read alone, per number of threads, and safetensors' reader; page cache dropped
+    disk       this product's own read alone, page cache dropped before; then one file again, out of the cache
     publish    from page-locked host memory into a process with vLLM's parameter layout, hashes on, median
     dummy      `vllm serve` with dummy weights, until it answers
     plain      `vllm serve` that loads the checkpoint, until it answers; page cache dropped
     push       `slipstream push --start 1`, until the engine serves the checkpoint; page cache dropped
 
-The first start fills vLLM's compile caches and is not counted. The cache is dropped with posix_fadvise(DONTNEED), and
-what stays resident is measured (mincore) and reported: where a file system keeps pages, "disk" is not the disk's.
-Writes bench/results/push-<device>.json.
+The first start fills vLLM's caches of compiled kernels and is not compared. The page cache is dropped with
+posix_fadvise(DONTNEED), and what stays resident is measured (mincore) and reported: where a file system keeps pages, or
+a sandbox calls every page resident, "disk" may not be the disk's. Read beside the rate of the cache, one can tell.
+Every figure is printed when it is known and kept in bench/results/push-<device>.json at once; a later command for the
+same commit and model adds its parts there.
 """
 
 from __future__ import annotations
@@ -26,14 +29,21 @@ import json
 import mmap
 import multiprocessing
 import os
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weight_sync.layout import TensorMeta
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where files hide the packages trainer and weight_sync
@@ -43,37 +53,87 @@ from bench.runs import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config  # noqa: E402
 
 MIB = 1 << 20
+PARTS = ["disk", "publish", "starts"]
 
 START_TIMEOUT_S = 900.0
 LAYERS_A_FILE = 4
+BFLOAT16_BYTES = 2
+POOL_ELEMENTS = 1 << 26
+"""Random numbers that all tensors are cut from, each from another place."""
+NUM_WRITERS = 4
+BEGAN = time.monotonic()
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any], device: str) -> None:
-    """Random weights in files of a few layers, unless this very checkpoint is there."""
+class Figures:
+    """What is known so far, on the screen and in a file, from the moment when it is known."""
+
+    def __init__(self, file: Path, facts: dict[str, Any]) -> None:
+        self._file = file
+        known = json.loads(file.read_text()) if file.is_file() else {}
+        is_same = all(known.get(name) == fact for name, fact in facts.items())
+        self.all: dict[str, Any] = (known if is_same else {}) | facts
+
+    def keep(self, name: str, figure: Any, text: str) -> None:
+        """One more."""
+        self.all[name] = figure
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(json.dumps(self.all, indent=2) + "\n")
+        print(f"[{time.monotonic() - BEGAN:6.1f} s]  {text}", flush=True)
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any]) -> dict[str, float]:
+    """Random weights in files of a few layers, on disk when this returns; nothing if this very checkpoint is there.
+
+    Raises:
+        SystemExit: The disk is too small.
+    """
     import torch
-    from safetensors.torch import save_file
 
     from trainer.model.spec import ModelSpec
     from weight_sync.safetensors_files import INDEX_NAME
 
-    text = json.dumps(config)
-    if (folder / INDEX_NAME).is_file() and (folder / "config.json").read_text() == text:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    groups: dict[int, list[Any]] = {}
+    text, index = json.dumps(config), folder / INDEX_NAME
+    if index.is_file() and (folder / "config.json").read_text() == text:
+        return {}
+    began = time.perf_counter()
+    groups: dict[int, list[TensorMeta]] = {}
     for meta in ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16"):
         layer = int(meta.name.split(".")[2]) if ".layers." in meta.name else -1
         groups.setdefault(layer // LAYERS_A_FILE, []).append(meta)
-    weight_map: dict[str, str] = {}
-    for number, metas in enumerate(groups.values()):
-        file = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
-        tensors = {
-            meta.name: (torch.randn(meta.shape, dtype=torch.bfloat16, device=device) * 0.02).cpu() for meta in metas
-        }
-        save_file(tensors, folder / file)
-        weight_map |= dict.fromkeys(tensors, file)
-    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    num_bytes = sum(BFLOAT16_BYTES * prod(meta.shape) for metas in groups.values() for meta in metas)
+    index.unlink(missing_ok=True)
+    if shutil.disk_usage(folder).free < num_bytes + (1 << 30):
+        raise SystemExit(f"{folder} has no room for {num_bytes / 1e9:.1f} GB; give fewer --layers, or another --folder")
     (folder / "config.json").write_text(text)
+    pool = torch.randn(POOL_ELEMENTS, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(torch.bfloat16)
+    values = memoryview(pool.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
+    with ThreadPoolExecutor(NUM_WRITERS) as writers:
+        list(writers.map(lambda name, metas: _write_file(folder / name, metas, values), names, groups.values()))
+    weight_map = {meta.name: name for name, metas in zip(names, groups.values(), strict=True) for meta in metas}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "gb_per_s": num_bytes / seconds / 1e9}
+
+
+def _write_file(path: Path, metas: list[TensorMeta], values: memoryview) -> None:
+    """One safetensors file, from the pool to the disk."""
+    header: dict[str, Any] = {}
+    at = 0
+    for meta in metas:
+        end = at + BFLOAT16_BYTES * prod(meta.shape)
+        header[meta.name] = {"dtype": "BF16", "shape": meta.shape, "data_offsets": [at, end]}
+        at = end
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    with path.open("wb", buffering=0) as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for number, meta in enumerate(metas):
+            left, start = BFLOAT16_BYTES * prod(meta.shape), (number * 7919 * 4096) % len(values)
+            while left:
+                left -= file.write(values[start : start + left])
+                start = 0
+        os.fsync(file.fileno())
 
 
 def drop_cache(folder: Path) -> float:
@@ -114,36 +174,40 @@ def measure_h2d(device: str, num_bytes: int) -> float | None:
     return num_bytes / statistics.median(seconds[2:]) / 1e9
 
 
-def measure_disk(folder: Path, threads: list[int]) -> tuple[dict[str, Any], Any]:
-    """Seconds of a cold read, by reader; and the last checkpoint read, for the publish."""
-    from safetensors import safe_open
+def read_disk(folder: Path, num_threads: int) -> tuple[dict[str, Any], Any]:
+    """A cold read, one file of it once more, and the checkpoint that was read, for the publish."""
+    from weight_sync.checkpoint import CHUNK_BYTES, Checkpoint
 
-    from weight_sync.checkpoint import Checkpoint
-
-    figures: dict[str, Any] = {}
     resident = drop_cache(folder)
-    began, num_bytes = time.perf_counter(), 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                num_bytes += file.get_tensor(name).clone().nbytes  # mapped: the clone reads it
-    figures["safetensors"] = _read_figures(num_bytes, time.perf_counter() - began, resident)
-    checkpoint: Any = None
-    for count in threads:
-        checkpoint = None  # its memory goes before the next one's comes
-        resident = drop_cache(folder)
-        checkpoint = Checkpoint(folder, num_threads=count)
-        report = checkpoint.read()
-        figures[f"pread, {count} threads"] = _read_figures(report.num_bytes, report.seconds, resident) | {
-            "pinned_bytes": report.pinned_bytes
-        }
-    again = checkpoint.refresh()
-    figures[f"refresh, {threads[-1]} threads, cached"] = _read_figures(again.num_bytes, again.seconds, 1.0)
+    checkpoint = Checkpoint(folder, num_threads=num_threads)
+    report = checkpoint.read()
+    path = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    buffers = threading.local()
+
+    def read_again(offset: int) -> int:
+        if not hasattr(buffers, "own"):
+            buffers.own = bytearray(CHUNK_BYTES)
+        file = os.open(path, os.O_RDONLY)
+        try:
+            return os.preadv(file, [buffers.own], offset)
+        finally:
+            os.close(file)
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(read_again, range(0, path.stat().st_size, CHUNK_BYTES)))  # threads and buffers are there now
+        began = time.perf_counter()
+        num_bytes = sum(pool.map(read_again, range(0, path.stat().st_size, CHUNK_BYTES)))
+        cached_s = time.perf_counter() - began
+    figures = {
+        "threads": num_threads,
+        "num_bytes": report.num_bytes,
+        "seconds": report.seconds,
+        "gb_per_s": report.num_bytes / report.seconds / 1e9,
+        "resident_before": resident,
+        "pinned_bytes": report.pinned_bytes,
+        "cached_gb_per_s": num_bytes / cached_s / 1e9,
+    }
     return figures, checkpoint
-
-
-def _read_figures(num_bytes: int, seconds: float, resident: float) -> dict[str, Any]:
-    return {"seconds": seconds, "gb_per_s": num_bytes / seconds / 1e9, "resident_before": resident}
 
 
 def measure_publish(checkpoint: Any, config: dict[str, Any], device: str, args: Any) -> dict[str, Any]:
@@ -226,12 +290,8 @@ def measure_server(folder: Path, device: str, words: list[str], log: Path) -> fl
             time.sleep(0.05)
         return time.perf_counter() - began
     finally:
-        for signum in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, signum)
-                process.wait(20)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
+        os.killpg(process.pid, signal.SIGKILL)  # the engine, too: it is of the same session
+        process.wait(20)
 
 
 def measure_push(folder: Path, args: Any, words: list[str], log_dir: Path) -> dict[str, Any]:
@@ -248,7 +308,7 @@ def measure_push(folder: Path, args: Any, words: list[str], log_dir: Path) -> di
         "8712",
         "--once",
     ]
-    command += ["--json", "--log-dir", str(log_dir), "--threads", str(args.threads[-1])]
+    command += ["--json", "--log-dir", str(log_dir), "--threads", str(args.threads)]
     command += ["--watermark-mib", str(args.watermark_mib), "--", *words]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     began = time.perf_counter()
@@ -259,43 +319,49 @@ def measure_push(folder: Path, args: Any, words: list[str], log_dir: Path) -> di
     return report | {"command_s": time.perf_counter() - began}
 
 
-def measure_starts(folder: Path, device: str, args: Any, scratch: Path) -> dict[str, Any]:
-    """dummy, plain and push."""
+def serve_words(device: str, args: Any) -> list[str]:
+    """What all starts have in common."""
     words = ["--max-model-len", str(args.max_model_len), *args.serve]
     if device == "cpu":
         words += ["--enforce-eager", "--kv-cache-memory-bytes", str(64 * MIB)]
-    figures: dict[str, Any] = {
-        "first_start_s": measure_server(folder, device, ["--load-format", "dummy", *words], scratch / "0")
-    }
-    figures["dummy_s"] = measure_server(folder, device, ["--load-format", "dummy", *words], scratch / "1")
-    figures["plain_resident_before"] = drop_cache(folder)
-    figures["plain_s"] = measure_server(folder, device, words, scratch / "2")
-    figures["push_resident_before"] = drop_cache(folder)
-    figures["push"] = measure_push(folder, args, words, scratch / "push-logs")
-    return figures
+    return words
 
 
-def show(report: dict[str, Any]) -> None:
-    """The table."""
-    print(f"\n{report['bytes'] / 1e9:.2f} GB on disk, {report['device']}")
-    for name, row in report["disk"].items():
-        cached = f"{row['resident_before']:.0%} cached"
-        print(f"  read: {name:<32} {row['seconds']:8.2f} s {row['gb_per_s']:8.2f} GB/s  {cached}")
-    publish, h2d = report["publish"], report["h2d_gb_per_s"]
-    bound = f", {publish['gb_per_s'] / h2d:.0%} of h2d {h2d:.1f}" if h2d else ""
-    print(f"  publish ({publish['link']}) {publish['total_s']:29.3f} s {publish['gb_per_s']:8.2f} GB/s{bound}")
-    if "starts" not in report:
+def measure_starts(folder: Path, device: str, args: Any, scratch: Path, figures: Figures) -> None:
+    """dummy, plain and push."""
+    words = serve_words(device, args)
+    figures.keep("serve_words", words, f"vllm serve {' '.join(words)}")
+    dummy_s = measure_server(folder, device, ["--load-format", "dummy", *words], scratch / "1")
+    figures.keep("dummy_s", dummy_s, f"dummy start       {dummy_s:8.2f} s")
+    resident = drop_cache(folder)
+    plain_s = measure_server(folder, device, words, scratch / "2")
+    plain = {"seconds": plain_s, "resident_before": resident}
+    figures.keep("plain", plain, f"plain vLLM load   {plain_s:8.2f} s, {resident:.0%} cached before")
+    resident = drop_cache(folder)
+    push = measure_push(folder, args, words, scratch / "push-logs") | {"resident_before": resident}
+    figures.keep("push", push, f"slipstream push   {push['serving_s']:8.2f} s, {resident:.0%} cached before")
+    for name in ("disk_done_s", "engines_up_s", "attached_s", "connect_s", "publish_s"):
+        print(f"            {name:<16} {push[name]:8.2f} s", flush=True)
+    if disk := figures.all.get("disk"):
+        bound_s = max(dummy_s, disk["seconds"])
+        over_s = push["serving_s"] - bound_s
+        figures.keep("push_over_bound_s", over_s, f"max(dummy, disk)  {bound_s:8.2f} s, push {over_s:+.2f} s")
+
+
+def measure_memory(folder: Path, config: dict[str, Any], device: str, args: Any, figures: Figures) -> None:
+    """disk, h2d and publish, which share the memory that the checkpoint is read into."""
+    disk, checkpoint = read_disk(folder, args.threads)
+    text = f"disk              {disk['seconds']:8.2f} s {disk['gb_per_s']:8.2f} GB/s, {args.threads} threads, "
+    text += f"{disk['resident_before']:.0%} cached before; the cache itself {disk['cached_gb_per_s']:.2f} GB/s"
+    figures.keep("disk", disk, text)
+    if "publish" not in args.parts:
         return
-    starts = report["starts"]
-    serving_s = starts["push"]["serving_s"]
-    bound_s = max(starts["dummy_s"], report["disk"][report["disk_reader"]]["seconds"])
-    print(f"  dummy start            {starts['dummy_s']:8.2f} s")
-    print(f"  plain vLLM load        {starts['plain_s']:8.2f} s, {starts['plain_resident_before']:.0%} cached")
-    print(f"  slipstream push        {serving_s:8.2f} s, {starts['push_resident_before']:.0%} cached")
-    push = starts["push"]
-    print(f"    engine up {push['engines_up_s']:.2f} s, disk read {push['disk_done_s']:.2f} s")
-    print(f"    attached {push['attached_s']:.2f} s, planned in {push['connect_s']:.2f} s")
-    print(f"  max(dummy, disk)       {bound_s:8.2f} s, push {serving_s - bound_s:+.2f} s")
+    h2d = measure_h2d(device, 1024 * MIB)
+    figures.keep("h2d_gb_per_s", h2d, "h2d               " + (f"{h2d:19.2f} GB/s" if h2d else "none on a CPU"))
+    publish = measure_publish(checkpoint, config, device, args)
+    bound = f", {publish['gb_per_s'] / h2d:.0%} of h2d" if h2d else ""
+    text = f"publish ({publish['link']}) {publish['total_s']:14.3f} s {publish['gb_per_s']:8.2f} GB/s{bound}"
+    figures.keep("publish", publish, text)
 
 
 def main() -> None:
@@ -304,47 +370,48 @@ def main() -> None:
     add_shape_options(parser, rank=None)
     for name, value in (("publishes", 5), ("watermark-mib", 1024), ("max-model-len", 2048)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--threads", type=int, nargs="+", default=[4, 16, 8], help="of reading; push uses the last one")
+    parser.add_argument("--threads", type=int, default=8, help="of reading")
     parser.add_argument("--folder", type=Path, help="where the checkpoint is, or is written; a temporary one")
     parser.add_argument("--other-gpu", action="store_true", help="publish to a process on GPU 1 instead of GPU 0")
-    parser.add_argument("--no-starts", action="store_true", help="no vLLM: disk, h2d and publish alone")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="publish needs disk")
     parser.add_argument(
-        "--serve", nargs="*", default=[], help="further words for vllm serve, without dashes: --serve=..."
+        "--serve", nargs="*", default=[], help="further words for vllm serve; with dashes: --serve=--enforce-eager"
     )
     parser.add_argument("--commit", help="where the tree has no git")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if "publish" in args.parts and "disk" not in args.parts:
+        parser.error("--parts publish sends what --parts disk has read; give both")
 
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.device_count() else "cpu"
     config = model_config(args)
+    out: Path = args.out or ROOT / "bench" / "results" / f"push-{'gpu' if device == 'cuda' else 'cpu'}.json"
+    figures = Figures(out, {"environment": environment(args.commit), "config": config})
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as scratch:
         folder = args.folder or Path(scratch) / "checkpoint"
-        began = time.perf_counter()
-        write_checkpoint(folder, config, device)
-        report: dict[str, Any] = {
-            "environment": environment(args.commit),
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-            "config": config,
-            "bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
-            "write_checkpoint_s": time.perf_counter() - began,
-            "h2d_gb_per_s": measure_h2d(device, 1024 * MIB),
-            "disk_reader": f"pread, {args.threads[-1]} threads",
-        }
-        report["disk"], checkpoint = measure_disk(folder, args.threads)
-        report["publish"] = measure_publish(checkpoint, config, device, args)
-        del checkpoint
-        if device == "cuda":
-            torch.cuda.empty_cache()  # the engines come to this GPU
-        show(report)
-        if not args.no_starts:
-            report["starts"] = measure_starts(folder, device, args, Path(scratch))
-            show(report)
-        out: Path = args.out or ROOT / "bench" / "results" / f"push-{'gpu' if device == 'cuda' else 'cpu'}.json"
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=2) + "\n")
-        print(f"written: {out}")
+        folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(1) as first:  # of both, for nothing of either is compared
+            (folder / "config.json").write_text(json.dumps(config))
+            starting: Future[float] | None = None
+            if "starts" in args.parts:
+                words = ["--load-format", "dummy", *serve_words(device, args)]
+                starting = first.submit(measure_server, folder, device, words, Path(scratch) / "0")
+            if written := write_checkpoint(folder, config):
+                text = f"checkpoint written{written['seconds']:8.2f} s {written['gb_per_s']:8.2f} GB/s, fsync included"
+                figures.keep("write_checkpoint", written, text)
+            if starting is not None:
+                figures.keep("first_start_s", starting.result(), f"first start       {starting.result():8.2f} s")
+        num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        figures.keep("bytes", num_bytes, f"{num_bytes / 1e9:.2f} GB on disk, {device}")
+        if "disk" in args.parts:
+            measure_memory(folder, config, device, args, figures)
+        if "starts" in args.parts:
+            if device == "cuda":
+                torch.cuda.empty_cache()  # the engines come to this GPU
+            measure_starts(folder, device, args, Path(scratch), figures)
+    print(f"written: {out}")
 
 
 if __name__ == "__main__":
