@@ -29,7 +29,8 @@ class ControlGroup:
     """All trainer ranks. With one rank there is no process group, and every method is local."""
 
     def __init__(self, rank: int, world_size: int, rendezvous: str, device: torch.device) -> None:
-        """Join. Collective: NCCL for a GPU's tensors or gloo for a CPU's, and gloo for control.
+        """Join. Collective: NCCL for a GPU's tensors or gloo for a CPU's, and gloo for control. Once a process: where
+        the default group is not the first that the process made, splitting it ends in a SIGSEGV (pytorch #191952).
 
         Args:
             rendezvous: "tcp://host:port", where rank 0 will listen, or "file:///path"; unused with one rank.

@@ -45,7 +45,7 @@ class ParallelLayout:
     dense_mesh: DeviceMesh | None
     """All ranks."""
     expert_mesh: DeviceMesh | None
-    """The num_ranks / ep_size ranks that hold the same experts."""
+    """The num_ranks / ep_size ranks that hold the same experts; the dense mesh itself where these are all."""
     ep_group: dist.ProcessGroup | None
     """The ep_size ranks that together hold every expert."""
 
@@ -80,15 +80,18 @@ class ParallelLayout:
                 f"rank {rank}: initialize torch.distributed as rank {rank} of {world_size} before the layout is made"
             )
         dense = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dense",))
-        grid = init_device_mesh(device.type, (world_size // ep_size, ep_size), mesh_dim_names=("expert_data", "ep"))
+        expert_mesh, ep_group = dense, dist.group.WORLD
+        if 1 < ep_size < world_size:  # else there are no groups to make but those of one rank
+            grid = init_device_mesh(device.type, (world_size // ep_size, ep_size), mesh_dim_names=("expert_data", "ep"))
+            expert_mesh, ep_group = grid["expert_data"], grid["ep"].get_group()
         return cls(
             world_size,
             ep_size,
             rank,
             device,
             dense_mesh=dense,
-            expert_mesh=grid["expert_data"] if world_size > ep_size else None,
-            ep_group=grid["ep"].get_group() if ep_size > 1 else None,
+            expert_mesh=expert_mesh if ep_size < world_size else None,
+            ep_group=ep_group if ep_size > 1 else None,
         )
 
 
