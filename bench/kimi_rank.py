@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -201,11 +202,14 @@ def step(made: TrainerRank, rank: int, world_size: int, lengths: tuple[int, ...]
 
 
 def timed_steps(
-    made: TrainerRank, rank: int, world_size: int, lengths: tuple[int, ...], repeats: int
+    made: TrainerRank, rank: int, world_size: int, lengths: tuple[int, ...], repeats: int, say: Callable[[str], None]
 ) -> dict[str, float]:
-    """Median over repeats of the slowest rank's seconds."""
-    step(made, rank, world_size, lengths)
-    times = torch.tensor([step(made, rank, world_size, lengths) for _ in range(repeats)])
+    """Median over repeats of the slowest rank's seconds, after a step that is not counted."""
+    seconds = []
+    for number in range(1 + repeats):
+        say(f"step {number} of {repeats}")
+        seconds.append(step(made, rank, world_size, lengths))
+    times = torch.tensor(seconds[1:])
     if dist.is_initialized():
         times = times.to(made._device)
         dist.all_reduce(times, dist.ReduceOp.MAX)
@@ -262,7 +266,9 @@ def run_rank(rank: int, world_size: int, case: Case, rendezvous: str, out: str) 
         torch.set_num_threads(1)
     for result in run_case(rank, world_size, rendezvous, case):
         if rank == 0:
-            Path(out).write_text(json.dumps(result))
+            half = Path(out).with_suffix(".half")  # a file that is there is whole
+            half.write_text(json.dumps(result))
+            half.rename(out)
     if rank == 0:
         for name, row in result["routings"].items():
             peak = row["memory_gb"].get("peak", float("nan"))
@@ -270,7 +276,15 @@ def run_rank(rank: int, world_size: int, case: Case, rendezvous: str, out: str) 
 
 
 def run_case(rank: int, world_size: int, rendezvous: str, case: Case) -> Iterator[dict[str, Any]]:
-    """One model: every workload on it. Yields what is known; once more with a profile, which has a way of dying."""
+    """One model: every workload on it. Yields what is known; once more with a profile, which has a way of dying.
+
+    Where it is goes to stderr before each part, so that a signal's stack names its place.
+    """
+
+    def say(what: str) -> None:
+        print(f"{case.name}, rank {rank}: {what}", file=sys.stderr, flush=True)
+
+    say("load")
     began = time.perf_counter()
     made = make_rank(case, rank, world_size, rendezvous)
     result: dict[str, Any] = {"case": asdict(case), "load_s": time.perf_counter() - began, "routings": {}}
@@ -278,7 +292,8 @@ def run_case(rank: int, world_size: int, rendezvous: str, case: Case) -> Iterato
     config = hf_config(case, world_size)
     first_lengths, first_wanted = next(iter(case.workloads.values()))
     num_tokens = sum(first_lengths)
-    step(made, rank, world_size, first_lengths)  # compiles kernels and the optimizer
+    say("first step")  # compiles kernels and the optimizer
+    step(made, rank, world_size, first_lengths)
     routing = ForcedRouting(made, rank, num_tokens, made._device)
     if case.ladder:
         result["ladder"] = ladder(made, routing, case, rank, world_size)
@@ -287,17 +302,19 @@ def run_case(rank: int, world_size: int, rendezvous: str, case: Case) -> Iterato
         facts["rank_max_over_mean_at_ep8"] = rank_imbalance(wanted, config["num_experts_per_tok"], made._device)
         if case.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        result["routings"][name] = (
-            facts | timed_steps(made, rank, world_size, lengths, case.repeats) | {"memory_gb": memory(made)}
-        )
+        times = timed_steps(made, rank, world_size, lengths, case.repeats, lambda what: say(f"{name}, {what}"))  # noqa: B023
+        result["routings"][name] = facts | times | {"memory_gb": memory(made)}
         yield result
+    say("exchange")
     result |= exchange_seconds(num_tokens * config["num_experts_per_tok"], config["hidden_size"], made._device)
     yield result
     if case.profile:
+        say("profile")
         routing.force(first_wanted)
         step(made, rank, world_size, first_lengths)
         result["kernels"] = profile(made, lambda: step(made, rank, world_size, first_lengths))
         yield result
+    say("shutdown")
     made.shutdown()
 
 
