@@ -121,8 +121,9 @@ class _RoutedExperts(torch.autograd.Function):
         del rows
         h, ha = activate(gu, xa, inner, gate_up_bias, groups, call.activation)
         del gu
-        y = grouped_product(h, wd.transpose(1, 2), groups, call.backend, low_SR=ha, p_ENR=b_down, bias_EN=down_bias)
-        y = plan.send_back(y)
+        y = plan.send_back(  # without a name of its own the product ends where its rows are sorted for their way
+            grouped_product(h, wd.transpose(1, 2), groups, call.backend, low_SR=ha, p_ENR=b_down, bias_EN=down_bias)
+        )
         ctx.call = call
         ctx.adapter_dtypes = [None if factor is None else factor.dtype for factor in stored]
         ctx.save_for_backward(
@@ -159,6 +160,7 @@ class _RoutedExperts(torch.autograd.Function):
         g = g if does_down else None
 
         received_x, _ = receive_x()
+        del receive_x
         rows = gather_rows(received_x, source)
         gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend)
         rows = rows if does_gate_up else None
@@ -177,9 +179,11 @@ class _RoutedExperts(torch.autograd.Function):
         hw = hw if does_down else None  # before dx exists, and dx before more gradients do: they are the largest here
 
         a_turned = None if a_gate_up is None else a_gate_up.transpose(1, 2)
-        dx = grouped_product(dgu, wgu, groups, call.backend, low_SR=dba, p_ENR=a_turned)
-        dx_TH = weighted_sum(plan.send_back(dx), None, plan.row_of_slot_TK)
-        del dx
+        dx_TH = weighted_sum(  # as above
+            plan.send_back(grouped_product(dgu, wgu, groups, call.backend, low_SR=dba, p_ENR=a_turned)),
+            None,
+            plan.row_of_slot_TK,
+        )
 
         if does_adapt:
             assert dba is not None and a_gate_up is not None and b_down is not None
