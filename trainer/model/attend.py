@@ -83,6 +83,8 @@ def _cudnn_takes(
     try:
         with torch.enable_grad():
             _CudnnAttention.apply(*inputs, (0, LONG), 1.0, None).sum().backward()  # type: ignore[union-attr]
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # about this device and moment, not about these heads
     except RuntimeError as error:
         logger.warning("attention: cuDNN refuses heads of %d and %d, so varlen: %s", key_dim, value_dim, error)
         return False

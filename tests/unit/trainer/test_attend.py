@@ -51,3 +51,30 @@ def test_results_are_kept_for_one_recomputation():
     kept.put("results")
     assert kept.take() == "results"
     assert kept.take() is None
+
+
+@pytest.mark.parametrize(
+    ("error", "does_mean_refused"),
+    [
+        (RuntimeError("No valid execution plans built."), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (torch.AcceleratorError("CUDA error: out of memory"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_full_device_is_no_refusal_of_heads(monkeypatch, error, does_mean_refused):
+    """As a refusal it would be remembered, and the whole run would take the slower kernel without a word of memory."""
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(attend._CudnnAttention, "apply", fails)
+    takes = attend._cudnn_takes.__wrapped__
+    heads = (torch.device("cpu"), torch.bfloat16, 2, 2, 192, 128)
+    if does_mean_refused:
+        assert not takes(*heads)
+    else:
+        with pytest.raises(type(error)):
+            takes(*heads)
