@@ -66,7 +66,7 @@ def logits_gradient_triton(
     """As logits_gradient_torch, written over the logits."""
     num_rows, num_columns = logits_CV.shape
     if num_rows:
-        _logits_gradient[(triton.cdiv(num_columns, BLOCK), num_rows)](
+        _logits_gradient[(num_rows, triton.cdiv(num_columns, BLOCK))](  # its second axis ends at 65,535
             logits_CV, targets_C, normalizers_C, grads_C.contiguous(), num_columns, 1.0 / temperature,
             BLOCK=BLOCK, num_warps=8,  # pyright: ignore[reportArgumentType, reportCallIssue]
         )  # fmt: skip
@@ -129,8 +129,8 @@ def _log_softmax(
 
 @triton.jit
 def _logits_gradient(logits_ptr, targets_ptr, normalizers_ptr, grads_ptr, num_columns, sharpness, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
     at = logits_ptr + row * num_columns + columns
     scale = tl.load(grads_ptr + row) * sharpness

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from kernel_cases import CASES
 
 from conf.schema import CombineMode
+from trainer.kernels import log_softmax
 from trainer.kernels.combine import weighted_sum
 from trainer.kernels.dequant import dequantize_int4, dequantize_mxfp4
 
@@ -111,3 +113,19 @@ def test_the_combine_modes_round_where_they_say() -> None:
     once = weighted_sum(rows, weights, row_of_slot)
     assert torch.equal(once, exact.bfloat16())
     assert not torch.equal(once, eager) and not torch.equal(in_order.bfloat16(), eager)
+
+
+def test_more_rows_of_logits_than_the_second_axis_of_a_grid_holds(monkeypatch) -> None:
+    """CUDA's limits; the interpreter has none, so the launch is looked at and not made."""
+    grids: list[tuple[int, ...]] = []
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *_, **__: grids.append(grid)
+
+    monkeypatch.setattr(log_softmax, "_logits_gradient", Launches())
+    rows = torch.zeros(70_000, 2)
+    log_softmax.logits_gradient_triton(rows, torch.zeros(70_000).long(), rows[:, 0], rows[:, 1], 1.0)
+    ((first, *others),) = grids
+    assert first < 1 << 31
+    assert all(size < 1 << 16 for size in others)
