@@ -362,6 +362,7 @@ class TrainerRank:
         if self._publisher is None:
             raise TrainerError(f"rank {self._rank}: reconnect() before connect()")
         if base_endpoint:
+            self._publisher.release()  # the two share one watermark
             self._send_base([base_endpoint])
         self._publisher.reconnect(replica, endpoint)
 

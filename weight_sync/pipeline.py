@@ -16,6 +16,8 @@ Watermark. Everything temporary counts, and all of it is known before a byte mov
 
     staging buffer (two slots) + hash sums and scratch + source.temporary_bytes  <=  watermark_bytes
 
+A rank with two pipelines (adapters, and a base that is sent again) has one watermark: the one at rest is released.
+
 A slot is handed to the writer after the device finished packing it (links do not order with torch streams) and comes
 back when every write from it is over. "Over" means that write() returned, or that it failed and transport.reset()
 returned; a slot whose failed write cannot be closed is quarantined: it is never packed again until a later reset
@@ -83,12 +85,15 @@ class Pipeline:
         self._verify_hashes = verify_hashes
         self._scratch_bytes = scratch_bytes(self._device.type, watermark_bytes) if verify_hashes else 0
         # Sums go to the host in stream order: asking the device for them would wait for the packing of the next load.
-        self._sums = torch.zeros(NUM_SLOTS, max_packets(watermark_bytes), dtype=torch.int64, device=self._device)
-        self._host_sums = torch.zeros(self._sums.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        shape = (NUM_SLOTS, max_packets(watermark_bytes))
+        self._host_sums = torch.zeros(shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._tasks: Sequence[Task] = ()
         self._loads: list[Load] = []
         self._places = Places({})
         self._slot_bytes = 0
         self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._sums = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._is_released = False
         self._quarantined: dict[int, list[str]] = {}
         self._prepared: Prepared | None = None
         self._links: ThreadPoolExecutor | None = None
@@ -130,7 +135,8 @@ class Pipeline:
         largest = max((aligned(task.num_bytes) for task in tasks), default=0)
         self._slot_bytes = limits.slot_bytes(total, largest)
         self._drop_staging()  # of an earlier plan
-        self._places = Places.of_tasks(tasks) if places is None else places
+        self._tasks, self._places = tasks, Places.of_tasks(tasks) if places is None else places
+        self._sums = torch.zeros(self._host_sums.shape, dtype=torch.int64, device=self._device)
         self._staging = torch.empty(NUM_SLOTS * self._slot_bytes, dtype=torch.uint8, device=self._device)
         if self._slot_bytes:
             self._transport.register([self._staging])
@@ -145,6 +151,17 @@ class Pipeline:
             thread_name_prefix="weight-sync-link",
             initializer=self._enter_thread,
         )
+        self._is_released = False
+
+    def release(self) -> None:
+        """Give back all device memory to another pipeline of this rank, until the next prepare() takes it again.
+
+        Raises:
+            TransportError: A failed write out of staging cannot be closed yet. Nothing is given back.
+        """
+        self._recover_slots()
+        self._drop_staging()
+        self._is_released = True
 
     def prepare(self, version: int, *, trace: bool = False) -> None:
         """Begin the source and pack the first loads, one a slot, before it is known who will receive them.
@@ -155,6 +172,8 @@ class Pipeline:
         try:
             with prepared.tracer.host("gather", "source.begin"):
                 held = self._source.begin(version)
+            if self._is_released:
+                self.load(self._tasks, self._places)
             prepared.peak_bytes = self._account(held)
             self._recover_slots()
             began = time.monotonic()
@@ -216,9 +235,13 @@ class Pipeline:
     def _drop_staging(self) -> None:
         """Staging, and the loads that refer to it. The link forgets it: it outlives this pipeline."""
         self._loads = []
-        if self._staging.numel():
+        had_staging = self._staging.numel() > 0
+        if had_staging:
             self._transport.unregister([self._staging])
         self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._sums = torch.empty(0, dtype=torch.int64, device=self._device)
+        if had_staging and self._device.type == "cuda":
+            torch.cuda.empty_cache()  # torch would keep it, and what is taken next may come on top of that
 
     def _slot(self, slot: int) -> torch.Tensor:
         return self._staging[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]

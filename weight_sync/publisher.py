@@ -257,6 +257,14 @@ class Publisher:
         self._book.learn(replica, self._on_rank0(lambda: self._rejoin(replica, endpoint)))
         self._endpoints[replica] = endpoint
 
+    def release(self) -> None:
+        """Give back temporary memory until the next publish, for another publisher of these ranks. Collective.
+
+        Raises:
+            WeightSyncError: The same on every rank: a failed write out of it cannot be closed yet.
+        """
+        self._everywhere(self._pipeline.release)
+
     def close(self) -> None:
         """Close sockets and staging. Not collective; the transport and the group stay the caller's."""
         if self._clients is not None:

@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fakes import publish
 from rank_helpers import count, fill_adapters, join_ranks, local_gradients, make_rank, make_samples, spawn
 
-from conf.schema import AlgorithmConfig, DType, Normalization, OptimConfig, OptimState, TrainMode
+from conf.schema import AlgorithmConfig, DType, Normalization, OptimConfig, OptimState, TrainMode, WeightSyncConfig
 from trainer.errors import CheckpointError, LayoutError, TrainerError
 from trainer.rank import TrainerRank
 from trainer.types import Denominators
+from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 
 LAYOUTS = {
     "uneven": [[[0], [3, 1]], [[2], [4]]],
@@ -258,6 +260,38 @@ def test_calls_out_of_order_are_refused():
     rank._decoder = None
     with pytest.raises(TrainerError, match=r"call load\(\) first"):
         rank.optimizer_step()
+
+
+def test_a_base_that_is_sent_again_has_the_watermark_for_itself(monkeypatch):
+    """Real publishers over the memory link, of small tensors: a base and adapters that differ in nothing else."""
+    fabric, most = MemoryFabric(), 0
+    transport, rank = MemoryTransport(fabric), make_rank()
+    register = transport.register
+
+    def count(tensors):
+        nonlocal most
+        register(tensors)
+        most = max(most, len(transport._held))
+
+    monkeypatch.setattr(transport, "register", count)
+    rank._weight_sync = WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=10.0)
+    rank._sync_key = publish.KEY
+    rank._source, rank._base_source = (publish.DictSource(0, num_ranks=1) for _ in range(2))  # type: ignore[assignment]
+    engines = [publish.PlainEngine([MemoryTransport(fabric) for _ in range(2)]) for _ in range(2)]
+    endpoints = [publish.EndpointThread(engine) for engine in engines]
+    base, slots = (endpoint.address for endpoint in endpoints)
+    try:
+        rank.connect([base], transport, [slots])
+        assert rank.publish().num_committed == 1
+        rank.reconnect(0, slots, base)
+        rank._policy_version = 2
+        assert rank.publish().num_committed == 1
+        assert [engine.wrong_params(version) for engine, version in zip(engines, (0, 2), strict=True)] == [[], []]
+    finally:
+        rank.shutdown()
+        for endpoint in endpoints:
+            endpoint.close()
+    assert most == 1, "staging of one publisher at a time"
 
 
 def test_a_world_of_another_size_is_refused():

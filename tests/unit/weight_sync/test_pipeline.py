@@ -10,7 +10,7 @@ import pytest
 import torch
 from fakes.publish import DictSource, PlainEngine, engine_bytes, engine_layout, repacked
 
-from weight_sync.errors import PlanError, TransferTimeout, WatermarkError
+from weight_sync.errors import PlanError, TransferTimeout, TransportError, WatermarkError
 from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
 from weight_sync.layout import Binding
 from weight_sync.pipeline import Pipeline
@@ -91,6 +91,43 @@ def test_temporary_memory_stays_under_the_watermark(watermark_bytes: int, tempor
     assert 0 < result.peak_bytes <= watermark_bytes + temporary_bytes
     assert world.arrived(0, 1)
     assert world.arrived(1, 1)
+
+
+def test_two_pipelines_of_a_rank_keep_to_one_watermark() -> None:
+    """What each holds, as it accounts for it: staging that the link knows, and the sums."""
+    world = World(1, watermark_bytes := HASH_BYTES + 1024)
+    other = Pipeline(
+        DictSource(0, num_ranks=1), world.transport, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=True
+    )
+
+    def held_bytes() -> int:
+        staging = sum(held.num_bytes for held in world.transport.registered)
+        return staging + world.pipeline._sums.nbytes + other._sums.nbytes + MIN_SCRATCH_BYTES
+
+    assert world.run(1).peak_bytes == held_bytes() <= watermark_bytes
+    world.pipeline.release()
+    other.load(world.plan.tasks_of(0))
+    other.prepare(2)
+    assert other.run(2, world.bindings(), world.budgets_s).peak_bytes == held_bytes() <= watermark_bytes
+    other.close()
+    assert world.run(3).peak_bytes == held_bytes() <= watermark_bytes
+    assert world.arrived(0, 3)
+
+
+def test_staging_that_a_failed_write_may_still_read_is_not_given_back() -> None:
+    world = World()
+    world.pipeline._quarantined = {0: ["nowhere"]}
+    reset, world.transport.reset = world.transport.reset, unreachable  # type: ignore[method-assign]
+    with pytest.raises(TransportError, match="not closed"):
+        world.pipeline.release()
+    assert world.pipeline._staging.numel() > 0
+    world.transport.reset = reset  # type: ignore[method-assign]
+    world.pipeline.release()
+    assert world.pipeline._staging.numel() == 0
+
+
+def unreachable(session: str) -> None:
+    raise TransportError(f"{session} is not closed")
 
 
 def test_replicas_share_one_packing() -> None:
