@@ -129,9 +129,8 @@ class _NormRotate(torch.autograd.Function):
 
 def rms_norm_triton(x: Tensor, delta: Tensor | None, weight_K: Tensor, eps: float) -> tuple[Tensor | None, Tensor]:
     """(x + delta or None, the norm)."""
-    rows_SK = x.reshape(-1, x.shape[-1])
+    rows_SK = _rows(x)
     size = rows_SK.shape[1]
-    rows_SK = rows_SK if rows_SK.stride(1) == 1 else rows_SK.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = None if delta is None else torch.empty_like(out)
     _rms_norm[(rows_SK.shape[0],)](
@@ -144,9 +143,8 @@ def rms_norm_triton(x: Tensor, delta: Tensor | None, weight_K: Tensor, eps: floa
 
 def rms_norm_backward_triton(x: Tensor, weight_K: Tensor, dout: Tensor, dtotal: Tensor | None, eps: float) -> Tensor:
     """The gradient of x, plus dtotal."""
-    rows_SK = x.reshape(-1, x.shape[-1])
+    rows_SK = _rows(x)
     size = rows_SK.shape[1]
-    rows_SK = rows_SK if rows_SK.stride(1) == 1 else rows_SK.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _rms_norm_backward[(rows_SK.shape[0],)](
         rows_SK, weight_K, dout.contiguous(), None if dtotal is None else dtotal.contiguous(), dx, size,
@@ -184,6 +182,12 @@ def norm_rotate_triton(
         num_warps=4 if dim >= 64 else 1,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     return outs[0], outs[1]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[S, K] of the last dim, whose elements are neighbours."""
+    rows_SK = x.reshape(-1, x.shape[-1])
+    return rows_SK if rows_SK.stride(1) == 1 else rows_SK.contiguous()
 
 
 def _warps(size: int) -> int:

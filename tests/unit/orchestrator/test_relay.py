@@ -28,6 +28,13 @@ class Worker(FakeWorker):
         self.hangs_at: set[str] = set()
         self.epoch = 1
 
+    def break_at(self, verb: str, how: str) -> None:
+        """From now on it dies or hangs there."""
+        if how == "dies":
+            self.fails_at[verb] = ConnectionError("it died")
+        else:
+            self.hangs_at.add(verb)
+
     async def _at(self, verb: str) -> None:
         if verb in self.hangs_at:
             await asyncio.Event().wait()
@@ -173,10 +180,7 @@ async def test_a_node_whose_replicas_all_fail_ends_after_one_round_each() -> Non
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 async def test_a_primary_that_is_gone_before_it_was_read_costs_itself_alone(how: str) -> None:
     cast = Cast("aaa")
-    if how == "dies":
-        cast.workers[0].fails_at["offer"] = ConnectionError("it died")
-    else:
-        cast.workers[0].hangs_at.add("offer")
+    cast.workers[0].break_at("offer", how)
     report = await cast.publish(1)
     assert cast.written == [[0], [1]], "1 was not touched, so the trainer writes it"
     assert [replica.committed for replica in report.replicas] == [False, True, True]
@@ -185,13 +189,10 @@ async def test_a_primary_that_is_gone_before_it_was_read_costs_itself_alone(how:
     assert cast.states == [S.starting, S.serving, S.serving]
 
 
-@pytest.mark.parametrize("how", ["raises", "hangs"])
+@pytest.mark.parametrize("how", ["dies", "hangs"])
 async def test_a_read_that_fails_takes_its_reader_out_and_nobody_else(how: str) -> None:
     cast = Cast("aaaa")
-    if how == "raises":
-        cast.workers[1].fails_at["pull"] = ConnectionError("no bytes")
-    else:
-        cast.workers[1].hangs_at.add("pull")
+    cast.workers[1].break_at("pull", how)
     report = await cast.publish(1)
     assert cast.written == [[0]], "what a failed read left behind is not written in the same publish"
     assert [replica.committed for replica in report.replicas] == [True, False, True, True]
@@ -288,7 +289,7 @@ async def test_links_to_a_dead_worker_are_closed_before_it_is_started_again_and_
 async def test_a_publish_waits_until_links_are_closed() -> None:
     cast = Cast("aa")
     await cast.publish(0)
-    cast.workers[1].hangs_at.add("release")
+    cast.workers[1].break_at("release", "hangs")
     await cast.supervisor.fail(cast.supervisor.replicas[0], "it died")
     await until(lambda: cast.supervisor._num_closing == 1)
     hold = asyncio.ensure_future(cast.supervisor.hold())
