@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "trainer"))
 
-from parallel_worker import Scenario, reference, run_ranks
+from parallel_worker import Scenario, join_again, reference, run_ranks
 from tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
 from torch.utils.checkpoint import checkpoint
 
@@ -199,3 +199,9 @@ def test_embeddings_in_host_memory_change_no_bit():
         probe_loss(logits, batch[0]).backward()
         results.append([logits, *(p.grad for p in decoder.parameters() if p.grad is not None)])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_a_process_may_join_a_second_time(tmp_path):
+    """Where NCCL's default group is split, the second join of a process ends in a SIGSEGV (docs/LOG.md)."""
+    torch.multiprocessing.spawn(join_again, args=(2, str(tmp_path), [2, 1, 2], "cuda"), nprocs=2)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from conf.schema import TrainMode
 from trainer.adapter_io import all_experts, load_adapter, save_adapter, save_merged
+from trainer.control import ControlGroup
 from trainer.loading import CheckpointReader, RandomReader, load_weights
 from trainer.lora import disabled_adapters
 from trainer.model.decoder import Decoder, build_decoder
@@ -190,3 +191,18 @@ def run_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     mp.spawn(_main, args=(world_size, str(folder), scenarios, file_models, device_type), nprocs=world_size, join=True)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def join_again(rank: int, world_size: int, folder: str, ep_sizes: list[int], device_type: str) -> None:
+    """A process that joins once for every layout; each makes one exchange."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    for number, ep_size in enumerate(ep_sizes):
+        control = ControlGroup(rank, world_size, f"file://{folder}/meeting{number}", device)
+        layout = ParallelLayout.create(world_size, ep_size, rank, device)
+        total = torch.full((1,), rank + 1, device=device)
+        dist.all_reduce(total, group=layout.ep_group)
+        assert int(total) == sum(range(1, world_size + 1))
+        control.leave()
