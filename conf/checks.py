@@ -2,24 +2,21 @@
 
 Everything here is pure: it sees a RunConfig and no machine, no file. What needs a machine or a file is checked by
 `orchestrator.preflight`, which calls `check_architecture` again once it has read config.json and knows the device.
+Options that contradict nothing and have no effect are a table of their own: `conf/ignored.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from conf.errors import ConfigError
-from conf.options import options_by_name
 from conf.schema import (
     ENGINE_LORA_RANKS,
-    AlgorithmConfig,
     Device,
     EngineFormat,
     Init,
     Objective,
-    RatioBaseline,
     Relay,
     RunConfig,
     SyncMode,
@@ -28,26 +25,6 @@ from conf.schema import (
 )
 from conf.schema.rules import divisors
 
-READ_BY_POLICY_ALONE = (
-    "rollout.",
-    "weight_sync.",
-    "reward.",
-    "data.max_prompt_tokens",
-    "run.eval_samples_per_prompt",
-    *(
-        f"algorithm.{item.name}"
-        for item in fields(AlgorithmConfig)
-        if item.name not in ("objective", "sequences_per_step", "normalization")
-    ),
-)
-"""Options and sections without a meaning in supervised fine-tuning."""
-READ_BY_SFT_ALONE = (
-    "algorithm.sequences_per_step",
-    "data.response_key",
-    "data.messages_key",
-    "data.max_sequence_tokens",
-)
-"""Options without a meaning in reinforcement learning."""
 CPU_ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that vLLM's CPU attention has kernels for (vLLM 0.32, `cpu_attn.py`)."""
 CPU_ENGINE_LATENT = (512, 64)
@@ -328,116 +305,12 @@ def check_lora_adapts_something(config: RunConfig, hf_config: Mapping[str, Any])
         )
 
 
-def check_no_override_is_ignored(config: RunConfig, names: Iterable[str]) -> None:
-    """An option that the user typed has an effect in this run. Presets may set what a run does not use; a user may not.
-
-    Args:
-        config: The composed run.
-        names: Dotted names from the command line, groups included.
-    """
-    cluster, model, algorithm = config.cluster, config.model, config.algorithm
-    is_sft = algorithm.objective is Objective.sft
-    # (option or section, it is ignored, by what, the cure)
-    ignored = (
-        (
-            "trainer.lora.",
-            config.trainer.mode is TrainMode.full,
-            "trainer.mode=full",
-            "remove it, or set trainer.mode=lora",
-        ),
-        (
-            READ_BY_POLICY_ALONE,
-            is_sft,
-            "algorithm=sft, which starts no engines and judges no rollouts",
-            "remove it, or choose algorithm=grpo",
-        ),
-        (
-            READ_BY_SFT_ALONE,
-            not is_sft,
-            "algorithm.objective=policy",
-            "remove it, or choose algorithm=sft",
-        ),
-        (
-            "model.init_std",
-            model.init is Init.checkpoint,
-            "model.init=checkpoint",
-            "remove it, or set model.init=random",
-        ),
-        (
-            "reward.pattern",
-            config.reward.kind != "regex",
-            f"reward.kind={config.reward.kind}",
-            "remove it, or choose reward=regex",
-        ),
-        (
-            "reward.answer_key",
-            ":" in config.reward.kind,
-            f"reward.kind={config.reward.kind}",
-            "remove it: a function gets every column",
-        ),
-        ("cluster.dashboard_port", not cluster.dashboard, "cluster.dashboard=false", "remove one of the two"),
-        (
-            ("cluster.dashboard", "cluster.dashboard_port", "cluster.object_store_bytes"),
-            cluster.ray_address is not None,
-            f"cluster.ray_address={cluster.ray_address}",
-            "remove it: that cluster is not ours to configure",
-        ),
-        (
-            ("weight_sync.pause_mode", "weight_sync.keep_kv"),
-            config.weight_sync.mode is SyncMode.adapter,
-            "weight_sync.mode=adapter, which never pauses an engine",
-            "remove it, or set weight_sync.mode=merged",
-        ),
-        (
-            "weight_sync.on_busy_slot",
-            config.weight_sync.mode is SyncMode.merged,
-            "weight_sync.mode=merged, which has no slots",
-            "remove it, or set weight_sync.mode=adapter",
-        ),
-        (
-            "weight_sync.relay",
-            config.rollout.num_workers == 1 and cluster.rollout_gpus is None,
-            "rollout.num_workers=1",
-            "remove it, or start more workers",
-        ),
-        (
-            "rollout.gpu_memory_utilization",
-            cluster.device is Device.cpu,
-            "cluster.device=cpu",
-            "remove it, or set rollout.kv_cache_bytes",
-        ),
-        (
-            ("run.eval_samples_per_prompt", "run.eval_every_steps"),
-            config.data.eval_path is None,
-            "data.eval_path=null",
-            "give data.eval_path",
-        ),
-        (
-            ("algorithm.clip_low", "algorithm.clip_high"),
-            algorithm.ratio_baseline is RatioBaseline.trainer,
-            "algorithm.ratio_baseline=trainer, whose ratio is 1 in the one update of a step",
-            "remove it, or set algorithm.ratio_baseline=rollout algorithm.tis_max=0",
-        ),
-    )
-    for name in names:
-        if name not in options_by_name():
-            continue
-        for subject, is_ignored, by_what, cure in ignored:
-            if is_ignored and _is_about(name, subject):
-                raise ConfigError(f"{name} has no effect with {by_what}; {cure}")
-
-
 def num_experts_of(hf_config: Mapping[str, Any]) -> int:
     """Routed experts of a layer, by the name the architecture uses for them; 0 for a dense model."""
     for key in ("num_experts", "n_routed_experts", "num_local_experts"):
         if isinstance(value := hf_config.get(key), int):
             return value
     return 0
-
-
-def _is_about(name: str, subject: str | Sequence[str]) -> bool:
-    subjects = (subject,) if isinstance(subject, str) else subject
-    return any(name.startswith(one) if one.endswith(".") else name == one for one in subjects)
 
 
 def _one_of(values: Sequence[int]) -> str:

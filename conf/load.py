@@ -1,9 +1,10 @@
 """Composes YAML files and command-line overrides into one RunConfig. The only place that sees a DictConfig.
 
-    overrides --read--> (option, value) --Hydra--> DictConfig --to_object--> RunConfig --checks.py--> RunConfig
+    overrides --read--> (option, value) --Hydra--> DictConfig --to_object--> RunConfig --checks--> RunConfig
         |                    |                        |                         |            |
-        '-- not NAME=VALUE   '-- unknown option,      '-- a YAML file is        '-- one      '-- options that
-                                 choice, wrong type       wrong                     section      contradict
+        '-- not NAME=VALUE   '-- unknown option,      '-- a YAML file is        '-- one      '-- options that contradict
+                                 choice, wrong type       wrong                     section      (checks.py), or have no
+                                                                                                 effect (ignored.py)
 
 Every arrow can refuse, always with a ConfigError that says which option, what was given, what is allowed and what to
 do. Overrides are checked one by one before Hydra sees them, because only here it is still known who wrote what;
@@ -29,8 +30,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from conf.checks import check_all, check_no_override_is_ignored
+from conf.checks import check_all
 from conf.errors import ConfigError
+from conf.ignored import check_no_override_is_ignored
 from conf.options import (
     CONF_DIR,
     GROUPS,

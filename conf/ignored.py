@@ -1,0 +1,160 @@
+"""Options that have no effect in a run, and why: a table, one row for each reason.
+
+Presets may set what a run does not use; a user may not. Pure: it sees a RunConfig and the names that a user typed.
+Does not own options that contradict each other (`conf/checks.py`). Caller: `conf/load.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import NamedTuple
+
+from conf.errors import ConfigError
+from conf.options import options_by_name
+from conf.schema import (
+    AlgorithmConfig,
+    Device,
+    Init,
+    Objective,
+    RatioBaseline,
+    RunConfig,
+    SyncMode,
+    TrainMode,
+)
+
+READ_BY_POLICY_ALONE = (
+    "rollout.",
+    "weight_sync.",
+    "reward.",
+    "data.max_prompt_tokens",
+    "run.eval_samples_per_prompt",
+    *(
+        f"algorithm.{item.name}"
+        for item in fields(AlgorithmConfig)
+        if item.name not in ("objective", "sequences_per_step", "normalization")
+    ),
+)
+"""Options and sections without a meaning in supervised fine-tuning."""
+READ_BY_SFT_ALONE = (
+    "algorithm.sequences_per_step",
+    "data.response_key",
+    "data.messages_key",
+    "data.max_sequence_tokens",
+)
+"""Options without a meaning in reinforcement learning."""
+
+
+class Ignored(NamedTuple):
+    """One reason. Example: Ignored("trainer.lora.", True, "trainer.mode=full", "remove it")."""
+
+    subject: str | Sequence[str]
+    """Options, and sections with a dot at their end."""
+    applies: bool
+    """Whether this run is of that kind."""
+    by_what: str
+    """The choice that ignores them, for people."""
+    cure: str
+
+
+def check_no_override_is_ignored(config: RunConfig, names: Iterable[str]) -> None:
+    """An option that the user typed has an effect in this run.
+
+    Args:
+        config: The composed run.
+        names: Dotted names from the command line, groups included.
+
+    Raises:
+        ConfigError: One has none.
+    """
+    reasons = [reason for reason in reasons_of(config) if reason.applies]
+    for name in names:
+        if name not in options_by_name():
+            continue
+        for reason in reasons:
+            if _is_about(name, reason.subject):
+                raise ConfigError(f"{name} has no effect with {reason.by_what}; {reason.cure}")
+
+
+def reasons_of(config: RunConfig) -> tuple[Ignored, ...]:
+    """Every reason, whether it applies to this run or not."""
+    cluster, model, algorithm, reward = config.cluster, config.model, config.algorithm, config.reward
+    is_sft = algorithm.objective is Objective.sft
+    return (
+        Ignored(
+            "trainer.lora.",
+            config.trainer.mode is TrainMode.full,
+            "trainer.mode=full",
+            "remove it, or set trainer.mode=lora",
+        ),
+        Ignored(
+            READ_BY_POLICY_ALONE,
+            is_sft,
+            "algorithm=sft, which starts no engines and judges no rollouts",
+            "remove it, or choose algorithm=grpo",
+        ),
+        Ignored(READ_BY_SFT_ALONE, not is_sft, "algorithm.objective=policy", "remove it, or choose algorithm=sft"),
+        Ignored(
+            "model.init_std",
+            model.init is Init.checkpoint,
+            "model.init=checkpoint",
+            "remove it, or set model.init=random",
+        ),
+        Ignored(
+            "reward.pattern", reward.kind != "regex", f"reward.kind={reward.kind}", "remove it, or choose reward=regex"
+        ),
+        Ignored(
+            "reward.answer_key",
+            ":" in reward.kind,
+            f"reward.kind={reward.kind}",
+            "remove it: a function gets every column",
+        ),
+        Ignored("cluster.dashboard_port", not cluster.dashboard, "cluster.dashboard=false", "remove one of the two"),
+        Ignored(
+            ("cluster.dashboard", "cluster.dashboard_port", "cluster.object_store_bytes"),
+            cluster.ray_address is not None,
+            f"cluster.ray_address={cluster.ray_address}",
+            "remove it: that cluster is not ours to configure",
+        ),
+        Ignored(
+            ("weight_sync.pause_mode", "weight_sync.keep_kv"),
+            config.weight_sync.mode is SyncMode.adapter,
+            "weight_sync.mode=adapter, which never pauses an engine",
+            "remove it, or set weight_sync.mode=merged",
+        ),
+        Ignored(
+            "weight_sync.on_busy_slot",
+            config.weight_sync.mode is SyncMode.merged,
+            "weight_sync.mode=merged, which has no slots",
+            "remove it, or set weight_sync.mode=adapter",
+        ),
+        Ignored(
+            "weight_sync.relay",
+            config.rollout.num_workers == 1 and cluster.rollout_gpus is None,
+            "rollout.num_workers=1",
+            "remove it, or start more workers",
+        ),
+        Ignored(
+            "rollout.gpu_memory_utilization",
+            cluster.device is Device.cpu,
+            "cluster.device=cpu",
+            "remove it, or set rollout.kv_cache_bytes",
+        ),
+        Ignored(
+            ("run.eval_samples_per_prompt", "run.eval_every_steps"),
+            config.data.eval_path is None,
+            "data.eval_path=null",
+            "give data.eval_path",
+        ),
+        Ignored(
+            ("algorithm.clip_low", "algorithm.clip_high"),
+            algorithm.ratio_baseline is RatioBaseline.trainer,
+            "algorithm.ratio_baseline=trainer, whose ratio is 1 in the one update of a step",
+            "remove it, or set algorithm.ratio_baseline=rollout algorithm.tis_max=0",
+        ),
+    )
+
+
+def _is_about(name: str, subject: str | Sequence[str]) -> bool:
+    subjects = (subject,) if isinstance(subject, str) else subject
+    return any(name.startswith(one) if one.endswith(".") else name == one for one in subjects)
