@@ -27,6 +27,7 @@ from weight_sync.checkpoint import NUM_THREADS, Checkpoint
 from weight_sync.copies import Held
 from weight_sync.errors import WeightSyncError
 from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
+from weight_sync.meeting import Meeting
 from weight_sync.publish_report import PublishReport
 from weight_sync.publisher import Publisher
 from weight_sync.source import WeightSource
@@ -127,7 +128,7 @@ class Sender:
     ) -> None:
         config = config or WeightSyncConfig()
         kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._rank, self._group = rank, group
+        self._meeting = Meeting(rank, world_size, group)
         self._transport = MooncakeTransport(config.transport, device=kind.type, host=host, timeout_s=config.timeout_s)
         self._publisher = Publisher(
             source, self._transport,
@@ -178,16 +179,14 @@ class Sender:
         self._transport.close()
 
     def _call_hook(self, hook: RequestHook | None, event: Literal["start", "finish"]) -> None:
-        failed: list[str | None] = [None]
-        if hook is not None and self._rank == 0:
+        def call() -> None:
             try:
-                hook(event)
-            except Exception as e:  # a value for now: the other ranks are waiting in the collective
-                failed = [f"request_hook({event!r}) failed: {type(e).__name__}: {e}"]
-        if self._group is not None:
-            dist.broadcast_object_list(failed, group=self._group, group_src=0)
-        if failed[0] is not None:
-            raise WeightSyncError(failed[0])
+                if hook is not None:
+                    hook(event)
+            except Exception as e:  # the boundary to the caller's own code
+                raise WeightSyncError(f"request_hook({event!r}) failed: {type(e).__name__}: {e}") from e
+
+        self._meeting.on_rank0(call)
 
 
 def update(

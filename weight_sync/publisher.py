@@ -2,8 +2,8 @@
 
 Owns the transaction: epochs, who is in and who is out, the order of phases, the expected sums, the report. Every
 trainer rank has a Publisher and calls the same methods at the same time; rank 0 alone speaks to the replicas. Does
-not own bytes (`pipeline.py`), sockets (`endpoint.py`), or the fence (the caller must not change weights until
-publish() returns).
+not own bytes (`pipeline.py`), how ranks meet (`meeting.py`), sockets (`endpoint.py`), or the fence (the caller must not
+change weights until publish() returns).
 
     rank 0                                    every rank                              replica (each on its own)
     ------                                    ----------                              -------------------------
@@ -19,23 +19,21 @@ A replica that the caller excludes is not asked, not written to and not waited f
 closed, as for one that failed. With weight_sync.publish_waves > 1 all of this is done for one group of replicas after
 the other, each wave an epoch of its own. A replica that was started again rejoins by reconnect(), under the same plan.
 
-Invariants. All ranks run the same collectives in the same order whatever fails: what raises on one rank travels as a
-value and is raised on all. A replica's failure is an entry in the report, never an exception, and costs the others at
-most the time spent waiting for it: every replica has `timeout_s` for Begin, for the writes to it and for Commit
-together, and only time spent waiting for *it* counts. Each attempt is a new epoch, larger than any that a replica has
-seen.
+Invariants. All ranks run the same collectives in the same order whatever fails. A replica's failure is an entry in
+the report, never an exception, and costs the others at most the time spent waiting for it: every replica has
+`timeout_s` for Begin, for the writes to it and for Commit together, and only time spent waiting for *it* counts. Each
+attempt is a new epoch, larger than any that a replica has seen.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,11 +42,12 @@ from conf.schema import WeightSyncConfig
 from weight_sync.addresses import AddressBook, Addresses
 from weight_sync.columns import Ints
 from weight_sync.endpoint import ReplicaClients
-from weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, RankLost, TransportError, WeightSyncError
+from weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, TransportError, WeightSyncError
 from weight_sync.heap import freeze_heap
 from weight_sync.layout import DestLayout, SourceLayout
+from weight_sync.meeting import Meeting, attempt, values
 from weight_sync.pipeline import Pipeline
-from weight_sync.plan import PlanSummary, TransferPlan, build_plan, rank_plan_from_wire
+from weight_sync.plan import PlanSummary, build_plan, rank_plan_from_wire
 from weight_sync.protocol import Abort, Begin, Begun, Commit, Committed, Describe, Described, Expected, addresses_digest
 from weight_sync.publish_report import EXCLUDED, PublishReport, ReplicaReport, joined
 from weight_sync.replay import Destination, PipelineResult
@@ -60,9 +59,19 @@ from weight_sync.waves import assign_waves
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 MIN_COMMIT_S = 1.0
 """Time that a replica gets for its commit even if its writes used up its deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """What rank 0 tells all ranks in connect()."""
+
+    summary: PlanSummary
+    params: dict[Destination, tuple[str, ...]]
+    """Per engine rank the names of its parameters; ranks of several replicas share one tuple."""
+    addresses: list[dict[str, Addresses]]
+    """Per replica, by their digest."""
 
 
 @dataclass(slots=True)
@@ -117,13 +126,9 @@ class Publisher:
         key: bytes,
         device: torch.device | str = "cpu",
     ) -> None:
-        if group is None and world_size != 1:
-            raise ValueError(f"{world_size} trainer ranks need a process group")
         self._source = source
         self._transport = transport
-        self._rank = rank
-        self._world_size = world_size
-        self._group = group
+        self._meeting = Meeting(rank, world_size, group)
         self._config = config
         self._key = key
         self._pipeline = Pipeline(
@@ -137,7 +142,6 @@ class Publisher:
         self._clients: ReplicaClients | None = None
         # Asks replicas to begin while this rank packs. One call at a time: their sockets are no thread's own.
         self._asking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync-begin")
-        self._plan: TransferPlan | None = None
         self._layouts: list[tuple[DestLayout, ...]] = []
         """Per replica, on rank 0: the layouts that the plan is made for."""
         self._planned: dict[Destination, Planned] = {}
@@ -154,19 +158,20 @@ class Publisher:
         Raises:
             WeightSyncError: The same on every rank: a replica does not answer, links differ, or no plan exists.
         """
-        facts = self._gather(
-            _attempt(lambda: (self._source.layout(), self._pipeline.max_task_bytes, self._transport.link)), to_all=False
+        meeting = self._meeting
+        facts = meeting.gather(
+            attempt(lambda: (self._source.layout(), self._pipeline.max_task_bytes, self._transport.link))
         )
-        summary, params, addresses = self._on_rank0(lambda: self._make_plan(endpoints, _values(facts)))
+        agreed, own_part = meeting.deal(lambda: self._make_plan(endpoints, values(facts)))
+        summary = agreed.summary
         self._endpoints = list(endpoints)
         self._digest = summary.digest
         self._last_sums, self._open_sessions, self._book = {}, {}, AddressBook()
-        for replica, own in enumerate(addresses):
+        for replica, own in enumerate(agreed.addresses):
             self._book.learn(replica, own)
-        wire = self._own_part()
-        self._places = Places(params)
-        self._everywhere(lambda: self._pipeline.load(rank_plan_from_wire(wire).tasks, self._places))
-        if self._rank == 0:
+        self._places = Places(agreed.params)
+        meeting.everywhere(lambda: self._pipeline.load(rank_plan_from_wire(own_part).tasks, self._places))
+        if meeting.rank == 0:
             logger.info(
                 "weight sync: %d tasks, %d bytes a publish, plan %s",
                 summary.num_tasks,
@@ -209,10 +214,10 @@ class Publisher:
             _Replica(endpoint, error=None if number in included else EXCLUDED)
             for number, endpoint in enumerate(self._endpoints)
         ]
-        asked = self._asking.submit(self._begin_all, version, replicas) if self._rank == 0 else None
+        asked = self._asking.submit(self._begin_all, version, replicas) if self._meeting.rank == 0 else None
         self._pipeline.prepare(version, trace=trace is not None)
         try:
-            alive = self._on_rank0(lambda: _answer(asked))
+            alive = self._meeting.on_rank0(lambda: _answer(asked))
         except BaseException:
             self._pipeline.cancel()
             raise
@@ -222,9 +227,11 @@ class Publisher:
             self._book.learn(replica, fresh)
         bindings = {dest: self._book.binding(dest[0], *bound) for dest, bound in alive.bound.items()}
         result = self._pipeline.run(version, bindings, alive.budgets_s)
-        self._add_up(result.sums)
-        results = self._gather(replace(result, sums=Sums(Places({}))))
-        report = self._on_rank0(lambda: self._finish(version, alive, replicas, results, result.sums, began, trace))
+        self._meeting.add_up(result.sums.table)
+        results = self._meeting.gather_to_all(replace(result, sums=Sums(Places({}))))
+        report = self._meeting.on_rank0(
+            lambda: self._finish(version, alive, replicas, results, result.sums, began, trace)
+        )
         self._open_sessions |= {destination: binding.session for destination, binding in bindings.items()}
         self.disconnect([number for number in included if not report.replicas[number].committed])
         return report
@@ -254,7 +261,7 @@ class Publisher:
             raise ProtocolError(f"reconnect() names replica {replica}; there are {len(self._endpoints)}")
         self.disconnect([replica])
         self._book.forget(replica)
-        self._book.learn(replica, self._on_rank0(lambda: self._rejoin(replica, endpoint)))
+        self._book.learn(replica, self._meeting.on_rank0(lambda: self._rejoin(replica, endpoint)))
         self._endpoints[replica] = endpoint
 
     def release(self) -> None:
@@ -277,25 +284,26 @@ class Publisher:
 
     def _make_plan(
         self, endpoints: Sequence[str], facts: Sequence[tuple[SourceLayout, int, str]]
-    ) -> tuple[PlanSummary, dict[Destination, tuple[str, ...]], list[dict[str, Addresses]]]:
-        """Plan. Returns what all ranks must know; of the plan itself each one gets its own part."""
+    ) -> tuple[_Agreed, list[dict[str, Any]]]:
+        """Plan. Returns what all ranks must know, and each rank's own part: a plan for a cluster is large."""
         if self._clients is not None:
             self._clients.close()
         self._clients = ReplicaClients(endpoints, self._key)
         described = self._describe(dict(enumerate(endpoints)), {link for _, _, link in facts})
         self._layouts = [tuple(item.layout for item in reply.ranks) for reply in described]
         self._epoch = max([self._epoch, *(reply.own_epoch for reply in described)])
-        self._plan = build_plan(
+        plan = build_plan(
             [layout for layout, _, _ in facts],
             self._layouts,
             max_task_bytes=min(limit for _, limit, _ in facts),
         )
-        distinct = {id(sizes): sizes for sizes in self._plan.expected.values()}  # ranks of several replicas share one
+        distinct = {id(sizes): sizes for sizes in plan.expected.values()}  # ranks of several replicas share one
         names = {number: tuple(sizes) for number, sizes in distinct.items()}
         planned = {number: Planned.of(sizes) for number, sizes in distinct.items()}
-        self._planned = {dest: planned[id(sizes)] for dest, sizes in self._plan.expected.items()}
-        params = {dest: names[id(sizes)] for dest, sizes in self._plan.expected.items()}
-        return self._plan.summary(), params, [_addresses_of(reply) for reply in described]
+        self._planned = {dest: planned[id(sizes)] for dest, sizes in plan.expected.items()}
+        params = {dest: names[id(sizes)] for dest, sizes in plan.expected.items()}
+        agreed = _Agreed(plan.summary(), params, [_addresses_of(reply) for reply in described])
+        return agreed, [plan.to_wire(rank) for rank in range(len(facts))]
 
     def _describe(self, endpoints: Mapping[int, str], links: Collection[str]) -> list[Described]:
         """Ask these replicas what they are; refuse one that cannot be written to over `links`."""
@@ -495,80 +503,6 @@ class Publisher:
             return None
         return sum(int((part != last).any(axis=0).sum()) for part, last in known)
 
-    # ---- every rank ----
-
-    def _gather(self, value: T, *, to_all: bool = True) -> list[T]:
-        """Every rank's value, on every rank or on rank 0 alone; the others then get nothing."""
-        if self._group is None:
-            return [value]
-        is_mine = to_all or self._rank == 0
-        gathered: list[Any] = [None] * self._world_size if is_mine else []
-        with self._meeting("a gather"):
-            if to_all:
-                dist.all_gather_object(gathered, value, group=self._group)
-            else:
-                dist.gather_object(value, gathered if is_mine else None, group=self._group, group_dst=0)
-        return gathered
-
-    def _own_part(self) -> dict[str, Any]:
-        """This rank's part of the plan. A plan for a cluster is large: nobody gets the others' parts."""
-        if self._plan is None:
-            parts = None
-        else:
-            parts = [self._plan.to_wire(rank) for rank in range(self._world_size)]
-        if self._group is None:
-            assert parts is not None, "rank 0 planned"
-            return parts[0]
-        box: list[Any] = [None]
-        with self._meeting("a scatter"):
-            dist.scatter_object_list(box, parts, group=self._group, group_src=0)
-        return box[0]
-
-    def _add_up(self, sums: Sums) -> None:
-        """From here on, rank 0's hold what all ranks wrote."""
-        if self._group is not None:
-            with self._meeting("a sum"):
-                dist.reduce(torch.from_numpy(sums.table), group_dst=0, group=self._group)
-
-    @contextlib.contextmanager
-    def _meeting(self, what: str) -> Iterator[None]:
-        """Names what a collective raises when a peer is gone, or stopped for longer than the group's timeout."""
-        try:
-            yield
-        except RuntimeError as e:
-            raise RankLost(f"trainer rank {self._rank} of {self._world_size} met nobody in {what}: {e}") from e
-
-    def _everywhere(self, make: Callable[[], T]) -> list[T]:
-        """make() on every rank, all results on every rank; the first rank's error on all of them."""
-        return _values(self._gather(_attempt(make)))
-
-    def _on_rank0(self, make: Callable[[], T]) -> T:
-        """make() on rank 0, its result or its error on every rank."""
-        box: list[Any] = [_attempt(make) if self._rank == 0 else None]
-        if self._group is not None:
-            with self._meeting("a broadcast"):
-                dist.broadcast_object_list(box, group=self._group, group_src=0)
-        value, error = box[0]
-        if error is not None:
-            raise error
-        return value
-
-
-def _attempt(make: Callable[[], T]) -> tuple[T | None, WeightSyncError | None]:
-    """What it makes, or its error: a value for now, because the other ranks are waiting in a collective."""
-    try:
-        return make(), None
-    except Exception as e:
-        return None, _ours(e)
-
-
-def _values(outcomes: Sequence[tuple[T | None, WeightSyncError | None]]) -> list[T]:
-    """What every rank made; the first rank's error is raised."""
-    for rank, (_, error) in enumerate(outcomes):
-        if error is not None:
-            raise type(error)(f"trainer rank {rank}: {error}")
-    return [value for value, _ in outcomes]  # type: ignore[misc]
-
 
 def _answer(asked: Future[_Alive] | None) -> _Alive:
     assert asked is not None, "rank 0 asks"
@@ -578,14 +512,6 @@ def _answer(asked: Future[_Alive] | None) -> _Alive:
 def _addresses_of(described: Described) -> dict[str, Addresses]:
     """What a replica says of its addresses before any publish, by digest."""
     return {addresses_digest(one.binding.addresses): one.binding.addresses for one in described.ranks}
-
-
-def _ours(error: Exception) -> WeightSyncError:
-    """An error that unpickles on every rank."""
-    if isinstance(error, WeightSyncError):
-        return error
-    logger.error("unexpected error", exc_info=error)
-    return WeightSyncError(f"{type(error).__name__}: {error}")
 
 
 def _text(reply: object) -> str:

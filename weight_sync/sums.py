@@ -1,7 +1,7 @@
 """What was sent to whom: bytes and hash sums of every parameter of every engine rank, in two rows of integers.
 
 Owns: the places in those rows, adding up, and the form that messages have. Does not own: the hashes (integrity.py), the
-writes (pipeline.py), or the meeting of the ranks (publisher.py).
+writes (pipeline.py), or the meeting of the ranks (meeting.py).
 
     places   (replica, dest_rank) -> a stretch of columns, one a parameter
     table    2 x columns, int64:   bytes written | sum of hashes, modulo 2^64
