@@ -1,6 +1,7 @@
 """What the controller drives, as narrow interfaces: a Ray cluster stands behind them in a run, small fakes in tests.
 
-Owns: the protocols and `Rooms`, the bundle of them. Does not own any behaviour beyond a stopwatch.
+Owns: the protocols and `Rooms`, the bundle of them. Does not own any behaviour beyond a stopwatch, nor the protocol of
+a rollout worker (replicas.py).
 Callers: the controller and its tests; handles.py, placement.py, supervisor.py and rollout/ provide the implementations.
 """
 

@@ -2,7 +2,8 @@
 
 Owns: the state of every replica, routing to the least loaded, what a failed request costs (the worker leaves the
 router, the group is sampled again elsewhere, both are counted), and the way back of a worker that failed.
-Does not own: publishing (the controller brackets it with `hold` and `settle`), nor processes (`restart` is handed in).
+Does not own: publishing (the controller brackets it with `hold` and `settle`), processes (`restart` is handed in), nor
+what is noted about a replica (replicas.py).
 Invariant: a request goes only to a replica that holds the newest published version, committed; in adapter mode, where
 serving replicas go on during a publish, to one that missed at most `max_missed_publishes`.
 
@@ -31,106 +32,29 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from orchestrator.errors import NoReplicasLeft, WaitTimeout
+from orchestrator.replicas import Replica, ReplicaState, RolloutHandle
 from orchestrator.waiting import wait_for
 from rollout.types import Prompt, Rollout
 from weight_sync.errors import ReplicaDirty
 
 if TYPE_CHECKING:
-    from weight_sync.recovery import Offer, Pulled
+    from weight_sync.recovery import Offer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class RolloutHandle(Protocol):
-    """The controller's view of one rollout worker: a Ray actor, or a fake of ten lines in tests."""
-
-    name: str
-    endpoint: str
-    """Where publishers reach it."""
-    node: str
-    """The machine that it runs on."""
-
-    async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
-        """Sample `n` responses to one prompt."""
-        ...
-
-    async def offer(self) -> list[Offer]:
-        """What a restarted worker may read here. The last one names the version that is served."""
-        ...
-
-    async def pull(self, offers: Sequence[Offer]) -> Pulled:
-        """Read a peer's weights; serve nothing yet."""
-        ...
-
-    async def adopt(self, version: int, epoch: int) -> None:
-        """Serve what was pulled."""
-        ...
-
-    async def release(self, offers: Sequence[Offer]) -> None:
-        """Close the links to the peer."""
-        ...
-
-    async def base_wanted_at(self) -> str:
-        """Where the trainer must send its base before a version (adapter mode); "" when it needs none."""
-        ...
-
-
 class ReplicaOutcome(Protocol):
-    """What a publish reports about one replica (weight_sync.publisher)."""
+    """What a publish reports about one replica (weight_sync.publish_report)."""
 
     @property
     def committed(self) -> bool: ...
     @property
     def error(self) -> str | None: ...
-
-
-class ReplicaState(StrEnum):
-    """See the module's docstring."""
-
-    pending = "pending"
-    serving = "serving"
-    updating = "updating"
-    starting = "starting"
-    recovering = "recovering"
-    out = "out"
-
-
-@dataclass(eq=False)
-class Replica:
-    """One rollout worker and what the router knows about it."""
-
-    index: int
-    worker: RolloutHandle
-    state: ReplicaState = ReplicaState.pending
-    reason: str = ""
-    """Why it is not in service."""
-    num_in_flight: int = 0
-    """Groups it samples right now."""
-    num_updates: int = 0
-    """Publishes that began on it."""
-    num_restarts: int = 0
-    """Attempts to start it again."""
-    is_known: bool = True
-    """Whether the publisher knows its endpoint; false from a restart until the next publish."""
-    failed_at: float = 0.0
-    base_wanted_at: str = ""
-    """Where its base goes before it can take part in a publish."""
-    pulled: Pulled | None = None
-    """What the present process read from a peer."""
-    num_missed: int = 0
-    """Publishes in a row that failed on it while it went on serving (adapter mode)."""
-    is_held: bool = False
-    """Takes part in the publish under way."""
-    links: dict[int, list[Offer]] = field(default_factory=dict[int, "list[Offer]"])
-    """Replica -> what this one read there in a publish (weight_sync.relay), over a link that is open still."""
-    left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it fails, so that groups in flight on it are given up at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from system.test_adapter_recovery import engines
 from conf.load import load_run_config
 from conf.schema import Device, SamplingConfig
 from orchestrator.relay import publish_by_relay
-from orchestrator.supervisor import ReplicaState, Supervisor
+from orchestrator.replicas import ReplicaState
+from orchestrator.supervisor import Supervisor
 from rollout.errors import ReplicaNotServing
 from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker

@@ -13,7 +13,8 @@ import pytest
 from loop import FakeWorker, Outcome, Report, World
 
 from orchestrator.relay import by_node, publish_by_relay
-from orchestrator.supervisor import ReplicaState, Supervisor
+from orchestrator.replicas import ReplicaState
+from orchestrator.supervisor import Supervisor
 
 S = ReplicaState
 

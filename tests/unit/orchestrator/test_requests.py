@@ -15,8 +15,9 @@ from loop import FakeWorker, World
 
 from conf.errors import ConfigError
 from orchestrator.cli import main
+from orchestrator.replicas import ReplicaState
 from orchestrator.requests import alive, answer_requests, ask, is_alive
-from orchestrator.supervisor import ReplicaState, Supervisor
+from orchestrator.supervisor import Supervisor
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import pytest
 from loop import FakeWorker, Outcome, World
 
 from orchestrator.errors import NoReplicasLeft
-from orchestrator.supervisor import ReplicaState, Supervisor
+from orchestrator.replicas import ReplicaState
+from orchestrator.supervisor import Supervisor
 from rollout.types import Prompt
 
 PROMPT = Prompt(0, (1,), "p")

@@ -1,0 +1,97 @@
+"""One rollout worker as the controller's process sees it: what it is asked, where it stands, what is noted about it.
+
+Owns: the protocol of a worker, and the notes. Does not own: who changes a state and when (supervisor.py), who reads
+from whom in a publish (relay.py), or the worker behind the protocol (handles.py).
+
+Callers: supervisor.py, relay.py and their tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+from rollout.types import Prompt, Rollout
+
+if TYPE_CHECKING:
+    from weight_sync.recovery import Offer, Pulled
+
+
+class RolloutHandle(Protocol):
+    """The controller's view of one rollout worker: a Ray actor, or a fake of ten lines in tests."""
+
+    name: str
+    endpoint: str
+    """Where publishers reach it."""
+    node: str
+    """The machine that it runs on."""
+
+    async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
+        """Sample `n` responses to one prompt."""
+        ...
+
+    async def offer(self) -> list[Offer]:
+        """What a restarted worker may read here. The last one names the version that is served."""
+        ...
+
+    async def pull(self, offers: Sequence[Offer]) -> Pulled:
+        """Read a peer's weights; serve nothing yet."""
+        ...
+
+    async def adopt(self, version: int, epoch: int) -> None:
+        """Serve what was pulled."""
+        ...
+
+    async def release(self, offers: Sequence[Offer]) -> None:
+        """Close the links to the peer."""
+        ...
+
+    async def base_wanted_at(self) -> str:
+        """Where the trainer must send its base before a version (adapter mode); "" when it needs none."""
+        ...
+
+
+class ReplicaState(StrEnum):
+    """Where it stands; what leads from one to the next is drawn in supervisor.py."""
+
+    pending = "pending"
+    serving = "serving"
+    updating = "updating"
+    starting = "starting"
+    recovering = "recovering"
+    out = "out"
+
+
+@dataclass(eq=False)
+class Replica:
+    """One rollout worker and what the router knows about it."""
+
+    index: int
+    worker: RolloutHandle
+    state: ReplicaState = ReplicaState.pending
+    reason: str = ""
+    """Why it is not in service."""
+    num_in_flight: int = 0
+    """Groups it samples right now."""
+    num_updates: int = 0
+    """Publishes that began on it."""
+    num_restarts: int = 0
+    """Attempts to start it again."""
+    is_known: bool = True
+    """Whether the publisher knows its endpoint; false from a restart until the next publish."""
+    failed_at: float = 0.0
+    base_wanted_at: str = ""
+    """Where its base goes before it can take part in a publish."""
+    pulled: Pulled | None = None
+    """What the present process read from a peer."""
+    num_missed: int = 0
+    """Publishes in a row that failed on it while it went on serving (adapter mode)."""
+    is_held: bool = False
+    """Takes part in the publish under way."""
+    links: dict[int, list[Offer]] = field(default_factory=dict[int, "list[Offer]"])
+    """Replica -> what this one read there in a publish (weight_sync.relay), over a link that is open still."""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it fails, so that groups in flight on it are given up at once."""
