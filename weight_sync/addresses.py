@@ -14,7 +14,7 @@ its digest is of, is refused, and the replica's next Begin names none as known: 
 was started again is forgotten first. What is known stays small: a replica's parameters do not move (receiver.py refuses
 that), so there is one entry an engine rank, and one a slot in adapter mode.
 
-Caller: publisher.py.
+Callers: publisher.py (learn, forget, binding), transaction.py (known, check).
 """
 
 from __future__ import annotations

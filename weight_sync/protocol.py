@@ -9,7 +9,8 @@ dataclass on arrival.
       +----- failed -------+----- begin ----------+          DIRTY. A replica serves in CLEAN and in no other phase.
 
 A replica starts DIRTY at epoch 0 (its weights are dummies). Versions may repeat or go back (a trainer resumed from an
-older checkpoint); epochs only grow. Callers: `receiver.py`, `endpoint.py`, `publisher.py`.
+older checkpoint); epochs only grow. Callers: `receiver.py`, `endpoint.py`,
+`publisher.py` (Describe), `transaction.py` (Begin, Commit, Abort).
 """
 
 from __future__ import annotations

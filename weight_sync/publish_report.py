@@ -1,6 +1,6 @@
-"""What became of a publish: the carriers that the publisher fills and returns. Plain data, no torch.
+"""What became of a publish: the carriers that transaction.py fills and the publisher returns. Plain data, no torch.
 
-Callers: publisher.py; trainer, orchestrator and bench read them.
+Callers: transaction.py, publisher.py; trainer, orchestrator and bench read them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The trainer's end of the weight sync: connect once, then publish a version after every optimizer step.
 
-Owns the transaction: epochs, who is in and who is out, the order of phases, the expected sums, the report. Every
-trainer rank has a Publisher and calls the same methods at the same time; rank 0 alone speaks to the replicas. Does
-not own bytes (`pipeline.py`), how ranks meet (`meeting.py`), sockets (`endpoint.py`), or the fence (the caller must not
-change weights until publish() returns).
+Owns: the plan's way to every rank, epochs, who is in and who is out, the order of phases, the expected sums. Every
+trainer rank has a Publisher and calls the same methods at the same time; rank 0 alone speaks to the replicas. Does not
+own bytes (`pipeline.py`), how ranks meet (`meeting.py`), what replicas are told and what is made of their answers in a
+publish (`transaction.py`), sockets (`endpoint.py`), or the fence (the caller must not change weights until publish()
+returns).
 
     rank 0                                    every rank                              replica (each on its own)
     ------                                    ----------                              -------------------------
@@ -19,21 +20,19 @@ A replica that the caller excludes is not asked, not written to and not waited f
 closed, as for one that failed. With weight_sync.publish_waves > 1 all of this is done for one group of replicas after
 the other, each wave an epoch of its own. A replica that was started again rejoins by reconnect(), under the same plan.
 
-Invariants. All ranks run the same collectives in the same order whatever fails. A replica's failure is an entry in
-the report, never an exception, and costs the others at most the time spent waiting for it: every replica has
-`timeout_s` for Begin, for the writes to it and for Commit together, and only time spent waiting for *it* counts. Each
-attempt is a new epoch, larger than any that a replica has seen.
+Invariants. All ranks run the same collectives in the same order whatever fails. A replica's failure is an entry in the
+report, never an exception, and costs the others at most the time spent waiting for it. Each attempt is a new epoch,
+larger than any that a replica has seen.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,19 +47,19 @@ from weight_sync.layout import DestLayout, SourceLayout
 from weight_sync.meeting import Meeting, attempt, values
 from weight_sync.pipeline import Pipeline
 from weight_sync.plan import PlanSummary, build_plan, rank_plan_from_wire
-from weight_sync.protocol import Abort, Begin, Begun, Commit, Committed, Describe, Described, Expected, addresses_digest
-from weight_sync.publish_report import EXCLUDED, PublishReport, ReplicaReport, joined
+from weight_sync.protocol import Describe, Described, Expected, addresses_digest
+from weight_sync.publish_report import PublishReport, joined
 from weight_sync.replay import Destination, PipelineResult
 from weight_sync.source import WeightSource
 from weight_sync.sums import Places, Planned, Sums
-from weight_sync.trace import ReplicaTimes, write_trace
+from weight_sync.trace import write_trace
+from weight_sync.transaction import Transaction
 from weight_sync.transport.base import Transport
 from weight_sync.waves import assign_waves
 
 logger = logging.getLogger(__name__)
 
-MIN_COMMIT_S = 1.0
-"""Time that a replica gets for its commit even if its writes used up its deadline."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,33 +71,6 @@ class _Agreed:
     """Per engine rank the names of its parameters; ranks of several replicas share one tuple."""
     addresses: list[dict[str, Addresses]]
     """Per replica, by their digest."""
-
-
-@dataclass(slots=True)
-class _Alive:
-    """What rank 0 tells all ranks after Begin."""
-
-    epoch: int
-    bound: dict[Destination, tuple[str, str]]
-    """Session, and digest of the addresses, of every engine rank that is written to."""
-    fresh: dict[int, dict[str, Addresses]]
-    """Per replica: addresses that were not known, by their digest."""
-    forgotten: list[int]
-    """Replicas that contradicted what was known of them."""
-    budgets_s: dict[int, float]
-    begin_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Replica:
-    """Rank 0's notes on one replica during one publish."""
-
-    endpoint: str
-    spent_s: float = 0.0
-    times: ReplicaTimes | None = None
-    """None before it answered Begin."""
-    error: str | None = None
-    committed: Committed | None = None
 
 
 class Publisher:
@@ -209,15 +181,11 @@ class Publisher:
 
     def _publish_wave(self, version: int, included: Sequence[int], trace: Path | None) -> PublishReport:
         """One transaction with the included replicas; the others are reported as excluded."""
-        began = time.monotonic()
-        replicas = [
-            _Replica(endpoint, error=None if number in included else EXCLUDED)
-            for number, endpoint in enumerate(self._endpoints)
-        ]
-        asked = self._asking.submit(self._begin_all, version, replicas) if self._meeting.rank == 0 else None
+        transaction = self._transaction(version, included) if self._meeting.rank == 0 else None
+        asked = self._asking.submit(transaction.begin, self._params) if transaction is not None else None
         self._pipeline.prepare(version, trace=trace is not None)
         try:
-            alive = self._meeting.on_rank0(lambda: _answer(asked))
+            alive = self._meeting.on_rank0(lambda: _of_rank0(asked).result())
         except BaseException:
             self._pipeline.cancel()
             raise
@@ -229,9 +197,7 @@ class Publisher:
         result = self._pipeline.run(version, bindings, alive.budgets_s)
         self._meeting.add_up(result.sums.table)
         results = self._meeting.gather_to_all(replace(result, sums=Sums(Places({}))))
-        report = self._meeting.on_rank0(
-            lambda: self._finish(version, alive, replicas, results, result.sums, began, trace)
-        )
+        report = self._meeting.on_rank0(lambda: self._finish(_of_rank0(transaction), results, result.sums, trace))
         self._open_sessions |= {destination: binding.session for destination, binding in bindings.items()}
         self.disconnect([number for number in included if not report.replicas[number].committed])
         return report
@@ -348,152 +314,48 @@ class Publisher:
         self._last_sums = {dest: sums for dest, sums in self._last_sums.items() if dest[0] != replica}
         return _addresses_of(described)
 
-    def _begin_all(self, version: int, replicas: list[_Replica]) -> _Alive:
+    def _transaction(self, version: int, included: Collection[int]) -> Transaction:
+        """An attempt, in an epoch of its own."""
         assert self._clients is not None
         self._epoch += 1
-        began = time.monotonic()
-        numbers = [number for number, replica in enumerate(replicas) if replica.error is None]
-        replies = self._clients.call(
-            Begin,
-            {number: {"known": self._book.known(number)} for number in numbers},
-            dict.fromkeys(numbers, self._config.timeout_s),
+        return Transaction(
+            self._clients,
+            self._book,
+            self._endpoints,
+            included,
             version=version,
             epoch=self._epoch,
             digest=self._digest,
+            timeout_s=self._config.timeout_s,
         )
-        alive = _Alive(self._epoch, {}, {}, [], {})
-        for number in numbers:
-            reply, replica = replies[number], replicas[number]
-            if not isinstance(reply, Begun):
-                replica.error = _text(reply)
-                continue
-            replica.spent_s = self._clients.answer_s[number]
-            replica.times = ReplicaTimes(began, reply.idle_s, reply.mark_s)
-            alive.budgets_s[number] = max(0.0, self._config.timeout_s - replica.spent_s)
-            params = [self._places.params[number, rank] for rank in range(len(self._layouts[number]))]
-            try:
-                alive.fresh[number] = self._book.check(number, reply.bindings, params)
-            except ProtocolError as e:  # nothing is written to it; it is told, and says everything at its next Begin
-                replica.error = _text(e)
-                alive.forgotten.append(number)
-                continue
-            alive.bound.update({(number, rank): (b.session, b.digest) for rank, b in enumerate(reply.bindings)})
-        logger.debug(
-            "version %d, epoch %d: %d of %d replicas began in %.3f s",
-            version,
-            self._epoch,
-            len(alive.budgets_s) - len(alive.forgotten),
-            len(numbers),
-            time.monotonic() - began,
-        )
-        alive.begin_s = time.monotonic() - began
-        return alive
 
     def _finish(
-        self,
-        version: int,
-        alive: _Alive,
-        replicas: list[_Replica],
-        results: Sequence[PipelineResult],
-        sums: Sums,
-        began: float,
-        trace: Path | None,
+        self, transaction: Transaction, results: Sequence[PipelineResult], sums: Sums, trace: Path | None
     ) -> PublishReport:
-        """Add up what the ranks did, commit who was served in full, abort the others."""
-        for number in alive.budgets_s:
-            replica = replicas[number]
-            failures = [
-                f"trainer rank {rank}: {r.errors[number]}" for rank, r in enumerate(results) if number in r.errors
-            ]
-            if failures:
-                replica.error = "; ".join(failures)
-            replica.spent_s += max(r.write_s.get(number, 0.0) for r in results)
-        unserved = {number: {"reason": replicas[number].error} for number in alive.budgets_s if replicas[number].error}
-        self._commit_all(version, alive, replicas, sums)
-        self._abort(version, alive, unserved)
-        done = [r.committed for r in replicas if r.committed is not None]
-        for replica in replicas:
-            if replica.error is not None and replica.error != EXCLUDED:
-                logger.error(
-                    "version %d, epoch %d: %s did not commit: %s", version, alive.epoch, replica.endpoint, replica.error
-                )
-        num_changed = self._count_changed(
-            {dest: sums.part(dest) for dest in sums.places.params if replicas[dest[0]].committed}
+        """Everyone who began commits or is told that it may not; what became of it all."""
+        transaction.finish(
+            results, lambda number: tuple(self._expected(dest, sums) for dest in self._engine_ranks(number))
         )
-        times = [replica.times for replica in replicas if replica.times is not None]
-        report = PublishReport(
-            version=version,
-            epoch=alive.epoch,
-            replicas=tuple(
-                ReplicaReport(r.endpoint, r.committed is not None, r.error, r.committed.pause_s if r.committed else 0.0)
-                for r in replicas
-            ),
-            pause_s=max((c.pause_s for c in done), default=0.0),
-            begin_s=alive.begin_s,
-            idle_s=max((one.idle_s for one in times), default=0.0),
-            mark_s=max((one.mark_s for one in times), default=0.0),
-            prepare_s=max(r.prepare_s for r in results),
-            write_s=max(r.busy_write_s for r in results),
-            verify_s=max((c.verify_s for c in done), default=0.0),
-            commit_s=max((c.commit_s for c in done), default=0.0),
-            total_s=time.monotonic() - began,
-            num_bytes=sum(r.num_bytes for r in results),
-            peak_bytes=max(r.peak_bytes for r in results),
-            watermark_bytes=self._config.watermark_bytes,
-            num_changed_params=num_changed,
+        committed = {number for number, replica in enumerate(transaction.replicas) if replica.committed}
+        num_changed = self._count_changed({d: sums.part(d) for d in sums.places.params if d[0] in committed})
+        report = transaction.report(
+            results, watermark_bytes=self._config.watermark_bytes, num_changed_params=num_changed
         )
         if trace is not None:
-            ranks = {f"trainer rank {rank}": result.spans for rank, result in enumerate(results)}
-            write_trace(trace, ranks | {f"replica {r.endpoint}": r.times.spans() for r in replicas if r.times})
+            write_trace(trace, transaction.spans(results))
         return report
 
-    def _commit_all(
-        self,
-        version: int,
-        alive: _Alive,
-        replicas: list[_Replica],
-        sums: Sums,
-    ) -> None:
-        assert self._clients is not None
-        ready = [number for number in alive.budgets_s if replicas[number].error is None]
-        fields = {
-            number: {
-                "expected": tuple(self._expected((number, rank), sums) for rank in range(len(self._layouts[number])))
-            }
-            for number in ready
-        }
-        timeouts_s = {number: max(MIN_COMMIT_S, self._config.timeout_s - replicas[number].spent_s) for number in ready}
-        told = time.monotonic()
-        replies = self._clients.call(
-            Commit, fields, timeouts_s, version=version, epoch=alive.epoch, digest=self._digest
-        )
-        for number, reply in replies.items():
-            if isinstance(reply, Committed):
-                replicas[number].committed, times = reply, replicas[number].times
-                if times is not None:
-                    times.told_s, times.verify_s, times.commit_s = told, reply.verify_s, reply.commit_s
-            else:
-                replicas[number].error = _text(reply)
+    def _engine_ranks(self, replica: int) -> list[Destination]:
+        return [(replica, rank) for rank in range(len(self._layouts[replica]))]
+
+    def _params(self, replica: int) -> list[Sequence[str]]:
+        """Per engine rank: the parameters that are written."""
+        return [self._places.params[dest] for dest in self._engine_ranks(replica)]
 
     def _expected(self, dest: Destination, sums: Sums) -> Expected:
+        """What an engine rank must hold before it may commit."""
         num_bytes, hashes = sums.part(dest)
         return self._planned[dest].write(num_bytes, hashes if self._config.verify_hashes else None)
-
-    def _abort(self, version: int, alive: _Alive, unserved: Mapping[int, Mapping[str, object]]) -> None:
-        """Tell replicas that wait for a commit that will not come. They are DIRTY, whatever they answer.
-
-        A replica whose own Begin or Commit failed knows; one that did not answer in time is not waited for again.
-        """
-        assert self._clients is not None
-        if unserved:
-            self._clients.call(
-                Abort,
-                unserved,
-                dict.fromkeys(unserved, MIN_COMMIT_S),
-                version=version,
-                epoch=alive.epoch,
-                digest=self._digest,
-            )
 
     def _count_changed(self, sums: Mapping[Destination, Ints]) -> int | None:
         """Parameters of replicas that committed, now and before, whose bytes are others than before."""
@@ -504,15 +366,11 @@ class Publisher:
         return sum(int((part != last).any(axis=0).sum()) for part, last in known)
 
 
-def _answer(asked: Future[_Alive] | None) -> _Alive:
-    assert asked is not None, "rank 0 asks"
-    return asked.result()
+def _of_rank0(value: T | None) -> T:
+    assert value is not None, "rank 0 has it"
+    return value
 
 
 def _addresses_of(described: Described) -> dict[str, Addresses]:
     """What a replica says of its addresses before any publish, by digest."""
     return {addresses_digest(one.binding.addresses): one.binding.addresses for one in described.ranks}
-
-
-def _text(reply: object) -> str:
-    return f"{type(reply).__name__}: {reply}" if isinstance(reply, Exception) else f"unexpected {type(reply).__name__}"

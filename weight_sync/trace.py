@@ -1,7 +1,7 @@
 """What a publish spent its time on: a timeline for ui.perfetto.dev or chrome://tracing, a track a stage, per process.
 
 Owns clocks, spans and the file's format. Does not own which stages there are: pipeline.py notes what a trainer rank
-does, publisher.py what the replicas answered, and rank 0 writes the file.
+does, transaction.py what the replicas answered, and rank 0 writes the file.
 
     trainer rank r   begin | gather | pack slot 0, 1 | hash slot 0, 1 | write replica i rank j | verify | commit | gc
     replica i        pause | mark dirty | writes arrive | verify | commit

@@ -19,6 +19,7 @@ from weight_sync.layout import Binding
 from weight_sync.protocol import Abort, Begin, Bound, Describe, Described, Signer
 from weight_sync.publish_report import EXCLUDED, PublishReport
 from weight_sync.publisher import Publisher
+from weight_sync.transaction import Transaction
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
 
 
@@ -163,7 +164,7 @@ def test_a_publish_that_cannot_begin_leaves_nothing_prepared(world: World, monke
         raise RuntimeError("no socket")
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.publisher, "_begin_all", breaks)
+        patch.setattr(Transaction, "begin", breaks)
         with pytest.raises(WeightSyncError, match="RuntimeError: no socket"):
             world.publisher.publish(0)
     assert world.source.num_ends == 1
