@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Part = TypeVar("Part")
 Outcome: TypeAlias = tuple[T | None, WeightSyncError | None]
-"""What a rank made, or why it could not. Examples: (layout, None), (None, LayoutError("no such tensor"))."""
+"""What a rank made, or why it could not. Examples: (layout, None), (None, PlanError("no such tensor"))."""
 
 
 class Meeting:
