@@ -236,7 +236,7 @@ class Publisher:
         Raises:
             WeightSyncError: The same on every rank: a failed write out of it cannot be closed yet.
         """
-        self._everywhere(self._pipeline.release)
+        self._meeting.everywhere(self._pipeline.release)
 
     def close(self) -> None:
         """Close sockets and staging. Not collective; the transport and the group stay the caller's."""
