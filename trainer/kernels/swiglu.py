@@ -43,7 +43,7 @@ class InnerAdapter:
 
 
 FORWARD, BACKWARD = Tiling(16, 256, warps=4, stages=3), Tiling(32, 64, warps=8, stages=3)
-ADAPTED, ADAPTED_BACKWARD = Tiling(64, 32, warps=4, stages=3), Tiling(32, 64, warps=4, stages=3)
+ADAPTED, ADAPTED_BACKWARD = Tiling(64, 32, warps=4, stages=3), Tiling(64, 32, warps=4, stages=3)
 """With an adapter."""
 
 
@@ -144,7 +144,7 @@ def activate_triton(
         tiles = groups.tiles(tiling.rows)
         _activate[(tiles.shape[0],)](  # pyright: ignore[reportCallIssue]
             gu_SI, xa_SR, bias_EI, h_SI, ha_SR, tiles, width,
-            *_adapter_arguments(adapter), *_activation_arguments(activation),
+            *_adapter_arguments(adapter), **_activation_arguments(activation),
             HAS_LORA=ha_SR is not None, HAS_BIAS=bias_EI is not None,
             **_shape_arguments(gu_SI, adapter, tiling),
         )  # fmt: skip
@@ -171,8 +171,8 @@ def activate_backward_triton(
         tiling = BACKWARD if dba_SR is None else ADAPTED_BACKWARD
         tiles = groups.tiles(tiling.rows)
         _activate_backward[(tiles.shape[0],)](  # pyright: ignore[reportCallIssue]
-            gu_SI, xa_SR, bias_EI, dh_SI, db_SR, weights_S, dw_S, dba_SR, tiles, width,
-            *_adapter_arguments(adapter), *_activation_arguments(activation),
+            gu_SI, xa_SR, bias_EI, dh_SI, db_SR, weights_S, gu_SI, dh_SI, dw_S, dba_SR, tiles, width,
+            *_adapter_arguments(adapter), **_activation_arguments(activation),
             NEEDS_H=needs_h, HAS_LORA=dba_SR is not None, HAS_BIAS=bias_EI is not None,
             **_shape_arguments(gu_SI, adapter, tiling),
         )  # fmt: skip
@@ -185,8 +185,9 @@ def _adapter_arguments(adapter: InnerAdapter | None) -> tuple[Tensor | float | i
     return (adapter.b_EIR, *adapter.b_EIR.stride(), adapter.a_ERI, *adapter.a_ERI.stride(), adapter.scale)
 
 
-def _activation_arguments(activation: ExpertActivation) -> tuple[float, float, float]:
-    return activation.alpha, float("inf") if activation.limit is None else activation.limit, activation.up_offset
+def _activation_arguments(activation: ExpertActivation) -> dict[str, float | None]:
+    """Constants of the compiled kernel, so that an activation without clamps computes none."""
+    return {"ALPHA": activation.alpha, "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset}
 
 
 def _shape_arguments(gu_SI: Tensor, adapter: InnerAdapter | None, tiling: Tiling) -> dict[str, int | str]:
@@ -252,51 +253,62 @@ def activate_backward(
 
 @triton.jit
 def _adapted_tile(
-    gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, half,
-    b_expert_stride, b_row_stride, b_rank_stride,
+    gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
     RANK: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of gate (half = 0) or up (half = 1) in float32, and the tile of B it used."""
-    own = half * width + columns
-    tile = tl.load(gu_ptr + at + half * width, mask=inside, other=0.0).to(tl.float32)
+    """One tile of gate or up in float32, and the tile of B it used; pointers are at the expert's half."""
+    tile = tl.load(gu_ptr + at, mask=inside, other=0.0).to(tl.float32)
     b = xa
     if HAS_LORA:
-        b = _factor_tile(b_ptr, expert, own, is_column, ranks, b_expert_stride, b_row_stride, b_rank_stride, RANK)
-        b = b.to(xa.dtype)
+        b = _factor_tile(b_ptr, columns, is_column, ranks, b_row_stride, b_rank_stride, RANK).to(xa.dtype)
         tile = tl.dot(xa, tl.trans(b), tile, input_precision=PRECISION)
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + expert * 2 * width + own, mask=is_column, other=0.0)
-        tile += bias.to(tl.float32)[None, :]
+        tile += tl.load(bias_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     return tile, b
 
 
 @triton.jit
-def _factor_tile(ptr, expert, rows, is_row, ranks, expert_stride, row_stride, rank_stride, RANK: tl.constexpr):
-    return tl.load(
-        ptr + expert * expert_stride + rows[:, None] * row_stride + ranks[None, :] * rank_stride,
-        mask=is_row[:, None] & (ranks < RANK)[None, :],
-        other=0.0,
-    )
+def _factor_tile(ptr, rows, is_row, ranks, row_stride, rank_stride, RANK: tl.constexpr):
+    at = rows[:, None] * row_stride + ranks[None, :] * rank_stride
+    return tl.load(ptr + at, mask=is_row[:, None] & (ranks < RANK)[None, :], other=0.0)
+
+
+@triton.jit
+def _gated_tile(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
+    """h is the product of the first two; the third times up is dh/dgate. Clamps are left out of the gradients."""
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    sigmoid = tl.sigmoid(ALPHA * gate)
+    glu = gate * sigmoid
+    return up + UP_OFFSET, glu, sigmoid + ALPHA * glu * (1 - sigmoid)
 
 
 @triton.jit
 def _activate(
     gu_ptr, xa_ptr, bias_ptr, h_ptr, ha_ptr, tiles_ptr, width,
-    b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride,
-    scale, alpha, limit, up_offset,
-    HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
+    b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride, scale,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
+    RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tiles_ptr + tl.program_id(0) * 3
     expert, first, stop = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if first < stop:
-        rows = first + tl.arange(0, BLOCK_M)
-        is_row = rows < stop
-        rows = rows.to(tl.int64)
+        rows = tl.arange(0, BLOCK_M)
+        is_row = rows < stop - first
+        begin = first.to(tl.int64)
+        gu_ptr += begin * 2 * width
+        h_ptr += begin * width
         ranks = tl.arange(0, PADDED_RANK)
-        is_low = is_row[:, None] & (ranks < RANK)[None, :]
         low_at = rows[:, None] * RANK + ranks[None, :]
-        xa = tl.load(xa_ptr + low_at, mask=is_low, other=0.0) if HAS_LORA else 0.0
+        is_low = is_row[:, None] & (ranks < RANK)[None, :]
+        xa = tl.load(xa_ptr + begin * RANK + low_at, mask=is_low, other=0.0) if HAS_LORA else 0.0
+        if HAS_LORA:
+            b_ptr += expert * b_expert_stride
+            a_ptr += expert * a_expert_stride
+        if HAS_BIAS:
+            bias_ptr += expert * 2 * width
         ha = tl.zeros([BLOCK_M, PADDED_RANK], dtype=tl.float32)
         for start in tl.range(0, width, BLOCK_N, num_stages=STAGES):
             columns = start + tl.arange(0, BLOCK_N)
@@ -304,48 +316,60 @@ def _activate(
             inside = is_row[:, None] & is_column[None, :]
             at = rows[:, None] * (2 * width) + columns[None, :]
             gate, _ = _adapted_tile(
-                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, 0,
-                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
+                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
+                RANK, HAS_LORA, HAS_BIAS, PRECISION,
             )  # fmt: skip
             up, _ = _adapted_tile(
-                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, 1,
-                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
+                gu_ptr + width, bias_ptr + width if HAS_BIAS else None,
+                b_ptr + width * b_row_stride if HAS_LORA else None,
+                xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
+                RANK, HAS_LORA, HAS_BIAS, PRECISION,
             )  # fmt: skip
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit) + up_offset
-            h = (up * gate * tl.sigmoid(alpha * gate)).to(h_ptr.dtype.element_ty)
+            up, glu, _ = _gated_tile(gate, up, ALPHA, LIMIT, UP_OFFSET)
+            h = (up * glu).to(h_ptr.dtype.element_ty)
             tl.store(h_ptr + rows[:, None] * width + columns[None, :], h, mask=inside)
             if HAS_LORA:
-                a = _factor_tile(
-                    a_ptr, expert, columns, is_column, ranks, a_expert_stride, a_column_stride, a_rank_stride, RANK
-                )
+                a = _factor_tile(a_ptr, columns, is_column, ranks, a_column_stride, a_rank_stride, RANK)
                 ha = tl.dot(h, a.to(h.dtype), ha, input_precision=PRECISION)
         if HAS_LORA:
-            tl.store(ha_ptr + low_at, (ha * scale).to(ha_ptr.dtype.element_ty), mask=is_low)
+            tl.store(ha_ptr + begin * RANK + low_at, (ha * scale).to(ha_ptr.dtype.element_ty), mask=is_low)
 
 
 @triton.jit
 def _activate_backward(
-    gu_ptr, xa_ptr, bias_ptr, dh_ptr, db_ptr, weights_ptr, dw_ptr, dba_ptr, tiles_ptr, width,
-    b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride,
-    scale, alpha, limit, up_offset,
+    gu_ptr, xa_ptr, bias_ptr, dh_ptr, db_ptr, weights_ptr, dgu_ptr, hw_ptr, dw_ptr, dba_ptr, tiles_ptr, width,
+    b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride, scale,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     NEEDS_H: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dgu goes over gu, hw over dh: each element is read and written by the same program."""
+    """dgu may lie over gu, hw over dh: each element is read and written by the same program.
+
+    What is written has pointers of its own: else the loop keeps the addresses of the loads that it issued ahead until
+    it stores there, in registers that another thread block could have.
+    """
     tile = tiles_ptr + tl.program_id(0) * 3
     expert, first, stop = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if first < stop:
-        rows = first + tl.arange(0, BLOCK_M)
-        is_row = rows < stop
-        rows = rows.to(tl.int64)
+        rows = tl.arange(0, BLOCK_M)
+        is_row = rows < stop - first
+        begin = first.to(tl.int64)
+        gu_ptr += begin * 2 * width
+        dgu_ptr += begin * 2 * width
+        dh_ptr += begin * width
+        hw_ptr += begin * width
         ranks = tl.arange(0, PADDED_RANK)
-        is_low = is_row[:, None] & (ranks < RANK)[None, :]
         low_at = rows[:, None] * RANK + ranks[None, :]
-        xa = tl.load(xa_ptr + low_at, mask=is_low, other=0.0) if HAS_LORA else 0.0
-        db = tl.load(db_ptr + low_at, mask=is_low, other=0.0) if HAS_LORA else 0.0
-        weight = tl.load(weights_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        is_low = is_row[:, None] & (ranks < RANK)[None, :]
+        xa = tl.load(xa_ptr + begin * RANK + low_at, mask=is_low, other=0.0) if HAS_LORA else 0.0
+        db = tl.load(db_ptr + begin * RANK + low_at, mask=is_low, other=0.0) if HAS_LORA else 0.0
+        if HAS_LORA:
+            b_ptr += expert * b_expert_stride
+            a_ptr += expert * a_expert_stride
+        if HAS_BIAS:
+            bias_ptr += expert * 2 * width
+        weight = tl.load(weights_ptr + begin + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
         dba = tl.zeros([BLOCK_M, PADDED_RANK], dtype=tl.float32)
         dw = tl.zeros([BLOCK_M], dtype=tl.float32)
         for start in tl.range(0, width, BLOCK_N, num_stages=STAGES):
@@ -354,37 +378,36 @@ def _activate_backward(
             inside = is_row[:, None] & is_column[None, :]
             at = rows[:, None] * (2 * width) + columns[None, :]
             gate_in, b_gate = _adapted_tile(
-                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, 0,
-                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
+                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
+                RANK, HAS_LORA, HAS_BIAS, PRECISION,
             )  # fmt: skip
             up_in, b_up = _adapted_tile(
-                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, expert, width, 1,
-                b_expert_stride, b_row_stride, b_rank_stride, RANK, HAS_LORA, HAS_BIAS, PRECISION,
+                gu_ptr + width, bias_ptr + width if HAS_BIAS else None,
+                b_ptr + width * b_row_stride if HAS_LORA else None,
+                xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
+                RANK, HAS_LORA, HAS_BIAS, PRECISION,
             )  # fmt: skip
             h_at = rows[:, None] * width + columns[None, :]
             dh = tl.load(dh_ptr + h_at, mask=inside, other=0.0).to(tl.float32)
             if HAS_LORA:
-                a = _factor_tile(
-                    a_ptr, expert, columns, is_column, ranks, a_expert_stride, a_column_stride, a_rank_stride, RANK
-                )
-                dh = tl.dot(db, tl.trans(a).to(db.dtype), dh, input_precision=PRECISION)
-            gate = tl.minimum(gate_in, limit)
-            up = tl.minimum(tl.maximum(up_in, -limit), limit) + up_offset
-            sigmoid = tl.sigmoid(alpha * gate)
-            glu = gate * sigmoid
+                a = _factor_tile(a_ptr, columns, is_column, ranks, a_column_stride, a_rank_stride, RANK)
+                dh = tl.dot(db, tl.trans(a.to(db.dtype)), dh, input_precision=PRECISION)
+            up, glu, slope = _gated_tile(gate_in, up_in, ALPHA, LIMIT, UP_OFFSET)
             h = up * glu
             dw += tl.sum(h * dh, 1)
             dh *= weight
-            dgate = tl.where(gate_in <= limit, dh * up * sigmoid * (1 + alpha * gate * (1 - sigmoid)), 0.0)
-            dup = tl.where(tl.abs(up_in) <= limit, dh * glu, 0.0)
-            dgate, dup = dgate.to(gu_ptr.dtype.element_ty), dup.to(gu_ptr.dtype.element_ty)
-            tl.store(gu_ptr + at, dgate, mask=inside)
-            tl.store(gu_ptr + at + width, dup, mask=inside)
+            dgate, dup = dh * up * slope, dh * glu
+            if LIMIT is not None:
+                dgate = tl.where(gate_in <= LIMIT, dgate, 0.0)
+                dup = tl.where(tl.abs(up_in) <= LIMIT, dup, 0.0)
+            dgate, dup = dgate.to(dgu_ptr.dtype.element_ty), dup.to(dgu_ptr.dtype.element_ty)
+            tl.store(dgu_ptr + at, dgate, mask=inside)
+            tl.store(dgu_ptr + width + at, dup, mask=inside)
             if NEEDS_H:
-                tl.store(dh_ptr + h_at, (weight * h).to(dh_ptr.dtype.element_ty), mask=inside)
+                tl.store(hw_ptr + h_at, (weight * h).to(hw_ptr.dtype.element_ty), mask=inside)
             if HAS_LORA:
                 dba = tl.dot(dgate, b_gate, dba, input_precision=PRECISION)
                 dba = tl.dot(dup, b_up, dba, input_precision=PRECISION)
-        tl.store(dw_ptr + rows, dw, mask=is_row)
+        tl.store(dw_ptr + begin + rows, dw, mask=is_row)
         if HAS_LORA:
-            tl.store(dba_ptr + low_at, (dba * scale).to(dba_ptr.dtype.element_ty), mask=is_low)
+            tl.store(dba_ptr + begin * RANK + low_at, (dba * scale).to(dba_ptr.dtype.element_ty), mask=is_low)
