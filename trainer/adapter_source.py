@@ -31,7 +31,7 @@ from trainer.errors import LayoutError
 from trainer.lora import Linear
 from trainer.model.decoder import Decoder
 from trainer.moe.experts import Experts
-from trainer.parallel import local_part
+from trainer.parallel import local_address, local_part
 from trainer.shards import local_rows
 from weight_sync.layout import Region, SourceLayout, SourceShard
 from weight_sync.packing import FillSlot, PackedRead, view_as
@@ -103,7 +103,7 @@ class FactorRun:
         rows = local_rows(self.parameter)
         return rows.as_strided(
             (self.num_blocks, self.num_rows, self.columns.stop - self.columns.start),
-            (self.step * rows.stride(0), rows.stride(0), rows.stride(1)),
+            ((self.step or self.num_rows) * rows.stride(0), rows.stride(0), rows.stride(1)),
             rows.storage_offset() + self.first_row * rows.stride(0) + self.columns.start * rows.stride(1),
         )
 
@@ -117,8 +117,9 @@ class FactorCopies:
 
     def __init__(self, pairs: Iterable[tuple[FactorRun, Tensor]]) -> None:
         self._padded: list[Tensor] = []
-        self._held: list[Tensor] = []
-        self._targets: list[Tensor] = []
+        self._copied: dict[bool, tuple[list[Tensor], list[Tensor]]] = {True: ([], []), False: ([], [])}
+        """Targets and what is held, by whether both lie alike and without gaps: on a GPU such pairs are copied many to
+        a kernel, and one that is not would cost each of its list a kernel of its own."""
         self._scaled: dict[float, list[Tensor]] = {}
         for run, out in pairs:
             held = run.held()
@@ -126,8 +127,9 @@ class FactorCopies:
                 self._padded.append(out)
             if held.numel():
                 target = out[:, : held.shape[1], : held.shape[2]]
-                self._held.append(held)
-                self._targets.append(target)
+                targets, sources = self._copied[held.is_contiguous() and held.stride() == target.stride()]
+                targets.append(target)
+                sources.append(held)
                 if run.scale != 1.0:
                     self._scaled.setdefault(run.scale, []).append(target)
 
@@ -136,8 +138,9 @@ class FactorCopies:
         """Fill all targets, cast to their dtype, B then multiplied in that dtype. No communication."""
         for padded in self._padded:
             padded.zero_()
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._held)
+        for targets, sources in self._copied.values():
+            if targets:
+                torch._foreach_copy_(targets, sources)
         for scale, targets in self._scaled.items():
             torch._foreach_mul_(targets, scale)
 
@@ -188,7 +191,7 @@ class AdapterSource:
 
         def fill(slot: Tensor) -> None:
             nonlocal places
-            held_at = [local_part(parameter)[0].data_ptr() for parameter in parameters]
+            held_at = [local_address(parameter) for parameter in parameters]
             if held_at != places:  # FSDP2 may move a shard's storage
                 known.clear()
                 places = held_at
