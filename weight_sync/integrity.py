@@ -85,10 +85,16 @@ class RangeHashes:
             )
 
     def values(self) -> list[int]:
-        """All hashes, in order, in [0, 2^64). Waits for the device once."""
-        device = self._ranges[0][0].device if self._ranges else "cpu"
+        """All hashes, in order, in [0, 2^64). Waits for the current stream once.
+
+        Through pinned memory: the driver waits inside a copy to pageable memory, where other threads' launches meet it.
+        """
+        device = self._ranges[0][0].device if self._ranges else torch.device("cpu")
         sums = torch.zeros(len(self._ranges), dtype=torch.int64, device=device)
         self.add_to(sums)
+        if device.type == "cuda":
+            sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+            torch.cuda.current_stream(device).synchronize()
         return [value & HASH_MASK for value in sums.tolist()]
 
 

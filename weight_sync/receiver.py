@@ -86,6 +86,8 @@ class Receiver:
             ],
             [start for _, start in self._places],
         )
+        self._whole: dict[tuple[tuple[str, int], ...], RangeHashes] = {}
+        """What was hashed whole last, by names and addresses."""
 
     @property
     def state(self) -> VersionState:
@@ -284,7 +286,10 @@ class Receiver:
         """Hashes of whole parameters, with one wait for the device; those that need a copy one after the other."""
         held = {name: self._params[name].detach() for name in names}
         as_is = {name: tensor for name, tensor in held.items() if tensor.is_contiguous()}
-        hashes = dict(zip(as_is, RangeHashes(list(as_is.values()), [0] * len(as_is)).values(), strict=True))
+        places = tuple((name, tensor.data_ptr()) for name, tensor in as_is.items())
+        if places not in self._whole:  # a table on the device, the same at every commit
+            self._whole = {places: RangeHashes(list(as_is.values()), [0] * len(as_is))}
+        hashes = dict(zip(as_is, self._whole[places].values(), strict=True))
         return hashes | {name: hash_bytes(held[name].contiguous()) for name in names if name not in as_is}
 
     def _describe_wrong(self, name: str, actual: int, wanted: int) -> str:
