@@ -62,7 +62,13 @@ def engine_environment(device: Device) -> dict[str, str]:
     which saves one import of everything (6 s of a core). TORCHDYNAMO_DISABLE=1 saves the C++ compilation of one
     function of the sampler, 16 s at the first token. One thread: workers and trainer ranks share the cores.
     """
-    common = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    common = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Requests that end in one chunk of outputs are answered, and followed by others, in one turn of the event loop,
+        # on which a publish waits four times: 6.7 ms (p99) with 256 requests at vLLM's 128 outputs a chunk, 2.2 at 16.
+        "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "16",
+    }
     if device is Device.cuda:
         return common | {
             # Sampled log-probabilities are those of PyTorch's own softmax, and flashinfer need not be installed.
