@@ -14,6 +14,7 @@ The torch forms are the definition, and what other devices than CUDA run. Caller
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -142,11 +143,9 @@ def activate_triton(
     if num_rows:
         tiling = FORWARD if ha_SR is None else ADAPTED
         tiles = groups.tiles(tiling.rows)
-        _activate[(tiles.shape[0],)](  # pyright: ignore[reportCallIssue]
+        _activate[(tiles.shape[0],)](
             gu_SI, xa_SR, bias_EI, h_SI, ha_SR, tiles, width,
-            *_adapter_arguments(adapter), **_activation_arguments(activation),
-            HAS_LORA=ha_SR is not None, HAS_BIAS=bias_EI is not None,
-            **_shape_arguments(gu_SI, adapter, tiling),
+            *_adapter_arguments(adapter), **_constants(gu_SI, adapter, bias_EI, activation, tiling),
         )  # fmt: skip
     return h_SI, ha_SR
 
@@ -170,11 +169,10 @@ def activate_backward_triton(
     if num_rows:
         tiling = BACKWARD if dba_SR is None else ADAPTED_BACKWARD
         tiles = groups.tiles(tiling.rows)
-        _activate_backward[(tiles.shape[0],)](  # pyright: ignore[reportCallIssue]
+        _activate_backward[(tiles.shape[0],)](
             gu_SI, xa_SR, bias_EI, dh_SI, db_SR, weights_S, gu_SI, dh_SI, dw_S, dba_SR, tiles, width,
-            *_adapter_arguments(adapter), **_activation_arguments(activation),
-            NEEDS_H=needs_h, HAS_LORA=dba_SR is not None, HAS_BIAS=bias_EI is not None,
-            **_shape_arguments(gu_SI, adapter, tiling),
+            *_adapter_arguments(adapter),
+            **_constants(gu_SI, adapter, bias_EI, activation, tiling) | {"NEEDS_H": needs_h},
         )  # fmt: skip
     return gu_SI, dh_SI if needs_h else None, dw_S, dba_SR
 
@@ -185,14 +183,14 @@ def _adapter_arguments(adapter: InnerAdapter | None) -> tuple[Tensor | float | i
     return (adapter.b_EIR, *adapter.b_EIR.stride(), adapter.a_ERI, *adapter.a_ERI.stride(), adapter.scale)
 
 
-def _activation_arguments(activation: ExpertActivation) -> dict[str, float | None]:
-    """Constants of the compiled kernel, so that an activation without clamps computes none."""
-    return {"ALPHA": activation.alpha, "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset}
-
-
-def _shape_arguments(gu_SI: Tensor, adapter: InnerAdapter | None, tiling: Tiling) -> dict[str, int | str]:
+def _constants(
+    gu_SI: Tensor, adapter: InnerAdapter | None, bias_EI: Tensor | None, activation: ExpertActivation, tiling: Tiling
+) -> dict[str, Any]:
+    """Of a compiled kernel; the activation's are among them, so that one without clamps computes none."""
     rank = 16 if adapter is None else adapter.rank
     return {
+        "ALPHA": activation.alpha, "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
+        "HAS_LORA": adapter is not None, "HAS_BIAS": bias_EI is not None,
         "RANK": rank, "PADDED_RANK": padded_rank(rank), "BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns,
         "STAGES": tiling.stages, "PRECISION": precision_of(gu_SI), "num_warps": tiling.warps,
     }  # fmt: skip
