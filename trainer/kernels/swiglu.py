@@ -145,7 +145,7 @@ def activate_triton(
         tiles = groups.tiles(tiling.rows)
         _activate[(tiles.shape[0],)](
             gu_SI, xa_SR, bias_EI, h_SI, ha_SR, tiles, width,
-            *_adapter_arguments(adapter), **_constants(gu_SI, adapter, bias_EI, activation, tiling),
+            *_adapter_arguments(adapter), **_constants(gu_SI, adapter, bias_EI, activation, tiling),  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
     return h_SI, ha_SR
 
@@ -171,7 +171,7 @@ def activate_backward_triton(
         tiles = groups.tiles(tiling.rows)
         _activate_backward[(tiles.shape[0],)](
             gu_SI, xa_SR, bias_EI, dh_SI, db_SR, weights_S, gu_SI, dh_SI, dw_S, dba_SR, tiles, width,
-            *_adapter_arguments(adapter),
+            *_adapter_arguments(adapter),  # pyright: ignore[reportArgumentType]
             **_constants(gu_SI, adapter, bias_EI, activation, tiling) | {"NEEDS_H": needs_h},
         )  # fmt: skip
     return gu_SI, dh_SI if needs_h else None, dw_S, dba_SR
