@@ -29,6 +29,7 @@ import json
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,8 @@ DRAIN_TIMEOUT_S = 30.0
 ABORTED = "abort"
 """finish_reason of a request that a pause, an eviction or a shutdown ended."""
 NUM_PROBE_LOGPROBS = 16
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
+"""Where vLLM puts Unix sockets."""
 
 
 def engine_environment(device: Device) -> dict[str, str]:
@@ -101,7 +104,7 @@ def engine_arguments(
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "generation_config": "vllm",  # no sampling default of a checkpoint may slip in
         "dtype": str(dtype),
-        "seed": seed,
+        "seed": seed % (1 << 32),  # numpy, which vLLM seeds too, takes no more
         "tensor_parallel_size": config.tp_size,
         "enable_expert_parallel": config.enable_expert_parallel,
         # Said explicitly: inside a Ray placement group vLLM would otherwise choose Ray.
@@ -200,6 +203,9 @@ class Engine:
         self._device = device
         self._arguments = engine_arguments(folder, config, dtype=dtype, device=device, seed=seed, adapters=adapters)
         self._llm: AsyncLLM | None = None
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
+        """vLLM leaves the sockets between its processes where they are: in this folder, and not in that of everybody's
+        temporary files."""
         self._request_numbers = itertools.count()
         self._stamps: dict[str, list[int]] = {}
         self._adapters: dict[str, Adapter] = {}
@@ -248,10 +254,18 @@ class Engine:
                 f"this vLLM does not know the engine arguments {', '.join(sorted(unknown))}; "
                 "supported releases are 0.25.1 and 0.32.0"
             )
+        own = SOCKETS_VARIABLE not in os.environ
+        if own:
+            self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
+            os.environ[SOCKETS_VARIABLE] = self._sockets.name
         try:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
         except Exception as e:  # the edge to vLLM: pydantic, ValueError, RuntimeError, EngineDeadError
+            self._drop_sockets()
             raise EngineError(f"the engine did not start: {type(e).__name__}: {e}") from e
+        finally:
+            if own:  # another engine of this process has a folder of its own
+                del os.environ[SOCKETS_VARIABLE]
 
     def _stamp_outputs(self, llm: AsyncLLM) -> None:
         """Note the current version for each token at the moment its output leaves the queue (step 3 of the proof)."""
@@ -485,6 +499,12 @@ class Engine:
             client.__dict__.pop("get_output_async", None)
             self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
             self._llm = None
+            self._drop_sockets()
+
+    def _drop_sockets(self) -> None:
+        if self._sockets is not None:
+            self._sockets.cleanup()
+            self._sockets = None
 
     def _running(self) -> AsyncLLM:
         if self._llm is None:

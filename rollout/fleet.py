@@ -11,12 +11,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema import Device
-from rollout.engine import engine_environment
+from rollout.engine import SOCKETS_VARIABLE, engine_environment
 from rollout.errors import EngineError
 from rollout.lifeline import OWNER_VARIABLE
 from rollout.served import ServedEngine
@@ -81,11 +82,13 @@ class ServerProcess:
     def __init__(self, options: ServerOptions, port: int, gpus: Sequence[str], log: Path) -> None:
         self.engine = ServedEngine(f"http://{options.host}:{port}")
         self.log = log
+        self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
+        environ = {SOCKETS_VARIABLE: self._sockets.name} | dict(os.environ)  # vLLM leaves its sockets where they are
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 serve_command(options, port),
-                env=server_environment(options.device, gpus, os.environ),
+                env=server_environment(options.device, gpus, environ),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -116,6 +119,7 @@ class ServerProcess:
             except subprocess.TimeoutExpired:
                 continue
         self._process.poll()
+        self._sockets.cleanup()
 
 
 def server_environment(device: Device, gpus: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:

@@ -53,6 +53,7 @@ class RunSection:
             num_steps=self.num_steps,
             checkpoint_every_steps=self.checkpoint_every_steps,
         )
+        require(self.seed < 1 << 63, f"run.seed must be < 2**63, got {self.seed}")
         at_least(1, "run", keep_checkpoints=self.keep_checkpoints, eval_samples_per_prompt=self.eval_samples_per_prompt)
 
     def is_due(self, every_steps: int, step: int) -> bool:

@@ -11,6 +11,8 @@ import asyncio
 import ctypes
 import dataclasses
 import json
+import shutil
+import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +143,8 @@ class Setup:
     publisher: Publisher
     source: CheckpointSource
     transport: FlippingTransport
+    temporary: Path
+    """Where this process and its engine put temporary files."""
     refusal: Exception | None = None
     """What generate_group raised before the first publish."""
     version: int = -1
@@ -155,6 +159,8 @@ class Setup:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup]:
     folder = tmp_path_factory.mktemp("engine")
+    everybodys, tempfile.tempdir = tempfile.gettempdir(), tempfile.mkdtemp(prefix="t")  # short: for sockets
+    temporary = Path(tempfile.gettempdir())
     checkpoints = Checkpoints(folder)
     model_folder = folder / "model"
     model_folder.mkdir()
@@ -177,7 +183,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
     address = await worker.start()
     transport = FlippingTransport(sync.transport, timeout_s=sync.timeout_s)
     publisher = Publisher(source, transport, rank=0, world_size=1, group=None, config=sync, key=key)
-    made = Setup(checkpoints, worker, publisher, source, transport)
+    made = Setup(checkpoints, worker, publisher, source, transport, temporary)
     try:
         await asyncio.to_thread(publisher.connect, [address])
         try:
@@ -191,6 +197,8 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
         publisher.close()
         await worker.stop()
         transport.close()
+        tempfile.tempdir = everybodys
+        shutil.rmtree(temporary)
 
 
 def prompt(seed: int) -> Prompt:
@@ -340,3 +348,10 @@ async def test_a_request_that_the_engine_refuses_is_one_clear_error(setup: Setup
         await setup.worker.generate_group(Prompt(0, (5,) * 2000, ""), 2)
     assert setup.worker.health().is_alive
     assert setup.worker.health().num_requests_in_flight == 0
+
+
+async def test_a_worker_that_was_stopped_leaves_no_socket_behind(setup: Setup):
+    """The last test of this file: the worker is gone after it."""
+    assert [path for path in setup.temporary.rglob("*") if path.is_socket()], "vLLM makes them below this folder"
+    await setup.worker.stop()
+    assert not [path for path in setup.temporary.rglob("*") if path.is_socket()]

@@ -84,6 +84,7 @@ CASES = [
         "algorithm.clip_high has no effect with algorithm.ratio_baseline=trainer.*set algorithm.ratio_baseline=rollout",
     ),
     (["run.seed=-1"], "run.seed must be >= 0, got -1"),
+    (["run.seed=9223372036854775808"], r"run.seed must be < 2\*\*63, got 9223372036854775808"),
     (["data.max_prompt_tokens=0"], "data.max_prompt_tokens must be >= 1, got 0"),
     (["rollout.kv_cache_bytes=0"], "rollout.kv_cache_bytes must be > 0 or null, got 0"),
     (["cluster.start_timeout_s=0"], r"cluster.start_timeout_s must be > 0, got 0"),

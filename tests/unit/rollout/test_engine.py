@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conf.schema import Device, DType, RolloutConfig
@@ -22,6 +23,14 @@ def test_weights_never_come_from_files_and_logprobs_are_of_the_sampled_distribut
         assert arguments["load_format"] == "dummy"
         assert arguments["logprobs_mode"] == "processed_logprobs"
         assert arguments["generation_config"] == "vllm"
+
+
+def test_a_seed_of_any_size_is_one_that_numpy_takes():
+    seeds = (20261122 * 1000, 20261122 * 1000 + 1)  # of the engines of a run whose seed is a date
+    arguments = [engine_arguments(Path("m"), RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=seed)
+                 for seed in seeds]  # fmt: skip
+    assert [np.random.RandomState(one["seed"]) for one in arguments]
+    assert arguments[0]["seed"] != arguments[1]["seed"]
 
 
 def test_gpus_use_the_kernels_that_read_experts_in_checkpoint_order():
