@@ -321,11 +321,13 @@ def _print_table(findings: list[Finding], failed: bool) -> None:
         table.add_row(mark, escape(finding.name), escape(finding.value), escape(finding.advice))
     # A pipe has no width; 80 columns would fold every line of advice.
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    console.print(table)
+    with console.capture() as captured:  # rich would end the process by itself where a reader has gone (| head)
+        console.print(table)
+    print(captured.get(), end="")
     count = Counter(finding.status for finding in findings)
     verdict = f"{count[Status.fail]} to repair before a run can work" if failed else "A run can work here"
     then = "" if failed else " Next: slipstream train experiment=quickstart --dry-run"
-    console.print(f"\n{verdict}; {count[Status.warn]} warnings.{then}")
+    print(f"\n{verdict}; {count[Status.warn]} warnings.{then}")
 
 
 def _installed_versions() -> dict[str, str]:

@@ -30,7 +30,14 @@ def read_hf_config(folder: Path, subject: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        if not folder.exists():
+            raise ConfigError(
+                f"{subject}={folder}: no such folder; give a Hugging Face model folder on this machine (a model of the"
+                " hub is downloaded first: hf download NAME --local-dir FOLDER)"
+            ) from error
         raise ConfigError(f"{subject}={folder} has no config.json; give a Hugging Face model folder") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):

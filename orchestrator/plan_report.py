@@ -6,6 +6,7 @@ Owns: presentation. Does not own: any number in it (plan_command.py). Callers: `
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -92,17 +93,19 @@ def print_report(report: PlanReport) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    for title, rows in _sections(report):
-        table = Table(
-            title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2)
-        )
-        table.add_column(no_wrap=True)
-        table.add_column(justify="right", no_wrap=True)
-        table.add_column(style="dim", overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-        console.print()
+    with console.capture() as captured:  # rich would end the process by itself where a reader has gone (| head)
+        for title, rows in _sections(report):
+            table = Table(
+                title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2)
+            )
+            table.add_column(no_wrap=True)
+            table.add_column(justify="right", no_wrap=True)
+            table.add_column(style="dim", overflow="fold")
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+            console.print()
+    sys.stdout.write(captured.get())
 
 
 def write_files(report: PlanReport, folder: Path) -> tuple[Path, Path]:
@@ -137,7 +140,7 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
     yield (
         "Run",
         [
-            ("model", f"{model.num_parameters / 1e9:.2f} B", f"{model.family}: {model.num_layers} layers{experts}"),
+            ("parameters", _millions(model.num_parameters), f"{model.family}: {model.num_layers} layers{experts}"),
             ("checkpoint", _gb(model.num_bytes), model.dtype),
             ("trainer", _count(trainer.num_ranks, "rank"), f"ep_size {trainer.ep_size}, mode {trainer.mode.value}"),
             ("rollout", _count(rollout.num_workers, "engine"), f"tp_size {rollout.tp_size}{ep}"),
@@ -311,7 +314,7 @@ def _draw(report: PlanReport, picture: Path) -> None:
     hidden = len(simulation.ranks) + len(simulation.receivers) - num_rows
     more = f", {hidden} more ranks not shown" if hidden else ""
     axes.set_title(
-        f"{report.model.family} {report.model.num_parameters / 1e9:.2f} B: {_gb(report.summary.num_bytes)} in "
+        f"{report.model.family} {_millions(report.model.num_parameters)}: {_gb(report.summary.num_bytes)} in "
         f"{_s(simulation.total_s)} (predicted{more})",
         fontsize=11,
     )
@@ -328,6 +331,11 @@ def _spread(sizes: list[int], balance: float) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _millions(number: int) -> str:
+    """Parameters: a small model's are not 0.00 B, which reads as bytes."""
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"
 
 
 def _gb(num_bytes: float) -> str:

@@ -225,8 +225,10 @@ def check_devices(config: RunConfig) -> Fact:
         return Fact("devices", f"GPUs of the Ray cluster at {config.cluster.ray_address}: {processes}")
     needed, present = trainer.num_ranks + num_engine_ranks, machine.count_gpus()
     if present == 0:
+        needs_gpus = not is_sft and config.weight_sync.transport is TransportKind.nvlink
         raise ConfigError(
             f"cluster.device=cuda, and this machine has no usable CUDA GPU{_hidden_gpus()}; set cluster.device=cpu"
+            + (" weight_sync.transport=auto" if needs_gpus else "")
         )
     if needed > present:
         engines = f" + rollout.num_workers={rollout.num_workers} * rollout.tp_size={rollout.tp_size}"

@@ -72,6 +72,7 @@ def run(config: RunConfig, overrides: list[str]) -> RunResult:
     folder = open_run_folder(config.run, datetime.now())
     train = _finetune if config.algorithm.objective is Objective.sft else _reinforce
     with alive(folder.root), RunLog(folder.log) as log:
+        log.say(f"run folder: {folder.root}")
         write_description(folder, config, overrides)  # under the lock: they may be another process's
         result = asyncio.run(train(config, folder, log))
         log.say(result.summary())

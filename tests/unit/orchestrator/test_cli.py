@@ -289,6 +289,19 @@ def test_help_loads_neither_hydra_nor_numpy() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    """`slipstream doctor | head -3` in a script that looks at exit codes. rich has an opinion of its own on it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator.cli", "doctor"],
+        env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m orchestrator.cli train --help options | head -1"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

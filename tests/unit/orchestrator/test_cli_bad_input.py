@@ -190,6 +190,9 @@ def test_no_gpu_at_all(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     message = refuse("cluster.device=cuda", "cluster.dashboard=false")
     assert "no usable CUDA GPU" in message
     assert "cluster.device=cpu" in message
+    words = ("cluster.dashboard=false", "weight_sync.transport=nvlink")
+    message = refuse("cluster.device=cuda", *words)
+    assert "set cluster.device=cpu weight_sync.transport=auto" in message, "all that the next try needs"
 
 
 def test_dashboard_port_taken_names_a_free_one(refuse: Refuse) -> None:

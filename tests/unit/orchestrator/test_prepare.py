@@ -84,7 +84,7 @@ def test_checkpoint_folder_lends_its_config_and_tokenizer(tmp_path: Path) -> Non
         ({"hf_config": TINY | {"vocab_size": 3}}, "vocab_size >= 5, got 3"),
         ({"tokenizer": None}, "model.tokenizer is required"),
         ({"tokenizer": "/nowhere"}, "holds no tokenizer"),
-        ({"path": "/nowhere"}, "has no config.json"),
+        ({"path": "/nowhere"}, "model.path=/nowhere: no such folder"),
     ],
 )
 def test_mistakes_name_the_option(tmp_path: Path, changes: dict, message: str) -> None:

@@ -76,6 +76,7 @@ def test_wrong_flags_are_named(
 def test_wrong_checkpoints_are_named(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "push needs a CHECKPOINT" in message(["push", "--start", "1"], capsys)
     assert "has no config.json" in message(["push", str(tmp_path), "--start", "1"], capsys)
+    assert "Qwen/Qwen3-0.6B: no such folder" in message(["push", "Qwen/Qwen3-0.6B", "--start", "1"], capsys)
     for command in (["push", str(tmp_path), "--start", "1"], ["record", str(tmp_path)]):
         (tmp_path / "config.json").write_text("[]")
         assert "config.json must hold a JSON object, got a list" in message(command, capsys)
