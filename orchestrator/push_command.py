@@ -31,7 +31,7 @@ from conf.errors import ConfigError
 from conf.schema import Device
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PushError
-from orchestrator.machine import count_gpus, is_port_free
+from orchestrator.machine import count_gpus, is_port_free, list_rdma_nics
 from orchestrator.model_files import read_hf_config
 from orchestrator.push_rank import RankOptions, RankProcess
 from rollout.errors import EngineError
@@ -119,6 +119,10 @@ class Push:
         self._tensors = tensor_metas(read_index(options.checkpoint, "CHECKPOINT"))
         self._device = Device(resolve_device(Device.auto))
         self._gpus = _visible_gpus(self._device)
+        if options.transport == "nvlink" and not self._gpus:
+            raise ConfigError("--transport nvlink: this machine has no usable GPU; choose auto or tcp")
+        if options.transport == "rdma" and not list_rdma_nics():
+            raise ConfigError("--transport rdma: this machine has no RDMA device; choose auto or tcp")
         self._key = secrets.token_bytes(32)
         self._cleanup = contextlib.ExitStack()
         self._servers: list[ServerProcess] = []
@@ -193,6 +197,10 @@ class Push:
         taken = [port for port in ports if not is_port_free(port, options.host)]
         if taken:
             raise ConfigError(f"port {taken[0]} is taken; choose another first port with --port")
+        try:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(f"--log-dir={options.log_dir} cannot be made ({e.strerror}); choose another") from e
         common = ServerOptions(
             options.checkpoint,
             self._device,

@@ -53,7 +53,7 @@ class RecordReport:
     digest: str
     """sha256 over all ranks; equal digests are equal layouts."""
     cache: str
-    """File of the cache that holds the layouts."""
+    """File of the cache that holds the layouts; empty where it could not be written."""
     was_cached: bool
 
     def as_plain(self) -> dict[str, Any]:
@@ -72,7 +72,9 @@ class RecordReport:
             f"{r.digest[:16]}"
             for r in self.ranks
         ]
-        lines += [f"digest    {self.digest}", f"cache     {self.cache}{' (was there)' if self.was_cached else ''}"]
+        lines.append(f"digest    {self.digest}")
+        if self.cache:
+            lines.append(f"cache     {self.cache}{' (was there)' if self.was_cached else ''}")
         return "\n".join(lines)
 
 
@@ -128,7 +130,7 @@ def record(
         num_tensors=len(tensors),
         ranks=tuple(_figures(layout) for layout in layouts),
         digest=layouts_digest(layouts),
-        cache=str(file),
+        cache=str(file) if file.is_file() else "",
         was_cached=was_cached,
     )
 

@@ -31,6 +31,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("a process was started")
 
     monkeypatch.setattr("orchestrator.push_command.resolve_device", lambda _: "cpu")
+    monkeypatch.setattr("orchestrator.push_command.list_rdma_nics", list)
     monkeypatch.setattr(fleet.subprocess, "Popen", refuse)
     monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", refuse)
 
@@ -62,6 +63,9 @@ def message(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             ["--start", "1", "--transport", "pigeon"],
             "--transport must be one of 'auto', 'nvlink', 'rdma', 'tcp', got 'pigeon'",
         ),
+        (["--start", "1", "--transport", "nvlink"], "--transport nvlink: this machine has no usable GPU"),
+        (["--start", "1", "--transport", "rdma"], "--transport rdma: this machine has no RDMA device"),
+        (["--start", "1", "--log-dir", "/dev/null/logs"], "--log-dir=/dev/null/logs cannot be made"),
         (["--strat", "1"], "unknown flag --strat. Did you mean --start"),
         (["--start"], "--start needs a value"),
         (["elsewhere", "--start", "1"], "unexpected word 'elsewhere'"),
