@@ -23,7 +23,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -167,7 +167,7 @@ def _run(config: RunConfig, overrides: list[str], received: list[int]) -> int:
 
         run(config, overrides)
     except KeyboardInterrupt:
-        print("\nstopped; processes of the run have ended.", _where(latest, before), file=sys.stderr)
+        _tell(f"\nstopped; processes of the run have ended. {_where(latest, before)}")
         return 128 + received[0] if received else EXIT_INTERRUPTED
     except SlipstreamError as error:
         if _is_users(error):
@@ -279,7 +279,7 @@ def _push(words: list[str]) -> int:
         try:
             run_push(options, as_json=flags.json, stay=not flags.once)
         except KeyboardInterrupt:
-            print("\nstopped; engines that were started here have ended.", file=sys.stderr)
+            _tell("\nstopped; engines that were started here have ended.")
             return 128 + received[0] if received else EXIT_INTERRUPTED
         except ConfigError:
             raise
@@ -427,9 +427,15 @@ def _say(error: SlipstreamError) -> int:
 
 
 def _fail(error: BaseException, where: str) -> int:
-    traceback.print_exception(error)
-    print(f"error: {type(error).__name__}: {error}\n{where}", file=sys.stderr)
+    _tell("".join(traceback.format_exception(error)).rstrip())
+    _tell(f"error: {type(error).__name__}: {error}\n{where}")
     return EXIT_FAILED
+
+
+def _tell(text: str) -> None:
+    """To the terminal, if there is one still. That it has gone may be why a run ends: the exit code must say so."""
+    with suppress(OSError):
+        print(text, file=sys.stderr)
 
 
 def _where(latest: Path, before: Path | None) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import os
 import re
 import signal
@@ -287,6 +289,22 @@ def test_help_loads_neither_hydra_nor_numpy() -> None:
     )
     done = run_python(code)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (RuntimeError("x"), 1)])
+def test_a_terminal_that_has_gone_leaves_the_exit_code(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*_: object) -> None:
+        raise error
+
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    fake_run(monkeypatch, end)
+    monkeypatch.setattr(sys, "stderr", Gone())
+    assert main(READY) == code
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:
