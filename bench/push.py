@@ -55,7 +55,7 @@ from bench.shapes import add_shape_options, model_config  # noqa: E402
 MIB = 1 << 20
 PARTS = ["disk", "publish", "starts"]
 
-START_TIMEOUT_S = 900.0
+START_TIMEOUT_S = 240.0
 LAYERS_A_FILE = 4
 BFLOAT16_BYTES = 2
 POOL_ELEMENTS = 1 << 26
@@ -81,8 +81,21 @@ class Figures:
         print(f"[{time.monotonic() - BEGAN:6.1f} s]  {text}", flush=True)
 
 
+def begin_checkpoint(folder: Path, config: dict[str, Any]) -> None:
+    """config.json alone, all that an engine with dummy weights reads.
+
+    Raises:
+        SystemExit: The folder is another model's; nothing in it is touched.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file, text = folder / "config.json", json.dumps(config)
+    if file.is_file() and file.read_text() != text:
+        raise SystemExit(f"{folder} holds another model; give an empty --folder")
+    file.write_text(text)
+
+
 def write_checkpoint(folder: Path, config: dict[str, Any]) -> dict[str, float]:
-    """Random weights in files of a few layers, on disk when this returns; nothing if this very checkpoint is there.
+    """Random weights in files of a few layers, on disk when this returns; nothing if they are there.
 
     Raises:
         SystemExit: The disk is too small.
@@ -92,8 +105,8 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> dict[str, float]:
     from trainer.model.spec import ModelSpec
     from weight_sync.safetensors_files import INDEX_NAME
 
-    text, index = json.dumps(config), folder / INDEX_NAME
-    if index.is_file() and (folder / "config.json").read_text() == text:
+    index = folder / INDEX_NAME
+    if index.is_file():
         return {}
     began = time.perf_counter()
     groups: dict[int, list[TensorMeta]] = {}
@@ -101,10 +114,8 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> dict[str, float]:
         layer = int(meta.name.split(".")[2]) if ".layers." in meta.name else -1
         groups.setdefault(layer // LAYERS_A_FILE, []).append(meta)
     num_bytes = sum(BFLOAT16_BYTES * prod(meta.shape) for metas in groups.values() for meta in metas)
-    index.unlink(missing_ok=True)
     if shutil.disk_usage(folder).free < num_bytes + (1 << 30):
         raise SystemExit(f"{folder} has no room for {num_bytes / 1e9:.1f} GB; give fewer --layers, or another --folder")
-    (folder / "config.json").write_text(text)
     pool = torch.randn(POOL_ELEMENTS, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(torch.bfloat16)
     values = memoryview(pool.view(torch.uint8).numpy())  # type: ignore[arg-type]
     names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
@@ -391,9 +402,8 @@ def main() -> None:
     figures = Figures(out, {"environment": environment(args.commit), "config": config})
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as scratch:
         folder = args.folder or Path(scratch) / "checkpoint"
-        folder.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(1) as first:  # of both, for nothing of either is compared
-            (folder / "config.json").write_text(json.dumps(config))
+        begin_checkpoint(folder, config)
+        with ThreadPoolExecutor(1) as first:
             starting: Future[float] | None = None
             if "starts" in args.parts:
                 words = ["--load-format", "dummy", *serve_words(device, args)]
