@@ -5,6 +5,7 @@ Callers: orchestrator.run sets it up once a run; `Telemetry` shows progress thro
 
 On a terminal the progress line stays at the bottom and log lines pass above it. Elsewhere it becomes a plain line at
 most every `PLAIN_EVERY_S` seconds, so that logs of batch systems stay readable. run.log has a line for every step.
+Invariant: a terminal that has gone (OSError) ends nothing here; whether the run goes on is the signal's to say.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -86,7 +88,8 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Text for people, outside of the log."""
-        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+        with suppress(OSError):
+            self.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 class ProgressLine:
@@ -102,18 +105,21 @@ class ProgressLine:
         line = f"step {step}/{num_steps}  {numbers}" + (f"  left {format_s(left_s)}" if left_s is not None else "")
         logger.info("%s", line, extra={"is_progress": True})
         if self._console.is_terminal:
-            if self._status is None:
-                self._status = Status(line, console=self._console)
-                self._status.start()
-            self._status.update(line)
+            with suppress(OSError):
+                if self._status is None:
+                    self._status = Status(line, console=self._console)
+                    self._status.start()
+                self._status.update(line)
         elif step in (0, num_steps) or time.monotonic() - self._shown_at >= PLAIN_EVERY_S:
             self._shown_at = time.monotonic()
-            self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+            with suppress(OSError):
+                self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._status is not None:
-            self._status.stop()
+            with suppress(OSError):
+                self._status.stop()
             self._status = None
 
 

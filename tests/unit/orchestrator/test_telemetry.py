@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from io import StringIO
@@ -77,6 +78,23 @@ def test_metric_outside_of_the_catalogue_is_refused() -> None:
 def open_telemetry(folder: Path, first_step: int = 0, console: Console | None = None) -> Telemetry:
     progress = ProgressLine(console or Console(file=StringIO()))
     return Telemetry(RunFolder(folder), num_steps=10, first_step=first_step, tensorboard=True, progress=progress)
+
+
+class Gone(StringIO):
+    """A terminal after a SIGHUP."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_that_has_gone_costs_no_row(tmp_path: Path, is_terminal: bool) -> None:
+    with open_telemetry(tmp_path, console=Console(file=Gone(), force_terminal=is_terminal)) as telemetry:
+        for step in range(3):
+            telemetry.step(record(step))
+    with RunLog(tmp_path / "run.log", Console(file=Gone(), force_terminal=is_terminal)) as log:
+        log.say("done")
+    assert len(list(read_rows(tmp_path / "metrics.jsonl"))) == 3
 
 
 def test_resume_continues_the_file_after_the_checkpoint(tmp_path: Path) -> None:
