@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.2
 """How often a call that waits looks whether the engine lives."""
 SWITCH_S = 0.0005
-"""How long a thread of the engine's process may keep the interpreter while a call wants it. Python's 5 ms, met after
-every wait for the device, would be most of a publish."""
+"""How long a thread of the engine's process may keep the interpreter while another wants it, once a server is there.
+Python's 5 ms, met at every call and after every wait for the device, would be most of a publish."""
 
 
 def socket_address(folder: str, rank: int) -> str:
@@ -63,6 +63,8 @@ class SlotServer:
         self._socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)
+        # For good, not from call to call: the thread must get the interpreter before it can know that there is a call.
+        sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
         threading.Thread(target=self._serve, args=(context,), name="adapter-slots", daemon=True).start()
 
     def _serve(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -74,8 +76,6 @@ class SlotServer:
                 self._socket.send_multipart([sender, answer])
 
     def _answer(self, method: str, args: Sequence[Any]) -> tuple[str, str, Any]:
-        usual_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(SWITCH_S, usual_s))
         try:
             return "", "", self._handlers[method](*args)
         except SlipstreamError as e:
@@ -83,8 +83,6 @@ class SlotServer:
         except Exception as e:  # the boundary of one call: it travels to the caller, and the thread goes on
             logger.exception("%s failed", method)
             return "EngineError", f"{method} failed inside the engine: {type(e).__name__}: {e}", None
-        finally:
-            sys.setswitchinterval(usual_s)
 
 
 class SlotClients:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollout.errors import EngineDied, EngineError
-from rollout.slot_channel import SlotClients, SlotServer, socket_address
+from rollout.slot_channel import SWITCH_S, SlotClients, SlotServer, socket_address
 from weight_sync.errors import IntegrityError
 
 
@@ -95,3 +96,19 @@ async def test_the_death_of_the_engine_ends_a_call_at_once(tmp_path: Path):
             await clients.call("stall")
     finally:
         clients.close()
+
+
+async def test_the_engine_gives_way_to_a_call_before_it_is_known_and_after_others(tmp_path: Path):
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    try:
+        serve(tmp_path, 0, {"interval": sys.getswitchinterval})
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+        clients = SlotClients(str(tmp_path), 1, timeout_s=10, is_alive=lambda: True)
+        try:
+            assert await clients.call("interval") == [pytest.approx(SWITCH_S)]
+            assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+        finally:
+            clients.close()
+    finally:
+        sys.setswitchinterval(usual_s)
