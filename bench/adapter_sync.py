@@ -18,14 +18,16 @@ A batch with several versions costs vLLM more than one with a single version, ho
 and no publish: publishing against it is what publishes cost, publishing against quiet is the two together. Both are
 compared with the mean of before and after.
 
-Inter-token latency is the time between two outputs of one request. "wire" is Mooncake's own write between the same two
-processes. Writes bench/results/adapter_sync-<device>.json.
+Inter-token latency is the time between two outputs of one request. "late" is how long the rollout worker's event loop,
+on which messages of a publish wait too, let a timer wait; "gc" its process's longest collection. "wire" is Mooncake's
+own write between the same two processes. Writes bench/results/adapter_sync-<device>.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import multiprocessing
@@ -48,9 +50,20 @@ from bench.shapes import add_shape_options, model_config  # noqa: E402
 from bench.trainer_side import KEY, draw_adapters, measure_wire, wait  # noqa: E402
 
 STAGES = ("begin_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s")
+SHOWN = (
+    "tokens_per_s",
+    "itl_p50_ms",
+    "itl_p99_ms",
+    "itl_max_ms",
+    "loop_late_p99_ms",
+    "loop_late_max_ms",
+    "collection_max_ms",
+)
 PHASES = ("quiet", "flipping", "publishing", "flipping again", "quiet again", "no adapter")
 BOUND_S = 0.060
 """What a publish of an adapter may take from one GPU to another."""
+WATCH_S = 0.005
+"""How often the worker's event loop is asked whether it is late."""
 FIRST_FLIP = 1_000_000
 """Versions of flips: no publish has them, so no prefix block is shared."""
 
@@ -95,6 +108,7 @@ class Load:
         self._versions: set[int] = set()
         self._num_before, self._began = 0, 0.0
         self._flipping: asyncio.Task[None] | None = None
+        self._late, self._collected, self._collection_began = [0.0], [0.0], 0.0
         self._flips = itertools.count(FIRST_FLIP)
         client = worker._engine._llm.engine_core
         inner = client.get_output_async
@@ -113,6 +127,8 @@ class Load:
             return outputs
 
         client.get_output_async = timed
+        self._watching = asyncio.create_task(self._watch())
+        gc.callbacks.append(self._note_collection)
 
     async def start(self, has_adapter: bool) -> None:
         """Requests of random lengths, each followed by another one; returns when all are at work."""
@@ -129,11 +145,17 @@ class Load:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks, self._last = [], {}
 
+    async def close(self) -> None:
+        """End the requests and the watch."""
+        await self.stop()
+        self._watching.cancel()
+        gc.callbacks.remove(self._note_collection)
+
     def begin(self, flip_every_s: float | None) -> None:
         """A phase; with flips."""
         if flip_every_s is not None:
             self._flipping = asyncio.create_task(self._flip(flip_every_s))
-        self._gaps, self._versions = [], set()
+        self._gaps, self._versions, self._late, self._collected = [], set(), [0.0], [0.0]
         self._num_before, self._began = self._worker.health().num_generated_tokens, time.monotonic()
 
     def end(self) -> dict[str, Any]:
@@ -143,7 +165,7 @@ class Load:
             self._flipping = None
         seconds = time.monotonic() - self._began
         num_tokens = self._worker.health().num_generated_tokens - self._num_before
-        gaps = sorted(self._gaps)
+        gaps, late = sorted(self._gaps), sorted(self._late)
         at = {f"itl_p{p}_ms": 1000 * gaps[min(len(gaps) - 1, len(gaps) * p // 100)] for p in (50, 99)} if gaps else {}
         failed = [str(task.exception()) for task in self._tasks if task.done() and not task.cancelled()]
         return {
@@ -152,9 +174,25 @@ class Load:
             "tokens_per_s": num_tokens / seconds,
             **at,
             "itl_max_ms": 1000 * gaps[-1] if gaps else None,
+            "loop_late_p99_ms": 1000 * late[len(late) * 99 // 100],
+            "loop_late_max_ms": 1000 * late[-1],
+            "collection_max_ms": 1000 * max(self._collected),
             "versions": sorted(self._versions),
             "failed": failed,
         }
+
+    async def _watch(self) -> None:
+        """How late the worker's event loop is, which a publish meets at every message."""
+        while True:
+            due = time.monotonic() + WATCH_S
+            await asyncio.sleep(WATCH_S)
+            self._late.append(time.monotonic() - due)
+
+    def _note_collection(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._collection_began = time.monotonic()
+        else:
+            self._collected.append(time.monotonic() - self._collection_began)
 
     async def _flip(self, every_s: float) -> None:
         """What a publish does to requests, without its bytes."""
@@ -221,7 +259,7 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
                 pipe.send(None)
             else:
                 pipe.send(load.end())
-        await load.stop()
+        await load.close()
         await worker.stop()
         pipe.send(None)
 
@@ -346,9 +384,15 @@ def show(report: dict[str, Any]) -> None:
         )
     late = [r["total_s"] for r in report["reports"] if r["total_s"] > BOUND_S]
     print(f"{len(late)} of {len(report['reports'])} publishes took more than {1000 * BOUND_S:.0f} ms")
-    print("\n" + " ".join(f"{column:>14}" for column in ("phase", "tokens/s", "p50 ms", "p99 ms", "max ms")))
+    print(
+        "\n"
+        + " ".join(
+            f"{column:>14}"
+            for column in ("phase", "tokens/s", "p50 ms", "p99 ms", "max ms", "late p99", "late max", "gc max")
+        )
+    )
     for name, phase in report["phases"].items():
-        cells = (phase["tokens_per_s"], phase["itl_p50_ms"], phase["itl_p99_ms"], phase["itl_max_ms"])
+        cells = [phase[key] for key in SHOWN]
         print(" ".join(f"{cell:>14}" for cell in (name, *(f"{cell:.1f}" for cell in cells))))
     for name, value in report["ratios"].items():
         print(f"{name}: {value:.3f}")
