@@ -124,8 +124,10 @@ def engine_arguments(
         "disable_log_stats": True,
     }
     if is_cpu and _has_latent_attention(folder):
-        # With the AMX kernels vLLM would move kv_b_proj into private packed copies.
+        # With the AMX kernels vLLM would move kv_b_proj into private packed copies, and its own rotation for CPUs turns
+        # latent heads wrongly (0.32).
         arguments["attention_backend"] = "CPU_MLA"
+        arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
     if adapters is not None:
         arguments |= {
             "enable_lora": True,

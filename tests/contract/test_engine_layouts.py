@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fakes.checkpoints import CONFIGS, CheckpointSource, write_checkpoint
 from fakes.vllm_oracle import vllm_loads_and_samples
 from fakes.vllm_publish import NUM_TOKENS, PROMPTS, Seen, check, publish_twice
 from safetensors.torch import load_file
 
-from conf.schema import Device, RolloutConfig, SamplingConfig
+from conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from rollout.engine import engine_arguments
 
 
 def publish(folder: Path, *, num_workers: int = 1, **parallel: Any) -> list[Seen]:
@@ -45,11 +47,36 @@ def test_a_publish_leaves_what_vllms_loader_makes(
     folder = write_checkpoint(CONFIGS[model], tmp_path, seed=3)
     (seen,) = publish(folder, tp_size=tp_size, enable_expert_parallel=expert_parallel)
     arguments: dict[str, Any] = {"tensor_parallel_size": tp_size, "enable_expert_parallel": expert_parallel}
-    if model == "deepseek_v3":
-        arguments["attention_backend"] = "CPU_MLA"  # as the product asks for: AMX kernels keep kv_b_proj to themselves
+    if model == "deepseek_v3":  # as the product asks for
+        arguments["attention_backend"] = "CPU_MLA"
+        arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
     check(seen, *vllm_loads_and_samples(folder, "bfloat16", prompts=PROMPTS, max_tokens=NUM_TOKENS, **arguments))
     if model == "deepseek_v3":
         assert any(name.endswith("W_UK_T") for name in seen.first[0])
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_engines_say_what_transformers_says(model: str, tmp_path: Path) -> None:
+    """In float32, where programs that are right differ by 1e-5 at most; the arguments are the product's."""
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM, SamplingParams
+
+    folder = write_checkpoint(CONFIGS[model], tmp_path, seed=3, dtype="float32")
+    config = RolloutConfig(max_num_seqs=8, kv_cache_bytes=64 << 20, max_model_len=512)
+    arguments = engine_arguments(folder, config, dtype=DType.float32, device=Device.cpu, seed=1)
+    engine = LLM(**arguments | {"load_format": "auto"})
+    params = SamplingParams(n=2, max_tokens=16, temperature=1.0, seed=7, logprobs=0, ignore_eos=True, detokenize=False)
+    prompt: Any = {"prompt_token_ids": list(PROMPTS[0])}
+    (output,) = engine.generate(prompt, params, use_tqdm=False)
+    transformers = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for one in output.outputs:
+        tokens = torch.tensor([[*PROMPTS[0], *one.token_ids]])
+        with torch.no_grad():
+            said = transformers(tokens).logits.log_softmax(-1)[0, len(PROMPTS[0]) - 1 : -1]
+        expected = said.gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
+        assert one.logprobs is not None
+        sampled = torch.tensor([entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs, strict=True)])
+        torch.testing.assert_close(sampled, expected, atol=1e-3, rtol=0)
 
 
 def test_two_replicas_hold_the_same_bytes(tmp_path: Path) -> None:
