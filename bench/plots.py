@@ -84,6 +84,7 @@ def plot(report: dict[str, Any], file: Path) -> None:
         axes.text(left, index, f" {left:.3f} s", va="center", fontsize=8)
     axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=8)
     axes.invert_yaxis()
+    axes.margins(x=0.1)
     axes.set_xlabel("seconds, median")
     num_bytes = report["engines"][0]["rows"][0]["num_bytes"]
     axes.set_title(f"{report['plan']}: {num_bytes / 1e9:.1f} GB into a live engine", fontsize=10)

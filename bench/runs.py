@@ -47,7 +47,7 @@ def environment(commit: str | None) -> dict[str, Any]:
     gpus = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout if _has("nvidia-smi") else ""  # fmt: skip
-    if commit is None:
+    if commit is None and _has("git"):
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "commit": commit or None,

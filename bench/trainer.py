@@ -327,7 +327,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
         axis.set_xlabel("tokens in the sequence")
         axis.set_title(title)
         axis.grid(alpha=0.3)
-    axes[0].legend()
+    axes[0].set_ylim(bottom=0)
+    axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=120)
     print(f"drawn: {path}")
 

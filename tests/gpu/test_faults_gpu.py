@@ -32,6 +32,7 @@ import psutil
 import pytest
 import torch
 
+from bench.runs import environment
 from conf.schema import Device, DType, LoraConfig, RolloutConfig, SamplingConfig, TrainerConfig, WeightSyncConfig
 from weight_sync.publish_report import PublishReport
 from weight_sync.publisher import Publisher
@@ -42,6 +43,7 @@ pytestmark = pytest.mark.gpu
 BEGAN = time.monotonic()
 IS_GPU = os.environ.setdefault("SLIPSTREAM_FAULTS_ON_GPUS", str(torch.cuda.device_count() >= 2)) == "True"
 """Decided by the test's process, for all: an engine's process imports this module, too, and sees one GPU."""
+ENVIRONMENT = environment(os.environ.get("SLIPSTREAM_COMMIT"))
 DEVICE = "cuda" if IS_GPU else "cpu"
 DTYPE = DType.bfloat16 if IS_GPU else DType.float32
 KEY = b"slipstream-gpu-faults-test-key--"
@@ -222,7 +224,7 @@ class Stage:
         print(f"\n[{time.monotonic() - BEGAN:6.1f} s]  {name:<60} {value:10.4f}", flush=True)
         if IS_GPU:
             file = Path(__file__).parents[2] / "bench" / "results" / "faults-gpu.json"
-            file.write_text(json.dumps(self.figures, indent=2) + "\n")
+            file.write_text(json.dumps({"environment": ENVIRONMENT, **self.figures}, indent=2) + "\n")
 
     def publish(self, exclude: Sequence[int] = ()) -> PublishReport:
         """Another policy, everywhere but there."""

