@@ -262,13 +262,20 @@ def check_engine_takes_merged_weights(config: RunConfig, hf_config: Mapping[str,
 
 
 def check_packed_base_reaches_engines(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """Engines start without weights and get them by publish, the frozen base of adapter mode too."""
+    """No publish writes four-bit weights: engines in adapter mode load them from disk."""
     packing = packing_of(hf_config)
-    if packing is not None and config.weight_sync.mode is SyncMode.adapter:
+    if packing is None or config.weight_sync.mode is not SyncMode.adapter:
+        return
+    if packing != "INT4":
         raise ConfigError(
-            f"weight_sync.mode=adapter sends the frozen base to engines once, and {packing} weights "
-            "cannot be sent (model.hf_config.quantization_config); train on them with algorithm=sft, or give a float "
-            "checkpoint"
+            f"weight_sync.mode=adapter on {packing} weights (model.hf_config.quantization_config) is not supported: "
+            "engines would have to load them themselves, which is tested for INT4 alone; train on them with "
+            "algorithm=sft, or give a float checkpoint"
+        )
+    if config.model.init is not Init.checkpoint:
+        raise ConfigError(
+            "weight_sync.mode=adapter on INT4 weights needs model.path and model.init=checkpoint: engines load such "
+            "weights from there themselves, because no publish can write them"
         )
 
 

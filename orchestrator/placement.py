@@ -38,6 +38,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from conf.checks import packing_of
 from conf.schema import Device, Objective, RunConfig, SyncMode, TrainMode
 from orchestrator.actors import RolloutActor, TrainerActor
 from orchestrator.environment import resolve_device, variables_of
@@ -48,7 +49,7 @@ from orchestrator.run_folder import RunFolder
 from orchestrator.waiting import together, wait_for
 from rollout.types import AdapterSlotsSpec
 from trainer.adapter_names import adapter_tensors, target_modules
-from weight_sync.layout import TensorMeta
+from trainer.model.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ class Cluster:
             "device": Device(self._device),
             "tensors": tensors,
             "key": self._sync_key,
-            "adapters": adapter_slots(self._config, tensors),
+            "adapters": adapter_slots(self._config, hf_config),
         }
         starts = [self._start_worker(index, f"rollout-{index}") for index in range(rollout.num_workers)]
         self._workers = await self._await_start(starts, "rollout workers")
@@ -315,7 +316,7 @@ class Cluster:
         return await wait_for(together(*tasks), who_is_late, timeout_s=self._config.cluster.start_timeout_s)
 
 
-def adapter_slots(config: RunConfig, tensors: Sequence[TensorMeta]) -> AdapterSlotsSpec | None:
+def adapter_slots(config: RunConfig, hf_config: dict[str, Any]) -> AdapterSlotsSpec | None:
     """The slots that engines need in adapter mode; None when adapters are merged.
 
     One serves, one is written, and requests may be `max_staleness_steps` versions old.
@@ -323,11 +324,14 @@ def adapter_slots(config: RunConfig, tensors: Sequence[TensorMeta]) -> AdapterSl
     if config.weight_sync.mode is SyncMode.merged:
         return None
     lora = config.trainer.lora
+    # Factors are in the engine's dtype, whatever the matrices beside them are quantized to.
+    tensors = ModelSpec.from_hf_config(hf_config).unpacked().checkpoint_tensors(config.model.dtype.value)
     return AdapterSlotsSpec(
         num_slots=config.algorithm.max_staleness_steps + 2,
         rank=lora.slot_rank,
         target_modules=tuple(target_modules(tensors, lora)),
         tensors=tuple(adapter_tensors(tensors, lora)),
+        base=Path(config.model.path or "") if packing_of(hf_config) is not None else None,
     )
 
 

@@ -82,6 +82,11 @@ class AdapterReplica:
         newest = self._table.newest
         return -1 if newest is None else newest.version
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the engine."""
+        return len(self._ranks)
+
     # -- sampling ----------------------------------------------------------------------------------------------------
 
     async def sample(

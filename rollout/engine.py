@@ -137,6 +137,10 @@ def engine_arguments(
             "lora_target_modules": list(adapters.target_modules),
             "fully_sharded_loras": False,  # has no form with expert parallelism
         }
+        if adapters.base is not None:
+            # In whatever form its kernels want. Of vLLM's kernels for INT4 experts, Marlin's alone add adapters.
+            arguments |= {"model": str(adapters.base), "load_format": "auto"}
+            arguments["moe_backend"] = "auto" if is_cpu else "marlin"
         if config.enable_expert_parallel:
             arguments["all2all_backend"] = "allgather_reducescatter"  # the only one that adapters of experts work with
     return arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from weight_sync.layout import TensorMeta
@@ -20,6 +21,8 @@ class AdapterSlotsSpec:
     """Last names of the modules that carry an adapter."""
     tensors: tuple[TensorMeta, ...]
     """Every factor, at the slots' rank."""
+    base: Path | None = None
+    """Checkpoint that engines load their base from, because no publish can write it (INT4). None: it is published."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,25 +95,33 @@ class WeightReceiver:
             forms = Forms.of(model, worker.vllm_config.model_config.dtype)
             with load_time_parameters(model):
                 layout = record_layout(model.load_weights, forms.params, metas, worker.rank, post_load=forms.post_load)
-        device = worker.device.type
-        self._slipstream_transport = MooncakeTransport(
-            TransportKind(transport), device=device, host=host, timeout_s=timeout_s
-        )
+        self._open_link(transport, host, timeout_s)
         self._slipstream = Receiver(
             forms.params,
             layout,
             self._slipstream_transport,
             repack=forms.repack,
             recompute=forms.recompute,
-            synchronize=torch.cuda.synchronize if device == "cuda" else None,
+            synchronize=torch.cuda.synchronize if worker.device.type == "cuda" else None,
         )
         described = pack(self._slipstream.describe())
         freeze_heap()  # vLLM froze this process's heap before there was a layout
         return described
 
     @_replies
+    def slipstream_open_link(self, transport: str, host: str, timeout_s: float) -> None:
+        """The link of an engine whose own weights nobody writes or reads. Arguments as of slipstream_describe."""
+        self._open_link(transport, host, timeout_s)
+
+    def _open_link(self, transport: str, host: str, timeout_s: float) -> None:
+        worker: Any = self
+        self._slipstream_transport = MooncakeTransport(
+            TransportKind(transport), device=worker.device.type, host=host, timeout_s=timeout_s
+        )
+
+    @_replies
     def slipstream_open_slots(self, tensors: Sequence[tuple[str, Sequence[int], str]], folder: str) -> bytes:
-        """Record the layout of an adapter slot, register all slots, and serve them. Once, after slipstream_describe.
+        """Record the layout of an adapter slot, register all slots, and serve them. Once, after the link is open.
 
         Args:
             tensors: (name, shape, dtype) of every factor of the adapter.

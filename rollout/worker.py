@@ -46,7 +46,7 @@ from weight_sync.endpoint import ReplicaEndpoint
 from weight_sync.errors import PlanMismatch
 from weight_sync.heap import freeze_heap
 from weight_sync.layout import TensorMeta
-from weight_sync.protocol import Bound, EngineRank, Expected, VersionState, pack, unpack
+from weight_sync.protocol import Bound, EngineRank, Expected, Phase, VersionState, pack, unpack
 from weight_sync.recovery import Offer, Pulled, slowest
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,8 @@ class RolloutWorker:
         tensors: Every checkpoint tensor of the model (ModelSpec.checkpoint_tensors()).
         key: The run's key, shared with the publisher.
         host: Address under which trainer ranks reach this worker.
-        adapters: Slots of the engine, when weight_sync.mode=adapter. Base weights then come once, over endpoint(), and
-            policy versions over adapter_endpoint().
+        adapters: Slots of the engine, when weight_sync.mode=adapter. Base weights then come once, over endpoint() or
+            from disk, and policy versions over adapter_endpoint().
     """
 
     def __init__(
@@ -140,10 +140,13 @@ class RolloutWorker:
             self._tokenizer = Tokenizer.from_file(str(self._tokenizer_file))
         await self._engine.start()
         try:
-            replies = await self._engine.call_ranks(
-                "slipstream_describe", self._tensors, str(self._sync.transport), self._host, self._sync.timeout_s
-            )
-            self._ranks = [unpack(EngineRank, reply) for reply in replies]
+            link = str(self._sync.transport), self._host, self._sync.timeout_s
+            if self._adapters is not None and self._adapters.base is not None:
+                await self._engine.call_ranks("slipstream_open_link", *link)
+                self._state = VersionState(Phase.clean, 0)  # it stands in memory as the engine loaded it, for good
+            else:
+                replies = await self._engine.call_ranks("slipstream_describe", self._tensors, *link)
+                self._ranks = [unpack(EngineRank, reply) for reply in replies]
             if self._adapters is not None:
                 await self._open_slots(self._adapters)
             await self._engine.warm_up(None if self._adapters is None else Adapter(0, PROBE, "warm-up"))
@@ -224,7 +227,9 @@ class RolloutWorker:
         """
         if not self._state.is_serving:
             raise ReplicaNotServing(f"this rollout worker is {self._state.phase}: it has no committed version to give")
-        offers = [unpack(Offer, reply) for reply in await self._engine.call_ranks("slipstream_offer")]
+        offers: list[Offer] = []
+        if self._ranks:
+            offers = [unpack(Offer, reply) for reply in await self._engine.call_ranks("slipstream_offer")]
         return offers if self._replica is None else [*offers, *await self._replica.offer()]
 
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
@@ -236,16 +241,18 @@ class RolloutWorker:
         Raises:
             WeightSyncError: Layouts differ, the bytes did not come, or are not the peer's. DIRTY; a publish is next.
         """
-        num_ranks = len(self._ranks)
-        weights, slots = offers[:num_ranks], offers[num_ranks:]
-        if len(weights) != num_ranks or len(slots) != (0 if self._replica is None else num_ranks):
+        weights, slots = offers[: len(self._ranks)], offers[len(self._ranks) :]
+        num_slots = 0 if self._replica is None else self._replica.num_ranks
+        if (len(weights), len(slots)) != (len(self._ranks), num_slots):
             raise PlanMismatch(
-                f"this engine has {num_ranks} ranks, {'with' if self._replica else 'without'} adapter slots; its peer"
+                f"this engine reads {len(self._ranks)} ranks' weights and {num_slots} ranks' adapter slots; its peer"
                 f" makes {len(offers)} offers"
             )
-        pulled = await self._pull_weights(weights)
         if self._replica is None:
-            return pulled
+            return await self._pull_weights(weights)
+        if not weights:  # it loaded its base itself
+            return await self._replica.pull(slots)
+        pulled = await self._pull_weights(weights)
         await self._adopt_weights(weights[0].version, weights[0].epoch)  # no publish changes a base that has arrived
         return pulled.then(await self._replica.pull(slots))
 

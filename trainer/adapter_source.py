@@ -158,7 +158,7 @@ class AdapterSource:
             if factor.region.num_elements:
                 self._held.setdefault(name, []).append(factor)
         dtype = str(decoder.dtype).removeprefix("torch.")
-        tensors = tuple(adapter_tensors(decoder.spec.checkpoint_tensors(dtype), lora))
+        tensors = tuple(adapter_tensors(decoder.spec.unpacked().checkpoint_tensors(dtype), lora))
         known = {meta.name for meta in tensors}
         unknown = sorted(set(self._held) - known)
         if unknown:

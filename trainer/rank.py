@@ -142,12 +142,11 @@ class TrainerRank:
         self._base_source: TrainerWeightSource | None = None
         self._source: TrainerWeightSource | AdapterSource | None = None
         quantization = BlockFp8.from_hf_config(self._hf_config)
-        if report.num_packed_bytes:
-            pass  # four-bit weights are not written into engines; fine-tuning publishes nothing
-        elif self._weight_sync.mode is SyncMode.adapter:
-            self._base_source = TrainerWeightSource(decoder, self._rank, quantization, is_merged=False)
+        if self._weight_sync.mode is SyncMode.adapter:
+            if not report.num_packed_bytes:  # engines load four-bit weights themselves
+                self._base_source = TrainerWeightSource(decoder, self._rank, quantization, is_merged=False)
             self._source = AdapterSource(decoder, self._rank, self._trainer.lora)
-        else:
+        elif not report.num_packed_bytes:  # fine-tuning publishes nothing
             self._source = TrainerWeightSource(decoder, self._rank, quantization)
         num_trainable = self._control.sum(sum(shard.values.numel() for shard in self._shards))
         return {
@@ -286,16 +285,18 @@ class TrainerRank:
         Args:
             transport: the link to write over; by default Mooncake's, as weight_sync.transport asks.
             adapter_endpoints: of the same workers' adapter slots. With weight_sync.mode=adapter the frozen base goes to
-                `endpoints` here, once, and publish() writes to these.
+                `endpoints` here, once (unless it is packed), and publish() writes to these.
 
         Raises:
             ReplicaError: a worker did not take the base.
         """
         self._loaded()
         if self._source is None:
-            raise LayoutError(f"rank {self._rank}: packed experts cannot be written into engines")
+            raise LayoutError(
+                f"rank {self._rank}: packed experts cannot be written into engines; set weight_sync.mode=adapter"
+            )
         self._control.agree("endpoints", (endpoints, list(adapter_endpoints)))
-        if len(adapter_endpoints) != (len(endpoints) if self._base_source is not None else 0):
+        if len(adapter_endpoints) != (len(endpoints) if self._weight_sync.mode is SyncMode.adapter else 0):
             raise TrainerError(
                 f"rank {self._rank}: {len(endpoints)} endpoints and {len(adapter_endpoints)} of adapter slots came to "
                 f"weight_sync.mode={self._weight_sync.mode}"

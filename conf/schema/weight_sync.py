@@ -59,8 +59,9 @@ class WeightSyncConfig:
     """false: publish version 0 only. For experiments that show what publishing is worth."""
     mode: SyncMode = SyncMode.merged
     """merged: W + (alpha / rank) * B @ A replaces the engine's weights, while it is paused. adapter: the base is sent
-    once, then only A and B, into a free slot of the running engine, which is never paused; requests finish on the
-    version that they started with. Needs trainer.mode=lora, and GPU engines where the model has experts.
+    once (INT4: loaded by engines from model.path), then only A and B, into a free slot of the running engine, which is
+    never paused; requests finish on the version that they started with. Needs trainer.mode=lora, and GPU engines where
+    the model has experts.
     """
     on_busy_slot: BusySlot = BusySlot.wait
     """When requests of older versions read every slot (there are algorithm.max_staleness_steps + 2). `wait` gives up

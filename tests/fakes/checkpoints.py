@@ -115,6 +115,33 @@ def quantize_checkpoint(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def pack_experts(folder: Path) -> None:
+    """Turn the routed experts of a checkpoint into INT4 in groups of 32 (compressed-tensors), in place."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if ".mlp.experts." not in name:
+            tensors[name] = tensor
+            continue
+        groups = tensor.float().unflatten(1, (-1, 32))
+        scales = (groups.abs().amax(-1) / 7.5).to(torch.bfloat16)
+        values = (groups / scales.float()[..., None]).round().clamp(-8, 7).flatten(1).to(torch.int64) + 8
+        words = (values.unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)  # eight a word, the first one lowest
+        module = name.removesuffix(".weight")
+        tensors[f"{module}.weight_packed"] = words.to(torch.int32)  # bit 31 becomes the sign
+        tensors[f"{module}.weight_scale"] = scales
+        tensors[f"{module}.weight_shape"] = torch.tensor(tensor.shape, dtype=torch.int64)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": weights}},
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+                   "re:.*mlp\\.gate$"],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 class CheckpointSource:
     """WeightSource of one trainer rank that holds a whole checkpoint."""
 

@@ -188,6 +188,36 @@ async def test_a_slot_holds_what_vllm_loads_from_disk_and_samples_the_same(setup
     assert logprobs == rollouts[0].logprobs
 
 
+async def test_an_engine_that_loads_its_base_from_disk_serves_like_one_that_was_sent_it(setup: Setup):
+    """As engines do with INT4 weights, which take a GPU; here the base is bfloat16."""
+    config = config_of()
+    worker = RolloutWorker(
+        setup.folder / "model", config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
+        device=Device.cpu, seed=2, tensors=(), key=KEY,
+        adapters=dataclasses.replace(slots_of(config), base=setup.folder / "base"),
+    )  # fmt: skip
+    source, transport = setup.trainer._source, setup.trainer._transport
+    assert source is not None
+    assert transport is not None
+    publisher = setup.trainer._make_publisher(source, transport)
+    await worker.start()
+    try:
+        with pytest.raises(ReplicaNotServing, match="no adapter yet"):
+            await worker.generate_group(PROMPT, 1)
+        assert await worker.base_wanted_at() == ""
+        await asyncio.to_thread(publisher.connect, [await worker.adapter_endpoint()])
+        assert (await asyncio.to_thread(publisher.publish, setup.version)).replicas[0].error is None
+        (ours,), (sent,) = [
+            await one.generate_group(PROMPT, 1, sampling=SHORT, seed=5) for one in (worker, setup.worker)
+        ]
+        assert ours.policy_versions == sent.policy_versions == [setup.version] * 8
+        assert (ours.token_ids, ours.logprobs) == (sent.token_ids, sent.logprobs)
+        assert len(await worker.offer()) == 1, "a restarted worker reads the slot from here, and the base from disk"
+    finally:
+        publisher.close()
+        await worker.stop()
+
+
 async def test_one_request_outlives_three_publishes_on_its_own_version(setup: Setup):
     setup.use(BusySlot.wait)
     await setup.publish()

@@ -9,7 +9,7 @@ Callers: all of trainer/, and the checks and the planner of orchestrator/.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -298,6 +298,12 @@ class ModelSpec:
         return [
             TensorMeta(name, shape, _FIXED_DTYPES.get(name.rsplit(".", 1)[-1], dtype)) for name, shape in shapes.items()
         ]
+
+    def unpacked(self) -> ModelSpec:
+        """The same model with experts in the model's dtype: the matrices that adapters lie beside."""
+        if self.moe is None:
+            return self
+        return replace(self, moe=replace(self.moe, expert_format=ExpertFormat.plain))
 
     def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}

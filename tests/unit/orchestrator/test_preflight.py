@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conf.checks import check_packed_experts_stay_frozen
+from conf.checks import check_packed_base_reaches_engines, check_packed_experts_stay_frozen
 from conf.errors import ConfigError
 from conf.load import load_run_config
-from conf.schema import Device
+from conf.schema import Device, Init
 from orchestrator import machine
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
@@ -154,8 +155,17 @@ def test_merged_weights_for_packed_engines_are_refused(checkpoint: Path, packing
     (checkpoint / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     with pytest.raises(PreflightError, match=f"{packing} engines accept adapter mode only"):
         run_preflight(load_run_config(words_for(checkpoint)))
-    with pytest.raises(PreflightError, match=f"sends the frozen base to engines once, and {packing} weights cannot"):
-        run_preflight(load_run_config(words_for(checkpoint, "weight_sync.mode=adapter")))
+
+
+def test_engines_load_int4_weights_themselves_where_there_are_some(checkpoint: Path) -> None:
+    quantization: dict[str, Any] = {"config_groups": {"all": {"weights": {"num_bits": 4, "type": "int"}}}}
+    config = load_run_config(words_for(checkpoint, "weight_sync.mode=adapter"))
+    check_packed_base_reaches_engines(config, {"quantization_config": quantization})
+    random = replace(config, model=replace(config.model, init=Init.random))
+    with pytest.raises(ConfigError, match=r"needs model\.path and model\.init=checkpoint"):
+        check_packed_base_reaches_engines(random, {"quantization_config": quantization})
+    with pytest.raises(ConfigError, match=r"MXFP4 weights .* is not supported: engines would have to load them"):
+        check_packed_base_reaches_engines(config, {"quantization_config": {"quant_method": "mxfp4"}})
 
 
 def test_full_training_of_packed_experts_is_refused(checkpoint: Path) -> None:

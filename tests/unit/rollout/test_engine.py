@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from conf.schema import Device, DType, RolloutConfig
 from rollout.engine import Engine, engine_arguments, engine_environment, stop_token_ids, warm_up_lengths
 from rollout.errors import EngineError, UnsupportedWeights, error_class
+from rollout.types import AdapterSlotsSpec
 from weight_sync.errors import IntegrityError
 
 
@@ -31,6 +33,14 @@ def test_a_seed_of_any_size_is_one_that_numpy_takes():
                  for seed in seeds]  # fmt: skip
     assert [np.random.RandomState(one["seed"]) for one in arguments]
     assert arguments[0]["seed"] != arguments[1]["seed"]
+def test_a_base_that_no_publish_can_write_is_loaded_from_its_folder_for_kernels_that_add_adapters():
+    slots = AdapterSlotsSpec(2, 8, ("experts",), ())
+    for base, wanted in ((None, ("m", "dummy", "triton")), (Path("kimi"), ("kimi", "auto", "marlin"))):
+        arguments = engine_arguments(
+            Path("m"), RolloutConfig(), dtype=DType.bfloat16, device=Device.cuda, seed=1,
+            adapters=replace(slots, base=base),
+        )  # fmt: skip
+        assert (arguments["model"], arguments["load_format"], arguments["moe_backend"]) == wanted
 
 
 def test_gpus_use_the_kernels_that_read_experts_in_checkpoint_order():

@@ -15,7 +15,7 @@ import rollout.worker
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from rollout.engine import ABORTED
 from rollout.errors import EngineError, ReplicaNotServing
-from rollout.types import Prompt, Rollout
+from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from rollout.worker import RolloutWorker
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from weight_sync.layout import Binding, DestLayout, Param, TensorMeta
@@ -73,6 +73,7 @@ class NotingEngine:
         replies = {
             "slipstream_describe": pack(EngineRank(layout, BINDING, "tcp")),
             "slipstream_begin": pack(Bound.of(BINDING)),
+            "slipstream_open_slots": pack(EngineRank(layout, BINDING, "tcp")),
             "slipstream_offer": pack(OFFER),
             "slipstream_pull": pack(Pulled(100, 0.5, 0.25)),
         }
@@ -91,7 +92,9 @@ class NotingEngine:
         self.is_alive = False
 
 
-def make(monkeypatch: pytest.MonkeyPatch, folder: Path, **sync: Any) -> tuple[RolloutWorker, NotingEngine]:
+def make(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, adapters: AdapterSlotsSpec | None = None, **sync: Any
+) -> tuple[RolloutWorker, NotingEngine]:
     monkeypatch.setattr(rollout.worker, "Engine", NotingEngine)
     worker = RolloutWorker(
         folder,
@@ -102,6 +105,7 @@ def make(monkeypatch: pytest.MonkeyPatch, folder: Path, **sync: Any) -> tuple[Ro
         seed=0,
         tensors=[TensorMeta("w", (2,), "float32")],
         key=b"k" * 16,
+        adapters=adapters,
     )
     engine = worker._engine
     assert isinstance(engine, NotingEngine)
@@ -298,7 +302,7 @@ async def test_a_recovery_that_fails_leaves_the_worker_dirty_until_a_publish(mon
     worker, engine = make(monkeypatch, tmp_path)
     await worker.start()
     try:
-        with pytest.raises(PlanMismatch, match="2 ranks, without adapter slots; its peer makes 1 offers"):
+        with pytest.raises(PlanMismatch, match="2 ranks' weights and 0 ranks' adapter slots; its peer makes 1 offers"):
             await worker.pull([OFFER])
         engine.failing = "slipstream_pull"
         with pytest.raises(IntegrityError):
@@ -310,5 +314,25 @@ async def test_a_recovery_that_fails_leaves_the_worker_dirty_until_a_publish(mon
         engine.failing = ""
         await publish(worker, 4, 8)
         assert worker.health().phase == "clean"
+    finally:
+        await worker.stop()
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+async def test_a_base_that_engines_load_themselves_is_neither_described_nor_wanted(monkeypatch, tmp_path, is_on_disk):
+    slots = AdapterSlotsSpec(2, 8, ("q_proj",), (), base=tmp_path if is_on_disk else None)
+    worker, engine = make(monkeypatch, tmp_path, slots)
+    await worker.start()
+    try:
+        opened = "slipstream_open_link" if is_on_disk else "slipstream_describe"
+        assert engine.calls == ["start", opened, "slipstream_open_slots", "warm up"]
+        assert await worker.base_wanted_at() == ("" if is_on_disk else worker.endpoint())
+        with pytest.raises(
+            ReplicaNotServing, match="no adapter yet" if is_on_disk else "only from a committed version"
+        ):
+            await worker.generate_group(PROMPT, 1)
+        if is_on_disk:
+            with pytest.raises(PlanMismatch, match="0 ranks' weights and 2 ranks' adapter slots; its peer makes 4"):
+                await worker.pull([OFFER] * 4)
     finally:
         await worker.stop()

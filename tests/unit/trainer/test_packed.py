@@ -32,8 +32,9 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from conf.errors import ConfigError
-from conf.schema import AlgorithmConfig, DType, MlaNormEps, Objective, OptimConfig, OptimState, TrainMode
+from conf.schema import AlgorithmConfig, DType, LoraConfig, MlaNormEps, Objective, OptimConfig, OptimState, TrainMode
 from trainer.adapter_io import save_adapter, save_merged
+from trainer.adapter_source import AdapterSource
 from trainer.errors import CheckpointError, LayoutError
 from trainer.loading import CheckpointReader, load_weights
 from trainer.model.decoder import Decoder, build_decoder
@@ -232,6 +233,17 @@ def test_a_rank_trains_packed_experts_and_publishes_nothing_merged(kind, objecti
         rank.save_merged(tmp_path / "merged")
     with pytest.raises(LayoutError, match="packed experts cannot be written into engines"):
         rank.connect([])
+
+
+def test_adapters_beside_packed_experts_have_the_names_and_shapes_of_those_beside_plain_ones():
+    """Engines load the packed base themselves, and a publish carries these."""
+    lora = LoraConfig(rank=4, attention=False)
+    packed_source, plain_source = (
+        AdapterSource(make_decoder(config, trainer_config(lora=lora)), 0, lora)
+        for config in (KIMI_INT4, {**KIMI_INT4, "quantization_config": None})
+    )
+    assert packed_source.layout() == plain_source.layout()
+    assert any(".experts." in meta.name for meta in packed_source.layout().tensors)
 
 
 def test_full_training_of_packed_experts_is_refused():
