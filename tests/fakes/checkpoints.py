@@ -90,15 +90,6 @@ FOR_GPUS: dict[str, dict[str, Any]] = {
 are none, as in the real one.
 """
 
-PACKED: dict[str, Any] = {**CONFIGS["qwen3_moe"], **FOR_GPUS["qwen3_moe"], "num_experts_per_tok": 8}
-"""The model to judge INT4 experts by (pack_experts): every token sees every expert, so rounding sends none elsewhere.
-With two of eight, right bfloat16 programs differ by a k3 of 5e-4 to 3e-1 over 256 tokens: as far as wrong ones do.
-"""
-MAX_PACKED_K3 = 3e-3
-"""Of two right bfloat16 programs on PACKED: 2e-4 to 5e-4, and up to 1e-3 with an adapter of normal(0, 0.3) on it. Of
-groups, rows, words or matrices mistaken for one another: 7e-2 to 2.5.
-"""
-
 
 def quantize_checkpoint(folder: Path) -> None:
     """Turn a checkpoint into block-FP8, in place, with vLLM's own quantizer and none of the product's code."""
@@ -120,33 +111,6 @@ def quantize_checkpoint(folder: Path) -> None:
     config["quantization_config"] = {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
         "modules_to_not_convert": kept,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def pack_experts(folder: Path) -> None:
-    """Turn the routed experts of a checkpoint into INT4 in groups of 32 (compressed-tensors), in place."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        if ".mlp.experts." not in name:
-            tensors[name] = tensor
-            continue
-        groups = tensor.float().unflatten(1, (-1, 32))
-        scales = (groups.abs().amax(-1) / 7.5).to(torch.bfloat16)
-        values = (groups / scales.float()[..., None]).round().clamp(-8, 7).flatten(1).to(torch.int64) + 8
-        words = (values.unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)  # eight a word, the first one lowest
-        module = name.removesuffix(".weight")
-        tensors[f"{module}.weight_packed"] = words.to(torch.int32)  # bit 31 becomes the sign
-        tensors[f"{module}.weight_scale"] = scales
-        tensors[f"{module}.weight_shape"] = torch.tensor(tensor.shape, dtype=torch.int64)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": "pack-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": weights}},
-        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-                   "re:.*mlp\\.gate$"],
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
 

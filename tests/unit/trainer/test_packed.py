@@ -5,19 +5,18 @@ libraries say that those bits mean.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.compressors import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationScheme
-from fakes import checkpoints
+from fakes import packed as fakes
 from peft import PeftModel
 from rank_helpers import VOCAB, count, make_rank, make_samples
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tiny_models import (
     GPT_OSS_MXFP4,
     KIMI_INT4,
@@ -33,7 +32,6 @@ from tiny_models import (
     trainer_config,
 )
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from conf.errors import ConfigError
@@ -152,86 +150,53 @@ def test_unpacked_weights_are_bitwise_what_the_oracles_say():
         assert torch.equal(down, wanted_down), kind
 
 
-Parts = dict[str, Tensor]
-"""weight_packed, weight_scale and weight_shape of one matrix."""
-
-
-def of_scales(change: Callable[[Tensor], Tensor]) -> Callable[[Parts], Parts]:
-    return lambda parts: {**parts, "weight_scale": change(parts["weight_scale"]).contiguous()}
-
-
-def of_values(change: Callable[[Tensor], Tensor]) -> Callable[[Parts], Parts]:
-    """`change` takes and gives four-bit numbers, [..., 8] of a word."""
-    places = torch.arange(0, 32, 4)
-    return lambda parts: {
-        **parts,
-        "weight_packed": (change(parts["weight_packed"].long()[..., None] >> places & 15) << places).sum(-1).int(),
-    }
-
-
-def identity(parts: Parts) -> Parts:
-    return parts
-
-
-MISREADINGS: dict[str, tuple[Callable[[Parts], Parts], Callable[[int, str], tuple[int, str]]]] = {
-    "scales of neighbouring groups": (
-        of_scales(lambda s: s.unflatten(1, (-1, 2)).flip(-1).flatten(1)), lambda e, m: (e, m),
-    ),
-    "scales of the first and last group": (
-        of_scales(lambda s: s[:, [s.shape[1] - 1, *range(1, s.shape[1] - 1), 0]]), lambda e, m: (e, m),
-    ),
-    "scales of the next row": (of_scales(lambda s: s.roll(1, 0)), lambda e, m: (e, m)),
-    "zero point 7": (of_values(lambda v: (v + 1).clamp(max=15)), lambda e, m: (e, m)),
-    "highest bits first": (of_values(lambda v: v.flip(-1)), lambda e, m: (e, m)),
-    "gate for up": (identity, lambda e, m: (e, {"gate": "up", "up": "gate"}.get(m, m))),
-    "the next expert": (identity, lambda e, m: ((e + 1) % 8, m)),
-}  # fmt: skip
-"""What happens to a matrix, and which one is read in place of matrix m of expert e."""
-
-
-def logprobs_of_transformers(base: Path, folder: Path, token_ids_BT: Tensor, misreading: str | None) -> Tensor:
-    """float32 of the model in bfloat16, of experts that compressed_tensors dequantized."""
-    scheme = QuantizationScheme(**PACKED["config_groups"]["group_0"])
-    change, source = MISREADINGS.get(misreading or "", (identity, lambda e, m: (e, m)))
-    stored, tensors = load_file(base / "model.safetensors"), {}
-    for name, tensor in stored.items():
-        if ".experts." not in name:
-            tensors[name] = tensor
-        elif name.endswith("_packed"):
-            prefix, tail = name.split(".experts.")
-            expert, matrix = source(int(tail.split(".")[0]), tail.split(".")[1].removesuffix("_proj"))
-            read = f"{prefix}.experts.{expert}.{matrix}_proj"
-            parts = {leaf: stored[f"{read}.{leaf}"] for leaf in ("weight_packed", "weight_scale", "weight_shape")}
-            matrix_OI = PackedQuantizationCompressor.decompress(change(parts), scheme)["weight"]
-            tensors[name.removesuffix("_packed")] = matrix_OI
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(plain(json.loads((base / "config.json").read_text()))))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
-    with torch.no_grad():
-        return model(token_ids_BT).logits.float().log_softmax(-1)
-
-
-def test_rounding_and_misread_weights_are_on_different_sides_of_the_bound_of_gpu_runs(tmp_path):
-    """tests/gpu/test_packed_base_gpu.py holds an engine to this bound; transformers is the engine here."""
-    base = checkpoints.write_checkpoint(checkpoints.PACKED, tmp_path / "base", seed=1)
-    checkpoints.pack_experts(base)
+@pytest.mark.parametrize("model", fakes.MODELS)
+def test_a_right_program_is_within_the_bound_of_gpu_runs_and_faults_are_far_outside(model, tmp_path):
+    """What tests/gpu/test_packed_base_gpu.py asks of an engine, asked of the trainer here."""
+    base = fakes.write_packed_checkpoint(model, tmp_path / "base", seed=1)
     spec = ModelSpec.from_hf_config(json.loads((base / "config.json").read_text()))
-    decoder = build_decoder(spec, dtype=torch.bfloat16, device="cpu", trainer=trainer_config())
+    lora = LoraConfig(rank=4, alpha=8.0, attention=model == "qwen3_moe")
+    decoder = build_decoder(spec, dtype=torch.bfloat16, device="cpu", trainer=trainer_config(lora=lora))
     load_weights(decoder, CheckpointReader(base, spec), seed=3)
     batch = packed((72,) * 4, vocab_size=spec.vocab_size)
-    token_ids_BT = batch[0].view(4, 72)
-    with torch.no_grad():
-        judged = logits_of(decoder, batch).float().log_softmax(-1).view(4, 72, -1)
 
-    def mean_k3(misreading: str | None, folder: str) -> float:
-        """Its expectation over the tokens that the engine may sample next."""
-        sampled = logprobs_of_transformers(base, tmp_path / folder, token_ids_BT, misreading)
-        return (sampled.exp() * (sampled - judged)).sum(-1).mean().item()
+    def k3s(name: str, adapter: dict[str, Tensor], misreadings: Iterable[str | None]) -> list[float]:
+        """Of the trainer's against the truth, in floors; the truth misread in these ways."""
+        with torch.no_grad():
+            mine = logits_of(decoder, batch).float().log_softmax(-1).view(4, 72, -1)
+        found: list[float] = []
+        for index, misreading in enumerate(misreadings):
+            folder = fakes.dequantize(base, tmp_path / f"{name}{index}", adapter=adapter, misreading=misreading)
+            truth = fakes.said_by_transformers(folder, batch[0].view(4, 72), torch.float32)
+            found.append(fakes.expected_k3(mine, truth))
+        return found
 
-    assert 0 < mean_k3(None, "right") < checkpoints.MAX_PACKED_K3 / 3
-    for index, misreading in enumerate(MISREADINGS):
-        assert mean_k3(misreading, f"wrong{index}") > 20 * checkpoints.MAX_PACKED_K3, misreading
+    def floor(name: str) -> float:
+        said = [
+            fakes.said_by_transformers(tmp_path / name, batch[0].view(4, 72), dtype)
+            for dtype in (torch.bfloat16, torch.float32)
+        ]
+        return fakes.expected_k3(*said)
+
+    right, *wrong = k3s("base", {}, (None, *fakes.MISREADINGS))
+    bound = fakes.MAX_RATIO * floor("base0")
+    assert 0 < right < bound / 3
+    assert min(wrong) > 10 * bound, dict(zip(fakes.MISREADINGS, wrong, strict=True))
+
+    torch.manual_seed(5)
+    for parameter in decoder.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.3)
+    source = AdapterSource(decoder, 0, lora)
+    adapter = {meta.name: torch.empty(meta.shape) for meta in source.layout().tensors}
+    for name, whole in adapter.items():
+        source.read(name, Region((0, 0), tuple(whole.shape)), whole)
+    (right,) = k3s("adapted", adapter, (None,))
+    less = {name: factor for name, factor in adapter.items() if ".layers.1.mlp.experts.3." not in name}
+    (wrong_by_one,) = k3s("less", less, (None,))
+    bound = fakes.MAX_RATIO * floor("adapted0")
+    assert 0 < right < bound / 3
+    assert wrong_by_one > 3 * bound
 
 
 def write_checkpoint(folder, hf_config: dict[str, Any], **changes: Tensor) -> ModelSpec:
