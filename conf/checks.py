@@ -255,9 +255,9 @@ def check_engine_takes_merged_weights(config: RunConfig, hf_config: Mapping[str,
     if packing is not None and config.weight_sync.mode is SyncMode.merged:
         raise ConfigError(
             f"model.hf_config.quantization_config asks for {packing} engine weights: {packing} engines accept "
-            "adapter mode only, because merged weights would have to be quantized anew at every publish; give "
-            "a config.json without quantization_config (bfloat16) or with block-FP8, learn on them with algorithm=sft, "
-            "or see what adapter mode would take: slipstream plan ... weight_sync.mode=adapter"
+            "adapter mode only, because merged weights would have to be quantized anew at every publish; "
+            + ("set weight_sync.mode=adapter, " if packing == "INT4" else "learn on them with algorithm=sft, ")
+            + "or give a config.json without quantization_config (bfloat16) or with block-FP8"
         )
 
 
@@ -276,6 +276,22 @@ def check_packed_base_reaches_engines(config: RunConfig, hf_config: Mapping[str,
         raise ConfigError(
             "weight_sync.mode=adapter on INT4 weights needs model.path and model.init=checkpoint: engines load such "
             "weights from there themselves, because no publish can write them"
+        )
+    check_int4_kernels_add_adapters(config, hf_config)
+
+
+def check_int4_kernels_add_adapters(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """vLLM gives experts of other shapes to kernels that ignore adapters, or pads them beside adapters that it does not
+    pad.
+    """
+    hidden, width = int(hf_config["hidden_size"]), int(hf_config["moe_intermediate_size"])
+    parts = 1 if config.rollout.enable_expert_parallel else config.rollout.tp_size
+    if hidden % 128 or width % (64 * parts):
+        raise ConfigError(
+            "weight_sync.mode=adapter on INT4 weights needs hidden_size in multiples of 128 and an engine rank's part "
+            f"of moe_intermediate_size in multiples of 64 (vLLM's Marlin kernels), got {hidden} and {width} / {parts}; "
+            "lower rollout.tp_size, set rollout.enable_expert_parallel=true, which cuts no expert, or train on this "
+            "model with algorithm=sft"
         )
 
 

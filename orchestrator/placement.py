@@ -189,7 +189,7 @@ class Cluster:
             raise
 
     async def restart_worker(self, index: int) -> RayRolloutWorker:
-        """End what is left of a rollout worker and start it again, with dummy weights, in the same bundle.
+        """End what is left of a rollout worker and start it again in the same bundle, without the weights it had.
 
         Its links are closed before: an engine that starts looks for free device memory, and what the trainer still
         maps of the dead one's is not free.

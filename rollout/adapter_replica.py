@@ -6,7 +6,7 @@
     commit(v)   requests that start from here on read the slot
     abort       the slot is empty; the version before goes on serving
 
-A restarted worker takes the newest version from another worker's slot instead, once it has read the base:
+A restarted worker takes the newest version from another worker's slot instead, once it has the base:
 
     pull(offers) a free slot; every rank reads the peer's newest slot and proves the bytes
     adopt(v)     what commit does
@@ -243,6 +243,6 @@ class AdapterReplica:
         if ignored:
             raise EngineError(
                 f"the engine ignores adapters of {', '.join(ignored)}: noise in them changes no log-probability;"
-                " set weight_sync.mode=merged"
+                " set weight_sync.mode=merged, where the base is not INT4"
             )
         logger.info("adapters of %s reach the engine's output", ", ".join(kinds))

@@ -20,7 +20,8 @@ and of its recovery from another worker, which gives its offer() and goes on sam
     release      every rank closes its link to the peer
 
 With adapter slots, all but the last of this is the base's; pull() ends with the peer's newest version, in a slot that
-adopt(v) puts in service (adapter_replica.py).
+adopt(v) puts in service (adapter_replica.py). A base that the engine loaded from disk is CLEAN from the start: nobody
+writes it, offers it or asks for it.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ class RolloutWorker:
                 await self._open_slots(self._adapters)
             await self._engine.warm_up(None if self._adapters is None else Adapter(0, PROBE, "warm-up"))
             freeze_heap()
-            logger.info("the engine is up: %d ranks, %d KV blocks", len(self._ranks), self._engine.num_kv_blocks)
+            num_ranks = len(self._ranks) if self._replica is None else self._replica.num_ranks
+            logger.info("the engine is up: %d ranks, %d KV blocks", num_ranks, self._engine.num_kv_blocks)
             return await self._endpoint.start()
         except BaseException:
             self._sockets.close()

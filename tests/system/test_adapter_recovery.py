@@ -26,7 +26,7 @@ from rollout.types import Rollout
 from rollout.worker import RolloutWorker
 from trainer.model.spec import ModelSpec
 from trainer.rank import TrainerRank
-from weight_sync.errors import IntegrityError, TransportError
+from weight_sync.errors import IntegrityError, PlanMismatch, TransportError
 from weight_sync.publisher import PublishReport
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -49,14 +49,14 @@ class Setup:
     processes: list[psutil.Process]
     version: int = 0
 
-    async def start_worker(self, index: int) -> RolloutWorker:
-        """With dummy weights of its own: seeds differ, so nothing is equal by chance."""
+    async def start_worker(self, index: int, base: Path | None = None) -> RolloutWorker:
+        """With dummy weights of its own: seeds differ, so nothing is equal by chance. Or with those of `base`."""
         config, before = config_of(), engines()
         tensors = tuple(ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
         worker = RolloutWorker(
             self.folder, config=config.rollout, weight_sync=replace(config.weight_sync, timeout_s=TIMEOUT_S),
             dtype=config.model.dtype, device=Device.cpu, seed=100 + len(self.processes), tensors=tensors, key=KEY,
-            adapters=slots_of(config),
+            adapters=replace(slots_of(config), base=base),
         )  # fmt: skip
         await worker.start()
         (process,) = engines() - before
@@ -72,7 +72,7 @@ class Setup:
         self.trainer._policy_version = self.version
         return await asyncio.to_thread(self.trainer.publish, exclude or [])
 
-    async def kill_and_start_again(self) -> RolloutWorker:
+    async def kill_and_start_again(self, base: Path | None = None) -> RolloutWorker:
         """Worker 0 is lost; a publish finds it so, and the other one goes on."""
         self.processes[0].send_signal(signal.SIGKILL)
         began = time.monotonic()
@@ -81,8 +81,8 @@ class Setup:
         assert [replica.committed for replica in report.replicas] == [False, True]
         await self.workers[0].stop()
         await asyncio.to_thread(self.trainer.disconnect, [0])
-        fresh = await self.start_worker(0)
-        await refuses(fresh)
+        fresh = await self.start_worker(0, base)
+        await refuses(fresh, "no adapter yet" if base else "samples only from a committed version")
         return fresh
 
     async def reconnect(self) -> None:
@@ -105,8 +105,8 @@ async def sample(worker: RolloutWorker) -> Rollout:
     return rollout
 
 
-async def refuses(worker: RolloutWorker) -> None:
-    with pytest.raises(ReplicaNotServing, match="samples only from a committed version"):
+async def refuses(worker: RolloutWorker, why: str = "samples only from a committed version") -> None:
+    with pytest.raises(ReplicaNotServing, match=why):
         await sample(worker)
 
 
@@ -120,6 +120,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
         rendezvous="", device="cpu", hf_config=config.model.hf_config, sync_key=KEY,
     )  # fmt: skip
     trainer.load()
+    trainer.save_merged(folder / "base")  # B is still zero: the merged model is the base
     made = Setup(folder, trainer, [], [])
     try:
         for index in range(2):
@@ -190,3 +191,24 @@ async def test_a_worker_whose_peer_is_gone_gets_base_and_version_from_the_traine
         await sample(fresh)
     assert [replica.error for replica in (await setup.publish()).replicas] == [None, None]
     await setup.assert_equal()
+
+
+async def test_a_worker_that_loads_its_base_from_disk_reads_the_newest_version_alone_from_its_peer(setup: Setup):
+    """As on an INT4 base, where no worker has more to offer; the base is bfloat16 here."""
+    fresh = await setup.kill_and_start_again(setup.folder / "base")
+    assert await fresh.base_wanted_at() == ""
+    *weights, slot = await setup.workers[1].offer()
+    with pytest.raises(PlanMismatch, match="0 ranks' weights and 1 ranks' adapter slots; its peer makes 2 offers"):
+        await fresh.pull([*weights, slot])
+    pulled = await fresh.pull([slot])
+    assert fresh._replica is not None
+    (rank,) = await fresh._replica.describe()
+    assert pulled.num_bytes == sum(param.num_bytes for param in rank.layout.params)
+    await refuses(fresh, "no adapter yet")
+    await fresh.adopt(slot.version, slot.epoch)
+    await setup.assert_equal()
+    await fresh.release([slot])
+    await setup.reconnect()
+    for _ in range(4):  # more than there are slots
+        assert [replica.error for replica in (await setup.publish()).replicas] == [None, None]
+        await setup.assert_equal()

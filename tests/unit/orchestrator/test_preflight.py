@@ -160,10 +160,15 @@ def test_merged_weights_for_packed_engines_are_refused(checkpoint: Path, packing
 def test_engines_load_int4_weights_themselves_where_there_are_some(checkpoint: Path) -> None:
     quantization: dict[str, Any] = {"config_groups": {"all": {"weights": {"num_bits": 4, "type": "int"}}}}
     config = load_run_config(words_for(checkpoint, "weight_sync.mode=adapter"))
-    check_packed_base_reaches_engines(config, {"quantization_config": quantization})
+    int4 = {"quantization_config": quantization, "hidden_size": 256, "moe_intermediate_size": 64}
+    check_packed_base_reaches_engines(config, int4)
+    for words, sizes in (((), {"hidden_size": 64}), (("rollout.tp_size=2",), {"moe_intermediate_size": 64})):
+        cut = load_run_config(words_for(checkpoint, "weight_sync.mode=adapter", *words))
+        with pytest.raises(ConfigError, match=r"multiples of 128 and .* of 64 \(vLLM's Marlin kernels\), got"):
+            check_packed_base_reaches_engines(cut, {**int4, **sizes})
     random = replace(config, model=replace(config.model, init=Init.random))
     with pytest.raises(ConfigError, match=r"needs model\.path and model\.init=checkpoint"):
-        check_packed_base_reaches_engines(random, {"quantization_config": quantization})
+        check_packed_base_reaches_engines(random, int4)
     with pytest.raises(ConfigError, match=r"MXFP4 weights .* is not supported: engines would have to load them"):
         check_packed_base_reaches_engines(config, {"quantization_config": {"quant_method": "mxfp4"}})
 
