@@ -25,13 +25,24 @@ from fakes.checkpoints import CONFIGS, FOR_GPUS, write_checkpoint
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**CONFIGS["qwen3_moe"], **FOR_GPUS["qwen3_moe"], "num_experts_per_tok": 8},
+    "deepseek_v3": {
+        **CONFIGS["deepseek_v3"],
+        **FOR_GPUS["deepseek_v3"],
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 3,
+        "routed_scaling_factor": 8.0,
+        "n_group": 1,
+        "topk_group": 1,
+    },
 }
 """Every token sees every expert, so rounding sends none elsewhere. With two of eight, right bfloat16 programs differ by
-a k3 of 5e-4 to 3e-1 over 256 tokens: as far as wrong ones do.
+a k3 of 5e-4 to 3e-1 over 256 tokens: as far as wrong ones do. The second is what Kimi-K2-Thinking is a large one of;
+its experts are scaled up, because beside a dense layer and a shared expert they say little.
 """
 MAX_RATIO = 5.0
-"""On a CPU vLLM's engine is at 0.6 to 0.8 floors and the trainer at 0.7 to 0.9, the second figure with an adapter of
-normal(0, 0.3). The least misreading is at 230 before the first adapter, one expert's missing adapter at 90.
+"""On a CPU vLLM's engine is at 0.5 to 0.8 floors and the trainer at 0.6 to 0.9, without an adapter and with one of
+normal(0, 0.3). The least misreading before the first adapter is at 220 (qwen3_moe) and 36 (deepseek_v3), one expert's
+missing adapter at 90 and 50.
 """
 WEIGHTS: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 

@@ -41,14 +41,14 @@ ONE_EXPERT = ".layers.1.mlp.experts.3."
 
 
 def config_of(model: str, base: Path) -> RunConfig:
-    """Rank 8 on attention and experts; latent attention has none."""
+    """Rank 8 on experts, and on attention where that is not latent."""
     return load_run_config(
         [
             "experiment=quickstart", "cluster.device=cuda", "trainer.ep_size=1", "trainer.num_ranks=1",
             "trainer.lora.rank=8", "trainer.lora.alpha=8", f"trainer.lora.attention={model == 'qwen3_moe'}",
-            "model.dtype=bfloat16", "model=checkpoint", f"model.path={base}", "model.tokenizer=characters",
-            "rollout.num_workers=1", "rollout.max_model_len=256", "rollout.gpu_memory_utilization=0.3",
-            "rollout.enforce_eager=true", "weight_sync.mode=adapter",
+            "trainer.lora.mlp=false", "model.dtype=bfloat16", "model=checkpoint", f"model.path={base}",
+            "model.tokenizer=characters", "rollout.num_workers=1", "rollout.max_model_len=256",
+            "rollout.gpu_memory_utilization=0.3", "rollout.enforce_eager=true", "weight_sync.mode=adapter",
         ]
     )  # fmt: skip
 

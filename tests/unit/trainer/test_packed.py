@@ -155,7 +155,7 @@ def test_a_right_program_is_within_the_bound_of_gpu_runs_and_faults_are_far_outs
     """What tests/gpu/test_packed_base_gpu.py asks of an engine, asked of the trainer here."""
     base = fakes.write_packed_checkpoint(model, tmp_path / "base", seed=1)
     spec = ModelSpec.from_hf_config(json.loads((base / "config.json").read_text()))
-    lora = LoraConfig(rank=4, alpha=8.0, attention=model == "qwen3_moe")
+    lora = LoraConfig(rank=4, alpha=8.0, attention=model == "qwen3_moe", mlp=False)
     decoder = build_decoder(spec, dtype=torch.bfloat16, device="cpu", trainer=trainer_config(lora=lora))
     load_weights(decoder, CheckpointReader(base, spec), seed=3)
     batch = packed((72,) * 4, vocab_size=spec.vocab_size)
@@ -181,7 +181,7 @@ def test_a_right_program_is_within_the_bound_of_gpu_runs_and_faults_are_far_outs
     right, *wrong = k3s("base", {}, (None, *fakes.MISREADINGS))
     bound = fakes.MAX_RATIO * floor("base0")
     assert 0 < right < bound / 3
-    assert min(wrong) > 10 * bound, dict(zip(fakes.MISREADINGS, wrong, strict=True))
+    assert min(wrong) > 3 * bound, dict(zip(fakes.MISREADINGS, wrong, strict=True))
 
     torch.manual_seed(5)
     for parameter in decoder.parameters():
