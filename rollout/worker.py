@@ -134,15 +134,19 @@ class RolloutWorker:
             The endpoint's address, for Publisher.connect().
 
         Raises:
-            EngineError: The engine did not come up, or stores a parameter in a form that cannot be published.
+            EngineError: The engine did not come up, lacks the base that it must load, or stores a parameter in a form
+                that cannot be published.
             WeightSyncError: The layout cannot be recorded, or the link cannot be had.
         """
         if self._tokenizer_file.is_file():
             self._tokenizer = Tokenizer.from_file(str(self._tokenizer_file))
+        base = None if self._adapters is None else self._adapters.base
+        if base is not None and not base.is_dir():
+            raise EngineError(f"model.path={base}: no such folder on this machine, whose engine must load it (INT4)")
         await self._engine.start()
         try:
             link = str(self._sync.transport), self._host, self._sync.timeout_s
-            if self._adapters is not None and self._adapters.base is not None:
+            if base is not None:
                 await self._engine.call_ranks("slipstream_open_link", *link)
                 self._state = VersionState(Phase.clean, 0)  # it stands in memory as the engine loaded it, for good
             else:

@@ -318,6 +318,13 @@ async def test_a_recovery_that_fails_leaves_the_worker_dirty_until_a_publish(mon
         await worker.stop()
 
 
+async def test_a_base_that_this_machine_does_not_have_is_named_before_the_engine_starts(monkeypatch, tmp_path):
+    worker, engine = make(monkeypatch, tmp_path, AdapterSlotsSpec(2, 8, ("q_proj",), (), base=tmp_path / "elsewhere"))
+    with pytest.raises(EngineError, match=r"elsewhere: no such folder on this machine"):
+        await worker.start()
+    assert engine.calls == []
+
+
 @pytest.mark.parametrize("is_on_disk", [False, True])
 async def test_a_base_that_engines_load_themselves_is_neither_described_nor_wanted(monkeypatch, tmp_path, is_on_disk):
     slots = AdapterSlotsSpec(2, 8, ("q_proj",), (), base=tmp_path if is_on_disk else None)
