@@ -33,6 +33,8 @@ def test_a_seed_of_any_size_is_one_that_numpy_takes():
                  for seed in seeds]  # fmt: skip
     assert [np.random.RandomState(one["seed"]) for one in arguments]
     assert arguments[0]["seed"] != arguments[1]["seed"]
+
+
 def test_a_base_that_no_publish_can_write_is_loaded_from_its_folder_for_kernels_that_add_adapters():
     slots = AdapterSlotsSpec(2, 8, ("experts",), ())
     for base, wanted in ((None, ("m", "dummy", "triton")), (Path("kimi"), ("kimi", "auto", "marlin"))):
