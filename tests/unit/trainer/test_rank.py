@@ -14,7 +14,16 @@ import torch
 from fakes import publish
 from rank_helpers import count, fill_adapters, join_ranks, local_gradients, make_rank, make_samples, spawn
 
-from conf.schema import AlgorithmConfig, DType, Normalization, OptimConfig, OptimState, TrainMode, WeightSyncConfig
+from conf.schema import (
+    AlgorithmConfig,
+    DType,
+    Normalization,
+    OptimConfig,
+    OptimState,
+    SyncMode,
+    TrainMode,
+    WeightSyncConfig,
+)
 from trainer.errors import CheckpointError, LayoutError, TrainerError
 from trainer.rank import TrainerRank
 from trainer.types import Denominators
@@ -274,7 +283,7 @@ def test_a_base_that_is_sent_again_has_the_watermark_for_itself(monkeypatch):
         most = max(most, len(transport._held))
 
     monkeypatch.setattr(transport, "register", count)
-    rank._weight_sync = WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=10.0)
+    rank._weight_sync = WeightSyncConfig(mode=SyncMode.adapter, watermark_bytes=1 << 16, timeout_s=10.0)
     rank._sync_key = publish.KEY
     rank._source, rank._base_source = (publish.DictSource(0, num_ranks=1) for _ in range(2))  # type: ignore[assignment]
     engines = [publish.PlainEngine([MemoryTransport(fabric) for _ in range(2)]) for _ in range(2)]
