@@ -1,9 +1,9 @@
 """`slipstream push`: a checkpoint on disk into the memory of vLLM engines, started here or already served.
 
     --start N    vllm serve, N times, dummy weights ----+
-                                                        +--> attach --> pause --> publish --> verify, commit --> resume
+                 their layouts, recorded beside them ---+--> attach --> pause --> publish --> verify, commit --> resume
     --to URL     engines that run ----------------------+         ^
-                 ranks: read the disk, each its share ------------+
+                 ranks: read the disk, each its share; plan ------+
 
 Owns: the order of these, progress, what is said at the end. Does not own a rank (`push_rank.py`), a server
 (`rollout.fleet`, `rollout.served`) or the publish. Invariant: an engine is resumed only after every byte of the
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import socket
@@ -22,13 +23,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from conf.checks import check_tp_size_divides_heads
 from conf.errors import ConfigError
-from conf.schema import Device
+from conf.schema import Device, DType
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PushError
 from orchestrator.machine import count_gpus, is_port_free, list_rdma_nics
@@ -36,8 +38,13 @@ from orchestrator.model_files import read_hf_config
 from orchestrator.push_rank import RankOptions, RankProcess
 from rollout.errors import EngineError
 from rollout.fleet import ServerOptions, ServerProcess
+from rollout.offline_layout import offline_layouts
 from rollout.served import Rendezvous, ServedEngine
+from weight_sync.layout import DestLayout
+from weight_sync.layout_wire import layouts_digest
 from weight_sync.safetensors_files import read_index, tensor_metas
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
 PROGRESS_S = 2.0
@@ -98,8 +105,16 @@ class PushReport:
     """When the last engine answered; 0 with --to."""
     attached_s: float = 0.0
     """When all ranks of the last engine had opened their endpoints."""
+    attach_s: dict[str, float] = field(default_factory=dict)
+    """What that took, by itself, in the slowest engine, and of it the steps of its slowest rank."""
+    expected_s: float = 0.0
+    """When the layouts that started engines should have were known from the model alone; 0: not before they were up."""
+    num_expected: int = 0
+    """Engine ranks that have them, so that not every layer was recorded in them."""
+    plan_s: float = 0.0
+    """Planning for those layouts, by itself, in the slowest rank; 0: it was done in connect_s."""
     connect_s: float = 0.0
-    """Planning and registering, by itself, in the slowest rank."""
+    """Meeting the engines, taking staging memory, and planning where it was not done, in the slowest rank."""
     publish_s: float = 0.0
     """From Begin to committed, by itself."""
     serving_s: float = 0.0
@@ -115,7 +130,8 @@ class Push:
     def __init__(self, options: PushOptions) -> None:
         self._options = options
         self._began = time.monotonic()
-        check_tp_size_divides_heads("--tp", options.tp_size, read_hf_config(options.checkpoint, "CHECKPOINT"))
+        self._hf_config = read_hf_config(options.checkpoint, "CHECKPOINT")
+        check_tp_size_divides_heads("--tp", options.tp_size, self._hf_config)
         self._tensors = tensor_metas(read_index(options.checkpoint, "CHECKPOINT"))
         self._device = Device(resolve_device(Device.auto))
         self._gpus = _visible_gpus(self._device)
@@ -125,6 +141,8 @@ class Push:
             raise ConfigError("--transport rdma: this machine has no RDMA device; choose auto or tcp")
         self._key = secrets.token_bytes(32)
         self._cleanup = contextlib.ExitStack()
+        self._calls = ThreadPoolExecutor(max(2, options.start + 1, len(options.to)), "push-call")
+        self._cleanup.callback(self._calls.shutdown, wait=False, cancel_futures=True)
         self._servers: list[ServerProcess] = []
         self._ranks: list[RankProcess] = []
 
@@ -152,17 +170,14 @@ class Push:
         if options.start:
             self._start_servers()
             engines = [server.engine for server in self._servers]
-        rendezvous = Rendezvous(self._key, _local_host(engines))
-        self._cleanup.callback(rendezvous.close)
+        expected = self._calls.submit(self._expected_layouts) if options.start else None
         num_ranks = options.num_ranks or max(
             1, min(len(self._gpus), options.start * options.tp_size or len(self._gpus))
         )
         report = PushReport(str(options.checkpoint), 0, num_ranks, self._device.value)
         self._start_ranks(num_ranks, _local_host(engines))
-        endpoints = {engine: self._attach(engine, rendezvous) for engine in engines if options.to}
         self._say(len(self._servers))
-        endpoints |= self._wait_until_ready(report, rendezvous)
-        report.attached_s = self._elapsed()
+        endpoints = self._wait_until_ready(engines, expected, report)
         self._say(0)
         self._publish(endpoints, report)
         return report
@@ -236,15 +251,42 @@ class Push:
             self._cleanup.callback(process.stop)
             self._ranks.append(process)
 
-    def _wait_until_ready(self, report: PushReport, rendezvous: Rendezvous) -> dict[ServedEngine, list[str]]:
-        """All shares read and all started engines up and attached, whichever takes longer. Returns their endpoints.
+    def _expected_layouts(self) -> tuple[DestLayout, ...]:
+        """By rank of an engine: what its loader makes of the checkpoint, recorded beside its start. () when unknown.
 
-        An engine is paused as soon as it answers: it holds dummy weights, and nobody must be answered from them.
+        An expectation alone: engines prove that it is theirs, and where it is not (words after -- that change the
+        model, say), they record every layer themselves.
+        """
+        options = self._options
+        named = self._hf_config.get("dtype") or self._hf_config.get("torch_dtype")
+        try:
+            layouts = offline_layouts(
+                self._hf_config,
+                self._tensors,
+                tp_size=options.tp_size,
+                enable_expert_parallel=options.enable_expert_parallel,
+                dtype=DType(str(named) if options.dtype == "auto" else options.dtype),
+                device=self._device,
+                every_layer=True,
+            )
+        except (EngineError, ValueError) as e:  # ValueError: a format that no layout is recorded in
+            logger.info("engines are attached without an expected layout: %s", e)
+            return ()
+        return tuple(replace(layout, rank=0) for layout in layouts)  # each rank is a replica of its own
+
+    def _wait_until_ready(
+        self, engines: Sequence[ServedEngine], expected: Future[tuple[DestLayout, ...]] | None, report: PushReport
+    ) -> dict[ServedEngine, list[str]]:
+        """All shares read, all engines attached and connected to, whichever takes longer. Returns their endpoints.
+
+        A started engine is paused as soon as it answers: it holds dummy weights, and nobody must be answered from them.
         """
         reading, starting = list(self._ranks), list(self._servers)
+        layouts: tuple[DestLayout, ...] = ()
+        attaching = {engine: self._calls.submit(self._attach, engine, layouts) for engine in engines if not starting}
         endpoints: dict[ServedEngine, list[str]] = {}
         next_word = time.monotonic() + PROGRESS_S
-        while reading or starting:
+        while reading or not endpoints:
             for rank in list(reading):
                 if (answer := rank.result(0)) is not None:
                     num_bytes, seconds, pinned = answer
@@ -253,6 +295,12 @@ class Push:
                     report.pinned_bytes += pinned
                     report.read_s = max(report.read_s, seconds)
                     report.disk_done_s = self._elapsed()
+            if starting and expected is not None and expected.done():
+                layouts, expected = expected.result(), None
+                if layouts:
+                    report.expected_s = self._elapsed()
+                    for rank in self._ranks:
+                        rank.plan_for([(layout,) for _ in engines for layout in layouts])
             for server in list(starting):
                 if not server.is_running:
                     raise server.why_it_ended()
@@ -260,21 +308,51 @@ class Push:
                     server.engine.pause()
                     report.engines_up_s = self._elapsed()
                     starting.remove(server)
-                    endpoints[server.engine] = self._attach(server.engine, rendezvous)
+                    attaching[server.engine] = self._calls.submit(self._attach, server.engine, layouts)
             if starting and self._elapsed() > self._options.start_timeout_s:
                 late = starting[0]
                 raise EngineError(f"{late.engine.url} is not up after {self._elapsed():.0f} s; see {late.log}")
+            if not endpoints and not starting and all(attach.done() for attach in attaching.values()):
+                endpoints = self._connect(engines, attaching, report)
             if time.monotonic() > next_word:
                 next_word += PROGRESS_S
                 self._say(len(starting))
             time.sleep(POLL_S)
         return endpoints
 
-    def _attach(self, engine: ServedEngine, rendezvous: Rendezvous) -> list[str]:
-        options = self._options
-        return engine.attach(
-            self._tensors, self._key, rendezvous, transport=options.transport, timeout_s=options.timeout_s
-        )
+    def _attach(self, engine: ServedEngine, layouts: Sequence[DestLayout]) -> tuple[list[str], float]:
+        """Its ranks' endpoints, and the seconds that it took."""
+        options, began = self._options, time.monotonic()
+        rendezvous = Rendezvous(self._key, _local_host([engine]))
+        try:
+            endpoints = engine.attach(
+                self._tensors,
+                self._key,
+                rendezvous,
+                transport=options.transport,
+                timeout_s=options.timeout_s,
+                layouts=[layouts_digest((layout,)) for layout in layouts],
+            )
+        finally:
+            rendezvous.close()
+        return endpoints, time.monotonic() - began
+
+    def _connect(
+        self,
+        engines: Sequence[ServedEngine],
+        attaching: dict[ServedEngine, Future[tuple[list[str], float]]],
+        report: PushReport,
+    ) -> dict[ServedEngine, list[str]]:
+        """All are attached: let the ranks meet them, also while they read. Returns the endpoints."""
+        attached = {engine: attaching[engine].result() for engine in engines}
+        report.attached_s = self._elapsed()
+        slowest = max(attached, key=lambda engine: attached[engine][1])
+        rank = max(slowest.attached, key=lambda rank: sum(rank.seconds.values()))
+        report.attach_s = {"whole": attached[slowest][1], **rank.seconds}
+        report.num_expected = sum(rank.is_expected for engine in engines for rank in engine.attached)
+        for process in self._ranks:
+            process.connect([address for addresses, _ in attached.values() for address in addresses])
+        return {engine: addresses for engine, (addresses, _) in attached.items()}
 
     def _publish(self, endpoints: dict[ServedEngine, list[str]], report: PushReport) -> None:
         """Pause, send to all ranks of all engines at once, then resume the engines whose ranks all committed."""
@@ -284,9 +362,10 @@ class Push:
                 engine.start()
                 started.append(engine)
             for rank in self._ranks:
-                rank.update([address for addresses in endpoints.values() for address in addresses])
+                rank.publish()
             results = self._results()
-            report.connect_s = max(connect_s for connect_s, _, _ in results)
+            report.plan_s = max(seconds.get("plan", 0.0) for seconds, _, _ in results)
+            report.connect_s = max(seconds["connect"] for seconds, _, _ in results)
             _, published, report.link = results[0]
         except BaseException as e:
             for engine in started:
@@ -351,8 +430,13 @@ def describe(report: PushReport) -> str:
     if report.engines_up_s:
         lines.append(
             f"  disk read after {report.disk_done_s:.2f} s, engines up after {report.engines_up_s:.2f} s, "
-            f"attached after {report.attached_s:.2f} s, planned in {report.connect_s:.2f} s"
+            f"attached after {report.attached_s:.2f} s"
         )
+    steps = " + ".join(f"{name} {seconds:.2f}" for name, seconds in report.attach_s.items() if name != "whole")
+    lines.append(
+        f"  attach    {report.attach_s['whole']:8.2f} s   of it {steps}; {report.num_expected} ranks as expected"
+    )
+    lines.append(f"  connect   {report.connect_s:8.2f} s   beside {report.plan_s:.2f} s of planning beforehand")
     lines.append(f"  serving after {report.serving_s:.2f} s")
     for url, error in report.engines.items():
         ends = f"DOES NOT SERVE, it stays paused: {error}" if error else "serves the checkpoint, every byte verified"

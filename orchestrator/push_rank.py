@@ -3,27 +3,43 @@
 Owns: the process and the pipe to the command. Does not own reading or sending (`weight_sync.api`). Imports torch only
 after the environment says which GPU is its own.
 
-    command  -- spawn -->  read the share, open the link  -- ("read", seconds, bytes, pinned) -->
-             -- endpoints -->  connect, publish  -- ("done", connect seconds, report, link) -->
-                                                                                or ("failed", class, text)
+    command  -- spawn -->              read the share; open the link meanwhile
+             -- plan, layouts -->      plan for what the engines are expected to be (--start)
+             <-- read --               bytes, seconds, page-locked bytes
+             -- connect, endpoints --> meet the engines, take staging memory; plan anew where they are others;
+                                       may come before "read"
+             -- publish -->            after "read", with the engines paused
+             <-- done --               seconds of these steps, the publish's report, link; or failed, class, text
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import ConfigError, SlipstreamError
 from conf.schema import TransportKind
 from orchestrator.errors import PushError
+from weight_sync.errors import WeightSyncError
+from weight_sync.layout import DestLayout
 
+if TYPE_CHECKING:
+    from weight_sync.api import Sender
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.02
 JOIN_TIMEOUT_S = 20.0
 
 
@@ -78,9 +94,21 @@ class RankProcess:
             raise ConfigError(values[1]) if values[0] == "ConfigError" else PushError(f"{values[0]}: {values[1]}")
         return values
 
-    def update(self, endpoints: list[str]) -> None:
-        """Connect and publish; result() has the report."""
-        self._pipe.send(endpoints)
+    def plan_for(self, layouts: Sequence[tuple[DestLayout, ...]]) -> None:
+        """Plan while engines start; all ranks must be told, in the same order as everything else."""
+        self._tell("plan", list(layouts))
+
+    def connect(self, endpoints: list[str]) -> None:
+        """Meet the engines, also while the share is still read."""
+        self._tell("connect", endpoints)
+
+    def publish(self) -> None:
+        """After result() had what was read; the next result() has the report."""
+        self._tell("publish", None)
+
+    def _tell(self, order: str, value: Any) -> None:
+        with contextlib.suppress(OSError):  # it has ended, and result() says why
+            self._pipe.send((order, value))
 
     def stop(self) -> None:
         """End the process. Idempotent."""
@@ -107,8 +135,6 @@ def _run(rank: int, options: RankOptions, gpu: str | None, pipe: Connection, num
 
 
 def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: Synchronized[int]) -> None:
-    import threading
-
     import torch.distributed as dist
 
     from conf.schema import WeightSyncConfig
@@ -118,18 +144,9 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
     checkpoint = Checkpoint(
         options.checkpoint, rank=rank, world_size=options.world_size, num_threads=options.num_threads
     )
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.2):
-            num_read.value = checkpoint.num_bytes_read
-
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        report = checkpoint.read()
-    finally:
-        done.set()
-    num_read.value = checkpoint.num_bytes_read
+    source = checkpoint.source
+    reader = ThreadPoolExecutor(1, "push-read")
+    reading = reader.submit(checkpoint.read)
     group = None
     if options.world_size > 1:
         dist.init_process_group("gloo", init_method=options.rendezvous, rank=rank, world_size=options.world_size)
@@ -140,17 +157,45 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
         timeout_s=options.timeout_s,
     )
     sender = Sender(
-        checkpoint.source, None, key=options.key, rank=rank, world_size=options.world_size, group=group,
+        source, None, key=options.key, rank=rank, world_size=options.world_size, group=group,
         device=options.device, host=options.host, config=config,
     )  # fmt: skip
+    told = False
+    seconds: dict[str, float] = {}
     try:
-        pipe.send(("read", report.num_bytes, report.seconds, report.pinned_bytes))
-        endpoints = pipe.recv()
-        began = time.perf_counter()
-        sender.connect(endpoints)
-        connect_s = time.perf_counter() - began
-        pipe.send(("done", connect_s, sender.update(0), sender.link))
+        while True:
+            num_read.value = checkpoint.num_bytes_read
+            if not told and reading.done():
+                report, told = reading.result(), True
+                pipe.send(("read", report.num_bytes, report.seconds, report.pinned_bytes))
+            if not pipe.poll(POLL_S):
+                continue
+            order, value = pipe.recv()
+            if order == "plan":
+                with _timed(seconds, "plan"):
+                    _plan_for(sender, value)
+            elif order == "connect":
+                with _timed(seconds, "connect"):
+                    sender.connect(value)
+            else:
+                pipe.send(("done", seconds, sender.update(0), sender.link))
+                return
     finally:
         sender.close()
         if group is not None:
             dist.destroy_process_group()
+
+
+def _plan_for(sender: Sender, layouts: Any) -> None:
+    """Plan for engines as they are expected to be. Where that cannot be, connect() plans for what they are."""
+    try:
+        sender.plan_for(layouts)
+    except WeightSyncError as e:
+        logger.warning("no plan for the expected layouts: %s", e)
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - began

@@ -8,7 +8,6 @@ Owns: where the list of checkpoint tensors comes from, and the figures. Does not
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from rollout.errors import EngineError
 from rollout.offline_layout import cached_file, engine_version, offline_layouts
 from trainer.model.spec import ModelSpec
 from weight_sync.layout import DestLayout, TensorMeta
-from weight_sync.layout_wire import layouts_to_bytes
+from weight_sync.layout_wire import layouts_digest, layouts_to_bytes
 from weight_sync.safetensors_files import read_index, tensor_metas
 
 
@@ -133,11 +132,6 @@ def record(
         cache=str(file) if file.is_file() else "",
         was_cached=was_cached,
     )
-
-
-def layouts_digest(layouts: tuple[DestLayout, ...]) -> str:
-    """sha256 of one engine's layouts."""
-    return hashlib.sha256(layouts_to_bytes(layouts)).hexdigest()
 
 
 def _figures(layout: DestLayout) -> RankFigures:

@@ -6,9 +6,8 @@ Owns: standing in for the processes of a tensor-parallel engine: a process group
 without memory. Does not own the recording (weight_sync.recorder) nor the cache (offline_layout.py).
 
 Invariant: the layout of a rank equals the one that `weight_receiver` reports inside a live engine of the same options.
-What decides it is the same code: engine_arguments, vLLM's model class and its `load_weights`, record_layout
-(of layers that are alike, two are
-recorded: repeated_layers.py).
+What decides it is the same code: engine_arguments, vLLM's model class and its `load_weights`, record_layout (of layers
+that are alike, two are recorded unless all are asked for: repeated_layers.py).
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from rollout.engine import engine_arguments
 from rollout.post_load import Forms
 from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.layout_wire import layouts_to_bytes
+from weight_sync.recorder import record_layout
 from weight_sync.repeated_layers import record_repeating
 
 _ALLOCATING: frozenset[Callable[..., Any]] = frozenset(
@@ -75,19 +75,34 @@ def record_all(request: dict[str, Any]) -> tuple[DestLayout, ...]:
         arguments = engine_arguments(Path(folder), rollout, dtype=dtype, device=here, seed=0)
         config = EngineArgs(**arguments).create_engine_config()
         return tuple(
-            _record_rank(config, dtype, rank, tp_size, tensors, Device(request["device"])) for rank in range(tp_size)
+            _record_rank(
+                config,
+                dtype,
+                rank,
+                tp_size,
+                tensors,
+                Device(request["device"]),
+                record_layout if request["every_layer"] else record_repeating,
+            )
+            for rank in range(tp_size)
         )
 
 
 def _record_rank(
-    config: VllmConfig, dtype: DType, rank: int, tp_size: int, tensors: list[TensorMeta], device: Device
+    config: VllmConfig,
+    dtype: DType,
+    rank: int,
+    tp_size: int,
+    tensors: list[TensorMeta],
+    device: Device,
+    record: Callable[..., DestLayout],
 ) -> DestLayout:
     try:
         with as_rank(config, dtype, rank, tp_size, device):
             with _WithoutMemory():
                 model: Any = initialize_model(config)
             forms = Forms.on_meta(model, getattr(torch, dtype), device)
-            return record_repeating(model.load_weights, forms.params, tensors, rank, post_load=forms.post_load)
+            return record(model.load_weights, forms.params, tensors, rank, post_load=forms.post_load)
     finally:
         dist.destroy_process_group()
 

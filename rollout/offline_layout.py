@@ -8,7 +8,7 @@
 Owns: the cache, and the process that fills it. Does not own: the recording (meta_engine.py, which imports vLLM;
 weight_sync.recorder). Invariant: equal keys have equal layouts, so a cached file is never out of date.
 
-Callers: orchestrator/plan_command.py, orchestrator/record_command.py.
+Callers: orchestrator/plan_command.py, orchestrator/record_command.py, orchestrator/push_command.py.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def offline_layouts(
     dtype: DType,
     device: Device,
     cache: Path | None = None,
+    every_layer: bool = False,
 ) -> tuple[DestLayout, ...]:
     """The layouts that the ranks of one engine would report, in order of rank. Seconds the first time.
 
@@ -65,13 +66,15 @@ def offline_layouts(
         dtype: model.dtype.
         device: Kind of device that the engine would run on; need not be present.
         cache: Folder of recorded layouts; None: default_cache().
+        every_layer: Record all layers instead of repeating two of a kind: what a live engine's layout is held against.
 
     Raises:
         EngineError: No engine is installed, or it cannot build this model.
     """
     text = _request_text(
-        hf_config, tensors, tp_size=tp_size, enable_expert_parallel=enable_expert_parallel, dtype=dtype, device=device
-    )
+        hf_config, tensors, tp_size=tp_size, enable_expert_parallel=enable_expert_parallel, dtype=dtype, device=device,
+        every_layer=every_layer,
+    )  # fmt: skip
     file = _file(text, cache)
     if file.is_file():
         try:
@@ -112,6 +115,7 @@ def _request_text(
     enable_expert_parallel: bool,
     dtype: DType,
     device: Device,
+    every_layer: bool = False,
 ) -> str:
     """Everything that decides a layout, as JSON."""
     request = {
@@ -122,6 +126,7 @@ def _request_text(
         "enable_expert_parallel": enable_expert_parallel,
         "dtype": str(dtype),
         "device": str(device),
+        "every_layer": every_layer,
         "tensors": [[meta.name, list(meta.shape), meta.dtype] for meta in tensors],
     }
     return json.dumps(request, sort_keys=True)

@@ -25,7 +25,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -50,6 +50,10 @@ class RankReport:
     endpoint: str = ""
     error: str = ""
     text: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What its start was spent on, step by step."""
+    is_expected: bool = False
+    """Whether its layout was proven to be the one whose digest was given, without recording every layer."""
 
 
 class Rendezvous:
@@ -106,6 +110,8 @@ class ServedEngine:
         except OSError as e:
             raise ConfigError(f"--to {url}: there is no host {parts.hostname!r} ({e.strerror})") from e
         self._timeout_s = timeout_s
+        self.attached: list[RankReport] = []
+        """What its ranks said last in attach(), by rank."""
 
     def is_healthy(self) -> bool:
         """Whether it answers /health."""
@@ -116,9 +122,19 @@ class ServedEngine:
         return True
 
     def attach(
-        self, tensors: Sequence[TensorMeta], key: bytes, rendezvous: Rendezvous, *, transport: str, timeout_s: float
+        self,
+        tensors: Sequence[TensorMeta],
+        key: bytes,
+        rendezvous: Rendezvous,
+        *,
+        transport: str,
+        timeout_s: float,
+        layouts: Sequence[str] = (),
     ) -> list[str]:
         """Ask every rank to open an endpoint. Returns their addresses, by rank.
+
+        Args:
+            layouts: By rank: digest of the layout that it should have, recorded over all layers (offline_layout.py).
 
         Raises:
             EngineError: The server has no such route, or a rank refused: with the rank's own reason.
@@ -130,6 +146,7 @@ class ServedEngine:
             "host": self.host,
             "transport": transport,
             "timeout_s": timeout_s,
+            "layouts": list(layouts),
         }
         refused: EngineError | None = None
         try:
@@ -149,7 +166,8 @@ class ServedEngine:
             raise refused
         if not reports or len(reports) < next(iter(reports.values())).num_ranks:
             raise EngineError(f"{self.url}: {len(reports)} ranks reported within {timeout_s:g} s; see the server's log")
-        return [reports[rank].endpoint for rank in sorted(reports)]
+        self.attached = [reports[rank] for rank in sorted(reports)]
+        return [report.endpoint for report in self.attached]
 
     def pause(self) -> None:
         """Freeze requests in flight and hold new ones."""

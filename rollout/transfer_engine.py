@@ -41,7 +41,7 @@ import weight_sync.errors
 from rollout.errors import EngineError
 from rollout.served import RankReport
 from rollout.vllm_plugin import register
-from rollout.weight_receiver import WeightReceiver
+from rollout.weight_receiver import WeightReceiver, timed
 from weight_sync.endpoint import ReplicaEndpoint
 from weight_sync.protocol import Bound, EngineRank, Expected, pack, unpack
 
@@ -75,6 +75,8 @@ class SlipstreamInitInfo(WeightTransferInitInfo):
     """Address under which the sender's ranks reach this engine."""
     transport: str = "auto"
     timeout_s: float = 60.0
+    layouts: list[str] = field(default_factory=list)
+    """By rank: digest of the layout that it should have."""
 
 
 @dataclass
@@ -164,22 +166,28 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         )
         key = bytes.fromhex(init_info.key)
         try:
-            report.endpoint = self._open(init_info, key)
+            self._open(init_info, key, report)
         except Exception as e:  # vLLM's HTTP server would answer "Internal Server Error" and keep the reason
             report.error, report.text = type(e).__name__, str(e)
             raise
         finally:
             _tell(init_info.report_to, key, report)
 
-    def _open(self, init_info: SlipstreamInitInfo, key: bytes) -> str:
+    def _open(self, init_info: SlipstreamInitInfo, key: bytes, report: RankReport) -> None:
         self.shutdown()
         rank = _Rank(self.model, self.vllm_config, self.device)
+        number = self.parallel_config.rank
+        expected = init_info.layouts[number] if number < len(init_info.layouts) else ""
         described = _result(
-            rank.slipstream_describe(init_info.tensors, init_info.transport, init_info.host, init_info.timeout_s)
+            rank.slipstream_describe(
+                init_info.tensors, init_info.transport, init_info.host, init_info.timeout_s, expected
+            )
         )
-        self._handler = _Handler(rank, unpack(EngineRank, described))
-        self._thread = _EndpointThread(ReplicaEndpoint(self._handler, key, host=init_info.host), self.device)
-        return self._thread.start()
+        report.is_expected, report.seconds = rank.slipstream_is_expected, rank.slipstream_seconds
+        with timed(report.seconds, "endpoint"):
+            self._handler = _Handler(rank, unpack(EngineRank, described))
+            self._thread = _EndpointThread(ReplicaEndpoint(self._handler, key, host=init_info.host), self.device)
+            report.endpoint = self._thread.start()
 
     def start_weight_update(self) -> None:
         """From here on the endpoint may begin."""

@@ -10,11 +10,13 @@ Invariant: a parameter that is accepted holds, after a commit, the bytes that vL
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,10 +33,12 @@ from rollout.post_load import Forms, readable, refuse_unwritable
 from rollout.slot_channel import SlotServer, socket_address
 from weight_sync.heap import freeze_heap
 from weight_sync.layout import TensorMeta
+from weight_sync.layout_wire import layouts_digest
 from weight_sync.protocol import Bound, Expected, pack, unpack
 from weight_sync.receiver import Receiver
 from weight_sync.recorder import record_layout
 from weight_sync.recovery import Offer, make_offer, pull, release
+from weight_sync.repeated_layers import record_repeating
 from weight_sync.transport.mooncake import MooncakeTransport
 
 # At import, because vLLM imports its worker extension just before it loads the model, and both decisions are made while
@@ -51,6 +55,14 @@ if hasattr(vllm_layers, "check_cpu_sgl_kernel"):
 if _owner := int(os.environ.get(OWNER_VARIABLE, "0")):
     _parent = multiprocessing.parent_process()
     end_with(_owner, also_kill=[_parent.pid] if _parent is not None and _parent.pid not in (None, _owner) else [])
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Note how long the block ran."""
+    began = time.monotonic()
+    yield
+    seconds[name] = time.monotonic() - began
 
 
 def _replies(method: Callable[..., Any]) -> Callable[..., tuple[str, str, Any]]:
@@ -71,41 +83,63 @@ class WeightReceiver:
 
     _slipstream: Receiver
     _slipstream_transport: MooncakeTransport
+    slipstream_seconds: dict[str, float]
+    """What slipstream_describe was spent on."""
+    slipstream_is_expected: bool
+    """Whether the layout was proven to be the expected one."""
 
     @_replies
     def slipstream_describe(
-        self, tensors: Sequence[tuple[str, Sequence[int], str]], transport: str, host: str, timeout_s: float
+        self,
+        tensors: Sequence[tuple[str, Sequence[int], str]],
+        transport: str,
+        host: str,
+        timeout_s: float,
+        expected: str = "",
     ) -> bytes:
         """Record the layout and register the memory. Once, after start.
+
+        Without an expectation every layer is recorded. With one, two layers of each kind are, and repeated: if that is
+        the expected layout, which the loader of the same model was seen to make layer by layer, it is this engine's.
+        If it is not, every layer is recorded.
 
         Args:
             tensors: (name, shape, dtype) of every checkpoint tensor.
             transport: weight_sync.transport.
             host: Address under which trainer ranks reach this process.
             timeout_s: Longest that a native transfer may take without progress.
+            expected: weight_sync.layout_wire.layouts_digest of a layout that was recorded elsewhere over all layers.
 
         Returns:
             weight_sync.protocol.EngineRank, packed.
         """
         worker: Any = self
+        seconds = self.slipstream_seconds = {}
         refuse_unwritable(worker.vllm_config)
         model = worker.get_model()
         metas = [TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in tensors]
-        with set_current_vllm_config(worker.vllm_config), without_adapters(worker):
+        with timed(seconds, "record"), set_current_vllm_config(worker.vllm_config), without_adapters(worker):
             forms = Forms.of(model, worker.vllm_config.model_config.dtype)
+            given = (model.load_weights, forms.params, metas, worker.rank)
             with load_time_parameters(model):
-                layout = record_layout(model.load_weights, forms.params, metas, worker.rank, post_load=forms.post_load)
-        self._open_link(transport, host, timeout_s)
-        self._slipstream = Receiver(
-            forms.params,
-            layout,
-            self._slipstream_transport,
-            repack=forms.repack,
-            recompute=forms.recompute,
-            synchronize=torch.cuda.synchronize if worker.device.type == "cuda" else None,
-        )
-        described = pack(self._slipstream.describe())
-        freeze_heap()  # vLLM froze this process's heap before there was a layout
+                layout = record_repeating(*given, post_load=forms.post_load) if expected else None
+                self.slipstream_is_expected = layout is not None and layouts_digest((layout,)) == expected
+                if layout is None or not self.slipstream_is_expected:
+                    layout = record_layout(*given, post_load=forms.post_load)
+        with timed(seconds, "link"):
+            self._open_link(transport, host, timeout_s)
+        with timed(seconds, "register"):
+            self._slipstream = Receiver(
+                forms.params,
+                layout,
+                self._slipstream_transport,
+                repack=forms.repack,
+                recompute=forms.recompute,
+                synchronize=torch.cuda.synchronize if worker.device.type == "cuda" else None,
+            )
+        with timed(seconds, "describe"):
+            described = pack(self._slipstream.describe())
+            freeze_heap()  # vLLM froze this process's heap before there was a layout
         return described
 
     @_replies

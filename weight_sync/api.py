@@ -26,7 +26,7 @@ from conf.schema import WeightSyncConfig
 from weight_sync.checkpoint import NUM_THREADS, Checkpoint
 from weight_sync.copies import Held
 from weight_sync.errors import WeightSyncError
-from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
+from weight_sync.layout import DTYPE_BYTES, DestLayout, Region, TensorMeta
 from weight_sync.meeting import Meeting
 from weight_sync.publish_report import PublishReport
 from weight_sync.publisher import Publisher
@@ -148,6 +148,19 @@ class Sender:
             WeightSyncError: An engine does not answer, or its parameters cannot be filled from these tensors.
         """
         self.plan = self._publisher.connect(engines)
+
+    def plan_for(self, layouts: Sequence[tuple[DestLayout, ...]]) -> None:
+        """Plan while engines still start, for the layouts that they are expected to have. Collective.
+
+        connect() then only meets them and takes the staging memory; it plans anew where they have others.
+
+        Args:
+            layouts: Per engine, by rank (`rollout.offline_layout`).
+
+        Raises:
+            WeightSyncError: Such parameters cannot be filled from these tensors.
+        """
+        self._publisher.plan_for(layouts)
 
     @property
     def link(self) -> str:

@@ -132,25 +132,27 @@ class Checkpoint:
 
     @property
     def source(self) -> TensorSource:
-        """What Publisher takes. After read()."""
+        """What Publisher takes. Plans may be made for it before read() has ended, a publish is refused until then."""
         if self._source is None:
-            raise ConfigError("the checkpoint was not read yet: call read() first")
-        return self._source
-
-    def read(self) -> ReadReport:
-        """Read the share into memory; the first time, allocate and page-lock it. Blocks. Not collective.
-
-        Raises:
-            ConfigError: A file is gone, was cut short or changed while it was read.
-        """
-        began = time.monotonic()
-        before = _stamps(self._plans)
-        if not self._blocks:
             self._memory = [_allocate(plan) for plan in self._plans]
             self._blocks = [
                 torch.frombuffer(memory, dtype=torch.uint8)[plan.start % _PAGE_BYTES :]
                 for memory, plan in zip(self._memory, self._plans, strict=True)
             ]
+            self._source = TensorSource(self._rank, self.tensors, self._held(), scratch_bytes=self._scratch_bytes)
+            self._source.missing = f"CHECKPOINT={self._folder} was not read yet: call read() first"
+        return self._source
+
+    def read(self) -> ReadReport:
+        """Read the share into memory; the first time, page-lock it. Blocks. Not collective. In any one thread.
+
+        Raises:
+            ConfigError: A file is gone, was cut short or changed while it was read.
+        """
+        began = time.monotonic()
+        source = self.source
+        source.missing = f"CHECKPOINT={self._folder} was not read whole: call read() again"
+        before = _stamps(self._plans)
         self.num_bytes_read = 0
         with ThreadPoolExecutor(self._num_threads, "weight-sync-read") as pool:
             futures = [pool.submit(job) for number, plan in enumerate(self._plans) for job in self._jobs(number, plan)]
@@ -158,8 +160,7 @@ class Checkpoint:
                 future.result()
         if _stamps(self._plans) != before:
             raise ConfigError(f"CHECKPOINT={self._folder} changed while it was read; read it again")
-        if self._source is None:
-            self._source = TensorSource(self._rank, self.tensors, self._held(), scratch_bytes=self._scratch_bytes)
+        source.missing = ""
         pinned = sum(self._blocks[number].numel() for number in self._pinned)
         return ReadReport(self.num_bytes, time.monotonic() - began, pinned)
 

@@ -98,6 +98,12 @@ class RangeHashes:
         return [value & HASH_MASK for value in sums.tolist()]
 
 
+def compile_kernels(device: torch.device) -> None:
+    """Have all forms of the kernel compiled and loaded, so that no publish waits for it."""
+    data = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8, device=device)
+    RangeHashes([data[:size] for size in (16, 4, 1)], [0, 0, 0]).values()
+
+
 @dataclass(frozen=True, slots=True)
 class _Table:
     """Ranges of one alignment, as the kernel reads them."""

@@ -3,13 +3,16 @@
 Owns: that form. Does not own: the form of control messages (protocol.py), whose layouts come one at a time. A name is
 written once and then called by its number; a column of a rank's loads that equals one of another rank (all but where
 its share starts, as a rule) is written once, and shared when it is read: 16 ranks of an engine with 140,000 loads each
-are read in a blink. Invariant: what comes back equals what was written, and bytes that were cut off are refused.
+are read in a blink. Invariants: what comes back equals what was written, bytes that were cut off are refused, and equal
+layouts have equal bytes.
 
-Callers: rollout/offline_layout.py, rollout/meta_engine.py.
+Callers: rollout/offline_layout.py, rollout/meta_engine.py; the digest: orchestrator/push_command.py,
+orchestrator/record_command.py, rollout/weight_receiver.py.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -41,10 +44,18 @@ def layouts_to_bytes(layouts: Sequence[DestLayout]) -> bytes:
         table = LoadTable.of(layout.loads)
         columns = {name: getattr(table, name) for name in COLUMNS}
         for name in ("tensor", "param"):
-            used, which = np.unique(columns[name], return_inverse=True)
-            columns[name] = np.array([number(table.names[one]) for one in used.tolist()], np.int64)[which]
+            used, first, which = np.unique(columns[name], return_index=True, return_inverse=True)
+            numbers = np.empty(len(used), np.int64)
+            for one in np.argsort(first).tolist():  # names are numbered as they come, not as this table has them
+                numbers[one] = number(table.names[used[one]])
+            columns[name] = numbers[which]
         rows.append([layout.rank, params, [block(column) for column in columns.values()], fills])
     return cast(bytes, msgpack.packb([list(names), list(blocks), rows]))  # pyright: ignore[reportUnknownMemberType]
+
+
+def layouts_digest(layouts: Sequence[DestLayout]) -> str:
+    """sha256, hex, of one engine's layouts."""
+    return hashlib.sha256(layouts_to_bytes(layouts)).hexdigest()
 
 
 def layouts_from_bytes(data: bytes) -> tuple[DestLayout, ...]:

@@ -34,9 +34,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from weight_sync.errors import PlanError, WatermarkError
-from weight_sync.integrity import RangeHashes
+from weight_sync.integrity import RangeHashes, compile_kernels
 from weight_sync.layout import Binding
-from weight_sync.packing import Packet, compile_reads, packed_reads, same_bytes
+from weight_sync.packing import FillSlot, Packet, compile_reads, packed_reads, same_bytes
 from weight_sync.plan import Task
 from weight_sync.replay import Destination, Filled, Load, PipelineResult, Prepared, Replay
 from weight_sync.source import WeightSource
@@ -88,6 +88,8 @@ class Pipeline:
         shape = (NUM_SLOTS, max_packets(watermark_bytes))
         self._host_sums = torch.zeros(shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         self._tasks: Sequence[Task] = ()
+        self._fills: list[tuple[tuple[Packet, ...], FillSlot]] = []
+        """What a load holds and what fills it, staging or not."""
         self._loads: list[Load] = []
         self._places = Places({})
         self._slot_bytes = 0
@@ -115,7 +117,12 @@ class Pipeline:
         return reserved_bytes(self._device.type, self._watermark_bytes, source_bytes, verify_hashes=self._verify_hashes)
 
     def load(self, tasks: Sequence[Task], places: Places | None = None) -> None:
-        """Take this rank's schedule: cut it into slot loads, compile them, allocate and register staging. Once a plan.
+        """compile(), then allocate()."""
+        self.compile(tasks, places)
+        self.allocate()
+
+    def compile(self, tasks: Sequence[Task], places: Places | None = None) -> None:
+        """Take this rank's schedule and compile what fills its slots, and the hash kernels. No staging. Once a plan.
 
         Args:
             tasks: In schedule order.
@@ -136,16 +143,25 @@ class Pipeline:
         self._slot_bytes = limits.slot_bytes(total, largest)
         self._drop_staging()  # of an earlier plan
         self._tasks, self._places = tasks, Places.of_tasks(tasks) if places is None else places
+        self._fills = [
+            (packets, compile_reads(self._source, packed_reads(packets)))
+            for packets in _cut(tasks, self._slot_bytes, limits)
+        ]
+        if self._verify_hashes:
+            compile_kernels(self._device)
+
+    def allocate(self) -> None:
+        """Take staging, register it, and open a thread a link. After compile()."""
+        self._drop_staging()
         self._sums = torch.zeros(self._host_sums.shape, dtype=torch.int64, device=self._device)
         self._staging = torch.empty(NUM_SLOTS * self._slot_bytes, dtype=torch.uint8, device=self._device)
         if self._slot_bytes:
             self._transport.register([self._staging])
         self._loads = [
-            Load(number, packets, compile_reads(self._source, packed_reads(packets)), self._hashes(packets))
-            for number, packets in enumerate(_cut(tasks, self._slot_bytes, limits))
+            Load(number, packets, fill, self._hashes(packets)) for number, (packets, fill) in enumerate(self._fills)
         ]
         self._close_links()
-        num_destinations = len({(task.replica, task.dest_rank) for task in tasks})
+        num_destinations = len({(task.replica, task.dest_rank) for task in self._tasks})
         self._links = ThreadPoolExecutor(
             max_workers=max(1, min(num_destinations, MAX_LINK_THREADS)),
             thread_name_prefix="weight-sync-link",
@@ -161,6 +177,7 @@ class Pipeline:
         """
         self._recover_slots()
         self._drop_staging()
+        self._fills = []
         self._is_released = True
 
     def prepare(self, version: int, *, trace: bool = False) -> None:

@@ -64,13 +64,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Agreed:
-    """What rank 0 tells all ranks in connect()."""
+    """What rank 0 tells all ranks in plan_for()."""
 
     summary: PlanSummary
     params: dict[Destination, tuple[str, ...]]
     """Per engine rank the names of its parameters; ranks of several replicas share one tuple."""
-    addresses: list[dict[str, Addresses]]
-    """Per replica, by their digest."""
 
 
 class Publisher:
@@ -108,6 +106,9 @@ class Publisher:
         )
         self._endpoints: list[str] = []
         self._digest = ""
+        """Of the plan; empty: there is none."""
+        self._summary: PlanSummary | None = None
+        self._is_connected = False
         self._places = Places({})
         """Of every parameter of every replica, the same on all ranks."""
         self._epoch = 0
@@ -116,6 +117,8 @@ class Publisher:
         self._asking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync-begin")
         self._layouts: list[tuple[DestLayout, ...]] = []
         """Per replica, on rank 0: the layouts that the plan is made for."""
+        self._met: list[tuple[DestLayout, ...]] = []
+        """... and those that the replicas described in connect()."""
         self._planned: dict[Destination, Planned] = {}
         """Per engine rank, on rank 0: what it must hold after any publish, but for the hashes."""
         self._last_sums: dict[Destination, Ints] = {}
@@ -125,24 +128,45 @@ class Publisher:
         """Links of this rank that may be open: to replicas that committed, whether or not they live still."""
 
     def connect(self, endpoints: Sequence[str]) -> PlanSummary:
-        """Learn every replica's layout, plan once, take this rank's tasks. Collective.
+        """Learn every replica's layout, plan unless it is planned for these, take this rank's tasks. Collective.
 
         Raises:
             WeightSyncError: The same on every rank: a replica does not answer, links differ, or no plan exists.
         """
         meeting = self._meeting
-        facts = meeting.gather(
-            attempt(lambda: (self._source.layout(), self._pipeline.max_task_bytes, self._transport.link))
-        )
-        agreed, own_part = meeting.deal(lambda: self._make_plan(endpoints, values(facts)))
-        summary = agreed.summary
+        self._is_connected = False
+        links = meeting.gather(self._transport.link)
+        addresses, is_planned = meeting.on_rank0(lambda: self._meet(endpoints, set(links)))
         self._endpoints = list(endpoints)
-        self._digest = summary.digest
         self._last_sums, self._open_sessions, self._book = {}, {}, AddressBook()
-        for replica, own in enumerate(agreed.addresses):
+        for replica, own in enumerate(addresses):
             self._book.learn(replica, own)
+        if not is_planned:
+            self.plan_for(self._met)
+        meeting.everywhere(self._pipeline.allocate)
+        self._is_connected = True
+        assert self._summary is not None
+        return self._summary
+
+    def plan_for(self, layouts: Sequence[tuple[DestLayout, ...]]) -> None:
+        """Plan for replicas that are not there yet; connect() plans anew unless theirs are these. Collective.
+
+        Takes no memory of the device: an engine that starts there may count on all that is free.
+
+        Args:
+            layouts: Per replica, by rank. Those of trainer rank 0 count.
+
+        Raises:
+            WeightSyncError: The same on every rank: no plan exists.
+        """
+        meeting = self._meeting
+        self._digest, self._is_connected = "", False
+        facts = meeting.gather(attempt(lambda: (self._source.layout(), self._pipeline.max_task_bytes)))
+        agreed, own_part = meeting.deal(lambda: self._make_plan(layouts, values(facts)))
+        summary = agreed.summary
         self._places = Places(agreed.params)
-        meeting.everywhere(lambda: self._pipeline.load(rank_plan_from_wire(own_part).tasks, self._places))
+        meeting.everywhere(lambda: self._pipeline.compile(rank_plan_from_wire(own_part).tasks, self._places))
+        self._digest, self._summary = summary.digest, summary
         if meeting.rank == 0:
             logger.info(
                 "weight sync: %d tasks, %d bytes a publish, plan %s",
@@ -151,7 +175,6 @@ class Publisher:
                 summary.digest[:12],
             )
         freeze_heap()
-        return summary
 
     def publish(self, version: int, *, exclude: Collection[int] = (), trace: Path | None = None) -> PublishReport:
         """Bring `version` to every replica. Collective. Replicas' failures are in the report.
@@ -165,7 +188,7 @@ class Publisher:
         Raises:
             ProtocolError: connect() was not called, or `exclude` names a replica that does not exist.
         """
-        if not self._digest:
+        if not self._is_connected:
             raise ProtocolError("publish() before connect()")
         unknown = sorted(set(exclude) - set(range(len(self._endpoints))))
         if unknown:
@@ -248,28 +271,32 @@ class Publisher:
 
     # ---- rank 0 ----
 
-    def _make_plan(
-        self, endpoints: Sequence[str], facts: Sequence[tuple[SourceLayout, int, str]]
-    ) -> tuple[_Agreed, list[dict[str, Any]]]:
-        """Plan. Returns what all ranks must know, and each rank's own part: a plan for a cluster is large."""
+    def _meet(self, endpoints: Sequence[str], links: Collection[str]) -> tuple[list[dict[str, Addresses]], bool]:
+        """Ask the replicas. Returns, per replica, its addresses by their digest; and whether the plan is for them."""
         if self._clients is not None:
             self._clients.close()
         self._clients = ReplicaClients(endpoints, self._key)
-        described = self._describe(dict(enumerate(endpoints)), {link for _, _, link in facts})
-        self._layouts = [tuple(item.layout for item in reply.ranks) for reply in described]
+        described = self._describe(dict(enumerate(endpoints)), links)
+        self._met = [tuple(item.layout for item in reply.ranks) for reply in described]
         self._epoch = max([self._epoch, *(reply.own_epoch for reply in described)])
+        return [_addresses_of(reply) for reply in described], bool(self._digest) and self._met == self._layouts
+
+    def _make_plan(
+        self, layouts: Sequence[tuple[DestLayout, ...]], facts: Sequence[tuple[SourceLayout, int]]
+    ) -> tuple[_Agreed, list[dict[str, Any]]]:
+        """Plan. Returns what all ranks must know, and each rank's own part: a plan for a cluster is large."""
+        self._layouts = list(layouts)
         plan = build_plan(
-            [layout for layout, _, _ in facts],
+            [layout for layout, _ in facts],
             self._layouts,
-            max_task_bytes=min(limit for _, limit, _ in facts),
+            max_task_bytes=min(limit for _, limit in facts),
         )
         distinct = {id(sizes): sizes for sizes in plan.expected.values()}  # ranks of several replicas share one
         names = {number: tuple(sizes) for number, sizes in distinct.items()}
         planned = {number: Planned.of(sizes) for number, sizes in distinct.items()}
         self._planned = {dest: planned[id(sizes)] for dest, sizes in plan.expected.items()}
         params = {dest: names[id(sizes)] for dest, sizes in plan.expected.items()}
-        agreed = _Agreed(plan.summary(), params, [_addresses_of(reply) for reply in described])
-        return agreed, [plan.to_wire(rank) for rank in range(len(facts))]
+        return _Agreed(plan.summary(), params), [plan.to_wire(rank) for rank in range(len(facts))]
 
     def _describe(self, endpoints: Mapping[int, str], links: Collection[str]) -> list[Described]:
         """Ask these replicas what they are; refuse one that cannot be written to over `links`."""

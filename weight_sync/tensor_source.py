@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from weight_sync.copies import Converted, Copy, Held, compile_copies
-from weight_sync.errors import PlanError
+from weight_sync.errors import PlanError, WeightSyncError
 from weight_sync.layout import DTYPE_BYTES, Region, SourceLayout, SourceShard, TensorMeta
 from weight_sync.packing import FillSlot, PackedRead, view_as
 
@@ -47,6 +47,8 @@ class TensorSource:
         self._layout = SourceLayout(rank, tuple(tensors), tuple(SourceShard(item.tensor, item.region) for item in held))
         largest = max((item.data.numel() for item in held), default=0)
         self._scratch_bytes = min(max(scratch_bytes, max(DTYPE_BYTES.values())), largest)
+        self.missing = ""
+        """Why what is held must not be published yet, as where a checkpoint is still read; empty: it may."""
         self._scratch: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -60,7 +62,13 @@ class TensorSource:
         return self._layout
 
     def begin(self, version: int) -> int:
-        """Order the copies after what the caller's stream is still computing. Not collective."""
+        """Order the copies after what the caller's stream is still computing. Not collective.
+
+        Raises:
+            WeightSyncError: `missing` says why there is nothing to publish.
+        """
+        if self.missing:
+            raise WeightSyncError(self.missing)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return self._scratch_bytes

@@ -171,7 +171,7 @@ def test_a_fleet_starts_from_disk_serves_and_ends_with_the_command(folder: Path)
     process = subprocess.Popen(
         command("push", *words),
         cwd=folder,
-        env=environment(),
+        env=environment() | {"HOME": str(folder)},  # no layout is cached there yet
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -184,6 +184,10 @@ def test_a_fleet_starts_from_disk_serves_and_ends_with_the_command(folder: Path)
         report: dict[str, Any] = json.loads(line)
         assert report["engines"] == {engine.url: ""}
         assert report["serving_s"] >= max(report["disk_done_s"], report["engines_up_s"])
+        assert report["num_expected"] == 1  # the layout recorded on meta is the engine's, and was planned for
+        assert 0 < report["expected_s"] < report["engines_up_s"]
+        assert report["plan_s"] > 0
+        assert set(report["attach_s"]) == {"whole", "record", "link", "register", "describe", "endpoint"}
         assert held(engine) == oracle(folder, folder / "one")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143

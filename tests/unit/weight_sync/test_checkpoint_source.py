@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from conf.errors import ConfigError
 from weight_sync.checkpoint import Checkpoint, plan_blocks
+from weight_sync.errors import WeightSyncError
 from weight_sync.layout import Region
 from weight_sync.pipeline import Pipeline
 from weight_sync.plan import build_plan
@@ -139,6 +140,26 @@ def test_what_is_held_is_the_files_bytes_also_where_a_tensor_is_shared(tmp_path:
                 part.source.read("b", Region((), ()), out)
                 assert out.item() == 3.5
     assert torch.equal(seen, tensors["a"])
+
+
+def test_a_source_is_there_before_its_bytes_and_refuses_a_publish_until_all_are_read(tmp_path: Path) -> None:
+    save(tmp_path, {"a": torch.arange(8.0), "b": torch.zeros(3)})
+    part = Checkpoint(tmp_path)
+    source = part.source
+    assert len(source.layout().shards) == 2
+    with pytest.raises(WeightSyncError, match="was not read yet"):
+        source.begin(0)
+    part.read()
+    assert part.source is source
+    source.begin(0)
+    out = torch.empty(8)
+    source.read("a", Region((0,), (8,)), out)
+    assert out.tolist() == list(range(8))
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        part.read()
+    with pytest.raises(WeightSyncError, match="was not read whole"):
+        source.begin(1)
 
 
 def test_another_model_cannot_refresh_and_a_vanished_file_is_named(tmp_path: Path) -> None:

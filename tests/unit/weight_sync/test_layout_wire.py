@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from layouts import systems
 
-from weight_sync.layout_wire import layouts_from_bytes, layouts_to_bytes
+from weight_sync.columns import LoadTable
+from weight_sync.layout_wire import layouts_digest, layouts_from_bytes, layouts_to_bytes
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -18,3 +21,19 @@ def test_layouts_come_back_as_they_were(system):
         assert layouts_to_bytes(layouts_from_bytes(data)) == data
         with pytest.raises(ValueError, match=r".*"):
             layouts_from_bytes(data[:-1])
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(system=systems())
+def test_equal_layouts_have_equal_digests_whatever_form_their_loads_have(system):
+    for layouts in system[1]:
+        for layout in layouts:
+            table = LoadTable.of(layout.loads)
+            names = ("unused", *reversed(table.names))
+            other = replace(
+                table, names=names, tensor=len(names) - 1 - table.tensor, param=len(names) - 1 - table.param
+            )
+            assert other == table
+            assert layouts_digest((replace(layout, loads=other),)) == layouts_digest((layout,))
+            shorter = replace(layout, loads=tuple(layout.loads)[:-1])
+            assert layouts_digest((shorter,)) != layouts_digest((layout,)) or not layout.loads

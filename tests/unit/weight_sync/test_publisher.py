@@ -16,6 +16,7 @@ from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_l
 from conf.schema import WeightSyncConfig
 from weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
 from weight_sync.layout import Binding
+from weight_sync.plan import build_plan
 from weight_sync.protocol import Abort, Begin, Bound, Describe, Described, Signer
 from weight_sync.publish_report import EXCLUDED, PublishReport
 from weight_sync.publisher import Publisher
@@ -269,6 +270,34 @@ def test_publish_needs_connect() -> None:
     with pytest.raises(ProtocolError, match="before connect"):
         world.publisher.publish(0)
     world.close()
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_plan_made_for_expected_layouts_serves_those_engines_and_no_others(
+    is_right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(2)
+    plans: list[int] = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        plans.append(1)
+        return build_plan(*args, **options)
+
+    monkeypatch.setattr("weight_sync.publisher.build_plan", counted)
+    expected = tuple(one.layout for one in (receiver.describe() for receiver in world.engines[0].receivers))
+    try:
+        world.publisher.plan_for([expected] * (2 if is_right else 1))
+        with pytest.raises(ProtocolError, match="before connect"):
+            world.publisher.publish(0)
+        world.connect()
+        assert len(plans) == (1 if is_right else 2)
+        assert committed(world.publisher.publish(0)) == [True, True]
+        assert [engine.wrong_params(0) for engine in world.engines] == [[], []]
+        world.connect()  # again, to the same engines
+        assert len(plans) == (1 if is_right else 2)
+        assert committed(world.publisher.publish(1)) == [True, True]
+    finally:
+        world.close()
 
 
 def test_connect_names_a_replica_that_is_not_there() -> None:
