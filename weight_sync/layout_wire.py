@@ -1,12 +1,12 @@
-"""Engine layouts as bytes, and back: small and quick, for files that hold a whole engine's.
+"""Engine layouts as bytes, and back: small and quick, for files that hold a whole engine's, and for control messages.
 
-Owns: that form. Does not own: the form of control messages (protocol.py), whose layouts come one at a time. A name is
+Owns: that form. Does not own: the form of all else in a message (protocol.py). A name is
 written once and then called by its number; a column of a rank's loads that equals one of another rank (all but where
 its share starts, as a rule) is written once, and shared when it is read: 16 ranks of an engine with 140,000 loads each
 are read in a blink. Invariants: what comes back equals what was written, bytes that were cut off are refused, and equal
 layouts have equal bytes.
 
-Callers: rollout/offline_layout.py, rollout/meta_engine.py; the digest: orchestrator/push_command.py,
+Callers: weight_sync/protocol.py, rollout/offline_layout.py, rollout/meta_engine.py; the digest: orchestrator/push_command.py,
 orchestrator/record_command.py, rollout/weight_receiver.py.
 """
 

@@ -2,7 +2,7 @@
 
 Owns the version state machine (pure), the wire messages, and their encoding and signature. Does not own sockets
 (`endpoint.py`), memory (`receiver.py`) or time. No pickle: a message is msgpack of plain values, checked against its
-dataclass on arrival.
+dataclass on arrival; a layout in it is the bytes of `layout_wire.py`.
 
     DIRTY --verified--> VERIFIED --committed--> CLEAN(v)     begin(v', epoch') leads from any phase to DIRTY, and only
       ^                    |                      |          with a larger epoch; invalidate() leads from any phase to
@@ -30,6 +30,7 @@ import msgpack
 
 from weight_sync.errors import AuthenticationError, ProtocolError, StaleEpoch
 from weight_sync.layout import Binding, DestLayout
+from weight_sync.layout_wire import layouts_from_bytes, layouts_to_bytes
 
 T = TypeVar("T")
 
@@ -322,8 +323,10 @@ def from_plain(cls: Any, value: Any) -> Any:
 
 @functools.cache
 def _decoder(cls: Any) -> Callable[[Any], Any]:
-    """from_plain for one type, looked at once: a layout has 20,000 loads."""
+    """from_plain for one type, looked at once."""
     origin, args = typing.get_origin(cls), typing.get_args(cls)
+    if cls is DestLayout:
+        return _layout_of
     if dataclasses.is_dataclass(cls):
         return _dataclass_decoder(typing.cast(type, cls))
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
@@ -365,6 +368,17 @@ def _dataclass_decoder(cls: type) -> Callable[[Any], Any]:
     return decode
 
 
+def _layout_of(value: Any) -> DestLayout:
+    """Quick: a layout has 20,000 loads, which are read as columns."""
+    try:
+        (layout,) = layouts_from_bytes(_checked(value, bytes, DestLayout))
+    except ProtocolError:
+        raise
+    except Exception as e:  # whatever bytes that are no layout make of themselves
+        raise ProtocolError(f"expected a layout, got {len(value)} bytes that are none: {e}") from e
+    return layout
+
+
 def _checked(value: Any, kind: type[T], cls: Any) -> T:
     if type(value) is not kind:
         _refuse(value, cls)
@@ -376,11 +390,13 @@ def _refuse(value: Any, cls: Any) -> NoReturn:
 
 
 def _packb(value: Any) -> bytes:
-    """A dataclass becomes the list of its fields; all else is left to msgpack."""
+    """A layout becomes its own bytes, another dataclass the list of its fields; all else is left to msgpack."""
     return typing.cast(bytes, msgpack.packb(value, default=_fields_of))
 
 
-def _fields_of(value: Any) -> list[Any]:
+def _fields_of(value: Any) -> list[Any] | bytes:
+    if isinstance(value, DestLayout):
+        return layouts_to_bytes((value,))
     if not dataclasses.is_dataclass(value):
         raise TypeError(f"a message cannot hold {_brief(value)}")
     return [getattr(value, name) for name, _ in _fields(type(value))]

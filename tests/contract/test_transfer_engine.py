@@ -21,6 +21,9 @@ pytest.importorskip("vllm")
 from rollout.errors import EngineError
 from rollout.served import RankReport, Rendezvous
 from weight_sync.api import Sender, register_checkpoint, register_tensors, update
+from weight_sync.layout import TensorMeta
+from weight_sync.layout_wire import layouts_digest
+from weight_sync.recorder import record_layout
 
 KEY = b"0123456789abcdef-backend"
 
@@ -43,16 +46,36 @@ class Tiny(torch.nn.Module):
         return {"fused", "norm"}
 
 
+class Layered(torch.nn.Module):
+    """Four layers of one weight. The loader turns one of them round, which its parameters do not show."""
+
+    def __init__(self, turned: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 2, bias=False, dtype=torch.bfloat16) for _ in range(4))
+        self.turned = turned
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Rows in the checkpoint's order, but for that layer."""
+        for name, tensor in weights:
+            number = int(name.split(".")[1])
+            for row in range(2):
+                self.layers[number].weight.data[row].copy_(tensor[1 - row if number == self.turned else row])
+
+
 def weights(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(rows, 4, generator=generator).to(torch.bfloat16) for rows in (4, 2))
     return {"q": q, "k": k, "norm": torch.randn(4, generator=generator)}
 
 
+def metas(tensors: dict[str, torch.Tensor]) -> tuple[TensorMeta, ...]:
+    return register_tensors(tensors).layout().tensors
+
+
 class Served:
     """The backend as vLLM makes it, and the sender's end of its reports."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: torch.nn.Module | None = None) -> None:
         from vllm.config import ModelConfig, VllmConfig
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -60,7 +83,7 @@ class Served:
         from rollout.vllm_plugin import register
 
         register()
-        self.model = Tiny()
+        self.model: Any = Tiny() if model is None else model
         config = WeightTransferConfig(backend="slipstream")
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(TINY))
@@ -71,13 +94,13 @@ class Served:
         self.rendezvous = Rendezvous(KEY, "127.0.0.1")
         self.report: RankReport | None = None
 
-    def attach(self, tensors: dict[str, torch.Tensor]) -> RankReport:
-        metas = register_tensors(tensors).layout().tensors
+    def attach(self, tensors: dict[str, torch.Tensor], *layouts: str) -> RankReport:
         info = {
-            "tensors": [[meta.name, list(meta.shape), meta.dtype] for meta in metas],
+            "tensors": [[meta.name, list(meta.shape), meta.dtype] for meta in metas(tensors)],
             "key": KEY.hex(),
             "report_to": self.rendezvous.address,
             "transport": "tcp",
+            "layouts": list(layouts),
         }
         try:
             self.backend.init_transfer_engine(self.backend.parse_init_info(info))
@@ -121,6 +144,35 @@ def test_weights_arrive_between_start_and_finish_and_at_no_other_time(served: Se
         assert served.wrong(1) == []
     finally:
         sender.close()
+
+
+@pytest.mark.parametrize("turned", [-1, 3], ids=["all layers alike", "one layer not"])
+def test_an_expected_layout_is_taken_where_it_is_proven_and_every_layer_is_recorded_where_it_is_not(
+    turned: int,
+) -> None:
+    values = {f"layers.{n}.weight": torch.arange(8.0).reshape(2, 4).to(torch.bfloat16) + 8 * n for n in range(4)}
+    model = Layered(turned)
+    expected = record_layout(model.load_weights, dict(model.named_parameters()), metas(values), 0)
+    served = Served(model)
+    try:
+        assert not served.attach(values).is_expected
+        assert not served.attach(values, "0" * 64).is_expected
+        report = served.attach(values, layouts_digest((expected,)))
+        assert report.is_expected == (turned < 0)
+        sender = Sender(register_tensors(values), None, key=KEY, device="cpu")
+        try:
+            sender.plan_for([(expected,)])
+            sender.connect([report.endpoint])
+            served.backend.start_weight_update()
+            assert sender.update(0).num_committed == 1
+        finally:
+            sender.close()
+    finally:
+        served.backend.shutdown()
+        served.rendezvous.close()
+    for number, layer in enumerate(model.layers):
+        value = values[f"layers.{number}.weight"]
+        assert torch.equal(layer.weight, value.flip(0) if number == turned else value)
 
 
 def test_a_failed_update_can_be_given_up_and_another_sender_can_follow(served: Served) -> None:
