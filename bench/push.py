@@ -347,8 +347,10 @@ def measure_starts(folder: Path, device: str, args: Any, scratch: Path, figures:
     resident = drop_cache(folder)
     push = measure_push(folder, args, words, scratch / "push-logs") | {"resident_before": resident}
     figures.keep("push", push, f"slipstream push   {push['serving_s']:8.2f} s, {resident:.0%} cached before")
-    for name in ("disk_done_s", "engines_up_s", "attached_s", "connect_s", "publish_s"):
+    for name in ("disk_done_s", "expected_s", "engines_up_s", "attached_s", "plan_s", "connect_s", "publish_s"):
         print(f"            {name:<16} {push[name]:8.2f} s", flush=True)
+    steps = " + ".join(f"{name} {seconds:.2f}" for name, seconds in push["attach_s"].items())
+    print(f"            attach: {steps}; {push['num_expected']} as expected {push['expected_error']}", flush=True)
     if disk := figures.all.get("disk"):
         bound_s = max(dummy_s, disk["seconds"])
         over_s = push["serving_s"] - bound_s

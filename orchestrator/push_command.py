@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import secrets
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from conf.checks import check_tp_size_divides_heads
 from conf.errors import ConfigError
@@ -44,8 +44,7 @@ from weight_sync.layout import DestLayout
 from weight_sync.layout_wire import layouts_digest
 from weight_sync.safetensors_files import read_index, tensor_metas
 
-logger = logging.getLogger(__name__)
-
+T = TypeVar("T")
 POLL_S = 0.05
 PROGRESS_S = 2.0
 
@@ -109,6 +108,8 @@ class PushReport:
     """What that took, by itself, in the slowest engine, and of it the steps of its slowest rank."""
     expected_s: float = 0.0
     """When the layouts that started engines should have were known from the model alone; 0: not before they were up."""
+    expected_error: str = ""
+    """Why they were not to be known."""
     num_expected: int = 0
     """Engine ranks that have them, so that not every layer was recorded in them."""
     plan_s: float = 0.0
@@ -141,8 +142,6 @@ class Push:
             raise ConfigError("--transport rdma: this machine has no RDMA device; choose auto or tcp")
         self._key = secrets.token_bytes(32)
         self._cleanup = contextlib.ExitStack()
-        self._calls = ThreadPoolExecutor(max(2, options.start + 1, len(options.to)), "push-call")
-        self._cleanup.callback(self._calls.shutdown, wait=False, cancel_futures=True)
         self._servers: list[ServerProcess] = []
         self._ranks: list[RankProcess] = []
 
@@ -170,11 +169,11 @@ class Push:
         if options.start:
             self._start_servers()
             engines = [server.engine for server in self._servers]
-        expected = self._calls.submit(self._expected_layouts) if options.start else None
         num_ranks = options.num_ranks or max(
             1, min(len(self._gpus), options.start * options.tp_size or len(self._gpus))
         )
         report = PushReport(str(options.checkpoint), 0, num_ranks, self._device.value)
+        expected = _beside(self._expected_layouts, report) if options.start else None
         self._start_ranks(num_ranks, _local_host(engines))
         self._say(len(self._servers))
         endpoints = self._wait_until_ready(engines, expected, report)
@@ -251,7 +250,7 @@ class Push:
             self._cleanup.callback(process.stop)
             self._ranks.append(process)
 
-    def _expected_layouts(self) -> tuple[DestLayout, ...]:
+    def _expected_layouts(self, report: PushReport) -> tuple[DestLayout, ...]:
         """By rank of an engine: what its loader makes of the checkpoint, recorded beside its start. () when unknown.
 
         An expectation alone: engines prove that it is theirs, and where it is not (words after -- that change the
@@ -270,7 +269,7 @@ class Push:
                 every_layer=True,
             )
         except (EngineError, ValueError) as e:  # ValueError: a format that no layout is recorded in
-            logger.info("engines are attached without an expected layout: %s", e)
+            report.expected_error = str(e)
             return ()
         return tuple(replace(layout, rank=0) for layout in layouts)  # each rank is a replica of its own
 
@@ -283,7 +282,7 @@ class Push:
         """
         reading, starting = list(self._ranks), list(self._servers)
         layouts: tuple[DestLayout, ...] = ()
-        attaching = {engine: self._calls.submit(self._attach, engine, layouts) for engine in engines if not starting}
+        attaching = {engine: _beside(self._attach, engine, layouts) for engine in engines if not starting}
         endpoints: dict[ServedEngine, list[str]] = {}
         next_word = time.monotonic() + PROGRESS_S
         while reading or not endpoints:
@@ -308,7 +307,7 @@ class Push:
                     server.engine.pause()
                     report.engines_up_s = self._elapsed()
                     starting.remove(server)
-                    attaching[server.engine] = self._calls.submit(self._attach, server.engine, layouts)
+                    attaching[server.engine] = _beside(self._attach, server.engine, layouts)
             if starting and self._elapsed() > self._options.start_timeout_s:
                 late = starting[0]
                 raise EngineError(f"{late.engine.url} is not up after {self._elapsed():.0f} s; see {late.log}")
@@ -435,6 +434,7 @@ def describe(report: PushReport) -> str:
     steps = " + ".join(f"{name} {seconds:.2f}" for name, seconds in report.attach_s.items() if name != "whole")
     lines.append(
         f"  attach    {report.attach_s['whole']:8.2f} s   of it {steps}; {report.num_expected} ranks as expected"
+        + (f" ({report.expected_error})" if report.expected_error else "")
     )
     lines.append(f"  connect   {report.connect_s:8.2f} s   beside {report.plan_s:.2f} s of planning beforehand")
     lines.append(f"  serving after {report.serving_s:.2f} s")
@@ -451,6 +451,20 @@ def check_all_serve(report: PushReport) -> None:
         raise PushError(
             f"{len(failed)} of {len(report.engines)} engines did not commit: {', '.join(failed)}; push again"
         )
+
+
+def _beside(call: Callable[..., T], *args: Any) -> Future[T]:
+    """Call it in a thread that the command does not wait for when it ends, as a pool's."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args))
+        except BaseException as e:  # result() raises it
+            future.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def _visible_gpus(device: Device) -> list[str]:
