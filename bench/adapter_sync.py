@@ -18,9 +18,13 @@ A batch with several versions costs vLLM more than one with a single version, ho
 and no publish: publishing against it is what publishes cost, publishing against quiet is the two together. Both are
 compared with the mean of before and after.
 
-Inter-token latency is the time between two outputs of one request. "late" is how long the rollout worker's event loop,
-on which messages of a publish wait too, let a timer wait; "gc" its process's longest collection. "wire" is Mooncake's
-own write between the same two processes. Writes bench/results/adapter_sync-<device>.json.
+A phase begins when no request reads a version of the phase before. Inter-token latency is the time between two outputs
+of one request. "late" is how long the rollout worker's event loop, on which messages of a publish wait too, let a timer
+wait; "gc" its process's longest collection. "wire" is Mooncake's own write between the same two processes. CUDA graphs
+are on; only the batch sizes that these requests make are captured, which the output lists.
+
+Every publish is printed when it ends, and bench/results/adapter_sync-<device>.json is there after the first phase, with
+"is_partial" until the last.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,7 +54,7 @@ from bench.runs import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config  # noqa: E402
 from bench.trainer_side import KEY, draw_adapters, measure_wire, wait  # noqa: E402
 
-STAGES = ("begin_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s")
+STAGES = ("total_s", "begin_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s")
 SHOWN = (
     "tokens_per_s",
     "itl_p50_ms",
@@ -66,6 +71,8 @@ WATCH_S = 0.005
 """How often the worker's event loop is asked whether it is late."""
 FIRST_FLIP = 1_000_000
 """Versions of flips: no publish has them, so no prefix block is shared."""
+SETTLE_S = 0.02
+"""How often it is asked which versions requests read."""
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -91,6 +98,15 @@ def slots_of(config: dict[str, Any], args: argparse.Namespace) -> Any:
     return AdapterSlotsSpec(
         args.slots, lora.slot_rank, tuple(target_modules(tensors, lora)), tuple(adapter_tensors(tensors, lora))
     )
+
+
+def capture_sizes(num_requests: int) -> list[int]:
+    """Batch sizes with a CUDA graph, in tokens: every 8th about the number of requests, which is what decodes, every
+    32nd up to twice as many, with prefills among them; few below, which are met as requests begin. As in vLLM's own
+    list, larger batches have none."""
+    few = [1, *(num_requests * quarter // 4 for quarter in (1, 2, 3))]
+    decodes = range(num_requests * 7 // 8, num_requests, 8)
+    return sorted({*few, *decodes, *range(num_requests, 2 * num_requests + 1, 32)} - {0})
 
 
 # ---- the engine's process ----
@@ -150,6 +166,15 @@ class Load:
         await self.stop()
         self._watching.cancel()
         gc.callbacks.remove(self._note_collection)
+
+    async def settle(self) -> None:
+        """Return when what began under other versions has ended: older ones, or with flips all of this moment."""
+        table = self._worker._replica._table
+        others = set(table.num_readers)
+        if self._flipping is None:
+            others.discard(table.newest.version)
+        while others & set(table.num_readers):
+            await asyncio.sleep(SETTLE_S)
 
     def begin(self, flip_every_s: float | None) -> None:
         """A phase; with flips."""
@@ -226,7 +251,7 @@ def run_engine(config: dict[str, Any], device: str, args: argparse.Namespace, pi
 
 
 async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, pipe: Connection) -> None:
-    """Obeys: ("start", has_adapter), ("begin", seconds from flip to flip or None), ("end",), ("stop",)."""
+    """Obeys: ("start", has_adapter), ("begin", seconds from flip to flip or None), ("settle",), ("end",), ("stop",)."""
     from conf.schema import BusySlot, Device, DType, RolloutConfig, SamplingConfig, SyncMode, WeightSyncConfig
     from rollout.engine import engine_environment
     from rollout.worker import RolloutWorker
@@ -246,9 +271,17 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
             key=KEY,
             adapters=slots_of(config, args),
         )
+        if device == "cuda":
+            worker._engine._arguments["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(args.requests)}
         began = time.monotonic()
         address = await worker.start()
-        pipe.send((address, await worker.adapter_endpoint(), time.monotonic() - began))
+        compilation = worker._engine._llm.vllm_config.compilation_config  # pyright: ignore[reportOptionalMemberAccess]
+        started = {
+            "engine_start_s": time.monotonic() - began,
+            "cudagraph_mode": str(compilation.cudagraph_mode),
+            "cudagraph_capture_sizes": compilation.cudagraph_capture_sizes,
+        }
+        pipe.send((address, await worker.adapter_endpoint(), started))
         load = Load(worker, args)
         while (call := await asyncio.to_thread(pipe.recv))[0] != "stop":
             if call[0] == "start":
@@ -256,6 +289,9 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
                 pipe.send(None)
             elif call[0] == "begin":
                 load.begin(call[1])
+                pipe.send(None)
+            elif call[0] == "settle":
+                await load.settle()
                 pipe.send(None)
             else:
                 pipe.send(load.end())
@@ -332,8 +368,15 @@ class Trainer:
         return asdict(report)
 
 
-def measure(trainer: Trainer, pipe: Connection, args: argparse.Namespace) -> tuple[dict[str, Any], list[Any]]:
-    """All phases."""
+def line(stages: dict[str, Any]) -> str:
+    """The stages of a publish in milliseconds."""
+    return " ".join(f"{name.removesuffix('_s')} {1000 * stages[name]:.1f}" for name in STAGES)
+
+
+def measure(
+    trainer: Trainer, pipe: Connection, args: argparse.Namespace, keep: Callable[[dict[str, Any], list[Any]], None]
+) -> None:
+    """All phases; after each, `keep` gets what is known."""
 
     def ask(*call: Any, timeout_s: float = 300.0) -> Any:
         pipe.send(call)
@@ -345,16 +388,15 @@ def measure(trainer: Trainer, pipe: Connection, args: argparse.Namespace) -> tup
     reports: list[Any] = []
     version = 0
     for _ in range(args.warm_up):  # the first one probes the engine
-        trainer.publish(version)
+        print(f"warm-up publish {version}, ms: {line(trainer.publish(version))}", flush=True)
         version += 1
     for phase in PHASES:
         if phase in ("quiet", "no adapter"):
             ask("start", phase != "no adapter")
-        if phase == "quiet again":
-            time.sleep(args.drain_s)  # what began under other versions ends
         if phase.startswith("flipping"):
             ask("begin", args.every_s)
-            time.sleep(args.drain_s)  # until the mix is there
+        if "flipping" in phase or phase == "quiet again":
+            ask("settle")
         ask("begin", None)
         began = time.monotonic()
         seconds = args.seconds if phase == "publishing" else args.beside_s
@@ -364,11 +406,12 @@ def measure(trainer: Trainer, pipe: Connection, args: argparse.Namespace) -> tup
                 continue
             due = time.monotonic() + args.every_s
             reports.append(trainer.publish(version))
+            print(f"publish {version}, ms: {line(reports[-1])}", flush=True)
             version += 1
             time.sleep(max(0.0, min(due - time.monotonic(), began + seconds - time.monotonic())))
         phases[phase] = ask("end")
         print(phase, json.dumps({k: v for k, v in phases[phase].items() if k != "versions"}), flush=True)
-    return phases, reports
+        keep(phases, reports)
 
 
 def show(report: dict[str, Any]) -> None:
@@ -427,7 +470,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=30.0, help="of publishing")
     parser.add_argument("--beside-s", type=float, default=15.0, help="of every other phase")
-    parser.add_argument("--drain-s", type=float, default=6.0, help="longer than a response takes")
     parser.add_argument("--every-s", type=float, default=1.0, help="from one publish to the next")
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument(
@@ -457,29 +499,35 @@ def main() -> None:
         while not pipe.poll(5):
             if not process.is_alive():
                 raise RuntimeError(f"the engine's process ended with code {process.exitcode}")
-        base, slots, start_s = pipe.recv()
-        print(f"engine up after {start_s:.1f} s", flush=True)
+        base, slots, started = pipe.recv()
+        print("engine up: " + json.dumps(started), flush=True)
         wire = measure_wire(
             trainer.transport, base, 10, device=trainer.device
         )  # into the largest parameter, whose values come after
         connected = trainer.connect(base, slots)
         print(json.dumps(connected), flush=True)
-        phases, reports = measure(trainer, pipe, args)
+        report: dict[str, Any] = {
+            "environment": facts, "model": config, "arguments": {k: str(v) for k, v in vars(args).items()},
+            **started, **connected, "wire": wire,
+        }  # fmt: skip
+        out: Path = args.out or ROOT / "bench" / "results" / f"adapter_sync-{'gpu' if device == 'cuda' else 'cpu'}.json"
+        out.parent.mkdir(parents=True, exist_ok=True)
+
+        def keep(phases: dict[str, Any], reports: list[Any]) -> None:  # what comes after may fail
+            is_partial = len(phases) < len(PHASES)
+            report.update(is_partial=is_partial, phases=phases, reports=reports)
+            if not is_partial:
+                report["ratios"] = ratios(phases)
+            out.write_text(json.dumps(report, indent=2) + "\n")
+
+        measure(trainer, pipe, args, keep)
+        show(report)
+        print(f"written: {out}", flush=True)
         pipe.send(("stop",))
         pipe.poll(60)
         process.join(60)
     finally:
         process.kill()
-    report = {
-        "environment": facts, "model": config, "arguments": {k: str(v) for k, v in vars(args).items()},
-        "engine_start_s": start_s, **connected, "wire": wire, "phases": phases, "ratios": ratios(phases),
-        "reports": reports,
-    }  # fmt: skip
-    show(report)
-    out: Path = args.out or ROOT / "bench" / "results" / f"adapter_sync-{'gpu' if device == 'cuda' else 'cpu'}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"written: {out}")
 
 
 if __name__ == "__main__":
