@@ -13,6 +13,7 @@ from typing import Any
 from conf.errors import ConfigError
 from conf.schema import (
     ENGINE_LORA_RANKS,
+    MAX_EXPERT_RANK,
     Device,
     EngineFormat,
     Init,
@@ -51,6 +52,7 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     check_ep_size_fits_experts(config, hf_config)
     check_sequence_fits_model(config, hf_config)
     check_lora_adapts_something(config, hf_config)
+    check_expert_rank_has_kernels(config, hf_config)
     check_packed_experts_stay_frozen(config, hf_config)
     if config.algorithm.objective is Objective.policy:
         check_engine_takes_merged_weights(config, hf_config)
@@ -325,6 +327,18 @@ def check_lora_adapts_something(config: RunConfig, hf_config: Mapping[str, Any])
             "trainer.lora.attention=false leaves nothing to adapt: this model has "
             f"{'experts' if is_moe else 'a dense feed-forward'} only; set "
             f"trainer.lora.{'experts' if is_moe else 'mlp'}=true"
+        )
+
+
+def check_expert_rank_has_kernels(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """The kernels beside grouped products hold a whole row of the rank."""
+    lora = config.trainer.lora.for_experts
+    if config.trainer.mode is TrainMode.full or lora is None or lora.rank <= MAX_EXPERT_RANK:
+        return
+    if num_experts_of(hf_config):
+        raise ConfigError(
+            f"routed experts take adapters of rank {MAX_EXPERT_RANK} at most, got {lora.rank}; set "
+            f"trainer.lora.expert_rank={MAX_EXPERT_RANK} or lower, or trainer.lora.experts=false"
         )
 
 

@@ -16,6 +16,7 @@ from conf.schema.rollout import RolloutConfig, SamplingConfig
 from conf.schema.run import RunConfig, RunSection
 from conf.schema.trainer import (
     ENGINE_LORA_RANKS,
+    MAX_EXPERT_RANK,
     CombineMode,
     LoraConfig,
     OptimConfig,
@@ -27,6 +28,7 @@ from conf.schema.weight_sync import BusySlot, PauseMode, Relay, SyncMode, Transp
 
 __all__ = [
     "ENGINE_LORA_RANKS",
+    "MAX_EXPERT_RANK",
     "AdvantageScale",
     "AlgorithmConfig",
     "BusySlot",

@@ -35,6 +35,8 @@ class OptimState(StrEnum):
 
 ENGINE_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """max_lora_rank of vLLM 0.25 to 0.33 (`MaxLoRARanks`)."""
+MAX_EXPERT_RANK = 512
+"""Rank of experts' adapters up to which trainer/kernels has tilings that fit a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

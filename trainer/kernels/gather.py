@@ -18,9 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.kernels.groups import RowGroups
-from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of
+from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, tiling_of
 
-PROJECT = Tiling(64, 128, warps=4, stages=3)
+PROJECT = {
+    128: Tiling(64, 128, warps=4, stages=3),
+    256: Tiling(64, 64, warps=4, stages=3),
+    1024: Tiling(64, 32, warps=8, stages=3),
+    2048: Tiling(32, 32, warps=8, stages=2),
+}
+"""See launch.tiling_of."""
 
 
 def gather_rows_torch(x: Tensor, source_S: Tensor) -> Tensor:
@@ -63,13 +69,14 @@ def gather_project_triton(
     rows_SK, low_SR = x.new_empty(num_rows, num_columns), x.new_empty(num_rows, rank)
     dots_S = None if v_EK is None else torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
-        tiles = groups.tiles(PROJECT.rows)
+        tiling = tiling_of(PROJECT, rank, x.element_size())
+        tiles = groups.tiles(tiling.rows)
         _gather_project[(tiles.shape[0],)](
             x, source_S, p_ERK, v_EK, rows_SK, low_SR, dots_S, tiles, scale,
             num_columns, x.stride(0), *p_ERK.stride(),
             RANK=rank, PADDED_RANK=padded_rank(rank), HAS_VECTOR=v_EK is not None,
-            BLOCK_M=PROJECT.rows, BLOCK_K=PROJECT.columns, STAGES=PROJECT.stages, PRECISION=precision_of(x),
-            num_warps=PROJECT.warps,  # pyright: ignore[reportCallIssue]
+            BLOCK_M=tiling.rows, BLOCK_K=tiling.columns, STAGES=tiling.stages, PRECISION=precision_of(x),
+            num_warps=tiling.warps,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
     return rows_SK, low_SR, dots_S
 

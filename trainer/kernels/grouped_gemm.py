@@ -19,6 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.launch import Tiling, padded_rank, precision_of
 
+PRODUCT_RANK = 64
+"""Up to this rank an adapter fits into shared memory beside a product's tiles."""
+
 
 def product_tiling(mean_rows: int, rank: int) -> tuple[Tiling, int, int]:
     """By rows an expert and by rank (0: no adapter): tile, depth of one step, row tiles that share columns."""
@@ -30,7 +33,10 @@ def product_tiling(mean_rows: int, rank: int) -> tuple[Tiling, int, int]:
 def grouped_product_triton(
     x_SK: Tensor, matrices_EKN: Tensor, groups: RowGroups, low_SR: Tensor | None, p_ENR: Tensor | None
 ) -> Tensor:
-    """[S, N]; a matrix or its transpose is contiguous, its rows are multiples of 16 bytes. P may have any strides."""
+    """[S, N]; a matrix or its transpose is contiguous, its rows are multiples of 16 bytes.
+
+    P may have any strides, and PRODUCT_RANK columns at most.
+    """
     num_rows, depth = x_SK.shape
     num_experts, _, num_columns = matrices_EKN.shape
     out_SN = x_SK.new_empty(num_rows, num_columns)

@@ -1,11 +1,12 @@
 """What every launch in this package agrees on: padding of the rank, and the precision of products.
 
-Configurations (tile sizes, warps, stages) are fixed in the code, by shape. Autotuning would run at different times on
-ranks that have different row counts, and trip the timeouts of collectives.
+Configurations (tile sizes, warps, stages) are fixed in the code, by shape and rank. Autotuning would run at different
+times on ranks that have different row counts, and trip the timeouts of collectives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,18 @@ class Tiling:
 def padded_rank(rank: int) -> int:
     """The power of two, at least 16, that a tensor-core product over the rank needs; the rest is masked."""
     return max(16, 1 << (rank - 1).bit_length())
+
+
+def tiling_of(tilings: Mapping[int, Tiling], rank: int, element_size: int) -> Tiling:
+    """Of a kernel whose shared memory and registers grow with the rank.
+
+    Args:
+        tilings: By the most bytes of a padded row of low-rank elements, ascending.
+        rank: At most conf.schema.MAX_EXPERT_RANK.
+        element_size: Bytes of an element that is computed with.
+    """
+    row_bytes = padded_rank(rank) * element_size
+    return next(tiling for most_bytes, tiling in tilings.items() if row_bytes <= most_bytes)
 
 
 def precision_of(x: Tensor) -> str:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.kernels.groups import RowGroups
-from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of
+from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, tiling_of
 from trainer.moe.activation import ExpertActivation
 
 
@@ -44,8 +44,13 @@ class InnerAdapter:
 
 
 FORWARD, BACKWARD = Tiling(16, 256, warps=4, stages=3), Tiling(32, 64, warps=8, stages=3)
-ADAPTED, ADAPTED_BACKWARD = Tiling(64, 32, warps=4, stages=3), Tiling(64, 32, warps=4, stages=3)
-"""With an adapter."""
+ADAPTED = ADAPTED_BACKWARD = {
+    128: Tiling(64, 32, warps=4, stages=3),
+    256: Tiling(64, 16, warps=4, stages=3),
+    1024: Tiling(32, 16, warps=8, stages=2),
+    2048: Tiling(16, 16, warps=8, stages=2),
+}
+"""With an adapter; see launch.tiling_of."""
 
 
 def activate_torch(
@@ -141,7 +146,7 @@ def activate_triton(
     h_SI = gu_SI.new_empty(num_rows, width)
     ha_SR = None if adapter is None else gu_SI.new_empty(num_rows, adapter.rank)
     if num_rows:
-        tiling = FORWARD if ha_SR is None else ADAPTED
+        tiling = FORWARD if adapter is None else tiling_of(ADAPTED, adapter.rank, gu_SI.element_size())
         tiles = groups.tiles(tiling.rows)
         _activate[(tiles.shape[0],)](
             gu_SI, xa_SR, bias_EI, h_SI, ha_SR, tiles, width,
@@ -167,7 +172,7 @@ def activate_backward_triton(
     dw_S = torch.empty(num_rows, dtype=torch.float32, device=gu_SI.device)
     dba_SR = None if adapter is None else gu_SI.new_empty(num_rows, adapter.rank)
     if num_rows:
-        tiling = BACKWARD if dba_SR is None else ADAPTED_BACKWARD
+        tiling = BACKWARD if adapter is None else tiling_of(ADAPTED_BACKWARD, adapter.rank, gu_SI.element_size())
         tiles = groups.tiles(tiling.rows)
         _activate_backward[(tiles.shape[0],)](
             gu_SI, xa_SR, bias_EI, dh_SI, db_SR, weights_S, gu_SI, dh_SI, dw_S, dba_SR, tiles, width,

@@ -19,7 +19,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from trainer.kernels.grouped_gemm import grouped_gradient_triton, grouped_product_triton
+from trainer.kernels.grouped_gemm import PRODUCT_RANK, grouped_gradient_triton, grouped_product_triton
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.low_rank import add_low_rank
 
@@ -81,10 +81,12 @@ def grouped_product(
         return x_SK.new_empty(0, matrices_EKN.shape[2])
     is_short = x_SK.shape[0] <= FUSED_ROWS * groups.num_experts
     is_fused = x_SK.is_cuda and low_SR is not None and low_SR.shape[1] <= FUSED_RANK and is_short
-    if backend is GroupedBackend.triton or (backend is GroupedBackend.grouped_mm and is_fused):
+    if backend is GroupedBackend.triton and low_SR is not None and low_SR.shape[1] > PRODUCT_RANK:
+        out_SN = grouped_product_triton(x_SK, matrices_EKN, groups, None, None)
+    elif backend is GroupedBackend.triton or (backend is GroupedBackend.grouped_mm and is_fused):
         out_SN = grouped_product_triton(x_SK, matrices_EKN, groups, low_SR, p_ENR)
-        return add_low_rank(out_SN, None, None, bias_EN, groups)
-    if backend is GroupedBackend.grouped_mm:
+        low_SR = p_ENR = None
+    elif backend is GroupedBackend.grouped_mm:
         out_SN = torch.nn.functional.grouped_mm(x_SK, matrices_EKN, offs=groups.ends_E)
     else:
         out_SN = x_SK.new_empty(x_SK.shape[0], matrices_EKN.shape[2])

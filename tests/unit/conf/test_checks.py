@@ -40,6 +40,7 @@ CASES = [
     ),
     (["weight_sync.mode=adapter", "trainer=full"], "weight_sync.mode=adapter contradicts trainer.mode=full"),
     (["weight_sync.mode=adapter", "trainer.lora.rank=600"], "rank 512 at most, got trainer.lora.rank=600"),
+    (["trainer.lora.rank=513"], "routed experts take adapters of rank 512 at most, got 513.*expert_rank=512 or lower"),
     (["weight_sync.mode=adapter"], "CPU engine serves no adapters in a model with experts.*model=tiny_qwen3"),
     (
         ["model=tiny_qwen3", "trainer.ep_size=1", "weight_sync.mode=adapter", "weight_sync.keep_kv=false"],

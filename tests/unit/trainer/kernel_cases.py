@@ -69,6 +69,12 @@ COUNTS = (3, 0, 2 * TILE_ROWS + 5, 1)
 """An expert without rows, one of more than a tile of any kernel, one of a single row."""
 H, WIDTH = 96, 72
 """Neither is a multiple of a block."""
+WIDE_RANK = 300
+"""Of the last tilings in float32 and the ones before them in two bytes; no power of two."""
+ACTIVATION_CASES = (
+    (0, False, SWIGLU), (4, False, SWIGLU), (64, True, CLAMPED_SWIGLU), (WIDE_RANK, False, SWIGLU),
+)  # fmt: skip
+"""Rank, bias, activation."""
 
 
 def dtypes_of(device: str) -> tuple[torch.dtype, torch.dtype]:
@@ -119,7 +125,7 @@ def case_gather_project(device: str) -> None:
     groups, num_rows = groups_of(COUNTS, device), sum(COUNTS)
     source = torch.randint(0, 11, (num_rows,), generator=torch.Generator().manual_seed(1)).to(device)
     for dtype in dtypes_of(device):
-        for rank in (0, 4, 16, 64):  # 0: the dots alone, for a bias without an adapter
+        for rank in (0, 4, 16, 64, WIDE_RANK):  # 0: the dots alone, for a bias without an adapter
             x = draw(11, H, device=device, dtype=dtype)
             b_ENR, v_EK = draw(4, H, rank, device=device), draw(4, H, device=device, dtype=dtype)
             arguments = (x, source, b_ENR.transpose(1, 2), groups, 0.7, v_EK)
@@ -141,7 +147,7 @@ def activation_inputs(device: str, dtype: torch.dtype, rank: int, has_bias: bool
 
 def case_activate(device: str) -> None:
     for dtype in dtypes_of(device):
-        for rank, has_bias, activation in ((0, False, SWIGLU), (4, False, SWIGLU), (64, True, CLAMPED_SWIGLU)):
+        for rank, has_bias, activation in ACTIVATION_CASES:
             gu, xa, adapter, bias, groups = activation_inputs(device, dtype, rank, has_bias)
             arguments = (xa, adapter, bias, groups, activation)
             for one, other in zip(activate_triton(gu, *arguments), activate_torch(gu, *arguments), strict=True):
@@ -150,7 +156,7 @@ def case_activate(device: str) -> None:
 
 def case_activate_backward(device: str) -> None:
     for dtype in dtypes_of(device):
-        for rank, has_bias, activation in ((0, False, SWIGLU), (4, False, SWIGLU), (64, True, CLAMPED_SWIGLU)):
+        for rank, has_bias, activation in ACTIVATION_CASES:
             gu, xa, adapter, bias, groups = activation_inputs(device, dtype, rank, has_bias)
             num_rows = sum(COUNTS)
             dh, w = draw(num_rows, WIDTH, device=device, dtype=dtype), draw(num_rows, device=device).abs()
@@ -166,19 +172,21 @@ def case_activate_backward(device: str) -> None:
 def case_add_low_rank(device: str) -> None:
     groups, num_rows = groups_of(COUNTS, device), sum(COUNTS)
     for dtype in dtypes_of(device):
-        rows, low = draw(num_rows, H, device=device, dtype=dtype), draw(num_rows, 12, device=device, dtype=dtype)
-        factor, bias = draw(4, H, 12, device=device), draw(4, H, device=device, dtype=dtype)
-        by_columns = draw(4, 12, H, device=device).transpose(1, 2)
-        for arguments in ((low, factor, None), (low, by_columns, bias), (None, None, bias)):
-            mine = add_low_rank_triton(rows.clone(), *arguments, groups)
-            assert_near(mine, add_low_rank_torch(rows.clone(), *arguments, groups), str(dtype))
+        for rank in (12, WIDE_RANK):
+            rows, low = (draw(num_rows, n, device=device, dtype=dtype) for n in (H, rank))
+            factor, bias = draw(4, H, rank, device=device), draw(4, H, device=device, dtype=dtype)
+            by_columns = draw(4, rank, H, device=device).transpose(1, 2)
+            for arguments in ((low, factor, None), (low, by_columns, bias), (None, None, bias)):
+                mine = add_low_rank_triton(rows.clone(), *arguments, groups)
+                wanted = add_low_rank_torch(rows.clone(), *arguments, groups)
+                assert_near(mine, wanted, f"{dtype} rank {rank}")
 
 
 def case_low_rank_gradient(device: str) -> None:
     for counts in (COUNTS, (0, 0, 0, 0)):
         groups, num_rows = groups_of(counts, device), sum(counts)
         for dtype in dtypes_of(device):
-            for rank in (1, 12, 64):
+            for rank in (1, 12, 64, WIDE_RANK):
                 left = draw(num_rows, rank, device=device, dtype=dtype)
                 right = draw(max(num_rows, 1), H, device=device, dtype=dtype)
                 source = torch.arange(num_rows, device=device) * 7 % max(num_rows // 3, 1)
@@ -247,6 +255,10 @@ def case_grouped_gemm(device: str) -> None:
                 assert_near(grouped_product_triton(x, matrices, groups, None, None), plain, str(dtype))
                 adapted = grouped_product(*wide, low_SR=low.float(), p_ENR=p.to(dtype)).to(dtype)
                 assert_near(grouped_product_triton(x, matrices, groups, low, p), adapted, f"adapted {dtype}")
+                wide_low, wide_p = (draw(*one.shape[:-1], WIDE_RANK, device=device, dtype=dtype) for one in (low, p))
+                more = {"low_SR": wide_low.float(), "p_ENR": wide_p.float()}
+                beside = grouped_product(x, matrices, groups, GroupedBackend.triton, low_SR=wide_low, p_ENR=wide_p)
+                assert_near(beside, grouped_product(*wide, **more).to(dtype), f"wide {dtype}")
             left = draw(num_rows, WIDTH, device=device, dtype=dtype)
             wanted = grouped_gradient(left, x, groups, GroupedBackend.native)
             assert_near(grouped_gradient_triton(left, x, groups), wanted, str(dtype))

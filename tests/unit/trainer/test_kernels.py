@@ -15,11 +15,44 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_cases import CASES
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from conf.schema import CombineMode
+from conf.schema import MAX_EXPERT_RANK, CombineMode
 from trainer.kernels import log_softmax
 from trainer.kernels.combine import weighted_sum
 from trainer.kernels.dequant import dequantize_int4, dequantize_mxfp4
+from trainer.kernels.gather import PROJECT, gather_project_triton
+from trainer.kernels.grouped_gemm import PRODUCT_RANK
+from trainer.kernels.groups import RowGroups
+from trainer.kernels.launch import Tiling, tiling_of
+from trainer.kernels.low_rank import ADD, GRADIENT, add_low_rank_triton, low_rank_gradient_triton
+from trainer.kernels.swiglu import (
+    ADAPTED,
+    ADAPTED_BACKWARD,
+    InnerAdapter,
+    activate_backward_triton,
+    activate_triton,
+)
+from trainer.moe.activation import SWIGLU
+from trainer.moe.grouped import GroupedBackend, grouped_product
+
+BLOCK_SHARED_BYTES = 227 * 1024
+"""The most that a thread block gets on compute capability 9.0."""
+
+
+class H200:
+    """In place of CUDA's driver: what Triton asks it before it compiles. Launches nothing."""
+
+    def get_current_device(self) -> int:
+        return -1  # kernels compiled here are not found by a launch on a device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +162,75 @@ def test_more_rows_of_logits_than_the_second_axis_of_a_grid_holds(monkeypatch) -
     ((first, *others),) = grids
     assert first < 1 << 31
     assert all(size < 1 << 16 for size in others)
+
+
+@pytest.fixture
+def shared_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Name of a kernel -> the shared memory of its launches in this test, which are compiled and not made."""
+    found: dict[str, int] = {}
+
+    def compiled(kernel: JITFunction, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: object, **options: object) -> None:
+            found[kernel.fn.__name__] = kernel.warmup(*args, grid=grid, **options).metadata.shared
+
+        return launch
+
+    monkeypatch.setattr(driver, "_active", H200())
+    monkeypatch.setattr(JITFunction, "__getitem__", compiled)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank"),
+    [
+        (torch.float16, 64),
+        (torch.bfloat16, 128),
+        (torch.bfloat16, 256),
+        (torch.bfloat16, MAX_EXPERT_RANK),
+        (torch.float32, MAX_EXPERT_RANK),
+    ],
+)
+def test_every_rank_fits_into_a_blocks_shared_memory(
+    shared_bytes: dict[str, int], dtype: torch.dtype, rank: int
+) -> None:
+    """The last rank of each tiling, and rank 256; float32 factors, which take the most."""
+    num_experts, num_rows, hidden, width = 4, 1024, 128, 256
+    groups = RowGroups(torch.full((num_experts,), num_rows // num_experts), num_rows)
+    rows, gu, h = (torch.zeros(num_rows, n, dtype=dtype) for n in (hidden, 2 * width, width))
+    low, weights, source = torch.zeros(num_rows, rank, dtype=dtype), torch.zeros(num_rows), torch.arange(num_rows)
+    a_gate_up, b_gate_up = torch.zeros(num_experts, rank, hidden), torch.zeros(num_experts, 2 * width, rank)
+    inner = InnerAdapter(b_gate_up, torch.zeros(num_experts, rank, width), 1.0)
+    gather_project_triton(rows, source, a_gate_up, groups, 1.0, None)
+    activate_triton(gu, low, inner, None, groups, SWIGLU)
+    activate_backward_triton(gu, low, inner, None, h, low, weights, groups, SWIGLU, True)
+    low_rank_gradient_triton(low, rows, groups, torch.empty_like(a_gate_up), source, weights)
+    add_low_rank_triton(gu, low, b_gate_up, None, groups)
+    assert shared_bytes.keys() == {
+        "_write_tiles", "_gather_project", "_activate", "_activate_backward", "_low_rank_gradient", "_add_low_rank",
+    }  # fmt: skip
+    assert max(shared_bytes.values()) <= BLOCK_SHARED_BYTES, shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank"),
+    [(torch.bfloat16, PRODUCT_RANK), (torch.bfloat16, MAX_EXPERT_RANK), (torch.float32, PRODUCT_RANK)],
+)
+def test_a_product_and_its_adapter_fit_into_a_blocks_shared_memory(
+    shared_bytes: dict[str, int], dtype: torch.dtype, rank: int
+) -> None:
+    """Factors of the product's dtype, which take the most here."""
+    num_experts, num_rows, hidden, width = 4, 1024, 128, 256
+    groups = RowGroups(torch.full((num_experts,), num_rows // num_experts), num_rows)
+    rows, low = (torch.zeros(num_rows, n, dtype=dtype) for n in (hidden, rank))
+    matrices, factors = (torch.zeros(num_experts, width, n, dtype=dtype) for n in (hidden, rank))
+    turned = matrices.transpose(1, 2)
+    grouped_product(rows, turned, groups, GroupedBackend.triton, low_SR=low, p_ENR=factors)
+    assert 0 < shared_bytes["_product"] <= BLOCK_SHARED_BYTES
+
+
+@pytest.mark.parametrize("rank", [1, 16, 33, 64])
+def test_narrow_ranks_have_the_tilings_that_were_measured(rank: int) -> None:
+    """bench/moe_tuning.py, in bfloat16."""
+    assert tiling_of(ADAPTED, rank, 2) == tiling_of(ADAPTED_BACKWARD, rank, 2) == Tiling(64, 32, warps=4, stages=3)
+    assert tiling_of(ADD, rank, 2) == Tiling(64, 64, warps=4, stages=3)
+    assert tiling_of(GRADIENT, rank, 2) == tiling_of(PROJECT, rank, 2) == Tiling(64, 128, warps=4, stages=3)
