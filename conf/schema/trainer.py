@@ -50,7 +50,9 @@ class LoraConfig:
     attention_rank: int | None = None
     """Rank in the attention; null: `rank`. The scale is alpha / `rank` everywhere."""
     expert_rank: int | None = None
-    """Rank in routed experts, whose adapters are by far the most: their memory grows with it. null: `rank`."""
+    """Rank in routed experts, whose adapters are by far the most: their memory grows with it. At most 512.
+    null: `rank`.
+    """
     alpha: float = 32.0
     """Numerator of the scale alpha / rank. A power-of-two scale is exact in bfloat16."""
     dtype: DType = DType.float32
