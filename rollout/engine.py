@@ -1,7 +1,7 @@
 """One vLLM engine: how it is started, sampled from, paused, and which policy version sampled each token.
 
-Owns: engine arguments and environment on either device, requests, version stamps, calls to the engine's ranks. Uses
-only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Does not own the protocol of a publish (`worker.py`) nor
+Owns: requests, version stamps, calls to the engine's ranks. Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in
+common. Does not own what vLLM is told at its start (`engine_options.py`), the protocol of a publish (`worker.py`) nor
 the weights (`weight_receiver.py`, `post_load.py`, `load_time.py` and `adapter_slots.py`, inside the engine's
 processes). With these and `meta_engine.py` (an engine without weights, for plans), the only importer of vLLM, by
 start(), so that importing this module is cheap.
@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
+from rollout.engine_options import SOCKETS_VARIABLE, engine_arguments, engine_environment
 from rollout.errors import EngineDied, EngineError, error_class
 from rollout.lifeline import OWNER_VARIABLE
 from rollout.slots import Adapter
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CPU_KV_CACHE_BYTES = 256 << 20
 SHUTDOWN_TIMEOUT_S = 1.0
 """Grace of the engine's processes after SIGTERM. They hold nothing that must be saved."""
 DRAIN_TIMEOUT_S = 30.0
@@ -54,102 +54,6 @@ DRAIN_TIMEOUT_S = 30.0
 ABORTED = "abort"
 """finish_reason of a request that a pause, an eviction or a shutdown ended."""
 NUM_PROBE_LOGPROBS = 16
-SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
-"""Where vLLM puts Unix sockets."""
-
-
-def engine_environment(device: Device) -> dict[str, str]:
-    """Environment of a rollout worker's process, best set before torch is imported there. Values that are set win.
-
-    CPU: with VLLM_ENABLE_V1_MULTIPROCESSING=0 the model lives inside the EngineCore process instead of a third one,
-    which saves one import of everything (6 s of a core). TORCHDYNAMO_DISABLE=1 saves the C++ compilation of one
-    function of the sampler, 16 s at the first token. One thread: workers and trainer ranks share the cores.
-    """
-    common = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        # Requests that end in one chunk of outputs are answered, and followed by others, in one turn of the event loop,
-        # on which a publish waits four times: 6.7 ms (p99) with 256 requests at vLLM's 128 outputs a chunk, 2.2 at 16.
-        "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "16",
-    }
-    if device is Device.cuda:
-        return common | {
-            # Sampled log-probabilities are those of PyTorch's own softmax, and flashinfer need not be installed.
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            # DeepGEMM would requantize block-FP8 weights to scales that are powers of two, after loading.
-            "VLLM_USE_DEEP_GEMM": "0",
-        }
-    return common | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-
-
-def engine_arguments(
-    folder: Path,
-    config: RolloutConfig,
-    *,
-    dtype: DType,
-    device: Device,
-    seed: int,
-    adapters: AdapterSlotsSpec | None = None,
-) -> dict[str, Any]:
-    """Arguments of vLLM's AsyncEngineArgs. The same names hold for both supported releases."""
-    is_cpu = device is not Device.cuda
-    arguments: dict[str, Any] = {
-        "model": str(folder),
-        "load_format": "dummy",  # version 0 comes by publish, as every other version
-        "skip_tokenizer_init": True,  # token ids in, token ids out
-        "generation_config": "vllm",  # no sampling default of a checkpoint may slip in
-        "dtype": str(dtype),
-        "seed": seed % (1 << 32),  # numpy, which vLLM seeds too, takes no more
-        "tensor_parallel_size": config.tp_size,
-        "enable_expert_parallel": config.enable_expert_parallel,
-        # Said explicitly: inside a Ray placement group vLLM would otherwise choose Ray.
-        "distributed_executor_backend": "mp" if config.tp_size > 1 else "uni",
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "kv_cache_memory_bytes": config.kv_cache_bytes or (CPU_KV_CACHE_BYTES if is_cpu else None),
-        "enforce_eager": is_cpu or config.enforce_eager,
-        "enable_prefix_caching": True,  # siblings share their prompt
-        "logprobs_mode": "processed_logprobs",  # of what was sampled from: temperature and top_p applied
-        # The Triton kernels read weights and block scales in checkpoint order; others reorder, swizzle or requantize
-        # them after loading. (What was really chosen is checked in post_load.py.)
-        "moe_backend": "auto" if is_cpu else "triton",
-        "linear_backend": "auto" if is_cpu else "triton",
-        "worker_extension_cls": "rollout.weight_receiver.WeightReceiver",
-        "disable_log_stats": True,
-    }
-    if is_cpu and _has_latent_attention(folder):
-        # With the AMX kernels vLLM would move kv_b_proj into private packed copies, and its own rotation for CPUs turns
-        # latent heads wrongly (0.32).
-        arguments["attention_backend"] = "CPU_MLA"
-        arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-    if adapters is not None:
-        arguments |= {
-            "enable_lora": True,
-            "max_loras": adapters.num_slots,
-            "max_cpu_loras": adapters.num_slots,
-            "max_lora_rank": adapters.rank,
-            "lora_target_modules": list(adapters.target_modules),
-            "fully_sharded_loras": False,  # has no form with expert parallelism
-        }
-        if adapters.base is not None:
-            # In whatever form its kernels want. Of vLLM's kernels for INT4 experts, Marlin's alone add adapters.
-            arguments |= {"model": str(adapters.base), "load_format": "auto"}
-            arguments["moe_backend"] = "auto" if is_cpu else "marlin"
-        if config.enable_expert_parallel:
-            arguments["all2all_backend"] = "allgather_reducescatter"  # the only one that adapters of experts work with
-    return arguments
-
-
-def _has_latent_attention(folder: Path) -> bool:
-    """Whether the model in this folder keeps keys and values as latents (MLA)."""
-    file = folder / "config.json"
-    return file.is_file() and json.loads(file.read_text()).get("kv_lora_rank") is not None
 
 
 def stop_token_ids(folder: Path) -> list[int]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema import Device
-from rollout.engine import SOCKETS_VARIABLE, engine_environment
+from rollout.engine_options import SOCKETS_VARIABLE, engine_environment
 from rollout.errors import EngineError
 from rollout.lifeline import OWNER_VARIABLE
 from rollout.served import ServedEngine

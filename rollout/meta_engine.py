@@ -35,7 +35,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-from rollout.engine import engine_arguments
+from rollout.engine_options import engine_arguments
 from rollout.post_load import Forms
 from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.layout_wire import layouts_to_bytes

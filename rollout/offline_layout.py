@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import Device, DType
-from rollout.engine import engine_environment
+from rollout.engine_options import engine_environment
 from rollout.errors import EngineError
 from rollout.lifeline import OWNER_VARIABLE
 from weight_sync.layout import DestLayout, TensorMeta

@@ -19,7 +19,7 @@ from fakes.checkpoints import CONFIGS
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from orchestrator.record_command import layouts_digest, record
-from rollout.engine import engine_arguments, engine_environment
+from rollout.engine_options import engine_arguments, engine_environment
 from rollout.errors import EngineError
 from rollout.offline_layout import offline_layouts
 from trainer.model.spec import ModelSpec

@@ -23,7 +23,7 @@ from fakes.sharded_checkpoints import TINY, save_checkpoint
 
 from conf.schema import Device
 from orchestrator.machine import next_free_port
-from rollout.engine import engine_environment
+from rollout.engine_options import engine_environment
 from rollout.errors import EngineError
 from rollout.fleet import SERVER_MODULE
 from rollout.served import Rendezvous, ServedEngine

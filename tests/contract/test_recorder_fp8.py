@@ -75,7 +75,7 @@ def main(model: str, tp_size: int, expert_parallel: bool, folder: Path) -> None:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-    from rollout.engine import engine_arguments
+    from rollout.engine_options import engine_arguments
     from rollout.load_time import load_time_parameters
     from rollout.meta_engine import as_rank
     from rollout.post_load import Forms

@@ -22,7 +22,8 @@ from fakes.vllm_oracle import vllm_serves_adapter
 
 from conf.load import load_run_config
 from conf.schema import BusySlot, Device, RunConfig, SamplingConfig
-from rollout.engine import Engine, engine_arguments
+from rollout.engine import Engine
+from rollout.engine_options import engine_arguments
 from rollout.errors import ReplicaNotServing
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from rollout.worker import RolloutWorker

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from conf.schema import Device, DType, RolloutConfig
-from rollout.engine import Engine, engine_arguments, engine_environment, stop_token_ids, warm_up_lengths
+from rollout.engine import Engine, stop_token_ids, warm_up_lengths
+from rollout.engine_options import engine_arguments, engine_environment
 from rollout.errors import EngineError, UnsupportedWeights, error_class
 from rollout.types import AdapterSlotsSpec
 from weight_sync.errors import IntegrityError
