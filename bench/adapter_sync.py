@@ -30,16 +30,11 @@ Every publish is printed when it ends, and bench/results/adapter_sync-<device>.j
 from __future__ import annotations
 
 import argparse
-import asyncio
-import gc
-import itertools
 import json
 import multiprocessing
 import os
-import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -50,6 +45,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where a file hides the package weight_sync
 
+from bench.adapter_engine import run_engine  # noqa: E402
 from bench.runs import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config  # noqa: E402
 from bench.trainer_side import KEY, draw_adapters, measure_wire, wait  # noqa: E402
@@ -67,12 +63,6 @@ SHOWN = (
 PHASES = ("quiet", "flipping", "publishing", "flipping again", "quiet again", "no adapter")
 BOUND_S = 0.060
 """What a publish of an adapter may take from one GPU to another."""
-WATCH_S = 0.005
-"""How often the worker's event loop is asked whether it is late."""
-FIRST_FLIP = 1_000_000
-"""Versions of flips: no publish has them, so no prefix block is shared."""
-SETTLE_S = 0.02
-"""How often it is asked which versions requests read."""
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -84,223 +74,6 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
         config = {key: value for key, value in config.items() if key not in dropped}
         config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     return config
-
-
-def slots_of(config: dict[str, Any], args: argparse.Namespace) -> Any:
-    """What the engine is told about adapters."""
-    from conf.schema import LoraConfig
-    from rollout.types import AdapterSlotsSpec
-    from trainer.adapter_names import adapter_tensors, target_modules
-    from trainer.model.spec import ModelSpec
-
-    tensors = ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16")
-    lora = LoraConfig(rank=args.rank, alpha=2.0 * args.rank)
-    return AdapterSlotsSpec(
-        args.slots, lora.slot_rank, tuple(target_modules(tensors, lora)), tuple(adapter_tensors(tensors, lora))
-    )
-
-
-def capture_sizes(num_requests: int) -> list[int]:
-    """Batch sizes with a CUDA graph, in tokens: every 8th about the number of requests, which is what decodes, every
-    32nd up to twice as many, with prefills among them; few below, which are met as requests begin. As in vLLM's own
-    list, larger batches have none."""
-    few = [1, *(num_requests * quarter // 4 for quarter in (1, 2, 3))]
-    decodes = range(num_requests * 7 // 8, num_requests, 8)
-    return sorted({*few, *decodes, *range(num_requests, 2 * num_requests + 1, 32)} - {0})
-
-
-# ---- the engine's process ----
-
-
-class Load:
-    """Requests at work, and when each of their tokens came."""
-
-    def __init__(self, worker: Any, args: argparse.Namespace) -> None:
-        self._worker = worker
-        self._args = args
-        self._tasks: list[asyncio.Task[None]] = []
-        self._last: dict[str, float] = {}
-        self._gaps: list[float] = []
-        self._versions: set[int] = set()
-        self._num_before, self._began = 0, 0.0
-        self._flipping: asyncio.Task[None] | None = None
-        self._late, self._collected, self._collection_began = [0.0], [0.0], 0.0
-        self._flips = itertools.count(FIRST_FLIP)
-        client = worker._engine._llm.engine_core
-        inner = client.get_output_async
-
-        async def timed() -> Any:
-            outputs = await inner()
-            now = time.monotonic()
-            for output in outputs.outputs:
-                if output.new_token_ids:
-                    last = self._last.get(output.request_id)
-                    if last is not None:
-                        self._gaps.append(now - last)
-                    self._last[output.request_id] = now
-                if output.finish_reason is not None:
-                    self._last.pop(output.request_id, None)
-            return outputs
-
-        client.get_output_async = timed
-        self._watching = asyncio.create_task(self._watch())
-        gc.callbacks.append(self._note_collection)
-
-    async def start(self, has_adapter: bool) -> None:
-        """Requests of random lengths, each followed by another one; returns when all are at work."""
-        await self.stop()
-        before = self._worker.health().num_generated_tokens
-        self._tasks = [asyncio.create_task(self._keep_sampling(i, has_adapter)) for i in range(self._args.requests)]
-        while self._worker.health().num_generated_tokens - before < 2 * self._args.requests * self._args.max_tokens:
-            await asyncio.sleep(0.05)
-
-    async def stop(self) -> None:
-        """End all requests."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks, self._last = [], {}
-
-    async def close(self) -> None:
-        """End the requests and the watch."""
-        await self.stop()
-        self._watching.cancel()
-        gc.callbacks.remove(self._note_collection)
-
-    async def settle(self) -> None:
-        """Return when what began under other versions has ended: older ones, or with flips all of this moment."""
-        table = self._worker._replica._table
-        others = set(table.num_readers)
-        if self._flipping is None:
-            others.discard(table.newest.version)
-        while others & set(table.num_readers):
-            await asyncio.sleep(SETTLE_S)
-
-    def begin(self, flip_every_s: float | None) -> None:
-        """A phase; with flips."""
-        if flip_every_s is not None:
-            self._flipping = asyncio.create_task(self._flip(flip_every_s))
-        self._gaps, self._versions, self._late, self._collected = [], set(), [0.0], [0.0]
-        self._num_before, self._began = self._worker.health().num_generated_tokens, time.monotonic()
-
-    def end(self) -> dict[str, Any]:
-        """What came in the phase."""
-        if self._flipping is not None:
-            self._flipping.cancel()
-            self._flipping = None
-        seconds = time.monotonic() - self._began
-        num_tokens = self._worker.health().num_generated_tokens - self._num_before
-        gaps, late = sorted(self._gaps), sorted(self._late)
-        at = {f"itl_p{p}_ms": 1000 * gaps[min(len(gaps) - 1, len(gaps) * p // 100)] for p in (50, 99)} if gaps else {}
-        failed = [str(task.exception()) for task in self._tasks if task.done() and not task.cancelled()]
-        return {
-            "seconds": seconds,
-            "num_tokens": num_tokens,
-            "tokens_per_s": num_tokens / seconds,
-            **at,
-            "itl_max_ms": 1000 * gaps[-1] if gaps else None,
-            "loop_late_p99_ms": 1000 * late[len(late) * 99 // 100],
-            "loop_late_max_ms": 1000 * late[-1],
-            "collection_max_ms": 1000 * max(self._collected),
-            "versions": sorted(self._versions),
-            "failed": failed,
-        }
-
-    async def _watch(self) -> None:
-        """How late the worker's event loop is, which a publish meets at every message."""
-        while True:
-            due = time.monotonic() + WATCH_S
-            await asyncio.sleep(WATCH_S)
-            self._late.append(time.monotonic() - due)
-
-    def _note_collection(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self._collection_began = time.monotonic()
-        else:
-            self._collected.append(time.monotonic() - self._collection_began)
-
-    async def _flip(self, every_s: float) -> None:
-        """What a publish does to requests, without its bytes."""
-        table = self._worker._replica._table
-        while True:
-            await asyncio.sleep(every_s)
-            slot = table.free()
-            if slot is not None:
-                table.write(slot)
-                table.commit(slot, next(self._flips))
-
-    async def _keep_sampling(self, index: int, has_adapter: bool) -> None:
-        from conf.schema import SamplingConfig
-        from rollout.types import Prompt
-
-        draw = random.Random(index)
-        most = self._args.max_tokens
-        while True:
-            tokens = tuple(draw.randrange(1, self._args.vocab) for _ in range(self._args.prompt_tokens))
-            sampling = SamplingConfig(max_tokens=draw.randint(most // 2, most), stop_at_eos=False)
-            if has_adapter:
-                (rollout,) = await self._worker.generate_group(Prompt(index, tokens, ""), 1, sampling=sampling)
-                self._versions |= set(rollout.policy_versions)
-            else:
-                await self._worker._engine.generate_group(tokens, 1, sampling)
-
-
-def run_engine(config: dict[str, Any], device: str, args: argparse.Namespace, pipe: Connection) -> None:
-    """One rollout worker until told to end."""
-    asyncio.run(serve(config, device, args, pipe))
-
-
-async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, pipe: Connection) -> None:
-    """Obeys: ("start", has_adapter), ("begin", seconds from flip to flip or None), ("settle",), ("end",), ("stop",)."""
-    from conf.schema import BusySlot, Device, DType, RolloutConfig, SamplingConfig, SyncMode, WeightSyncConfig
-    from rollout.engine import engine_environment
-    from rollout.worker import RolloutWorker
-    from trainer.model.spec import ModelSpec
-
-    os.environ.update(engine_environment(Device(device)))
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        worker = RolloutWorker(
-            Path(folder),
-            config=RolloutConfig(max_model_len=2048, sampling=SamplingConfig(max_tokens=1024, stop_at_eos=False)),
-            weight_sync=WeightSyncConfig(mode=SyncMode.adapter, on_busy_slot=BusySlot(args.on_busy_slot)),
-            dtype=DType.bfloat16,
-            device=device,
-            seed=0,
-            tensors=ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16"),
-            key=KEY,
-            adapters=slots_of(config, args),
-        )
-        if device == "cuda":
-            worker._engine._arguments["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(args.requests)}
-        began = time.monotonic()
-        address = await worker.start()
-        compilation = worker._engine._llm.vllm_config.compilation_config  # pyright: ignore[reportOptionalMemberAccess]
-        started = {
-            "engine_start_s": time.monotonic() - began,
-            "cudagraph_mode": str(compilation.cudagraph_mode),
-            "cudagraph_capture_sizes": compilation.cudagraph_capture_sizes,
-        }
-        pipe.send((address, await worker.adapter_endpoint(), started))
-        load = Load(worker, args)
-        while (call := await asyncio.to_thread(pipe.recv))[0] != "stop":
-            if call[0] == "start":
-                await load.start(call[1])
-                pipe.send(None)
-            elif call[0] == "begin":
-                load.begin(call[1])
-                pipe.send(None)
-            elif call[0] == "settle":
-                await load.settle()
-                pipe.send(None)
-            else:
-                pipe.send(load.end())
-        await load.close()
-        await worker.stop()
-        pipe.send(None)
-
-
-# ---- the trainer's side ----
 
 
 class Trainer:

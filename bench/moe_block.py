@@ -20,7 +20,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -357,14 +357,19 @@ def show(title: str, rows: Rows) -> None:
         print("  " + "  ".join(cells))
 
 
-def main() -> None:
-    """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+def parse(description: str | None, tables: Sequence[str]) -> argparse.Namespace:
+    """Options of a script of tables."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", nargs="+", choices=tables, default=list(tables))
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a machine without a GPU")
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """See the module's docstring."""
+    options = parse(__doc__, TABLES)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     qwen3, kimi, token_counts = (TINY, TINY, [32]) if options.tiny else (QWEN3, KIMI_PART, [4096, 16384])
     limit = limits(device, options.tiny)

@@ -11,7 +11,6 @@ products fail, and say so.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import json
 import pstats
@@ -28,7 +27,18 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where trainer.py hides the package trainer
 
-from bench.moe_block import QWEN3, REPEATS, TINY, Rows, block_calls, make_experts, routing_of, show, timed  # noqa: E402
+from bench.moe_block import (  # noqa: E402
+    QWEN3,
+    REPEATS,
+    TINY,
+    Rows,
+    block_calls,
+    make_experts,
+    parse,
+    routing_of,
+    show,
+    timed,
+)
 from bench.runs import environment  # noqa: E402
 from conf.schema import DType  # noqa: E402
 from trainer.kernels import gather, grouped_gemm, low_rank, swiglu  # noqa: E402
@@ -143,12 +153,7 @@ def host_table(shape: dict[str, int], num_tokens: int, device: torch.device) -> 
 
 def main() -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a machine without a GPU")
-    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    options = parser.parse_args()
+    options = parse(__doc__, TABLES)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape, token_counts = (TINY, [32]) if options.tiny else (QWEN3, [4096, 16384])
     report: dict[str, Any] = {"environment": environment(options.commit), "shape": shape}
