@@ -225,7 +225,7 @@ class _Rank:
         import torch
 
         pipeline = publisher._pipeline
-        slot, sums = pipeline._slot(0), pipeline._sums[0]
+        slot = pipeline._slots[0]
 
         def pack() -> None:
             with torch.no_grad():
@@ -235,7 +235,7 @@ class _Rank:
         def hash_all() -> None:
             for load in pipeline._loads:
                 for hashes in load.hashes[:1]:
-                    hashes.add_to(sums[: len(load.packets)])
+                    hashes.add_to(load.sums)
 
         figures: dict[str, float] = {}
         pipeline._source.begin(0)

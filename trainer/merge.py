@@ -18,6 +18,9 @@ Shapes: R rows, N columns, K rank of the adapter, E adapters of a stack. Callers
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -37,7 +40,7 @@ def merge_scratch_bytes(in_features: int, rank: int, device: torch.device) -> in
     return 4 * (BLOCK_ROWS * in_features + BLOCK_ROWS * rank + rank * in_features)
 
 
-def merge_rows(
+def merger(
     base_RN: Tensor,
     b_RK: Tensor,
     a_EKN: Tensor,
@@ -47,10 +50,11 @@ def merge_rows(
     first_row: int,
     rows_a_factor: int,
     first_column: int = 0,
-) -> None:
-    """Write base + (scale * b) @ a[:, :, columns] into `out`, computed in float32, cast to out.dtype.
+) -> Callable[[], object]:
+    """What writes base + (scale * b) @ a[:, :, columns] into `out`, computed in float32, cast to out.dtype.
 
-    Rows may run through several weights that lie one below the other, each with its own A.
+    Rows may run through several weights that lie one below the other, each with its own A. It may be called again when
+    values changed; it holds the tensors.
 
     Args:
         base_RN: rows of frozen weights, any float dtype.
@@ -62,13 +66,37 @@ def merge_rows(
         rows_a_factor: rows under one A.
         first_column: which column of A belongs to base's first one.
     """
-    num_rows, num_columns = base_RN.shape
+    num_columns = base_RN.shape[1]
     if base_RN.is_cuda:
         from trainer import merge_kernel  # needs Triton, which a CPU host may lack
 
         columns = a_EKN[:, :, first_column : first_column + num_columns]
-        merge_kernel.merge_rows(base_RN, b_RK, columns, scale, out_RN, first_row, rows_a_factor)
-        return
+        return merge_kernel.merger(base_RN, b_RK, columns, scale, out_RN, first_row, rows_a_factor)
+    return partial(_merge_on_host, base_RN, b_RK, a_EKN, scale, out_RN, first_row, rows_a_factor, first_column)
+
+
+def merge_rows(
+    base_RN: Tensor, b_RK: Tensor, a_EKN: Tensor, scale: float, out_RN: Tensor, *,
+    first_row: int, rows_a_factor: int, first_column: int = 0,
+) -> None:  # fmt: skip
+    """merger(), called once."""
+    merger(
+        base_RN, b_RK, a_EKN, scale, out_RN, first_row=first_row, rows_a_factor=rows_a_factor, first_column=first_column
+    )()
+
+
+def _merge_on_host(
+    base_RN: Tensor,
+    b_RK: Tensor,
+    a_EKN: Tensor,
+    scale: float,
+    out_RN: Tensor,
+    first_row: int,
+    rows_a_factor: int,
+    first_column: int,
+) -> None:
+    """Factor by factor."""
+    num_rows = len(base_RN)
     done = 0
     while done < num_rows:
         factor, place = divmod(first_row + done, rows_a_factor)

@@ -7,6 +7,9 @@ one thread block, and columns of zeros pad it. Hence any rectangle has the bits 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -69,10 +72,10 @@ def _merge(
     tl.store(out, merged.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def merge_rows(
+def merger(
     base_RN: Tensor, b_RK: Tensor, a_EKN: Tensor, scale: float, out_RN: Tensor, first_row: int, rows_a_factor: int
-) -> None:
-    """merge.merge_rows on CUDA tensors, on the current stream. Columns of base, A and B are contiguous in memory."""
+) -> Callable[[], object]:
+    """merge.merger on CUDA tensors: one launch, on the current stream. Columns of base, A and B are contiguous."""
     num_rows, num_columns = base_RN.shape
     rank = b_RK.shape[1]
     block_k = min(TILE_RANK, max(16, triton.next_power_of_2(rank)))
@@ -83,7 +86,8 @@ def merge_rows(
 
     first_tile = tile_of(first_row)
     grid = (triton.cdiv(num_columns, TILE_COLUMNS), tile_of(first_row + num_rows - 1) - first_tile + 1)
-    _merge[grid](
+    return partial(
+        _merge[grid],
         base_RN,
         b_RK,
         a_EKN,
@@ -107,5 +111,5 @@ def merge_rows(
         BLOCK_N=TILE_COLUMNS,
         BLOCK_K=block_k,
         PRECISION=PRECISION,
-        num_warps=4,  # pyright: ignore[reportCallIssue]
+        num_warps=4,
     )

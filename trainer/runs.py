@@ -7,12 +7,14 @@ names. Callers: trainer.shards, trainer.fused, trainer.weight_source.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.merge import merge_rows
+from trainer.merge import merger
 from trainer.parallel import local_part
 
 
@@ -47,9 +49,19 @@ class LoraDelta:
         """r."""
         return self.b_parameter.shape[-1]
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether A is gathered anew for every publish."""
+        return isinstance(self.a_parameter, DTensor) and self.a_parameter.dim() == 2
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """A, where it is this rank's own, and B."""
+        return (self.b_parameter,) if self.is_gathered else (self.a_parameter, self.b_parameter)
+
     def a(self, gathered_a: dict[str, Tensor]) -> Tensor:
         """(E, r, in): this rank's own, else the gathered one as a stack of one."""
-        if isinstance(self.a_parameter, DTensor) and self.a_parameter.dim() == 2:
+        if self.is_gathered:
             return gathered_a[self.key][None]
         local = local_part(self.a_parameter)[0]
         return local if local.dim() == 3 else local[None]
@@ -85,17 +97,25 @@ class RowRun:
         rows = self.stop - self.start
         return (rows,) if self.columns is None else (rows, self.columns.stop - self.columns.start)
 
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """All that write() reads here."""
+        return (self.parameter,) if self.delta is None else (self.parameter, *self.delta.parameters)
+
     def write(self, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
         """Write the merged values into `out`, of `shape`, any strides, cast to out.dtype. No communication."""
+        self.writer(out, gathered_a)()
+
+    def writer(self, out: Tensor, gathered_a: dict[str, Tensor]) -> Callable[[], object]:
+        """write(), to be called as often as wanted while the parameters and the gathered A stay where they are."""
         base = local_rows(self.parameter)[self.start : self.stop]
         if self.columns is not None:
             base = base[:, self.columns]
         if self.delta is None:
-            out.copy_(base)
-            return
+            return partial(out.copy_, base)
         assert self.columns is not None
         skipped, first_row = divmod(self.delta.first_row + self.start, self.delta.rows_a_factor)
-        merge_rows(
+        return merger(
             base,
             local_rows(self.delta.b_parameter)[self.start : self.stop],
             self.delta.a(gathered_a)[skipped:],

@@ -14,7 +14,7 @@ Callers: weight_sync.publisher and weight_sync.pipeline, through `weight_sync.so
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,7 @@ from trainer.fused import FusedRun, FusedTensor
 from trainer.merge import merge_scratch_bytes
 from trainer.model.decoder import Decoder
 from trainer.packed import is_packed
+from trainer.parallel import local_address
 from trainer.quantization import SCALE_SUFFIX, BlockFp8, engine_tensors
 from trainer.runs import RowRun
 from trainer.shards import HeldTensor, gather_lora_a, local_shards
@@ -129,15 +130,40 @@ class TrainerWeightSource:
         """Join reads that follow each other in a parameter's rows and in the slot; one kernel each. See packing.py.
 
         Example: the gate, up, gate, up, ... of 40 experts in an engine's w13 are one run of rows of gate_up_proj.
+
+        What a kernel is given is made once a slot, and again where a storage moved.
         """
         runs = self.joined(reads)
+        plain = [item.run for item in runs if isinstance(item.run, RowRun)]
+        parameters = list({id(p): p for run in plain for p in run.parameters}.values())
+        known: dict[int, list[Callable[[], object]]] = {}
+        """By the slot's address."""
+        places: list[int] = []
 
         @torch.no_grad()
         def fill(slot: Tensor) -> None:
-            for item in runs:
-                self._write(item.read.tensor, item.run, item.out(slot))
+            nonlocal places
+            if runs:
+                self._factors(runs[0].read.tensor)  # not outside begin() and end()
+            held_at = [local_address(parameter) for parameter in parameters]
+            if held_at != places:  # FSDP2 may move a shard's storage
+                known.clear()
+                places = held_at
+            writers = known.get(slot.data_ptr())
+            if writers is None:
+                writers = known[slot.data_ptr()] = [self._writer(item, slot) for item in runs]
+            for write in writers:
+                write()
 
         return fill
+
+    def _writer(self, item: PackedRun, slot: Tensor) -> Callable[[], object]:
+        """What writes a run into a slot, at every publish anew."""
+        tensor, run, out = item.read.tensor, item.run, item.out(slot)
+        is_fixed = isinstance(run, RowRun) and tensor not in self._quantized
+        if is_fixed and (run.delta is None or not run.delta.is_gathered):
+            return run.writer(out, {})
+        return lambda: self._write(tensor, run, out)
 
     def joined(self, reads: Sequence[PackedRead]) -> list[PackedRun]:
         """The reads as runs: those that follow each other in a parameter and in the slot are one."""

@@ -79,9 +79,8 @@ class RangeHashes:
 
         within = _within_keys(sums.device)
         for table in self._tables:
-            across = _across_keys(0, table.last_block + 1, sums.device)
             hash_kernel.add_hashes(
-                sums, table.rows, within, across, alignment=table.alignment, max_blocks=table.max_blocks
+                sums, table.rows, within, table.across, alignment=table.alignment, max_blocks=table.max_blocks
             )
 
     def values(self) -> list[int]:
@@ -111,7 +110,8 @@ class _Table:
     rows: torch.Tensor
     alignment: int
     max_blocks: int
-    last_block: int
+    across: torch.Tensor
+    """Keys of every block up to the last."""
 
 
 def _tables(ranges: Sequence[tuple[torch.Tensor, int]]) -> list[_Table]:
@@ -129,7 +129,7 @@ def _tables(ranges: Sequence[tuple[torch.Tensor, int]]) -> list[_Table]:
             torch.tensor(rows, dtype=torch.int64).to(ranges[0][0].device),
             alignment,
             max_blocks=max(row[4] for row in rows),
-            last_block=max(row[3] + row[4] - 1 for row in rows),
+            across=_across_keys(0, max(row[3] + row[4] for row in rows), ranges[0][0].device),
         )
         for alignment, rows in by_alignment.items()
     ]

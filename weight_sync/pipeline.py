@@ -33,12 +33,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from weight_sync.columns import Ints
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.integrity import RangeHashes, compile_kernels
 from weight_sync.layout import Binding
 from weight_sync.packing import FillSlot, Packet, compile_reads, packed_reads, same_bytes
 from weight_sync.plan import Task
-from weight_sync.replay import Destination, Filled, Load, PipelineResult, Prepared, Replay
+from weight_sync.replay import (
+    Destination,
+    Entries,
+    Filled,
+    Load,
+    PipelineResult,
+    Prepared,
+    Replay,
+    compile_writes,
+)
 from weight_sync.source import WeightSource
 from weight_sync.staging import (
     MAX_LINK_THREADS,
@@ -84,17 +94,24 @@ class Pipeline:
         self._watermark_bytes = watermark_bytes
         self._verify_hashes = verify_hashes
         self._scratch_bytes = scratch_bytes(self._device.type, watermark_bytes) if verify_hashes else 0
-        # Sums go to the host in stream order: asking the device for them would wait for the packing of the next load.
-        shape = (NUM_SLOTS, max_packets(watermark_bytes))
-        self._host_sums = torch.zeros(shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._max_sums = NUM_SLOTS * max_packets(watermark_bytes)
         self._tasks: Sequence[Task] = ()
         self._fills: list[tuple[tuple[Packet, ...], FillSlot]] = []
         """What a load holds and what fills it, staging or not."""
         self._loads: list[Load] = []
         self._places = Places({})
+        self._entries: dict[Destination, Entries] = {}
+        self._slots: list[torch.Tensor] = []
+        self._ready: list[torch.cuda.Event | None] = [None] * NUM_SLOTS
+        """Of each slot: its packing is done. Recorded again only when every write from the slot is over."""
         self._slot_bytes = 0
         self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._sums = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._host_sums = torch.empty(0, dtype=torch.int64)
+        self._windows: list[slice] = []
+        """The packets whose sums are on the device at a time: sums go to the host window by window, not load by load.
+        While a link polls the device, each call to the driver waits for it."""
+        self._window = 0
         self._is_released = False
         self._quarantined: dict[int, list[str]] = {}
         self._prepared: Prepared | None = None
@@ -153,13 +170,14 @@ class Pipeline:
     def allocate(self) -> None:
         """Take staging, register it, and open a thread a link. After compile()."""
         self._drop_staging()
-        self._sums = torch.zeros(self._host_sums.shape, dtype=torch.int64, device=self._device)
+        self._sums = torch.zeros(self._max_sums, dtype=torch.int64, device=self._device)
         self._staging = torch.empty(NUM_SLOTS * self._slot_bytes, dtype=torch.uint8, device=self._device)
+        self._slots = list(self._staging.view(NUM_SLOTS, self._slot_bytes))
         if self._slot_bytes:
             self._transport.register([self._staging])
-        self._loads = [
-            Load(number, packets, fill, self._hashes(packets)) for number, (packets, fill) in enumerate(self._fills)
-        ]
+        if self._device.type == "cuda":
+            self._ready = [torch.cuda.Event() for _ in range(NUM_SLOTS)]
+        self._make_loads()
         self._close_links()
         num_destinations = len({(task.replica, task.dest_rank) for task in self._tasks})
         self._links = ThreadPoolExecutor(
@@ -180,6 +198,7 @@ class Pipeline:
         self._fills = []
         self._is_released = True
 
+    @torch.no_grad()
     def prepare(self, version: int, *, trace: bool = False) -> None:
         """Begin the source and pack the first loads, one a slot, before it is known who will receive them.
 
@@ -194,6 +213,8 @@ class Pipeline:
             prepared.peak_bytes = self._account(held)
             self._recover_slots()
             began = time.monotonic()
+            self._window = 0
+            self._sums.zero_()
             for slot, load in enumerate(self._loads[:NUM_SLOTS]):
                 prepared.filled.append(self._pack(slot, load, prepared.tracer))
             prepared.prepare_s = time.monotonic() - began
@@ -251,7 +272,7 @@ class Pipeline:
 
     def _drop_staging(self) -> None:
         """Staging, and the loads that refer to it. The link forgets it: it outlives this pipeline."""
-        self._loads = []
+        self._loads, self._slots = [], []
         had_staging = self._staging.numel() > 0
         if had_staging:
             self._transport.unregister([self._staging])
@@ -260,8 +281,34 @@ class Pipeline:
         if had_staging and self._device.type == "cuda":
             torch.cuda.empty_cache()  # torch would keep it, and what is taken next may come on top of that
 
-    def _slot(self, slot: int) -> torch.Tensor:
-        return self._staging[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
+    def _make_loads(self) -> None:
+        """What compile() knows and what depends on where staging is."""
+        addresses = [slot.data_ptr() for slot in self._slots]
+        cut = [packets for packets, _ in self._fills]
+        batches, self._entries = compile_writes(cut, addresses, self._places)
+        first = num_packets = 0
+        self._windows = []
+        for number, (packets, fill) in enumerate(self._fills):
+            if num_packets + len(packets) - first > self._max_sums:
+                self._windows.append(slice(first, num_packets))
+                first = num_packets
+            place = num_packets - first
+            self._loads.append(
+                Load(
+                    number,
+                    packets,
+                    fill,
+                    self._hashes(packets),
+                    len(self._windows),
+                    self._sums[place : place + len(packets)],
+                    batches[number],
+                )
+            )
+            num_packets += len(packets)
+        self._windows.append(slice(first, num_packets))
+        if len(self._host_sums) != num_packets:
+            is_cuda = self._device.type == "cuda"
+            self._host_sums = torch.zeros(num_packets, dtype=torch.int64, pin_memory=is_cuda)
 
     def _hashes(self, packets: Sequence[Packet]) -> tuple[RangeHashes, ...]:
         """The hashes of a load's packets, for each slot that it may be in."""
@@ -274,28 +321,38 @@ class Pipeline:
         )
 
     def _view(self, slot: int, packet: Packet) -> torch.Tensor:
-        return self._slot(slot)[packet.offset_bytes : packet.offset_bytes + packet.tasks[0].num_bytes]
+        return self._slots[slot][packet.offset_bytes : packet.offset_bytes + packet.tasks[0].num_bytes]
 
     def _pack(self, slot: int, load: Load, tracer: Tracer) -> Filled:
         """Fill a slot from the source and hash it; the device may still be at work on return."""
         began = time.monotonic()
+        if load.window != self._window:
+            self._take_sums()
+            self._window = load.window
         start = tracer.mark()
-        with torch.no_grad():
-            load.fill(self._slot(slot))
+        load.fill(self._slots[slot])
         packed = tracer.mark()
         tracer.device(f"pack slot {slot}", f"load {load.number}", start, packed)
         if load.hashes:
-            sums = self._sums[slot, : len(load.packets)]
-            sums.zero_()
-            load.hashes[slot].add_to(sums)
-            self._host_sums[slot, : len(load.packets)].copy_(sums, non_blocking=True)
+            load.hashes[slot].add_to(load.sums)
             tracer.device(f"hash slot {slot}", f"load {load.number}", packed, tracer.mark())
-        ready = None
-        if self._device.type == "cuda":
-            ready = torch.cuda.Event()
+        ready = self._ready[slot]
+        if ready is not None:
             ready.record()
         tracer.add("prepare (host)", f"load {load.number}", began, time.monotonic())
         return Filled(slot, load, ready)
+
+    def _take_sums(self) -> None:
+        """The window's sums go to the host, in stream order; then the device has room for the next window's."""
+        window = self._windows[self._window]
+        self._host_sums[window].copy_(self._sums[: window.stop - window.start], non_blocking=True)
+        self._sums.zero_()
+
+    def _sums_of_packets(self) -> Ints:
+        """Hash sums of all packets that were packed, after the last _take_sums()."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._host_sums.numpy()
 
     def _account(self, held_bytes: int) -> int:
         declared = self._source.temporary_bytes

@@ -9,13 +9,11 @@ Invariant: a slot is packed again only when every write from it is over; a repli
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,9 +25,8 @@ from weight_sync.errors import TransportError
 from weight_sync.integrity import RangeHashes
 from weight_sync.layout import Binding
 from weight_sync.packing import FillSlot, Packet
-from weight_sync.plan import Task
 from weight_sync.staging import NUM_SLOTS
-from weight_sync.sums import Sums
+from weight_sync.sums import Places, Sums
 from weight_sync.trace import Span, Tracer
 
 if TYPE_CHECKING:
@@ -67,56 +64,81 @@ class PipelineResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What one slot carries at once, how it is filled, and the packets' hashes in either slot."""
-
-    number: int
-    packets: tuple[Packet, ...]
-    fill: FillSlot
-    hashes: tuple[RangeHashes, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Batch:
-    """What one destination gets of a load: packets by number, and the arguments of one write."""
+    """What one destination gets of a load: the arguments of one write, all but where the engine is."""
 
-    packets: list[int]
-    columns: list[int]
-    """Where their parameters stand in the sums."""
-    sources: list[int]
-    destinations: list[int]
+    span: slice
+    """Its part of the destination's entries."""
+    sources: tuple[list[int], ...]
+    """Addresses, by the slot that the load is in."""
     sizes: list[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """All batches of a load, one behind the other, as what is added to the sums when they are written."""
+    """All writes to one destination in schedule order, in columns."""
 
-    spans: dict[Destination, slice]
-    columns: Ints
+    params: tuple[str, ...]
+    param: Ints
+    """Number in `params`."""
+    offset: Ints
+    """Of the first byte in the parameter."""
     sizes: Ints
     packets: Ints
+    """Number in the schedule."""
+    columns: Ints
+    """Where the parameter stands in the sums."""
 
-    @classmethod
-    def of(cls, batches: Mapping[Destination, Batch]) -> Entries:
-        """Made by the caller's thread, while the load before is written."""
-        stops = list(itertools.accumulate(len(batch.sizes) for batch in batches.values()))
+    def addresses(self, binding: Binding) -> list[int]:
+        """Where each write goes."""
+        starts = np.array([binding.addresses[param] for param in self.params], np.int64)
+        return (starts[self.param] + self.offset).tolist()
 
-        def joined(lists: Iterable[list[int]]) -> Ints:
-            return np.array(list(itertools.chain.from_iterable(lists)), np.int64)
 
-        return cls(
-            dict(zip(batches, map(slice, [0, *stops], stops))),
-            joined(batch.columns for batch in batches.values()),
-            joined(batch.sizes for batch in batches.values()),
-            joined(batch.packets for batch in batches.values()),
-        )
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one slot carries at once, how it is filled, its packets' hashes in either slot, and its writes. All made
+    once a plan: a small watermark makes thousands of loads, and the link waits for what one costs in Python."""
 
-    def where(self, written: Collection[Destination]) -> slice | Ints:
-        """The entries of those batches."""
-        if len(written) == len(self.spans):
-            return slice(None)
-        return np.concatenate([np.arange(self.spans[dest].start, self.spans[dest].stop) for dest in written])
+    number: int
+    packets: tuple[Packet, ...]
+    fill: FillSlot
+    hashes: tuple[RangeHashes, ...]
+    window: int
+    sums: torch.Tensor
+    """Of the hashes; the place is the load's while its window is on the device."""
+    batches: dict[Destination, Batch]
+
+
+def compile_writes(
+    cut: Sequence[Sequence[Packet]], slot_addresses: Sequence[int], places: Places
+) -> tuple[list[dict[Destination, Batch]], dict[Destination, Entries]]:
+    """The writes of a schedule: by load and destination, and all of each destination."""
+    rows: dict[Destination, list[tuple[str, int, int, int]]] = {}
+    batches: list[dict[Destination, Batch]] = []
+    number = 0
+    for packets in cut:
+        starts: dict[Destination, list[int]] = {}
+        for packet in packets:
+            for task in packet.tasks:
+                dest = (task.replica, task.dest_rank)
+                starts.setdefault(dest, []).append(packet.offset_bytes)
+                rows.setdefault(dest, []).append((task.param, task.dest_offset_bytes, task.num_bytes, number))
+            number += 1
+        load: dict[Destination, Batch] = {}
+        for dest, offsets in starts.items():
+            span = slice(len(rows[dest]) - len(offsets), len(rows[dest]))
+            sources = tuple([address + offset for offset in offsets] for address in slot_addresses)
+            load[dest] = Batch(span, sources, [size for _, _, size, _ in rows[dest][span]])
+        batches.append(load)
+    entries: dict[Destination, Entries] = {}
+    for dest, own in rows.items():
+        names, *numbers = zip(*own)
+        known = {name: place for place, name in enumerate(dict.fromkeys(names))}
+        param = np.array([known[name] for name in names], np.int64)
+        columns = np.array([places.column(dest, name) for name in known], np.int64)
+        entries[dest] = Entries(tuple(known), param, *(np.array(n, np.int64) for n in numbers), columns[param])
+    return batches, entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +176,22 @@ class Replay:
         self._bindings = bindings
         self._budgets_s = budgets_s
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._filled: queue.SimpleQueue[tuple[Filled, dict[Destination, Batch], Entries] | None] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[tuple[Filled, list[Destination]] | None] = queue.SimpleQueue()
+        self._addresses = {
+            dest: entries.addresses(bindings[dest]) for dest, entries in owner._entries.items() if dest in bindings
+        }
         self._prepared = prepared
         self._tracer = prepared.tracer
         self._writer_error: BaseException | None = None
-        self._written: deque[tuple[Entries, list[Destination], Ints]] = deque()
-        """Per load: its batches, whom they reached, and the hashes of its packets."""
+        self._written: dict[Destination, list[slice]] = {}
+        """The entries that reached each destination."""
         self.result = PipelineResult(Sums(owner._places), peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
 
+    @torch.no_grad()
     def replay(self, loads: Sequence[Load]) -> None:
         """Send what is prepared, and pack every other load in order while the writer thread sends the one before."""
         ready = {filled.load.number: filled for filled in self._prepared.filled}
-        loads = [load for load in loads if any(self._wanted(packet.tasks) for packet in load.packets)]
+        loads = [load for load in loads if self._wanted(load)]
         if not loads:
             return
         sent = {load.number for load in loads}
@@ -178,7 +204,7 @@ class Replay:
             for load in loads:
                 filled = ready.get(load.number)
                 if filled is None:
-                    if not any(self._wanted(packet.tasks) for packet in load.packets):  # who wanted it has failed
+                    if not self._wanted(load):  # who wanted it has failed
                         continue
                     slot = self._next_slot()
                     if slot is None:
@@ -186,20 +212,17 @@ class Replay:
                     began = time.monotonic()
                     filled = self._owner._pack(slot, load, self._tracer)
                     self.result.prepare_s += time.monotonic() - began
-                batches = self._batches(filled)
-                self._filled.put((filled, batches, Entries.of(batches)))
-                self._count()
+                self._filled.put((filled, self._wanted(load)))
         finally:
             self._filled.put(None)
+            self._owner._take_sums()
             writer.join()
             self._count()
         if self._writer_error is not None:
             raise self._writer_error
 
-    def _wanted(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
-        return tuple(
-            t for t in tasks if (t.replica, t.dest_rank) in self._bindings and t.replica not in self.result.errors
-        )
+    def _wanted(self, load: Load) -> list[Destination]:
+        return [dest for dest in load.batches if dest in self._bindings and dest[0] not in self.result.errors]
 
     def _next_slot(self) -> int | None:
         """A slot that may be packed; None when the writer stopped or every slot is quarantined."""
@@ -213,30 +236,13 @@ class Replay:
                     "packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, self.result.write_s
                 )
 
-    def _batches(self, filled: Filled) -> dict[Destination, Batch]:
-        """The writes of a load. Made by the caller's thread, so that the link waits for nothing but bytes."""
-        first_address = self._owner._slot(filled.slot).data_ptr()
-        batches: dict[Destination, Batch] = {}
-        for number, packet in enumerate(filled.load.packets):
-            for task in self._wanted(packet.tasks):
-                dest = (task.replica, task.dest_rank)
-                batch = batches.get(dest)
-                if batch is None:
-                    batch = batches[dest] = Batch([], [], [], [], [])
-                batch.packets.append(number)
-                batch.columns.append(self._owner._places.column(dest, task.param))
-                batch.sources.append(first_address + packet.offset_bytes)
-                batch.destinations.append(self._bindings[dest].addresses[task.param] + task.dest_offset_bytes)
-                batch.sizes.append(task.num_bytes)
-        return batches
-
     def _write_all(self) -> None:
         """The writer thread: loads in order, each to all its sessions at once. Never leaves packing waiting."""
         try:
             self._owner._enter_thread()
             while (item := self._filled.get()) is not None:
-                filled, batches, entries = item
-                self._write_load(filled, batches, entries)
+                filled, wanted = item
+                self._write_load(filled, wanted)
                 if filled.slot not in self._owner._quarantined:
                     self._free.put(filled.slot)
                 elif len(self._owner._quarantined) == NUM_SLOTS:
@@ -245,14 +251,14 @@ class Replay:
             self._writer_error = e
             self._free.put(None)
 
-    def _write_load(self, filled: Filled, batches: Mapping[Destination, Batch], entries: Entries) -> None:
+    def _write_load(self, filled: Filled, wanted: Sequence[Destination]) -> None:
         if filled.ready is not None:
             began = time.monotonic()
             filled.ready.synchronize()
             self.result.prepare_s += time.monotonic() - began
-        batches = {dest: batch for dest, batch in batches.items() if dest[0] not in self.result.errors}
+        batches = {dest: filled.load.batches[dest] for dest in wanted if dest[0] not in self.result.errors}
         began = time.monotonic()
-        outcomes = self._write_destinations(batches)
+        outcomes = self._write_destinations(filled.slot, batches)
         self.result.busy_write_s += time.monotonic() - began
         for dest, (seconds, _) in outcomes.items() if self._tracer.is_on else ():
             self._tracer.add(
@@ -268,25 +274,23 @@ class Replay:
             if error is not None:
                 self.result.errors.setdefault(dest[0], f"{type(error).__name__}: {error}")
                 self._close_failed(filled.slot, self._bindings[dest].session)
-        written = [dest for dest, (_, error) in outcomes.items() if error is None]
-        if written:
-            hashes = self._owner._host_sums[filled.slot, : len(filled.load.packets)].numpy().copy()
-            self._written.append((entries, written, hashes))
+            else:
+                self._written.setdefault(dest, []).append(batches[dest].span)
         for replica, seconds in spent.items():
             self.result.write_s[replica] = self.result.write_s.get(replica, 0.0) + seconds
 
     def _write_destinations(
-        self, batches: Mapping[Destination, Batch]
+        self, slot: int, batches: Mapping[Destination, Batch]
     ) -> dict[Destination, tuple[float, TransportError | None]]:
         """All sessions at once; one alone needs no other thread."""
         if len(batches) == 1:
-            return {dest: self._write_destination(dest, batch) for dest, batch in batches.items()}
+            return {dest: self._write_destination(dest, slot, batch) for dest, batch in batches.items()}
         links = self._owner._links
         assert links is not None
-        futures = {dest: links.submit(self._write_destination, dest, batch) for dest, batch in batches.items()}
+        futures = {dest: links.submit(self._write_destination, dest, slot, batch) for dest, batch in batches.items()}
         return {dest: future.result() for dest, future in futures.items()}
 
-    def _write_destination(self, dest: Destination, batch: Batch) -> tuple[float, TransportError | None]:
+    def _write_destination(self, dest: Destination, slot: int, batch: Batch) -> tuple[float, TransportError | None]:
         """One session's part of a load. Returns its seconds and what went wrong."""
         binding = self._bindings[dest]
         remaining_s = self._budgets_s[dest[0]] - self.result.write_s.get(dest[0], 0.0)
@@ -294,8 +298,8 @@ class Replay:
         try:
             self._owner._transport.write(
                 binding.session,
-                batch.sources,
-                batch.destinations,
+                batch.sources[slot],
+                self._addresses[dest][batch.span],
                 batch.sizes,
                 timeout_s=max(remaining_s, 0.0),
             )
@@ -305,10 +309,13 @@ class Replay:
         return time.monotonic() - began, None
 
     def _count(self) -> None:
-        """Add up what has been written so far. Load by load: at the end of a publish every rank waits for it."""
-        while self._written:
-            entries, written, hashes = self._written.popleft()
-            at = entries.where(written)
+        """Add up what was written. The writer has ended."""
+        hashes = self._owner._sums_of_packets()
+        for dest, spans in self._written.items():
+            entries, num_written = self._owner._entries[dest], sum(span.stop - span.start for span in spans)
+            at: slice | Ints = slice(None)
+            if num_written < len(entries.sizes):
+                at = np.concatenate([np.arange(span.start, span.stop) for span in spans])
             sizes = entries.sizes[at]
             self.result.sums.add(entries.columns[at], sizes, hashes[entries.packets[at]])
             self.result.num_bytes += int(sizes.sum())

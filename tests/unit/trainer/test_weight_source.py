@@ -134,6 +134,30 @@ def test_joined_reads_are_bitwise_slices_of_the_export(merged, data):
         assert torch.equal(read.view(slot), export[read.tensor][window])
 
 
+@torch.no_grad()
+def test_a_compiled_load_reads_what_the_parameters_hold_now_wherever_they_are():
+    rank = make_rank()
+    metas = {meta.name: meta for meta in rank._source.layout().tensors}
+    reads, offset = [], 0
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.1.down_proj.weight"):
+        reads.append(PackedRead(name, Region((0, 0), metas[name].shape), (0, 1), metas[name].dtype, offset))
+        offset += reads[-1].num_bytes
+    fill, slot = rank._source.compile_reads(reads), torch.zeros(offset, dtype=torch.uint8)
+    for version, does_move in enumerate((False, False, True)):
+        for parameter in rank._decoder.parameters():
+            if does_move:
+                parameter.data = parameter.data.clone()
+            parameter.normal_()
+        rank._source.begin(version)
+        fill(slot)
+        for read in reads:
+            rank._source.read(read.tensor, read.region, wanted := torch.empty(read.region.shape))
+            assert torch.equal(read.view(slot), wanted.to(getattr(torch, read.dtype)))
+        rank._source.end()
+    with pytest.raises(LayoutError, match=r"outside begin\(\) and end\(\)"):
+        fill(slot)
+
+
 def test_a_stack_of_experts_is_one_run(merged):
     """Gate and up of all experts, in the order of an engine's fused parameter, are one merge."""
     rank, _ = merged

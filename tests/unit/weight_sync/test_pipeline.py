@@ -82,6 +82,21 @@ def test_every_byte_arrives_and_is_counted_and_hashed() -> None:
     assert world.source.num_ends == 1
 
 
+def test_hashes_of_more_packets_than_the_device_has_sums_for() -> None:
+    world = World(2)
+    world.pipeline._max_sums = max(len(load.packets) for load in world.pipeline._loads)
+    world.pipeline.load(world.plan.tasks_of(0))
+    assert len(world.pipeline._windows) > 2
+    for version in (3, 4):
+        world.pipeline.prepare(version)
+        world.pipeline.cancel()
+        result = world.run(version)
+        for (replica, rank), sums in result.sums.items():
+            params = world.engines[replica].params[rank]
+            for name, (count, total) in sums.items():
+                assert total == hash_bytes(params[name].reshape(-1).view(torch.uint8)[:count])
+
+
 @pytest.mark.parametrize("watermark_bytes", [SMALL_WATERMARK, HASH_BYTES + 1024, 1 << 16, 1 << 20])
 @pytest.mark.parametrize("temporary_bytes", [0, 100])
 def test_temporary_memory_stays_under_the_watermark(watermark_bytes: int, temporary_bytes: int) -> None:
