@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -86,8 +87,9 @@ def merger(
 
     first_tile = tile_of(first_row)
     grid = (triton.cdiv(num_columns, TILE_COLUMNS), tile_of(first_row + num_rows - 1) - first_tile + 1)
+    launch: Any = _merge[grid]
     return partial(
-        _merge[grid],
+        launch,
         base_RN,
         b_RK,
         a_EKN,

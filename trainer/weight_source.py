@@ -160,8 +160,11 @@ class TrainerWeightSource:
     def _writer(self, item: PackedRun, slot: Tensor) -> Callable[[], object]:
         """What writes a run into a slot, at every publish anew."""
         tensor, run, out = item.read.tensor, item.run, item.out(slot)
-        is_fixed = isinstance(run, RowRun) and tensor not in self._quantized
-        if is_fixed and (run.delta is None or not run.delta.is_gathered):
+        if (
+            isinstance(run, RowRun)
+            and tensor not in self._quantized
+            and (run.delta is None or not run.delta.is_gathered)
+        ):
             return run.writer(out, {})
         return lambda: self._write(tensor, run, out)
 

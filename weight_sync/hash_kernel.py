@@ -81,7 +81,7 @@ def add_hashes(
         alignment: Of all addresses, fronts and sizes: 16, 4 or 1 bytes.
         max_blocks: Most blocks of a row.
     """
-    _add_hashes[(triton.cdiv(max_blocks, BLOCKS_A_PROGRAM), table.shape[0])](
+    _add_hashes[(-(-max_blocks // BLOCKS_A_PROGRAM), table.shape[0])](
         table,
         within,
         across,

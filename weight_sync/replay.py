@@ -133,11 +133,12 @@ def compile_writes(
         batches.append(load)
     entries: dict[Destination, Entries] = {}
     for dest, own in rows.items():
-        names, *numbers = zip(*own)
+        names = [name for name, _, _, _ in own]
         known = {name: place for place, name in enumerate(dict.fromkeys(names))}
         param = np.array([known[name] for name in names], np.int64)
         columns = np.array([places.column(dest, name) for name in known], np.int64)
-        entries[dest] = Entries(tuple(known), param, *(np.array(n, np.int64) for n in numbers), columns[param])
+        offset, sizes, packets = np.array([numbers for _, *numbers in own], np.int64).T
+        entries[dest] = Entries(tuple(known), param, offset, sizes, packets, columns[param])
     return batches, entries
 
 
