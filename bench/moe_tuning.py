@@ -57,7 +57,7 @@ def tilings_table(shape: dict[str, int], num_tokens: int, device: torch.device) 
         (Tiling(128, 256, 8, 3), 64, 2),
     )  # fmt: skip
     row_tilings = (
-        Tiling(64, 32, 4, 3), Tiling(32, 64, 4, 3), Tiling(32, 64, 8, 3), Tiling(16, 128, 4, 3), Tiling(64, 64, 8, 3),
+        Tiling(64, 32, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2, max_registers=168),
     )  # fmt: skip
     gradient_tilings = (Tiling(64, 128, 4, 3), Tiling(64, 128, 4, 4), Tiling(64, 256, 8, 3))
     gather_tilings = (Tiling(64, 128, 4, 3), Tiling(32, 128, 4, 3))

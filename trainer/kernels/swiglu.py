@@ -44,13 +44,18 @@ class InnerAdapter:
 
 
 FORWARD, BACKWARD = Tiling(16, 256, warps=4, stages=3), Tiling(32, 64, warps=8, stages=3)
-ADAPTED = ADAPTED_BACKWARD = {
-    128: Tiling(64, 32, warps=4, stages=3),
+_WIDE = {
     256: Tiling(64, 16, warps=4, stages=3),
     1024: Tiling(32, 16, warps=8, stages=2),
     2048: Tiling(16, 16, warps=8, stages=2),
 }
+ADAPTED = {128: Tiling(64, 64, warps=4, stages=3), **_WIDE}
 """With an adapter; see launch.tiling_of."""
+ADAPTED_BACKWARD = {
+    32: Tiling(64, 64, warps=4, stages=2, max_registers=168),
+    128: Tiling(64, 64, warps=4, stages=2),
+    **_WIDE,
+}
 
 
 def activate_torch(
@@ -198,6 +203,7 @@ def _constants(
         "HAS_LORA": adapter is not None, "HAS_BIAS": bias_EI is not None,
         "RANK": rank, "PADDED_RANK": padded_rank(rank), "BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns,
         "STAGES": tiling.stages, "PRECISION": precision_of(gu_SI), "num_warps": tiling.warps,
+        "maxnreg": tiling.max_registers,
     }  # fmt: skip
 
 

@@ -183,7 +183,9 @@ def shared_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("dtype", "rank"),
     [
+        (torch.float16, 16),
         (torch.float16, 64),
+        (torch.float32, 32),
         (torch.bfloat16, 128),
         (torch.bfloat16, 256),
         (torch.bfloat16, MAX_EXPERT_RANK),
@@ -231,6 +233,8 @@ def test_a_product_and_its_adapter_fit_into_a_blocks_shared_memory(
 @pytest.mark.parametrize("rank", [1, 16, 33, 64])
 def test_narrow_ranks_have_the_tilings_that_were_measured(rank: int) -> None:
     """bench/moe_tuning.py, in bfloat16."""
-    assert tiling_of(ADAPTED, rank, 2) == tiling_of(ADAPTED_BACKWARD, rank, 2) == Tiling(64, 32, warps=4, stages=3)
+    most = 168 if rank <= 16 else None
+    assert tiling_of(ADAPTED, rank, 2) == Tiling(64, 64, warps=4, stages=3)
+    assert tiling_of(ADAPTED_BACKWARD, rank, 2) == Tiling(64, 64, warps=4, stages=2, max_registers=most)
     assert tiling_of(ADD, rank, 2) == Tiling(64, 64, warps=4, stages=3)
     assert tiling_of(GRADIENT, rank, 2) == tiling_of(PROJECT, rank, 2) == Tiling(64, 128, warps=4, stages=3)
