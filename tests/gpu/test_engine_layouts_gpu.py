@@ -36,6 +36,8 @@ class Case:
     tp_size: int = 1
     expert_parallel: bool = False
     has_graphs: bool = False
+    width: int = 256
+    """Of an expert. Blocks of 128 are not cut."""
     is_merged: bool = False
     """The weights come from a decoder with adapters, merged (and quantized) by its weight source."""
 
@@ -46,6 +48,8 @@ CASES = {
     "moe-fp8-merged": Case("qwen3_moe", is_fp8=True, is_merged=True),
     "moe-fp8-tp2": Case("qwen3_moe", is_fp8=True, tp_size=2),
     "mla-fp8-ep2": Case("deepseek_v3", is_fp8=True, tp_size=2, expert_parallel=True),
+    "moe-fp8-tp4": Case("qwen3_moe", is_fp8=True, tp_size=4, width=512),  # and two heads of keys on four ranks
+    "mla-fp8-ep4": Case("deepseek_v3", is_fp8=True, tp_size=4, expert_parallel=True, width=512),
 }
 
 
@@ -96,7 +100,7 @@ def publish(case: Case, folder: Path) -> dict[str, Any]:
 
     from conf.schema import Device
 
-    config = {**CONFIGS[case.model], **FOR_GPUS[case.model]}
+    config = {**CONFIGS[case.model], **FOR_GPUS[case.model], "moe_intermediate_size": case.width}
     checkpoint = folder / "checkpoint"
     if case.is_merged:
         source: Any = merged_source(config, checkpoint)
