@@ -49,7 +49,7 @@ _WIDE = {
     1024: Tiling(32, 16, warps=8, stages=2),
     2048: Tiling(16, 16, warps=8, stages=2),
 }
-ADAPTED = {128: Tiling(64, 64, warps=4, stages=3), **_WIDE}
+ADAPTED = {32: Tiling(64, 64, warps=4, stages=3), 128: Tiling(64, 32, warps=4, stages=3), **_WIDE}
 """With an adapter; see launch.tiling_of."""
 ADAPTED_BACKWARD = {
     32: Tiling(64, 64, warps=4, stages=2, max_registers=168),
