@@ -234,12 +234,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"))
     add_shape_options(parser, rank=32)
-    parser.add_argument("--slots", type=int, default=6, help="of the engine; requests hold theirs to their end")
+    parser.add_argument("--slots", type=int, default=8, help="of the engine; requests hold theirs to their end")
     parser.add_argument("--on-busy-slot", default="wait", choices=("wait", "requeue", "re_prefill"))
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument(
-        "--max-tokens", type=int, default=64, help="of a response; lengths lie between half and all of it"
+        "--max-tokens", type=int, default=96, help="of a response; lengths lie between half and all of it"
     )
     parser.add_argument("--seconds", type=float, default=30.0, help="of publishing")
     parser.add_argument("--beside-s", type=float, default=15.0, help="of every other phase")

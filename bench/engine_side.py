@@ -179,7 +179,7 @@ def build_worker(spec: EngineSpec, folder: Path) -> Any:
             tp_size=spec.tp_size,
             enable_expert_parallel=spec.expert_parallel,
             **memory,
-            sampling=SamplingConfig(max_tokens=256 if is_gpu else 32, stop_at_eos=False),
+            sampling=SamplingConfig(max_tokens=768 if is_gpu else 32, stop_at_eos=False),
         ),
         weight_sync=WeightSyncConfig(),
         dtype=DType.bfloat16,

@@ -128,6 +128,23 @@ def extrapolated_memory(
     return made
 
 
+def add_extrapolations(report: dict[str, Any], args: argparse.Namespace, world_size: int) -> None:
+    """Of every rank whose two depths are there."""
+    measured = report["measured"]
+    pairs = {f"r{args.rank}": ("shallow", "deep"), f"r{args.other_rank}": ("other_shallow", "other_deep")}
+    report["extrapolated"] = {
+        rank: {
+            routing: extrapolate(measured[low], measured[high], routing, world_size, args.tokens)
+            for routing in measured[high]["routings"]
+            if routing in measured[low]["routings"]
+        }
+        for rank, (low, high) in pairs.items()
+        if {low, high} <= measured.keys()
+    }
+    if report["extrapolated"]:
+        report["assumptions"] = assumptions(world_size, report["extrapolated"])
+
+
 def assumptions(world_size: int, report: dict[str, Any]) -> list[str]:
     """In words."""
     link = report["r16"]["balanced"] if "r16" in report else next(iter(report.values()))["balanced"]
@@ -240,30 +257,17 @@ def main() -> None:
     for case in wanted:
         if result := run_case(case, world_size):
             measured[case.name] = result
+            add_extrapolations(report, args, world_size)
             out.write_text(json.dumps(report, indent=1) + "\n")  # whatever becomes of the next
     if not measured:
         sys.exit("nothing was measured: see the error above")
     if args.ladder:
         print_ladder(measured["ladder"]["ladder"])
     else:
-        pairs = {f"r{args.rank}": ("shallow", "deep")}
-        if args.other_rank:
-            pairs[f"r{args.other_rank}"] = ("other_shallow", "other_deep")
-        report["extrapolated"] = {
-            rank: {
-                routing: extrapolate(measured[low], measured[high], routing, world_size, args.tokens)
-                for routing in measured[high]["routings"]
-                if routing in measured[low]["routings"]
-            }
-            for rank, (low, high) in pairs.items()
-            if {low, high} <= measured.keys()
-        }
         if report["extrapolated"]:
-            report["assumptions"] = assumptions(world_size, report["extrapolated"])
             print_table(report)
         if measured.get("deep", {}).get("kernels"):
             print_kernels(measured["deep"]["kernels"])
-    out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {out}")
     if failed := [case.name for case in wanted if "error" in measured.get(case.name, {"error": ""})]:
         sys.exit(f"{', '.join(failed)} failed: see the errors above")

@@ -131,9 +131,14 @@ class Bench:
                 found["rows"] += self.row(title, row, spec, engine, gpus, endpoint)
             found["held_up"] = held_up(ask(engine, "events"), found["rows"])
             found["num_generated_tokens"] = ask(engine, "tokens")
-            keep({**found, "peers": {}})
+            found["peers"] = {}
+            keep(found)
             if is_last and not self.args.no_peers:
-                keep({**found, "peers": self.peers(spec, engine.pipe, gpus)})
+                for name, peer in self.peers(spec, engine.pipe, gpus).items():
+                    found["peers"] = found["peers"] | {
+                        name: peers.attempt(name, [engine.pipe, self.ranks[0].pipe], peer)
+                    }
+                    keep(found)
             engine.pipe.send(("end",))
             engine.process.join(20)
         finally:
@@ -202,18 +207,12 @@ class Bench:
             "reports": reports,
         }
 
-    def peers(self, spec: EngineSpec, engine: Connection, gpus: list[int]) -> dict[str, Any]:
-        """Both, each on its own."""
-        repeats, pipes = self.args.peer_updates, [engine, self.ranks[0].pipe]
+    def peers(self, spec: EngineSpec, engine: Connection, gpus: list[int]) -> dict[str, Callable[[], Any]]:
+        """What measures each."""
+        config, rank0, repeats = self.hf_config, self.ranks[0].pipe, self.args.peer_updates
         return {
-            "vllm_nccl": peers.attempt(
-                "vllm_nccl",
-                pipes,
-                lambda: peers.vllm_nccl(self.hf_config, engine, self.ranks[0].pipe, spec.tp_size, repeats),
-            ),
-            "checkpoint_engine": peers.attempt(
-                "checkpoint_engine", pipes, lambda: peers.checkpoint_engine(self.hf_config, engine, gpus, repeats)
-            ),
+            "vllm_nccl": lambda: peers.vllm_nccl(config, engine, rank0, spec.tp_size, repeats),
+            "checkpoint_engine": lambda: peers.checkpoint_engine(config, engine, gpus, repeats),
         }
 
     def close(self) -> None:

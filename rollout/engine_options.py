@@ -71,6 +71,7 @@ def engine_arguments(
         "distributed_executor_backend": "mp" if config.tp_size > 1 else "uni",
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,  # vLLM's own default for embedded engines is 2,048
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": config.kv_cache_bytes or (CPU_KV_CACHE_BYTES if is_cpu else None),
         "enforce_eager": is_cpu or config.enforce_eager,

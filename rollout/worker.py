@@ -45,7 +45,7 @@ from rollout.slots import PROBE, Adapter
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from weight_sync.endpoint import ReplicaEndpoint
 from weight_sync.errors import PlanMismatch
-from weight_sync.heap import freeze_heap
+from weight_sync.heap import allow_collections, freeze_heap, hold_collections
 from weight_sync.layout import TensorMeta
 from weight_sync.protocol import Bound, EngineRank, Expected, Phase, VersionState, pack, unpack
 from weight_sync.recovery import Offer, Pulled, slowest
@@ -315,6 +315,7 @@ class RolloutWorker:
     async def stop(self) -> None:
         """Close the endpoint and end the engine. Idempotent."""
         self._serving.clear()
+        allow_collections()
         self._state = self._state.invalidate()
         await self._endpoint.close()
         if self._clearing is not None:
@@ -336,6 +337,7 @@ class RolloutWorker:
         """Stop serving, then the engine; begin() lets the bytes change. In this order nobody samples from a mixture."""
         self._state = self._state.begin(version, epoch, digest)
         self._serving.clear()
+        hold_collections()
         await self._engine.pause(self._sync.pause_mode)
 
     async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
@@ -365,6 +367,7 @@ class RolloutWorker:
         await self._engine.call_ranks(method, version, epoch)
         await self._engine.set_version(version)
         await self._engine.resume()
+        allow_collections()
         self._state = state
         self._serving.set()
 
@@ -376,6 +379,7 @@ class RolloutWorker:
     async def abort(self, epoch: int, reason: str) -> None:
         """Stay paused and DIRTY."""
         self._state = self._state.failed(epoch)
+        allow_collections()
         await self._engine.call_ranks("slipstream_abort", epoch, reason)
 
     def _decode(self, rollout: Rollout) -> str:

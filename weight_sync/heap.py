@@ -1,11 +1,13 @@
 """What Python's cyclic garbage collector must not walk while engines stand still.
 
-Owns one function. A process that takes part in publishes keeps, for as long as it lives, hundreds of thousands of
+A process that takes part in publishes keeps, for as long as it lives, hundreds of thousands of
 small objects: modules, a recorded layout, a plan (40,000 objects each at 18,867 tensors). A full collection visits all
 of them, 70 ms with nothing loaded but torch and a plan, more beside vLLM, and one that starts inside a publish is added
-to the pause. Frozen objects are not visited; reference counting still frees them.
+to the pause. Frozen objects are not visited; reference counting still frees them. What comes after start-up is not
+frozen: 256 requests in flight with their log-probabilities cost a full collection 25 to 40 ms, and messages of a
+publish that let outputs pile up bring one about. So a rollout worker has none from pause to resume.
 
-Callers, each once its long-lived objects exist: publisher.py (connect), rollout/worker.py and
+Callers of freeze_heap, each once its long-lived objects exist: publisher.py (connect), rollout/worker.py and
 rollout/weight_receiver.py (start).
 """
 
@@ -18,3 +20,13 @@ def freeze_heap() -> None:
     """Collect what is garbage, then take everything that is alive out of later collections."""
     gc.collect()
     gc.freeze()
+
+
+def hold_collections() -> None:
+    """None until allow_collections(). What is garbage meanwhile is collected then."""
+    gc.disable()
+
+
+def allow_collections() -> None:
+    """The end of hold_collections(); harmless without."""
+    gc.enable()

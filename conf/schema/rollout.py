@@ -41,6 +41,10 @@ class RolloutConfig:
     """Longest prompt plus response, in tokens."""
     max_num_seqs: int = 256
     """Requests that one engine decodes at once."""
+    max_num_batched_tokens: int = 8192
+    """Most tokens of one engine step, at least max_num_seqs. What is prefilled at once, also by all requests that a
+    publish of merged weights froze. A publish waits for the steps in flight.
+    """
     gpu_memory_utilization: float = 0.85
     """Share of a GPU that the engine may take. Ignored on a CPU."""
     kv_cache_bytes: int | None = None
@@ -67,6 +71,11 @@ class RolloutConfig:
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_concurrent_groups=self.max_concurrent_groups,
+        )
+        require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "rollout.max_num_batched_tokens must be >= rollout.max_num_seqs: a step decodes a token of every request; "
+            f"got {self.max_num_batched_tokens} and {self.max_num_seqs}",
         )
         require(
             0 < self.gpu_memory_utilization < 1,

@@ -25,6 +25,10 @@ CASES = [
         ["data.max_prompt_tokens=64"],
         "data.max_prompt_tokens=64 plus rollout.sampling.max_tokens=.*rollout.max_model_len=64",
     ),
+    (
+        ["rollout.max_num_batched_tokens=64"],
+        "rollout.max_num_batched_tokens must be >= rollout.max_num_seqs.*got 64 and 128",
+    ),
     (["rollout.max_model_len=1024"], "rollout.max_model_len=1024 is more than the model's max_position_embeddings=512"),
     (["weight_sync.transport=nvlink"], "weight_sync.transport=nvlink contradicts cluster.device=cpu"),
     (["rollout.enable_expert_parallel=true"], "rollout.enable_expert_parallel=true contradicts cluster.device=cpu"),

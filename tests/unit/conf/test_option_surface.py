@@ -59,6 +59,7 @@ OPTIONS = [
     "rollout.sampling.stop_at_eos",
     "rollout.max_model_len",
     "rollout.max_num_seqs",
+    "rollout.max_num_batched_tokens",
     "rollout.gpu_memory_utilization",
     "rollout.kv_cache_bytes",
     "rollout.enforce_eager",

@@ -6,6 +6,7 @@ What a real engine makes of it is shown by tests/contract/test_engine_vllm.py.
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,18 @@ async def test_a_publish_pauses_before_bytes_change_and_moves_the_version_before
     assert (worker.health().phase, worker.health().version, worker.health().epoch) == ("clean", 3, 1)
     (rollout,) = await worker.generate_group(PROMPT, 1)
     assert rollout.policy_versions == [3]
+
+
+@pytest.mark.parametrize("end", ["commit", "abort", "stop"])
+async def test_no_garbage_collection_starts_while_the_engine_stands_still(monkeypatch, tmp_path, end):
+    worker, _ = make(monkeypatch, tmp_path)
+    ends = {"commit": lambda: worker.commit(3, 1), "abort": lambda: worker.abort(1, "a reason"), "stop": worker.stop}
+    await worker.pause(3, 1, "digest")
+    await worker.begin(3, 1, "digest", ())
+    await worker.verify(3, 1, "digest", [EXPECTED] * 2)
+    assert not gc.isenabled()
+    await ends[end]()
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(
