@@ -15,6 +15,7 @@ Does not own the process group: whoever starts the rank initializes torch.distri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -195,6 +196,21 @@ def whole(tensor: Tensor) -> Tensor:
     """All rows of a parameter, without a graph. Collective where it is sharded, on the mesh that shards it."""
     values = tensor.detach()
     return values.full_tensor() if isinstance(values, DTensor) else values
+
+
+def wholes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`whole` of many parameters: those that ranks cut evenly in one exchange a mesh, since each on its own costs the
+    host 0.2 ms. Collective, in the order given."""
+    found: dict[int, Tensor] = {}
+    even: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor]]] = {}
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor) and tensor.shape[0] % tensor.device_mesh.size() == 0:
+            local = local_part(tensor)[0]
+            found[index] = local.new_empty(tensor.shape)
+            even.setdefault(tensor.device_mesh.get_group(), []).append((found[index], local))
+    for group, pairs in even.items():
+        group.allgather_into_tensor_coalesced(*map(list, zip(*pairs, strict=True))).wait()
+    return [found[index] if index in found else whole(tensor) for index, tensor in enumerate(tensors)]
 
 
 def _expert_banks(decoder: Decoder) -> list[Experts]:

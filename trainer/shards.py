@@ -23,7 +23,7 @@ from trainer.lora import Linear
 from trainer.model.spec import CORRECTION_BIAS
 from trainer.moe.experts import Experts
 from trainer.moe.routing import Router
-from trainer.parallel import local_part, whole
+from trainer.parallel import local_part, wholes
 from trainer.runs import LoraDelta, RowRun, local_rows
 from weight_sync.layout import Region
 
@@ -104,11 +104,12 @@ def gather_lora_a(decoder: Decoder) -> dict[str, Tensor]:
 
     All ranks call it at the same point; empty on a single rank. The caller owns the memory: the sum of numel * 4 bytes.
     """
-    gathered: dict[str, Tensor] = {}
-    for name, module in decoder.named_modules():
-        if isinstance(module, Linear) and module.lora is not None and isinstance(module.lora_A, DTensor):
-            gathered[f"{name}.lora_A"] = whole(module.lora_A)
-    return gathered
+    sharded = {
+        f"{name}.lora_A": module.lora_A
+        for name, module in decoder.named_modules()
+        if isinstance(module, Linear) and module.lora is not None and isinstance(module.lora_A, DTensor)
+    }
+    return dict(zip(sharded, wholes(list(sharded.values())), strict=True))
 
 
 def _held_rows(tensor: str, parameter: nn.Parameter, delta: LoraDelta | None = None) -> HeldTensor:

@@ -178,6 +178,16 @@ def test_files_are_bitwise_the_same_for_any_layout(worlds, single_rank_files, wo
 
 
 @pytest.mark.parametrize(("world", "ep_size", "hf_config"), CASES)
+def test_every_rank_gathers_every_sharded_a(worlds, world, ep_size, hf_config):
+    adapter = load_file(worlds[world][0] / f"world{world}_ep{ep_size}" / "adapter" / "adapter_model.safetensors")
+    for results in worlds[world][1]:
+        gathered = results[f"files_ep{ep_size}"]["gathered_a"]
+        assert len(gathered) >= 4
+        for name, values in gathered.items():
+            assert torch.equal(values, adapter[f"base_model.model.{name}.weight"]), name
+
+
+@pytest.mark.parametrize(("world", "ep_size", "hf_config"), CASES)
 def test_ranks_hold_every_element_once_and_load_their_slices(worlds, world, ep_size, hf_config):
     spec = ModelSpec.from_hf_config(hf_config)
     reader = CheckpointReader(worlds[world][0] / f"world{world}_ep{ep_size}" / "merged", spec)
