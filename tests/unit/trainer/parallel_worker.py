@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from tiny_models import MIXED, draw_b, logits_of, make_decoder, packed, probe_loss, trainer_config
 from torch import Tensor
 
-from conf.schema import TrainMode
+from conf.schema import LoraConfig, TrainMode
 from trainer.adapter_io import all_experts, load_adapter, save_adapter, save_merged
 from trainer.control import ControlGroup
 from trainer.loading import CheckpointReader, RandomReader, load_weights
@@ -132,7 +132,8 @@ def files(folder: Path, ep_size: int, world_size: int, rank: int, hf_config: dic
     out = folder / f"world{world_size}_ep{ep_size}"
     layout = ParallelLayout.create(world_size, ep_size, rank, "cpu")
     spec = ModelSpec.from_hf_config(hf_config)
-    config = trainer_config(num_ranks=world_size, ep_size=ep_size)
+    lora = LoraConfig(rank=6, alpha=12.0)  # which two ranks cut evenly, and four do not
+    config = trainer_config(num_ranks=world_size, ep_size=ep_size, lora=lora)
     decoder = build_decoder(spec, dtype=torch.bfloat16, device="cpu", trainer=config, layout=layout)
     load_weights(decoder, RandomReader(spec, seed=11, std=0.05, device="cpu"), seed=11)
     draw_b(decoder)
