@@ -51,7 +51,7 @@ class LinkRates:
     """One batched write to one session, beside its bytes."""
     op_s: float = 1e-6
     """One entry of a batched write, beside its bytes."""
-    load_launch_s: float = 0.25e-3
+    load_launch_s: float = 0.2e-3
     """Host time to launch what fills and hashes one slot."""
     hand_over_s: float = 65e-6
     """From the end of a load's writes to the start of the next one's: two threads that meet."""
