@@ -8,7 +8,7 @@ Callers: everything in this package, trainer.moe.grouped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 
 import torch
@@ -33,6 +33,19 @@ class RowGroups:
     def num_experts(self) -> int:
         """E."""
         return self.counts_E.shape[0]
+
+    def taken_apart(self) -> tuple[list[Tensor], Callable[..., RowGroups]]:
+        """Its tensors, and what makes it of them again. Why: `trainer.moe.dispatch.Dispatch.taken_apart`."""
+        num_rows, known, sizes = self.num_rows, self.__dict__.get("counts"), tuple(self._tiles)
+
+        def again(counts_E: Tensor, ends_E: Tensor, *tiles: Tensor) -> RowGroups:
+            groups = RowGroups(counts_E, num_rows, ends_E)
+            groups._tiles.update(zip(sizes, tiles, strict=True))
+            if known is not None:
+                groups.counts = known
+            return groups
+
+        return [self.counts_E, self.ends_E, *self._tiles.values()], again
 
     @cached_property
     def counts(self) -> list[int]:

@@ -54,6 +54,23 @@ class Dispatch:
     exchange: Exchange | None
     """None: this rank holds every expert."""
 
+    def taken_apart(self) -> tuple[list[Tensor], Callable[..., Dispatch]]:
+        """Its tensors, and what makes it of them again.
+
+        For an autograd.Function: tensors that it saves are freed when its backward ends; what else hangs on its ctx
+        lives until the whole graph ends, after the backward of every other layer.
+        """
+        (of_groups, groups_of), exchange = self.groups.taken_apart(), self.exchange
+        of_exchange = [] if exchange is None else [exchange.by_expert_R, exchange.by_sender_R]
+        splits = None if exchange is None else (exchange.group, exchange.send_splits, exchange.receive_splits)
+        num_of_groups = len(of_groups)  # `again` holds no tensor
+
+        def again(slots: Tensor, tokens: Tensor, rows: Tensor, *rest: Tensor) -> Dispatch:
+            sent = None if splits is None else Exchange(*splits, rest[-2], rest[-1])
+            return Dispatch(slots, tokens, rows, groups_of(*rest[:num_of_groups]), sent)
+
+        return [self.slot_of_row_S, self.token_of_row_S, self.row_of_slot_TK, *of_groups, *of_exchange], again
+
     def send(self, values: Tensor, source_S: Tensor) -> tuple[Tensor, Tensor]:
         """Bring values[source[i]] to the expert of row i.
 

@@ -88,5 +88,5 @@ class Experts(Adapted):
             adapters = (self.gate_up_lora_A, self.gate_up_lora_B, self.down_lora_A, self.down_lora_B)
             scale = self.lora.scale
         base = (self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
-        call = ExpertCall(plan, self.activation, scale, self.backend, self.combine_mode, self.packed)
-        return routed_experts(x_TH, weights_TK, base, adapters, call)
+        call = ExpertCall(self.activation, scale, self.backend, self.combine_mode, self.packed)
+        return routed_experts(x_TH, weights_TK, base, adapters, plan, call)

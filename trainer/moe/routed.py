@@ -3,7 +3,7 @@
     forward     Xp, xa = gather x, s x Agu^T                      GU  = Xp Wgu^T            (grouped product)
                 h,  ha = activation(GU + xa Bgu^T), s h Ad^T      y   = h Wd^T + ha Bd^T + bias
                 out[t] = sum_k w[t,k] y[t,k]
-    saved       x (not Xp), the routing, xa and ha (r numbers a row), the adapters in the compute dtype
+    saved       x (not Xp), the routing and the plan, xa and ha (r numbers a row), the adapters in the compute dtype
     backward    g,  db = gather grad_out, s g Bd                  dh' = g Wd                (unweighted)
                 GU again from x                                   dh' += db Ad;  dw = <h, dh'>;  dh = w dh'
                 dgu, w h, dba = s dgu Bgu from the activation's backward
@@ -49,7 +49,6 @@ COPIED_ROWS = 128
 class ExpertCall:
     """What one call of `routed_experts` is about, beside tensors that may get gradients."""
 
-    plan: Dispatch
     activation: ExpertActivation
     scale: float
     """alpha / rank of the adapters."""
@@ -73,6 +72,7 @@ def routed_experts(
     weights_TK: Tensor,
     base: tuple[Tensor | None, ...],
     adapters: tuple[Tensor | None, ...],
+    plan: Dispatch,
     call: ExpertCall,
 ) -> Tensor:
     """Every token through its experts.
@@ -83,12 +83,13 @@ def routed_experts(
         base: gate_up (E, 2I, H), down (E, H, I), gate_up_bias (E, 2I), down_bias (E, H); weights None when packed,
             biases None where there are none.
         adapters: gate_up A (E, r, H) and B (E, 2I, r), down A (E, r, I) and B (E, H, r); all None without.
+        plan: the tokens' way.
         call: the rest.
 
     Returns:
         out_TH in x's dtype.
     """
-    return _RoutedExperts.apply(x_TH, weights_TK, *base, *adapters, call)  # type: ignore[return-value]
+    return _RoutedExperts.apply(x_TH, weights_TK, *base, *adapters, plan, call)  # type: ignore[return-value]
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -105,9 +106,10 @@ class _RoutedExperts(torch.autograd.Function):
         b_gate_up: Tensor | None,
         a_down: Tensor | None,
         b_down: Tensor | None,
+        plan: Dispatch,
         call: ExpertCall,
     ) -> Tensor:
-        plan, groups = call.plan, call.plan.groups
+        groups = plan.groups
         stored = (a_gate_up, b_gate_up, a_down, b_down)
         a_gate_up, b_gate_up, a_down, b_down = (_narrowed(x, x_TH.dtype, groups) for x in stored)
         inner = _inner_adapter(a_down, b_gate_up, call.scale)
@@ -126,19 +128,20 @@ class _RoutedExperts(torch.autograd.Function):
         )
         ctx.call = call
         ctx.adapter_dtypes = [None if factor is None else factor.dtype for factor in stored]
-        ctx.save_for_backward(
-            x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, a_gate_up, b_gate_up, a_down, b_down, xa, ha
-        )
+        of_plan, ctx.plan_of = plan.taken_apart()
+        of_adapters = (a_gate_up, b_gate_up, a_down, b_down, xa, ha)
+        ctx.save_for_backward(x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, *of_adapters, *of_plan)
         return weighted_sum(y, weights_TK.contiguous(), plan.row_of_slot_TK, call.mode)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, *adapters, xa, ha = ctx.saved_tensors
-        a_gate_up, b_gate_up, a_down, b_down = adapters
+        x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, *rest = ctx.saved_tensors
+        a_gate_up, b_gate_up, a_down, b_down, xa, ha, *of_plan = rest
         call: ExpertCall = ctx.call
-        plan, groups, dtype = call.plan, call.plan.groups, x_TH.dtype
-        _, _, does_gate_up, does_down, does_gate_up_bias, does_down_bias, *does_adapters, _ = ctx.needs_input_grad
+        plan: Dispatch = ctx.plan_of(*of_plan)
+        groups, dtype = plan.groups, x_TH.dtype
+        _, _, does_gate_up, does_down, does_gate_up_bias, does_down_bias, *does_adapters, _, _ = ctx.needs_input_grad
         does_adapt = a_gate_up is not None and any(does_adapters)
         inner = _inner_adapter(a_down, b_gate_up, call.scale)
         wgu, wd = call.weights(gate_up, down, dtype, Towards.input)
@@ -207,7 +210,7 @@ class _RoutedExperts(torch.autograd.Function):
             low_rank_gradient(w_R.to(dtype)[:, None], received_g, groups, grads["down_bias"][:, None], source_S=source)
         dw_TK = plan.send_back(dw_R)[plan.row_of_slot_TK]
         names = ("gate_up", "down", "gate_up_bias", "down_bias", "a_gate_up", "b_gate_up", "a_down", "b_down")
-        return dx_TH, dw_TK, *(grads.get(name) for name in names), None
+        return dx_TH, dw_TK, *(grads.get(name) for name in names), None, None
 
 
 def _narrowed(factor: Tensor | None, dtype: torch.dtype, groups: RowGroups) -> Tensor | None:

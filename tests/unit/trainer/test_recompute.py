@@ -1,4 +1,7 @@
-"""trainer.model.recompute: the gradients of a part are those without it, and what is inside is not kept."""
+"""trainer.model.recompute: the gradients of a part are those without it, and what is inside is not kept.
+
+Also what a decoder's step holds while its first layer goes backward, where it holds most.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import DEEPSEEK, GPT_OSS, MOE, logits_of, make_decoder, packed, probe_loss, trainer_config
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainer.model.recompute import Recomputed
 
@@ -61,3 +68,51 @@ def test_what_is_inside_lives_no_longer_than_the_call() -> None:
     kept, *_ = part(torch.randn(3, 5), torch.randn(3, 5), (torch.randn(7), 3.0))
     assert kept.requires_grad
     assert part.inner[1]() is not None
+
+
+class Alive(TorchDispatchMode):
+    """Storages of what operators returned, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: list[tuple[StorageWeakRef, tuple[int, ...], int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outs = func(*args, **(kwargs or {}))
+        known = {ref.cdata for ref, _, _ in self._storages if not ref.expired()}
+        for x in tree_leaves(outs):
+            storage = x.untyped_storage() if isinstance(x, Tensor) else None
+            if storage is not None and storage._cdata not in known:
+                self._storages.append((StorageWeakRef(storage), tuple(x.shape), storage.nbytes()))
+        return outs
+
+    def held(self, decoder: nn.Module) -> list[tuple[int, tuple[int, ...]]]:
+        """(bytes, shape) of each, parameters and their gradients left out; largest first."""
+        parameters = list(decoder.parameters())
+        given = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+        others = {x.untyped_storage()._cdata for x in given}
+        alive = [one for one in self._storages if not one[0].expired() and one[0].cdata not in others]
+        return sorted(((size, shape) for _, shape, size in alive), reverse=True)
+
+
+def held_in_the_first_layer(hf_config: dict[str, Any], num_layers: int, *, checkpointing: bool) -> Any:
+    """What is alive when the first layer's attention is about to go backward."""
+    decoder = make_decoder(
+        {**hf_config, "num_hidden_layers": num_layers}, trainer_config(activation_checkpointing=checkpointing)
+    )
+    batch, alive, found = packed(), Alive(), []
+    o_proj = decoder.model.layers[0].get_submodule("self_attn.o_proj")
+    o_proj.get_parameter("lora_A").register_hook(lambda grad: found.append(alive.held(decoder)))
+    with alive:
+        probe_loss(logits_of(decoder, batch), batch[0]).backward()
+    (held,) = found
+    return held
+
+
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "all kept"])
+@pytest.mark.parametrize("hf_config", [MOE, DEEPSEEK, GPT_OSS], ids=["moe", "deepseek", "gpt_oss"])
+def test_later_layers_leave_nothing_but_gradients(hf_config: dict[str, Any], checkpointing: bool) -> None:
+    """The graph lives until its last node is done, and with it what hangs on its nodes beside saved tensors."""
+    few, many = (held_in_the_first_layer(hf_config, n, checkpointing=checkpointing) for n in (3, 6))
+    assert few
+    assert few == many
