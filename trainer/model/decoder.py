@@ -100,8 +100,9 @@ class DecoderLayer(nn.Module):
              [ recomputed    ]                        [ recomputed                                         ]
 
     Attention keeps its output: at long sequences nothing costs more to compute again. That output is all that the
-    projection after it needs. Experts keep only their input, the routing and r numbers a row, and recompute the rest
-    themselves: under the checkpoint they would run their down projections and their exchanges once more, for nothing.
+    projection after it needs. Experts keep only the routing and r numbers a row, and recompute the rest
+    themselves, from tokens that the part before them computes again: under the checkpoint they would run their down
+    projections and their exchanges once more, for nothing.
     """
 
     def __init__(self, build: _Build, layer: int) -> None:

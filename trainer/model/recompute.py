@@ -4,7 +4,7 @@ torch.utils.checkpoint does the same with hooks around every tensor saved inside
 layer: a short step waits for the host. Here a part is one node of the graph, whose backward runs the part's own graph.
 
 Invariant: the second call sees the inputs of the first, and parameters of the same values; there is no dropout, so no
-random state to restore. Callers: trainer.model.decoder.
+random state to restore. Callers: trainer.model.decoder, trainer.moe.block.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class _Recompute(torch.autograd.Function):
         ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
         ctx.at = [index for index, x in enumerate(inputs) if isinstance(x, Tensor)]
         ctx.save_for_backward(*(inputs[index] for index in ctx.at))
+        ctx.ahead = None
         ctx.set_materialize_grads(False)
         outs = part(*inputs)
         indices = (x for x in _tuple(outs) if isinstance(x, Tensor) and not x.is_floating_point())
@@ -56,16 +57,16 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        inputs, wanted, places = list(ctx.others), [], []
-        for index, x in zip(ctx.at, ctx.saved_tensors, strict=True):
-            inputs[index] = x.detach()
+        (inputs, outs), ctx.ahead = _again(ctx), None
+        ctx.maybe_clear_saved_tensors()  # an input without a gradient ends here, unless it is kept inside
+        wanted, places = [], []
+        for index in ctx.at:
             if ctx.needs_input_grad[2 + index]:
-                wanted.append(inputs[index].requires_grad_())
+                wanted.append(inputs[index])
                 places.append(2 + index)
         wanted += ctx.parameters
         places += range(2 + len(inputs), 2 + len(inputs) + len(ctx.parameters))
-        with torch.enable_grad():
-            outs = _tuple(ctx.part(*inputs))
+        del inputs
         used = [(out, dout) for out, dout in zip(outs, douts, strict=True) if dout is not None and out.requires_grad]
         grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if used and wanted:
@@ -74,6 +75,29 @@ class _Recompute(torch.autograd.Function):
             for place, grad in zip(places, found, strict=True):
                 grads[place] = grad
         return tuple(grads)
+
+
+def recomputation(out: Tensor) -> Callable[[], Tensor] | None:
+    """What computes again an output of a recomputed part; None for any other tensor.
+
+    A function whose backward reads `out` need not save it then. That backward runs before the part's, which goes on
+    with what was computed for it.
+    """
+    node, index = out.grad_fn, out.output_nr
+    if not isinstance(node, _Recompute._backward_cls):  # type: ignore[attr-defined]
+        return None
+    return lambda: _again(node)[1][index].detach()
+
+
+def _again(ctx: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    """A part's inputs, cut off from what made them, and its results with a graph; held until the part's backward."""
+    if ctx.ahead is None:
+        inputs = list(ctx.others)
+        for index, x in zip(ctx.at, ctx.saved_tensors, strict=True):
+            inputs[index] = x.detach().requires_grad_(ctx.needs_input_grad[2 + index])
+        with torch.enable_grad():
+            ctx.ahead = inputs, _tuple(ctx.part(*inputs))
+    return ctx.ahead
 
 
 def _tuple(outs: Any) -> tuple[Any, ...]:

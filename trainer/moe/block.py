@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.model.recompute import recomputation
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.experts import Experts
 from trainer.moe.routing import Router
@@ -55,5 +56,5 @@ class MoeBlock(nn.Module):
     def finish(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, shared_TH: Tensor | None) -> Tensor:
         """The routed experts, which keep little for backward, and the sum."""
         plan = plan_dispatch(experts_TK, self.num_experts, self.ep_group, self.shares)
-        out_TH = self.experts(x_TH, weights_TK, plan)
+        out_TH = self.experts(x_TH, weights_TK, plan, recomputation(x_TH))
         return out_TH if shared_TH is None else out_TH + shared_TH

@@ -12,6 +12,8 @@ have `packed` buffers in place of the two weights. The arithmetic is trainer.moe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -77,7 +79,13 @@ class Experts(Adapted):
             self.down_lora_A = stacked(lora.rank, width, dtype=dtype)
             self.down_lora_B = stacked(hidden, lora.rank, dtype=dtype)
 
-    def forward(self, x_TH: Tensor, weights_TK: Tensor, plan: Dispatch) -> Tensor:
+    def forward(
+        self,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        plan: Dispatch,
+        x_again: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         """[T, H] tokens, their routing weights and their way -> [T, H].
 
         A rank without rows still joins every exchange and touches every parameter's gradient.
@@ -89,4 +97,4 @@ class Experts(Adapted):
             scale = self.lora.scale
         base = (self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
         call = ExpertCall(self.activation, scale, self.backend, self.combine_mode, self.packed)
-        return routed_experts(x_TH, weights_TK, base, adapters, plan, call)
+        return routed_experts(x_TH, weights_TK, base, adapters, plan, call, x_again)

@@ -3,7 +3,8 @@
     forward     Xp, xa = gather x, s x Agu^T                      GU  = Xp Wgu^T            (grouped product)
                 h,  ha = activation(GU + xa Bgu^T), s h Ad^T      y   = h Wd^T + ha Bd^T + bias
                 out[t] = sum_k w[t,k] y[t,k]
-    saved       x (not Xp), the routing and the plan, xa and ha (r numbers a row), the adapters in the compute dtype
+    saved       x (not Xp) unless it can be had again, the routing and the plan, xa and ha (r numbers a row), the
+                adapters in the compute dtype
     backward    g,  db = gather grad_out, s g Bd                  dh' = g Wd                (unweighted)
                 GU again from x                                   dh' += db Ad;  dw = <h, dh'>;  dh = w dh'
                 dgu, w h, dba = s dgu Bgu from the activation's backward
@@ -23,6 +24,7 @@ the batch (up to the grouped product's own choice by row count). Every sum has a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +76,7 @@ def routed_experts(
     adapters: tuple[Tensor | None, ...],
     plan: Dispatch,
     call: ExpertCall,
+    x_again: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Every token through its experts.
 
@@ -85,11 +88,12 @@ def routed_experts(
         adapters: gate_up A (E, r, H) and B (E, 2I, r), down A (E, r, I) and B (E, H, r); all None without.
         plan: the tokens' way.
         call: the rest.
+        x_again: computes x_TH in the backward pass; None: it is saved.
 
     Returns:
         out_TH in x's dtype.
     """
-    return _RoutedExperts.apply(x_TH, weights_TK, *base, *adapters, plan, call)  # type: ignore[return-value]
+    return _RoutedExperts.apply(x_TH, weights_TK, *base, *adapters, plan, call, x_again)  # type: ignore[return-value]
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -108,6 +112,7 @@ class _RoutedExperts(torch.autograd.Function):
         b_down: Tensor | None,
         plan: Dispatch,
         call: ExpertCall,
+        x_again: Callable[[], Tensor] | None,
     ) -> Tensor:
         groups = plan.groups
         stored = (a_gate_up, b_gate_up, a_down, b_down)
@@ -126,11 +131,12 @@ class _RoutedExperts(torch.autograd.Function):
         y = plan.send_back(  # without a name of its own the product ends where its rows are sorted for their way
             grouped_product(h, wd.transpose(1, 2), groups, call.backend, low_SR=ha, p_ENR=b_down, bias_EN=down_bias)
         )
-        ctx.call = call
+        ctx.call, ctx.x_again = call, x_again
         ctx.adapter_dtypes = [None if factor is None else factor.dtype for factor in stored]
         of_plan, ctx.plan_of = plan.taken_apart()
         of_adapters = (a_gate_up, b_gate_up, a_down, b_down, xa, ha)
-        ctx.save_for_backward(x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, *of_adapters, *of_plan)
+        saved_x = x_TH if x_again is None else None
+        ctx.save_for_backward(saved_x, weights_TK, gate_up, down, gate_up_bias, down_bias, *of_adapters, *of_plan)
         return weighted_sum(y, weights_TK.contiguous(), plan.row_of_slot_TK, call.mode)
 
     @staticmethod
@@ -140,8 +146,9 @@ class _RoutedExperts(torch.autograd.Function):
         a_gate_up, b_gate_up, a_down, b_down, xa, ha, *of_plan = rest
         call: ExpertCall = ctx.call
         plan: Dispatch = ctx.plan_of(*of_plan)
-        groups, dtype = plan.groups, x_TH.dtype
-        _, _, does_gate_up, does_down, does_gate_up_bias, does_down_bias, *does_adapters, _, _ = ctx.needs_input_grad
+        groups, dtype = plan.groups, dout_TH.dtype
+        x_TH = ctx.x_again() if x_TH is None else x_TH
+        _, _, does_gate_up, does_down, does_gate_up_bias, does_down_bias, *does_adapters, _, _, _ = ctx.needs_input_grad
         does_adapt = a_gate_up is not None and any(does_adapters)
         inner = _inner_adapter(a_down, b_gate_up, call.scale)
         wgu, wd = call.weights(gate_up, down, dtype, Towards.input)
@@ -210,7 +217,7 @@ class _RoutedExperts(torch.autograd.Function):
             low_rank_gradient(w_R.to(dtype)[:, None], received_g, groups, grads["down_bias"][:, None], source_S=source)
         dw_TK = plan.send_back(dw_R)[plan.row_of_slot_TK]
         names = ("gate_up", "down", "gate_up_bias", "down_bias", "a_gate_up", "b_gate_up", "a_down", "b_down")
-        return dx_TH, dw_TK, *(grads.get(name) for name in names), None, None
+        return dx_TH, dw_TK, *(grads.get(name) for name in names), None, None, None
 
 
 def _narrowed(factor: Tensor | None, dtype: torch.dtype, groups: RowGroups) -> Tensor | None:

@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.model.recompute import Recomputed
+from trainer.model.recompute import Recomputed, recomputation
+from trainer.moe.block import MoeBlock
 
 
 class Part(nn.Module):
@@ -70,6 +71,39 @@ def test_what_is_inside_lives_no_longer_than_the_call() -> None:
     assert part.inner[1]() is not None
 
 
+def test_an_input_without_a_gradient_ends_before_the_backward_inside() -> None:
+    """The first layer's is the embeddings, in the moment when a step holds most."""
+    seen, x, y = [], torch.randn(3, 5), torch.randn(3, 5, requires_grad=True)
+    ref = StorageWeakRef(x.untyped_storage())
+
+    def part(x: Tensor, y: Tensor) -> Tensor:
+        out = x.sign() * y
+        if torch.is_grad_enabled():  # not the first time
+            out.register_hook(lambda grad: seen.append(ref.expired()))
+        return out.sin()
+
+    out = Recomputed(part, [])(x, y)
+    del x
+    (first,) = torch.autograd.grad(out.sum(), y, retain_graph=True)
+    (second,) = torch.autograd.grad(out.sum(), y)
+    assert torch.equal(first, second)
+    assert seen == [False, True]  # a graph that is kept keeps it
+
+
+def test_an_output_that_is_had_again_is_computed_for_both() -> None:
+    part = Part()
+    x, y = torch.randn(3, 5), torch.randn(3, 5, requires_grad=True)
+    out, _, _, other = Recomputed(part, [part])(x, y, (torch.randn(7), 3.0))
+    again = recomputation(out)
+    assert again is not None
+    assert torch.equal(again(), out)
+    assert not again().requires_grad
+    (out.sum() + other.sum()).backward()
+    assert len(part.inner) == 2
+    assert recomputation(x) is None
+    assert recomputation(part.first(x)) is None
+
+
 class Alive(TorchDispatchMode):
     """Storages of what operators returned, as long as they live."""
 
@@ -116,3 +150,18 @@ def test_later_layers_leave_nothing_but_gradients(hf_config: dict[str, Any], che
     few, many = (held_in_the_first_layer(hf_config, n, checkpointing=checkpointing) for n in (3, 6))
     assert few
     assert few == many
+
+
+def test_experts_keep_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have them again from the part before them, which is computed again once, for both."""
+    starts, refs, start = [], [], MoeBlock.start
+    monkeypatch.setattr(MoeBlock, "start", lambda self, x: starts.append(self) or start(self, x))
+    decoder, batch = make_decoder(MOE, trainer_config(activation_checkpointing=True)), packed()
+    for layer in decoder.model.layers:
+        layer.get_submodule("mlp.experts").register_forward_pre_hook(
+            lambda _, args: refs.append(StorageWeakRef(args[0].untyped_storage()))
+        )
+    logits = logits_of(decoder, batch)
+    assert [ref.expired() for ref in refs] == [True, True]
+    probe_loss(logits, batch[0]).backward()
+    assert len(starts) == 2 * len(refs)
