@@ -21,7 +21,7 @@ Shapes: R rows, N columns, B blocks along the columns. Callers: weight_source.py
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ from trainer.quantization import (
     shared_blocks,
     touched_blocks,
 )
-from trainer.runs import RowRun, local_rows
+from trainer.runs import RowRun, Rows, local_rows
 from trainer.shards import HeldTensor
 from weight_sync.layout import Region, SourceShard
 
@@ -75,27 +75,24 @@ class ScaleRun:
     """Rows of scales of one parameter: what one copy writes. Like RowRun, neighbours join."""
 
     stack: _Stack
-    start: int
-    stop: int
+    rows: Rows
     columns: slice
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Rows and columns."""
-        return self.stop - self.start, self.columns.stop - self.columns.start
+        return len(self.rows), self.columns.stop - self.columns.start
 
-    def joins(self, following: object) -> bool:
-        """Whether `following` are the next rows of the same."""
-        return (
-            isinstance(following, ScaleRun)
-            and self.stack is following.stack
-            and self.columns == following.columns
-            and self.stop == following.start
-        )
-
-    def join(self, stop: int) -> ScaleRun:
-        """As far as `stop`."""
-        return replace(self, stop=stop)
+    def joined(self, following: object) -> ScaleRun | None:
+        """Both as one, if `following` are the next rows of the same or the next band of them."""
+        if (
+            not isinstance(following, ScaleRun)
+            or self.stack is not following.stack
+            or self.columns != following.columns
+        ):
+            return None
+        rows = self.rows.joined(following.rows)
+        return None if rows is None else replace(self, rows=rows)
 
 
 class BlockScales:
@@ -142,8 +139,7 @@ class BlockScales:
         flat = torch.zeros(self._num_scales, dtype=torch.float32, device=self._device)
         for stack in self._stacks.values():
             scales = stack.scales(flat)
-            for first, merged_RBK in self._merged(stack.run, gathered_a, slice(0, stack.run.shape[1])):
-                rows = stack.row_block_R[first : first + merged_RBK.shape[0]].long()
+            for _, rows, merged_RBK in self._merged(stack, stack.run, gathered_a):
                 amax_RB = merged_RBK.abs_().amax(-1)
                 scales.scatter_reduce_(0, rows[:, None].expand_as(amax_RB), amax_RB, "amax")
         if self._num_shared:
@@ -165,12 +161,13 @@ class BlockScales:
             raise LayoutError(f"this rank holds no row of {name}, so it has no scale of it")
         stack, first_row, held = self._place[name]
         start = first_row + region.start[0] - held.start[0] // BLOCK
-        return ScaleRun(stack, start, start + region.shape[0], slice(region.start[1], region.stop[1]))
+        return ScaleRun(stack, Rows(start, region.shape[0]), slice(region.start[1], region.stop[1]))
 
     @torch.no_grad()
     def write_scales(self, run: ScaleRun, out: Tensor) -> None:
         """Copy scales into `out`, of run.shape, any strides."""
-        out.copy_(run.stack.scales(self._computed())[run.start : run.stop, run.columns])
+        scales = run.rows.of(run.stack.scales(self._computed()))
+        out.unflatten(0, scales.shape[:2]).copy_(scales[..., run.columns])
 
     @torch.no_grad()
     def write(self, run: RowRun, out_RN: Tensor, gathered_a: dict[str, Tensor]) -> None:
@@ -182,34 +179,32 @@ class BlockScales:
         blocks = slice(run.columns.start // BLOCK, -(-run.columns.stop // BLOCK))
         scales_RB = stack.scales(self._computed())[:, blocks]
         skipped = run.columns.start - blocks.start * BLOCK
-        for first, merged_RBK in self._merged(run, gathered_a, run.columns):
-            count = merged_RBK.shape[0]
-            rows = stack.row_block_R[run.start + first : run.start + first + count].long()
+        for first, rows, merged_RBK in self._merged(stack, run, gathered_a):
             merged_RBK.div_(scales_RB[rows].unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
             merged_RN = merged_RBK.flatten(1)[:, skipped : skipped + out_RN.shape[1]]
-            out_RN[first : first + count].copy_(merged_RN)
+            out_RN[first : first + len(rows)].copy_(merged_RN)
 
     def _computed(self) -> Tensor:
         if self._flat is None:
             raise LayoutError("block scales are read outside begin() and end()")
         return self._flat
 
-    def _merged(self, run: RowRun, gathered_a: dict[str, Tensor], columns: slice) -> Any:
-        """(first row, merged values in float32 as (R, B, BLOCK)), chunk by chunk; zeros around the columns asked for.
+    def _merged(
+        self, stack: _Stack, run: RowRun, gathered_a: dict[str, Tensor]
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Chunk by chunk: (first row, which rows of scales its rows lie in, merged values in float32 as (R, B, BLOCK)).
 
-        The caller may change the values.
+        Zeros around the columns asked for. The caller may change the values.
         """
+        columns = run.columns
+        assert columns is not None
         first_block, stop_block = columns.start // BLOCK, -(-columns.stop // BLOCK)
         width = (stop_block - first_block) * BLOCK
         inside = slice(columns.start - first_block * BLOCK, columns.stop - first_block * BLOCK)
-        num_rows = run.shape[0]
-        chunk = chunk_rows(width // BLOCK, self._device.type)
-        for first in range(0, num_rows, chunk):
-            count = min(chunk, num_rows - first)
-            merged = torch.zeros(count, width, dtype=torch.float32, device=self._device)
-            part = replace(run, start=run.start + first, stop=run.start + first + count, columns=columns)
-            part.write(merged[:, inside], gathered_a)
-            yield first, merged.view(count, width // BLOCK, BLOCK)
+        for first, rows in run.rows.parts(chunk_rows(width // BLOCK, self._device.type)):
+            merged = torch.zeros(len(rows), width, dtype=torch.float32, device=self._device)
+            replace(run, rows=rows).write(merged[:, inside], gathered_a)
+            yield first, rows.of(stack.row_block_R).flatten().long(), merged.view(len(rows), width // BLOCK, BLOCK)
 
     def _add_stack(self, parts: list[HeldTensor], offset: int) -> int:
         """Give each held tensor of one parameter its rows of scales. Returns the numbers they take."""
@@ -227,7 +222,7 @@ class BlockScales:
             num_rows += len(blocks)
         row_block[row_block < 0] = num_rows
         num_columns = scale_shape((1, width))[1]
-        run = RowRun(first.parameter, first.delta, 0, num_local, slice(0, width))
+        run = RowRun(first.parameter, first.delta, Rows(0, num_local), slice(0, width))
         stack = _Stack(run, row_block.to(self._device), offset, num_rows, num_columns)
         self._stacks[id(first.parameter)] = stack
         for one, start in zip(parts, starts, strict=True):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from trainer.moe.experts import Experts
 from trainer.parallel import local_part
-from trainer.runs import LoraDelta, RowRun, local_rows
+from trainer.runs import LoraDelta, RowRun, Rows, local_rows
 from weight_sync.layout import Region
 
 
@@ -40,35 +40,38 @@ class FusedRun:
 
     def write(self, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
         """Write the merged values into `out`, of `shape`, any strides, cast to out.dtype. No communication."""
-        for expert, rows, part in self._parts(out):
-            if part.dim() == 1:
-                part.copy_(local_part(self.parameter)[0][expert, rows])
-                continue
-            first = expert * self.parameter.shape[1]
-            columns = slice(self.start[1], self.start[1] + self.shape[1])
-            run = RowRun(self.parameter, self.delta, first + rows.start, first + rows.stop, columns)
-            run.write(part.transpose(0, 1), gathered_a)
+        for rows, part in self._parts(out):
+            if part.dim() == 2:
+                part.copy_(rows.of(self._held))
+            else:
+                RowRun(self.parameter, self.delta, rows, self._columns).writer_of_bands(part, gathered_a)()
 
     def fill(self, values: Tensor) -> None:
         """Load: the other way round."""
-        for expert, rows, part in self._parts(values):
-            held = local_part(self.parameter)[0][expert, rows]
-            if part.dim() == 1:
-                held.copy_(part)
-            else:
-                held[:, self.start[1] : self.start[1] + self.shape[1]].copy_(part.transpose(0, 1))
+        for rows, part in self._parts(values):
+            held = rows.of(self._held)
+            (held if part.dim() == 2 else held[..., self._columns]).copy_(part)
 
-    def _parts(self, whole: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
-        """(local expert, rows of its matrix, the columns of `whole` that are those rows), gate and up apart."""
-        rows_a_part = self.parameter.shape[1] // self.num_parts
+    @property
+    def _held(self) -> Tensor:
+        """This rank's rows, or numbers of a bias, those of all experts one below the other."""
+        return local_part(self.parameter)[0].flatten(0, 1)
+
+    @property
+    def _columns(self) -> slice:
+        return slice(self.start[1], self.start[1] + self.shape[1])
+
+    def _parts(self, whole: Tensor) -> Iterator[tuple[Rows, Tensor]]:
+        """(rows of the parameter, a band an expert; the columns of `whole` that are those rows), gate and up apart."""
+        rows_an_expert = self.parameter.shape[1]
         first, count = self.start[-1], self.shape[-1]
-        for index in range(self.shape[0]):
-            for part in range(self.num_parts):
-                skipped = (part - first) % self.num_parts
-                columns = whole[index][..., skipped :: self.num_parts]
-                start = part * rows_a_part + (first + skipped) // self.num_parts
-                if skipped < count:
-                    yield self.start[0] + index, slice(start, start + columns.shape[-1]), columns
+        for part in range(self.num_parts):
+            skipped = (part - first) % self.num_parts
+            if skipped < count:
+                columns = whole[..., skipped :: self.num_parts]
+                start = part * (rows_an_expert // self.num_parts) + (first + skipped) // self.num_parts
+                start += self.start[0] * rows_an_expert
+                yield Rows(start, columns.shape[-1], self.shape[0], rows_an_expert), columns.movedim(-1, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ device has one:
   of its block, and operands are aligned. Rows outside the rectangle are zeros, columns outside it are computed and
   dropped. Everything after the product is elementwise, in float32, one rounding at a time.
 
-Shapes: R rows, N columns, K rank of the adapter, E adapters of a stack. Callers: trainer/shards.py.
+Shapes: G bands, R rows of a band, N columns, K rank of the adapter, E adapters of a stack. Callers: trainer/runs.py.
 """
 
 from __future__ import annotations
@@ -41,69 +41,75 @@ def merge_scratch_bytes(in_features: int, rank: int, device: torch.device) -> in
 
 
 def merger(
-    base_RN: Tensor,
-    b_RK: Tensor,
+    base_GRN: Tensor,
+    b_GRK: Tensor,
     a_EKN: Tensor,
     scale: float,
-    out_RN: Tensor,
+    out_GRN: Tensor,
     *,
     first_row: int,
     rows_a_factor: int,
+    pitch: int = 0,
     first_column: int = 0,
 ) -> Callable[[], object]:
     """What writes base + (scale * b) @ a[:, :, columns] into `out`, computed in float32, cast to out.dtype.
 
-    Rows may run through several weights that lie one below the other, each with its own A. It may be called again when
-    values changed; it holds the tensors.
+    Weights lie one below the other, each with its own A. The rows of one band may run through several of them; each of
+    several bands lies in one. It may be called again when values changed; it holds the tensors.
 
     Args:
-        base_RN: rows of frozen weights, any float dtype.
-        b_RK: the rows of B that belong to them; float32 or bfloat16 (trainer.lora.dtype).
+        base_GRN: bands of rows of frozen weights, any float dtype.
+        b_GRK: the rows of B that belong to them; float32 or bfloat16 (trainer.lora.dtype).
         a_EKN: whole factors A, in the format of B: a[0] belongs to rows 0 .. rows_a_factor - 1, a[1] to the next ones.
         scale: alpha / rank.
-        out_RN: any strides and float dtype, on the same device.
+        out_GRN: any strides and float dtype, on the same device.
         first_row: which row base's first one is, counted from the first row under a[0].
         rows_a_factor: rows under one A.
+        pitch: rows from a band's first one to the next band's; ignored for one band.
         first_column: which column of A belongs to base's first one.
     """
-    num_columns = base_RN.shape[1]
-    if base_RN.is_cuda:
+    num_columns = base_GRN.shape[2]
+    if base_GRN.is_cuda:
         from trainer import merge_kernel  # needs Triton, which a CPU host may lack
 
         columns = a_EKN[:, :, first_column : first_column + num_columns]
-        return merge_kernel.merger(base_RN, b_RK, columns, scale, out_RN, first_row, rows_a_factor)
-    return partial(_merge_on_host, base_RN, b_RK, a_EKN, scale, out_RN, first_row, rows_a_factor, first_column)
+        return merge_kernel.merger(base_GRN, b_GRK, columns, scale, out_GRN, first_row, rows_a_factor, pitch)
+    return partial(
+        _merge_on_host, base_GRN, b_GRK, a_EKN, scale, out_GRN, first_row, rows_a_factor, pitch, first_column
+    )
 
 
 def merge_rows(
     base_RN: Tensor, b_RK: Tensor, a_EKN: Tensor, scale: float, out_RN: Tensor, *,
     first_row: int, rows_a_factor: int, first_column: int = 0,
 ) -> None:  # fmt: skip
-    """merger(), called once."""
+    """merger() of one band, called once."""
     merger(
-        base_RN, b_RK, a_EKN, scale, out_RN, first_row=first_row, rows_a_factor=rows_a_factor, first_column=first_column
-    )()
+        base_RN[None], b_RK[None], a_EKN, scale, out_RN[None],
+        first_row=first_row, rows_a_factor=rows_a_factor, first_column=first_column,
+    )()  # fmt: skip
 
 
 def _merge_on_host(
-    base_RN: Tensor,
-    b_RK: Tensor,
+    base_GRN: Tensor,
+    b_GRK: Tensor,
     a_EKN: Tensor,
     scale: float,
-    out_RN: Tensor,
+    out_GRN: Tensor,
     first_row: int,
     rows_a_factor: int,
+    pitch: int,
     first_column: int,
 ) -> None:
-    """Factor by factor."""
-    num_rows = len(base_RN)
-    done = 0
-    while done < num_rows:
-        factor, place = divmod(first_row + done, rows_a_factor)
-        count = min(rows_a_factor - place, num_rows - done)
-        rows = slice(done, done + count)
-        _merge_with_torch(base_RN[rows], b_RK[rows], a_EKN[factor], scale, out_RN[rows], place, first_column)
-        done += count
+    """Band by band, factor by factor."""
+    for band, (base_RN, b_RK, out_RN) in enumerate(zip(base_GRN, b_GRK, out_GRN, strict=True)):
+        done = 0
+        while done < len(base_RN):
+            factor, place = divmod(first_row + band * pitch + done, rows_a_factor)
+            count = min(rows_a_factor - place, len(base_RN) - done)
+            rows = slice(done, done + count)
+            _merge_with_torch(base_RN[rows], b_RK[rows], a_EKN[factor], scale, out_RN[rows], place, first_column)
+            done += count
 
 
 def _merge_with_torch(

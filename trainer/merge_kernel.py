@@ -2,7 +2,8 @@
 
 Owns the kernel alone; `merge.py`, its only caller, says what it computes and holds the torch form. Every element is
 the same sequence of float32 operations wherever its tile begins: the sum over the rank runs in a fixed order inside
-one thread block, and columns of zeros pad it. Hence any rectangle has the bits of the whole.
+one thread block, and columns of zeros pad it. Hence any rectangle has the bits of the whole, as do bands of rows at a
+pitch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ PRECISION = "ieee"
 """Of the products: float32 multiply-adds. "tf32x3" runs on tensor cores and differs in the last bits of float32."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_row", "first_tile"])
+@triton.jit(
+    do_not_specialize=["num_rows", "skipped_rows", "first_tile", "band_rows", "tiles_a_band", "first_row", "pitch"]
+)
 def _merge(
     base_ptr,
     b_ptr,
@@ -29,14 +32,20 @@ def _merge(
     scale,
     num_rows,
     num_columns,
-    first_row,
+    skipped_rows,
     first_tile,
+    band_rows,
+    tiles_a_band,
+    first_row,
+    pitch,
     rows_a_factor,
-    tiles_a_factor,
+    base_band_stride,
     base_stride,
+    b_band_stride,
     b_stride,
     a_stack_stride,
     a_stride,
+    out_band_stride,
     out_stride,
     out_column_stride,
     RANK: tl.constexpr,
@@ -46,15 +55,20 @@ def _merge(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile; its rows lie under one factor A. Rows count from the first row of the first A."""
+    """One tile; its rows lie in one band, under one factor A. Pointers are at row `skipped_rows` of the first band."""
     tile = tl.program_id(1) + first_tile
-    factor = tile // tiles_a_factor
-    rows = (tile % tiles_a_factor) * BLOCK_M + tl.arange(0, BLOCK_M)
-    at = factor * rows_a_factor + rows - first_row
+    band = tile // tiles_a_band
+    rows = (tile % tiles_a_band) * BLOCK_M + tl.arange(0, BLOCK_M)
+    at = band * band_rows + rows - skipped_rows
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row = (rows < rows_a_factor) & (at >= 0) & (at < num_rows)
+    is_row = (rows < band_rows) & (at >= 0) & (at < num_rows)
     is_column = columns < num_columns
-    at = at.to(tl.int64)
+    factor = (first_row + band * pitch) // rows_a_factor
+    band = band.to(tl.int64)
+    base_ptr += band * base_band_stride
+    b_ptr += band * b_band_stride
+    out_ptr += band * out_band_stride
+    at = (rows - skipped_rows).to(tl.int64)
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for first in tl.static_range(0, PADDED_RANK, BLOCK_K):
         ranks = first + tl.arange(0, BLOCK_K)
@@ -74,39 +88,58 @@ def _merge(
 
 
 def merger(
-    base_RN: Tensor, b_RK: Tensor, a_EKN: Tensor, scale: float, out_RN: Tensor, first_row: int, rows_a_factor: int
+    base_GRN: Tensor,
+    b_GRK: Tensor,
+    a_EKN: Tensor,
+    scale: float,
+    out_GRN: Tensor,
+    first_row: int,
+    rows_a_factor: int,
+    pitch: int,
 ) -> Callable[[], object]:
     """merge.merger on CUDA tensors: one launch, on the current stream. Columns of base, A and B are contiguous."""
-    num_rows, num_columns = base_RN.shape
-    rank = b_RK.shape[1]
+    num_bands, band_rows, num_columns = base_GRN.shape
+    rank = b_GRK.shape[2]
     block_k = min(TILE_RANK, max(16, triton.next_power_of_2(rank)))
-    tiles_a_factor = -(-rows_a_factor // TILE_ROWS)
+    num_rows, skipped_rows = num_bands * band_rows, 0
+    band_strides = [tensor.stride(0) for tensor in (base_GRN, b_GRK, out_GRN)]
+    if num_bands == 1:  # may lie under several A: the kernel's bands are theirs, of which the first and last are cut
+        band_rows = pitch = rows_a_factor
+        skipped_rows, first_row = first_row, 0
+        band_strides = [rows_a_factor * tensor.stride(1) for tensor in (base_GRN, b_GRK, out_GRN)]
+    tiles_a_band = -(-band_rows // TILE_ROWS)
 
     def tile_of(row: int) -> int:
-        return row // rows_a_factor * tiles_a_factor + row % rows_a_factor // TILE_ROWS
+        return row // band_rows * tiles_a_band + row % band_rows // TILE_ROWS
 
-    first_tile = tile_of(first_row)
-    grid = (triton.cdiv(num_columns, TILE_COLUMNS), tile_of(first_row + num_rows - 1) - first_tile + 1)
+    first_tile = tile_of(skipped_rows)
+    grid = (triton.cdiv(num_columns, TILE_COLUMNS), tile_of(skipped_rows + num_rows - 1) - first_tile + 1)
     launch: Any = _merge[grid]
     return partial(
         launch,
-        base_RN,
-        b_RK,
+        base_GRN,
+        b_GRK,
         a_EKN,
-        out_RN,
+        out_GRN,
         scale,
         num_rows,
         num_columns,
-        first_row,
+        skipped_rows,
         first_tile,
+        band_rows,
+        tiles_a_band,
+        first_row,
+        pitch,
         rows_a_factor,
-        tiles_a_factor,
-        base_RN.stride(0),
-        b_RK.stride(0),
+        band_strides[0],
+        base_GRN.stride(1),
+        band_strides[1],
+        b_GRK.stride(1),
         a_EKN.stride(0),
         a_EKN.stride(1),
-        out_RN.stride(0),
-        out_RN.stride(1),
+        band_strides[2],
+        out_GRN.stride(1),
+        out_GRN.stride(2),
         RANK=rank,
         PADDED_RANK=triton.cdiv(rank, block_k) * block_k,
         BLOCK_M=TILE_ROWS,

@@ -1,13 +1,14 @@
 """Rows of one parameter on this rank: what one merge or one copy writes.
 
 Owns the coordinates inside a parameter: its rows are counted through its whole stack (row r of matrix e of a stack of
-(n, in) matrices is row e * n + r), and rows that follow each other there merge in one go. Does not know checkpoint
-names. Callers: trainer.shards, trainer.fused, trainer.weight_source.
+(n, in) matrices is row e * n + r), and rows that follow each other there merge in one go, as do equal bands of them at
+equal distances. Does not know checkpoint names. Callers: trainer.shards, trainer.fused, trainer.block_scales,
+trainer.weight_source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,6 +26,53 @@ def local_rows(parameter: nn.Parameter) -> Tensor:
     """
     local = local_part(parameter)[0]
     return local.flatten(0, 1) if local.dim() == 3 else local
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Equal bands of rows at a constant pitch; rows that follow each other are one band.
+
+    Example: one of two TP ranks wants the second half of gate and of up (I rows each) of every expert of a stack
+    (E, 2I, H): Rows(start=I // 2, height=I // 2, num_bands=2 * E, pitch=I).
+    """
+
+    start: int
+    """The first band's first row."""
+    height: int
+    """Rows of a band."""
+    num_bands: int = 1
+    pitch: int = 0
+    """Rows from where a band starts to where the next one does; 0 for one band."""
+
+    def __len__(self) -> int:
+        return self.num_bands * self.height
+
+    def joined(self, following: Rows) -> Rows | None:
+        """Both as one, if `following` are the next rows of a band, or the next band."""
+        if following.num_bands > 1:
+            return None
+        pitch = self.pitch
+        if self.num_bands == 1:
+            pitch = following.start - self.start
+            if pitch == self.height:
+                return replace(self, height=self.height + following.height)
+        is_next = following.height == self.height < pitch and following.start == self.start + self.num_bands * pitch
+        return replace(self, num_bands=self.num_bands + 1, pitch=pitch) if is_next else None
+
+    def parts(self, max_rows: int) -> Iterator[tuple[int, Rows]]:
+        """(rows before it, part) of parts of at most so many rows; whole bands, unless one has more."""
+        count, cut = max(1, max_rows // self.height), min(max_rows, self.height)
+        for band in range(0, self.num_bands, count):
+            bands = replace(self, start=self.start + band * self.pitch, num_bands=min(count, self.num_bands - band))
+            for first in range(0, self.height, cut):
+                height = min(cut, self.height - first)
+                yield band * self.height + first, replace(bands, start=bands.start + first, height=height)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """These rows of all of them, live: (num_bands, height, ...)."""
+        stop = self.start + (self.num_bands - 1) * self.pitch + self.height
+        bands = whole[self.start : stop].unfold(0, self.height, max(1, self.pitch))
+        return bands.movedim(-1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,28 +121,36 @@ class RowRun:
 
     parameter: nn.Parameter
     delta: LoraDelta | None
-    start: int
-    stop: int
+    rows: Rows
+    """Several bands: each of them under one A."""
     columns: slice | None
     """None for a parameter of one dim."""
 
-    def joins(self, following: object) -> bool:
-        """Whether `following` are the next rows of the same."""
-        return (
-            isinstance(following, RowRun)
-            and self.parameter is following.parameter
-            and self.columns == following.columns
-            and self.stop == following.start
-        )
+    def joined(self, following: object) -> RowRun | None:
+        """Both as one, if `following` are the next rows of the same or the next band of them."""
+        if (
+            not isinstance(following, RowRun)
+            or self.parameter is not following.parameter
+            or self.columns != following.columns
+        ):
+            return None
+        rows = self.rows.joined(following.rows)
+        if rows is None or (rows.num_bands > 1 and not (self._is_under_one_a and following._is_under_one_a)):
+            return None
+        return replace(self, rows=rows)
 
-    def join(self, stop: int) -> RowRun:
-        """As far as `stop`."""
-        return replace(self, stop=stop)
+    @property
+    def _is_under_one_a(self) -> bool:
+        """Whether each band is."""
+        if self.delta is None or self.rows.num_bands > 1:
+            return True
+        first = self.delta.first_row + self.rows.start
+        return first // self.delta.rows_a_factor == (first + self.rows.height - 1) // self.delta.rows_a_factor
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Rows and columns."""
-        rows = self.stop - self.start
+        rows = len(self.rows)
         return (rows,) if self.columns is None else (rows, self.columns.stop - self.columns.start)
 
     @property
@@ -108,20 +164,25 @@ class RowRun:
 
     def writer(self, out: Tensor, gathered_a: dict[str, Tensor]) -> Callable[[], object]:
         """write(), to be called as often as wanted while the parameters and the gathered A stay where they are."""
-        base = local_rows(self.parameter)[self.start : self.stop]
+        return self.writer_of_bands(out.unflatten(0, (self.rows.num_bands, self.rows.height)), gathered_a)
+
+    def writer_of_bands(self, out: Tensor, gathered_a: dict[str, Tensor]) -> Callable[[], object]:
+        """writer() into bands that lie anywhere: `out` has a dim more, its first."""
+        base = self.rows.of(local_rows(self.parameter))
         if self.columns is not None:
-            base = base[:, self.columns]
+            base = base[..., self.columns]
         if self.delta is None:
             return partial(out.copy_, base)
         assert self.columns is not None
-        skipped, first_row = divmod(self.delta.first_row + self.start, self.delta.rows_a_factor)
+        skipped, first_row = divmod(self.delta.first_row + self.rows.start, self.delta.rows_a_factor)
         return merger(
             base,
-            local_rows(self.delta.b_parameter)[self.start : self.stop],
+            self.rows.of(local_rows(self.delta.b_parameter)),
             self.delta.a(gathered_a)[skipped:],
             self.delta.scale,
             out,
             first_row=first_row,
             rows_a_factor=self.delta.rows_a_factor,
+            pitch=self.rows.pitch,
             first_column=self.columns.start,
         )

@@ -24,7 +24,7 @@ from trainer.model.spec import CORRECTION_BIAS
 from trainer.moe.experts import Experts
 from trainer.moe.routing import Router
 from trainer.parallel import local_part, wholes
-from trainer.runs import LoraDelta, RowRun, local_rows
+from trainer.runs import LoraDelta, RowRun, Rows, local_rows
 from weight_sync.layout import Region
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class HeldTensor:
         """Where `region`, a part of self.region in coordinates of the checkpoint tensor, lies in the parameter."""
         start = self.first_row + region.start[0] - self.region.start[0]
         columns = slice(region.start[1], region.stop[1]) if len(region.shape) == 2 else None
-        return RowRun(self.parameter, self.delta, start, start + region.shape[0], columns)
+        return RowRun(self.parameter, self.delta, Rows(start, region.shape[0]), columns)
 
     def read(self, region: Region, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
         """Write the merged values of `region` (inside self.region) into `out`, cast to out.dtype. No communication.

@@ -129,7 +129,8 @@ class TrainerWeightSource:
     def compile_reads(self, reads: Sequence[PackedRead]) -> FillSlot:
         """Join reads that follow each other in a parameter's rows and in the slot; one kernel each. See packing.py.
 
-        Example: the gate, up, gate, up, ... of 40 experts in an engine's w13 are one run of rows of gate_up_proj.
+        Example: the gate, up, gate, up, ... of 40 experts in an engine's w13 are one run of rows of gate_up_proj, and
+        a TP rank's parts of them one run of 80 bands.
 
         What a kernel is given is made once a slot, and again where a storage moved.
         """
@@ -169,21 +170,20 @@ class TrainerWeightSource:
         return lambda: self._write(tensor, run, out)
 
     def joined(self, reads: Sequence[PackedRead]) -> list[PackedRun]:
-        """The reads as runs: those that follow each other in a parameter and in the slot are one."""
+        """The reads as runs: one of those that follow each other in the slot and, maybe at a pitch, in a parameter."""
         joined: list[PackedRun] = []
         for read in reads:
             run, last = self._run(read.tensor, read.region), joined[-1] if joined else None
             if (
                 last is not None
                 and isinstance(last.run, RowRun | ScaleRun)
-                and isinstance(run, RowRun | ScaleRun)
                 and last.read.is_row_major
                 and read.is_row_major
                 and last.read.dtype == read.dtype
                 and last.stop_bytes == read.offset_bytes
-                and last.run.joins(run)
+                and (both := last.run.joined(run)) is not None
             ):
-                last.run, last.stop_bytes = last.run.join(run.stop), last.stop_bytes + read.num_bytes
+                last.run, last.stop_bytes = both, last.stop_bytes + read.num_bytes
             else:
                 joined.append(PackedRun(run, read, read.offset_bytes + read.num_bytes))
         return joined

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from trainer.merge import merge_rows
+from trainer.runs import LoraDelta, RowRun, Rows
 
 pytestmark = pytest.mark.gpu
 
@@ -54,6 +56,34 @@ def test_any_rectangle_is_bitwise_the_slice_of_the_whole_stack(dtype: torch.dtyp
             assert torch.equal(out, whole[first:stop, left:right])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_merged", [True, False])
+@pytest.mark.parametrize("tp_size", [2, 8])
+def test_bands_at_a_pitch_are_bitwise_slices_of_the_whole_stack(
+    dtype: torch.dtype, is_merged: bool, tp_size: int
+) -> None:
+    """Every TP rank's rows of gate and of up, of all experts of Qwen3-30B-A3B's width, in one launch or copy."""
+    num_experts, width, columns = 5, 768, 200
+    torch.manual_seed(tp_size)
+    base = torch.randn(num_experts * 2 * width, columns, device="cuda").to(dtype)
+    b = torch.randn(num_experts * 2 * width, 32, device="cuda")
+    a = torch.randn(num_experts, 32, columns, device="cuda")
+    whole, delta = base.clone(), None
+    if is_merged:
+        merge_rows(base, b, a, 0.7, whole, first_row=0, rows_a_factor=2 * width)
+        delta = LoraDelta("a", nn.Parameter(a), nn.Parameter(b), 2 * width, 0, 0.7)
+    weight, height = nn.Parameter(base), width // tp_size
+    for tp_rank in range(tp_size):
+        for window in (slice(0, columns), slice(7, 100)):
+            rows = Rows(tp_rank * height, height, 2 * num_experts, width)
+            run = RowRun(weight, delta, rows, window)
+            out = torch.full(run.shape, torch.nan, dtype=dtype, device="cuda")
+            with torch.no_grad():
+                run.write(out, {})
+            wanted = whole.view(2 * num_experts, tp_size, height, columns)[:, tp_rank, :, window]
+            assert torch.equal(out, wanted.flatten(0, 1))
+
+
 def test_many_rows_land_far_apart() -> None:
     """Offsets past 2^31 bytes."""
     rows, columns = 1536, 2048
@@ -65,6 +95,12 @@ def test_many_rows_land_far_apart() -> None:
     merge_rows(base[-rows:], b[-rows:], a[-1:], 0.5, last, first_row=0, rows_a_factor=rows)
     assert torch.equal(out[-rows:], last)
     assert not torch.equal(last, base[-rows:])
+    delta = LoraDelta("a", nn.Parameter(a), nn.Parameter(b), rows, 0, 0.5)
+    run = RowRun(nn.Parameter(base), delta, Rows(rows // 4, rows // 2, 700, rows), slice(0, columns))
+    halves = torch.empty(run.shape, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        run.write(halves, {})
+    assert torch.equal(halves[-rows // 2 :], out[-rows * 3 // 4 : -rows // 4])
 
 
 def test_bfloat16_factors_are_multiplied_in_float32() -> None:

@@ -61,8 +61,11 @@ from trainer.kernels.swiglu import (
     activate_torch,
     activate_triton,
 )
+from trainer.merge import merge_rows
+from trainer.merge_kernel import merger
 from trainer.moe.activation import CLAMPED_SWIGLU, SWIGLU
 from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
+from trainer.runs import Rows
 
 TILE_ROWS = 64
 COUNTS = (3, 0, 2 * TILE_ROWS + 5, 1)
@@ -438,6 +441,40 @@ def case_route(device: str) -> None:
     is_number = torch.arange(9, device=device) != 4
     assert torch.equal(experts[is_number], in_order[is_number])
     assert bool(((experts >= 0) & (experts < 16)).all())
+
+
+def merged_bands(base: Tensor, b: Tensor, a: Tensor, rows: Rows, columns: slice) -> Tensor:
+    """Rows of the kernel's merge, into columns one after the other."""
+    rows_a_factor = len(base) // len(a)
+    base_GRN = rows.of(base)[..., columns]
+    out_GRN = torch.full_like(base_GRN.transpose(1, 2), torch.nan).transpose(1, 2)
+    skipped, first_row = divmod(rows.start, rows_a_factor)
+    merger(base_GRN, rows.of(b), a[skipped:, :, columns], 0.7, out_GRN, first_row, rows_a_factor, rows.pitch)()
+    return out_GRN
+
+
+def case_merge(device: str) -> None:
+    """One band under several A, and bands of one A each: near the torch form, and bitwise what the whole stack has."""
+    num_factors, rows_a_factor = 3, 2 * TILE_ROWS + 22
+    for dtype in dtypes_of(device):
+        base = draw(num_factors * rows_a_factor, WIDTH, device=device, dtype=dtype)
+        b = draw(num_factors * rows_a_factor, 4, device=device, seed=1)
+        a = draw(num_factors, 4, WIDTH, device=device, seed=2)
+        everything = slice(0, WIDTH)
+        whole = merged_bands(base, b, a, Rows(0, len(base)), everything)[0]
+        wanted = torch.empty(base.shape, dtype=dtype)
+        merge_rows(base.cpu(), b.cpu(), a.cpu(), 0.7, wanted, first_row=0, rows_a_factor=rows_a_factor)
+        assert_near(whole.cpu(), wanted, f"whole {dtype}")
+        for rows, columns in (
+            (Rows(TILE_ROWS, 2 * rows_a_factor), everything),  # from amid one A to amid another
+            (Rows(rows_a_factor + 5, 70), slice(7, 40)),
+            (Rows(3, 70, 6, rows_a_factor // 2), everything),  # a TP rank's part of gate and of up
+            (Rows(rows_a_factor // 2, 75, 4, rows_a_factor // 2), slice(8, 9)),
+            (Rows(5, rows_a_factor - 5, 3, rows_a_factor), everything),
+            (Rows(9, 64, 2, 2 * rows_a_factor), slice(0, 33)),
+        ):
+            merged = merged_bands(base, b, a, rows, columns)
+            assert torch.equal(merged, rows.of(whole)[..., columns]), (rows, columns, dtype)
 
 
 CASES: dict[str, Callable[[str], None]] = {

@@ -159,11 +159,13 @@ def test_any_rectangle_and_any_join_is_bitwise_a_slice_of_the_export(exported, d
     first = data.draw(st.integers(0, len(metas) - 1))
     reads: list[PackedRead] = []
     offset = 0
+    is_kept = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+    cuts: dict[tuple[int, ...], int] = {}
     for meta in metas[first : first + data.draw(st.integers(1, 8))]:
-        cut = data.draw(st.integers(1, meta.shape[0]))
+        cut = cuts.setdefault(meta.shape, data.draw(st.integers(1, meta.shape[0])))  # alike, as by TP
         left = data.draw(st.integers(0, meta.shape[-1] - 1)) if len(meta.shape) == 2 else 0
-        for start, stop in ((0, cut), (cut, meta.shape[0])):
-            if start < stop:
+        for (start, stop), is_wanted in zip(((0, cut), (cut, meta.shape[0])), is_kept, strict=True):
+            if start < stop and is_wanted:
                 region = Region(
                     (start, left)[: len(meta.shape)], (stop - start, meta.shape[-1] - left)[: len(meta.shape)]
                 )
@@ -179,14 +181,16 @@ def test_any_rectangle_and_any_join_is_bitwise_a_slice_of_the_export(exported, d
         assert np.array_equal(as_bytes(read.view(slot)), as_bytes(export[read.tensor][window])), read
 
 
-def test_the_scales_of_a_stack_of_experts_are_one_run(exported):
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_values_and_scales_of_a_stack_of_experts_are_one_run_each(exported, tp_size):
     rank, _ = exported
     for suffix, expected in (("_proj.weight", 1), ("_proj.weight_scale_inv", 1)):
         reads: list[PackedRead] = []
         offset = 0
         for meta in rank._source.layout().tensors:
             if ".mlp.experts." in meta.name and "down" not in meta.name and meta.name.endswith(suffix):
-                reads.append(PackedRead(meta.name, Region((0, 0), meta.shape), (0, 1), meta.dtype, offset))
+                region = Region((0, 0), (meta.shape[0] // tp_size, meta.shape[1]))
+                reads.append(PackedRead(meta.name, region, (0, 1), meta.dtype, offset))
                 offset += reads[-1].num_bytes
         assert len(reads) == 8
         assert len(rank._source.joined(reads)) == expected

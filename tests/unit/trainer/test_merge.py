@@ -1,13 +1,19 @@
-"""Promise of trainer/merge.py: a rectangle's merge is bitwise the same slice of the whole stack's merge."""
+"""Promise of trainer/merge.py: a rectangle's merge is bitwise the same slice of the whole stack's merge; of
+trainer/runs.py: so are bands of rows at a pitch, which are one run.
+"""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from trainer.merge import merge_rows
+from trainer.runs import LoraDelta, RowRun, Rows
 
 
 def make_factors(num_factors: int, rows: int, columns: int, rank: int, dtype: torch.dtype, is_aligned: bool):
@@ -76,3 +82,70 @@ def test_bfloat16_factors_are_multiplied_in_float32():
     merge_rows(base, b, a, 0.7, got, first_row=0, rows_a_factor=300)
     merge_rows(base, b.float(), a.float(), 0.7, wanted, first_row=0, rows_a_factor=300)
     assert torch.equal(got, wanted)
+
+
+def row_numbers(rows: Rows) -> list[int]:
+    """Each row of bands, in order."""
+    return [rows.start + band * rows.pitch + row for band in range(rows.num_bands) for row in range(rows.height)]
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data())
+def test_bands_at_a_pitch_are_one_run_and_bitwise_slices_of_the_whole_stack(data):
+    """Bands of one or several A each; any columns; merged or bare; into any strides."""
+    num_bands, height = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 300))
+    pitch = height + data.draw(st.integers(1, 300))
+    start = data.draw(st.integers(0, 100))
+    held = start + (num_bands - 1) * pitch + height
+    rows_a_factor = data.draw(st.sampled_from([pitch, 2 * pitch, max(1, pitch // 2), held]))
+    num_factors = -(-held // rows_a_factor)
+    columns, rank = data.draw(st.integers(1, 60)), data.draw(st.sampled_from([1, 4, 16]))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
+    base, b, a = make_factors(num_factors, rows_a_factor, columns, rank, dtype, data.draw(st.booleans()))
+    whole = base.clone()
+    delta = None
+    if data.draw(st.booleans()):
+        delta = LoraDelta("a", nn.Parameter(a), nn.Parameter(b), rows_a_factor, 0, 0.7)
+        merge_rows(base, b, a, 0.7, whole, first_row=0, rows_a_factor=rows_a_factor)
+    left = data.draw(st.integers(0, columns - 1))
+    window = slice(left, data.draw(st.integers(left + 1, columns)))
+
+    weight = nn.Parameter(base)
+    bands = [RowRun(weight, delta, Rows(start + i * pitch, height), window) for i in range(num_bands)]
+    run: RowRun | None = bands[0]
+    for band in bands[1:]:
+        run = run and run.joined(band)
+    ends = [(band.rows.start // rows_a_factor, (band.rows.start + height - 1) // rows_a_factor) for band in bands]
+    assert (run is not None) == (delta is None or all(first == last for first, last in ends))  # one A a band
+    if run is None:
+        return
+    assert run.rows == Rows(start, height, num_bands, pitch)
+    out = torch.full(run.shape[::-1], torch.nan, dtype=dtype).t()
+    with torch.no_grad():
+        run.write(out, {})
+    assert torch.equal(out, whole[row_numbers(run.rows), window])
+
+
+def test_what_follows_at_no_pitch_is_a_run_of_its_own():
+    two = Rows(10, 4).joined(Rows(20, 4))
+    assert two == Rows(10, 4, num_bands=2, pitch=10)
+    assert two.joined(Rows(30, 4)) == Rows(10, 4, num_bands=3, pitch=10)
+    assert Rows(10, 4).joined(Rows(14, 7)) == Rows(10, 11)
+    for following in (Rows(31, 4), Rows(30, 3), Rows(30, 5), Rows(24, 4), Rows(20, 4)):
+        assert two.joined(following) is None, following
+    for following in (Rows(12, 4), Rows(2, 4), Rows(20, 3), two):
+        assert Rows(10, 4).joined(following) is None, following
+
+
+@given(st.integers(0, 9), st.integers(1, 9), st.integers(1, 9), st.integers(0, 5), st.integers(1, 40))
+def test_parts_are_the_rows_in_order_and_none_has_too_many(start, height, num_bands, gap, max_rows):
+    rows = Rows(start, height, num_bands, height + gap)
+    parts = list(rows.parts(max_rows))
+    assert [row for _, part in parts for row in row_numbers(part)] == row_numbers(rows)
+    assert parts[0][0] == 0
+    assert all(later - first == len(part) for (first, part), (later, _) in pairwise(parts))
+    assert max(len(part) for _, part in parts) <= max_rows
+    whole = torch.arange(400).view(200, 2)
+    for _, part in parts:
+        assert part.of(whole).shape == (part.num_bands, part.height, 2)
+        assert part.of(whole).flatten(0, 1)[:, 0].floor_divide(2).tolist() == row_numbers(part)

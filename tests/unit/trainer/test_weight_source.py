@@ -114,15 +114,19 @@ def test_any_region_is_bitwise_a_slice_of_the_export(merged, data):
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_joined_reads_are_bitwise_slices_of_the_export(merged, data):
-    """Tensors in checkpoint order, cut by rows, some permuted, with gaps: what joins and what does not."""
+    """Tensors in checkpoint order, cut by rows, some permuted, with gaps: what joins and what does not. Tensors of one
+    shape are cut alike, as by TP.
+    """
     rank, export = merged
     metas = rank._source.layout().tensors
     first = data.draw(st.integers(0, len(metas) - 1))
     reads, offset = [], 0
+    is_kept = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+    cuts: dict[tuple[int, ...], int] = {}
     for meta in metas[first : first + data.draw(st.integers(1, 12))]:
-        cut = data.draw(st.integers(1, meta.shape[0]))
-        for start, stop in ((0, cut), (cut, meta.shape[0])):
-            if start < stop:
+        cut = cuts.setdefault(meta.shape, data.draw(st.integers(1, meta.shape[0])))
+        for (start, stop), is_wanted in zip(((0, cut), (cut, meta.shape[0])), is_kept, strict=True):
+            if start < stop and is_wanted:
                 region = Region((start,) + (0,) * (len(meta.shape) - 1), (stop - start, *meta.shape[1:]))
                 axes = tuple(data.draw(st.permutations(range(len(meta.shape)))))
                 reads.append(PackedRead(meta.name, region, axes, meta.dtype, offset))
@@ -158,16 +162,32 @@ def test_a_compiled_load_reads_what_the_parameters_hold_now_wherever_they_are():
         fill(slot)
 
 
-def test_a_stack_of_experts_is_one_run(merged):
-    """Gate and up of all experts, in the order of an engine's fused parameter, are one merge."""
-    rank, _ = merged
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_runs_are_as_many_as_layers_parameters_and_destinations_whatever_the_experts(merged, tp_size):
+    """A TP rank's w13 takes bands of gate_up_proj, its w2 columns of down_proj; both are one run, and right."""
+    rank, export = merged
+    source = rank._source
+    shapes = {meta.name: meta.shape for meta in source.layout().tensors}
     reads, offset = [], 0
-    for meta in rank._source.layout().tensors:
-        if meta.name.startswith("model.layers.0.mlp.experts.") and "down" not in meta.name:
-            reads.append(PackedRead(meta.name, Region((0, 0), meta.shape), (0, 1), meta.dtype, offset))
-            offset += reads[-1].num_bytes
-    assert len(reads) == 8
-    assert len(rank._source.joined(reads)) == 1
+    for tp_rank in range(tp_size):
+        for layer in range(2):
+            for leaves, dim in ((("gate_proj", "up_proj"), 0), (("down_proj",), 1)):
+                for name in (
+                    f"model.layers.{layer}.mlp.experts.{e}.{leaf}.weight" for e in range(4) for leaf in leaves
+                ):
+                    shape = list(shapes[name])
+                    shape[dim] //= tp_size
+                    start = [0, 0]
+                    start[dim] = tp_rank * shape[dim]
+                    region = Region(tuple(start), tuple(shape))
+                    reads.append(PackedRead(name, region, (0, 1), source.layout().tensors[0].dtype, offset))
+                    offset += reads[-1].num_bytes
+    assert len(source.joined(reads)) == tp_size * 2 * 2
+    slot = torch.zeros(offset, dtype=torch.uint8)
+    source.compile_reads(reads)(slot)
+    for read in reads:
+        window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
+        assert torch.equal(read.view(slot), export[read.tensor][window])
 
 
 def test_adapters_really_merge(merged):
