@@ -183,8 +183,8 @@ def test_any_rectangle_and_any_join_is_bitwise_a_slice_of_the_export(exported, d
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_values_and_scales_of_a_stack_of_experts_are_one_run_each(exported, tp_size):
-    rank, _ = exported
-    for suffix, expected in (("_proj.weight", 1), ("_proj.weight_scale_inv", 1)):
+    rank, export = exported
+    for suffix in ("_proj.weight", "_proj.weight_scale_inv"):
         reads: list[PackedRead] = []
         offset = 0
         for meta in rank._source.layout().tensors:
@@ -193,7 +193,14 @@ def test_values_and_scales_of_a_stack_of_experts_are_one_run_each(exported, tp_s
                 reads.append(PackedRead(meta.name, region, (0, 1), meta.dtype, offset))
                 offset += reads[-1].num_bytes
         assert len(reads) == 8
-        assert len(rank._source.joined(reads)) == expected
+        assert len(rank._source.joined(reads)) == 1
+        slot = torch.zeros(offset, dtype=torch.uint8)
+        rank._source.begin(0)
+        rank._source.compile_reads(reads)(slot)
+        rank._source.end()
+        for read in reads:
+            wanted = export[read.tensor][: read.region.shape[0]]
+            assert np.array_equal(as_bytes(read.view(slot)), as_bytes(wanted)), read
 
 
 def test_what_an_engine_keeps_in_another_format_is_refused(exported):
