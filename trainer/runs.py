@@ -71,8 +71,8 @@ class Rows:
     def of(self, whole: Tensor) -> Tensor:
         """These rows of all of them, live: (num_bands, height, ...)."""
         stop = self.start + (self.num_bands - 1) * self.pitch + self.height
-        bands = whole[self.start : stop].unfold(0, self.height, max(1, self.pitch))
-        return bands.movedim(-1, 1)
+        rows = whole[self.start : stop]
+        return rows[None] if self.num_bands == 1 else rows.unfold(0, self.height, self.pitch).movedim(-1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class RowRun:
 
     def writer(self, out: Tensor, gathered_a: dict[str, Tensor]) -> Callable[[], object]:
         """write(), to be called as often as wanted while the parameters and the gathered A stay where they are."""
-        return self.writer_of_bands(out.unflatten(0, (self.rows.num_bands, self.rows.height)), gathered_a)
+        return self.writer_of_bands(out.view(self.rows.num_bands, self.rows.height, *out.shape[1:]), gathered_a)
 
     def writer_of_bands(self, out: Tensor, gathered_a: dict[str, Tensor]) -> Callable[[], object]:
         """writer() into bands that lie anywhere: `out` has a dim more, its first."""
