@@ -80,7 +80,7 @@ class LoraDelta:
     """The factors that merge into this rank's rows of one parameter: rows W[i] += scale * B[i] @ A."""
 
     key: str
-    """Name of the parameter A; the key of its whole in `gather_lora_a`'s result."""
+    """Name of the parameter A; the key of its whole among those that `gather_lora_a` fills."""
     a_parameter: nn.Parameter
     """(r, in), or a stack (E, r, in) of which this rank holds all that its rows need."""
     b_parameter: nn.Parameter

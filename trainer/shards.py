@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +24,7 @@ from trainer.lora import Linear
 from trainer.model.spec import CORRECTION_BIAS
 from trainer.moe.experts import Experts
 from trainer.moe.routing import Router
-from trainer.parallel import local_part, wholes
+from trainer.parallel import gather_wholes, local_part
 from trainer.runs import LoraDelta, RowRun, Rows, local_rows
 from weight_sync.layout import Region
 
@@ -70,7 +71,7 @@ class HeldTensor:
         Args:
             region: part of self.region, in coordinates of the checkpoint tensor.
             out: any strided view of shape region.shape, on the parameter's device.
-            gathered_a: result of `gather_lora_a`; read only for adapters whose A is sharded.
+            gathered_a: filled by `gather_lora_a`; read only for adapters whose A is sharded.
         """
         self.run(region).write(out, gathered_a)
 
@@ -99,17 +100,29 @@ def local_shards(decoder: Decoder) -> list[HeldTensor | FusedTensor]:
     return [one for one in held if one.region.num_elements > 0]
 
 
-def gather_lora_a(decoder: Decoder) -> dict[str, Tensor]:
-    """Collective: the whole of every A that is sharded over ranks, float32, keyed by LoraDelta.key.
+def sharded_lora_a(decoder: Decoder) -> dict[str, Tensor]:
+    """Memory for the whole of every A that is sharded over ranks, keyed by LoraDelta.key; empty on a single rank."""
+    return {key: local_part(a)[0].new_empty(a.shape) for key, a in _sharded_lora_a(decoder).items()}
 
-    All ranks call it at the same point; empty on a single rank. The caller owns the memory: the sum of numel * 4 bytes.
+
+@torch.no_grad()
+def gather_lora_a(decoder: Decoder, gathered_a: dict[str, Tensor]) -> None:
+    """Collective: their values of now. All ranks call it at the same point.
+
+    Args:
+        decoder: Whose.
+        gathered_a: From `sharded_lora_a`.
     """
-    sharded = {
+    sharded = _sharded_lora_a(decoder)
+    gather_wholes(list(sharded.values()), [gathered_a[key] for key in sharded])
+
+
+def _sharded_lora_a(decoder: Decoder) -> dict[str, DTensor]:
+    return {
         f"{name}.lora_A": module.lora_A
         for name, module in decoder.named_modules()
         if isinstance(module, Linear) and module.lora is not None and isinstance(module.lora_A, DTensor)
     }
-    return dict(zip(sharded, wholes(list(sharded.values())), strict=True))
 
 
 def _held_rows(tensor: str, parameter: nn.Parameter, delta: LoraDelta | None = None) -> HeldTensor:

@@ -1,6 +1,6 @@
 """What this trainer rank can write out, rectangle by rectangle: the trainer's side of a publish.
 
-Owns the lifetime of gathered LoRA factors and of block scales during one publish. Does not own the translation into
+Owns the gathered LoRA factors, and block scales during one publish. Does not own the translation into
 checkpoint names nor the merge (shards.py), the cast to FP8 (block_scales.py), the plan, or any transfer (weight_sync).
 
 Invariant: `read` never communicates, so ranks may read in any order and any number of times. Only `begin` is
@@ -29,7 +29,7 @@ from trainer.packed import is_packed
 from trainer.parallel import local_address
 from trainer.quantization import SCALE_SUFFIX, BlockFp8, engine_tensors
 from trainer.runs import RowRun
-from trainer.shards import HeldTensor, gather_lora_a, local_shards
+from trainer.shards import HeldTensor, gather_lora_a, local_shards, sharded_lora_a
 from weight_sync.layout import Region, SourceLayout, SourceShard
 from weight_sync.packing import FillSlot, PackedRead, view_as
 
@@ -57,7 +57,7 @@ class TrainerWeightSource:
     def __init__(
         self, decoder: Decoder, rank: int, quantization: BlockFp8 | None = None, *, is_merged: bool = True
     ) -> None:
-        """Take stock of what this rank holds; gathers A once to know how many bytes `begin` will hold.
+        """Take stock of what this rank holds.
 
         Args:
             decoder: Loaded and sharded.
@@ -68,7 +68,6 @@ class TrainerWeightSource:
         if is_packed(decoder):
             raise LayoutError(f"rank {rank}: packed experts have no merged weights to write out")
         self._decoder = decoder
-        self._is_merged = is_merged
         self._rank = rank
         self._held: dict[str, list[HeldTensor | FusedTensor]] = defaultdict(list)
         shards: list[SourceShard] = []
@@ -95,11 +94,13 @@ class TrainerWeightSource:
             shards.extend(self._scales.shards())
         self._layout = SourceLayout(rank, tuple(engine_tensors(tensors, quantization)), tuple(shards))
         self._quantized = frozenset(shapes)
-        self._gathered: dict[str, Tensor] | None = None
-        self._temporary_bytes = self._gather() + merge_bytes
+        self._gathered_a = sharded_lora_a(decoder) if is_merged else {}
+        """Kept from publish to publish, as staging is: kernels' arguments name its addresses."""
+        self._gathered_bytes = sum(a.numel() * a.element_size() for a in self._gathered_a.values())
+        self._is_begun = False
+        self._temporary_bytes = self._gathered_bytes + merge_bytes
         if self._scales is not None:
             self._temporary_bytes += self._scales.num_bytes + self._scales.scratch_bytes
-        self.end()
 
     @property
     def temporary_bytes(self) -> int:
@@ -113,13 +114,15 @@ class TrainerWeightSource:
     @torch.no_grad()
     def begin(self, version: int) -> int:
         """Gather every sharded A and scale every block, in the same order on every rank. Returns the bytes held."""
-        if self._gathered is not None:
+        if self._is_begun:
             raise LayoutError(f"rank {self._rank}: begin({version}) before the end of the publish in progress")
-        held = self._gather()
-        if self._scales is not None:
-            self._scales.compute(self._factors("block scales"))
-            held += self._scales.num_bytes
-        return held
+        self._is_begun = True
+        if self._gathered_a:
+            gather_lora_a(self._decoder, self._gathered_a)
+        if self._scales is None:
+            return self._gathered_bytes
+        self._scales.compute(self._gathered_a)
+        return self._gathered_bytes + self._scales.num_bytes
 
     @torch.no_grad()
     def read(self, tensor: str, region: Region, out: Tensor) -> None:
@@ -144,8 +147,7 @@ class TrainerWeightSource:
         @torch.no_grad()
         def fill(slot: Tensor) -> None:
             nonlocal places
-            if runs:
-                self._factors(runs[0].read.tensor)  # not outside begin() and end()
+            self._check_begun()
             held_at = [local_address(parameter) for parameter in parameters]
             if held_at != places:  # FSDP2 may move a shard's storage
                 known.clear()
@@ -161,12 +163,8 @@ class TrainerWeightSource:
     def _writer(self, item: PackedRun, slot: Tensor) -> Callable[[], object]:
         """What writes a run into a slot, at every publish anew."""
         tensor, run, out = item.read.tensor, item.run, item.out(slot)
-        if (
-            isinstance(run, RowRun)
-            and tensor not in self._quantized
-            and (run.delta is None or not run.delta.is_gathered)
-        ):
-            return run.writer(out, {})
+        if isinstance(run, RowRun) and tensor not in self._quantized:
+            return run.writer(out, self._gathered_a)
         return lambda: self._write(tensor, run, out)
 
     def joined(self, reads: Sequence[PackedRead]) -> list[PackedRun]:
@@ -189,31 +187,26 @@ class TrainerWeightSource:
         return joined
 
     def end(self) -> None:
-        """Drop the gathered factors and the scales; harmless when nothing was begun."""
-        self._gathered = None
+        """Drop the scales; harmless when nothing was begun."""
+        self._is_begun = False
         if self._scales is not None:
             self._scales.drop()
 
-    def _gather(self) -> int:
-        self._gathered = gather_lora_a(self._decoder) if self._is_merged else {}
-        return sum(a.numel() * a.element_size() for a in self._gathered.values())
-
     def _write(self, tensor: str, run: RowRun | FusedRun | ScaleRun, out: Tensor) -> None:
         """Rows as the engine wants them: merged, and quantized if `tensor` is."""
-        factors = self._factors(tensor)
+        self._check_begun()
         if isinstance(run, ScaleRun):
             assert self._scales is not None
             self._scales.write_scales(run, out)
         elif self._scales is not None and tensor in self._quantized:
             assert isinstance(run, RowRun)
-            self._scales.write(run, out, factors)
+            self._scales.write(run, out, self._gathered_a)
         else:
-            run.write(out, factors)
+            run.write(out, self._gathered_a)
 
-    def _factors(self, tensor: str) -> dict[str, Tensor]:
-        if self._gathered is None:
-            raise LayoutError(f"rank {self._rank}: read({tensor}) outside begin() and end()")
-        return self._gathered
+    def _check_begun(self) -> None:
+        if not self._is_begun:
+            raise LayoutError(f"rank {self._rank}: read outside begin() and end()")
 
     def _run(self, tensor: str, region: Region) -> RowRun | FusedRun | ScaleRun:
         if (

@@ -107,7 +107,7 @@ def part_of(meta: TensorMeta, rank: int, case: Case, spec: ModelSpec) -> Region 
 
 @pytest.mark.parametrize(("case", "row"), measured())
 def test_the_simulator_is_within_15_percent_of_what_was_measured(case: Case, row: dict[str, Any]) -> None:
-    """All but the wait for the engine's steps in flight, 35 to 137 ms in these runs: it is the load's, not the plan's."""
+    """All but the wait for the engine's steps in flight, 35 to 137 ms in these runs: that is the load's."""
     report, device = case.report, Device.cuda
     spec = ModelSpec.from_hf_config(report["model"])
     trainer = TrainerConfig(num_ranks=case.num_ranks, ep_size=case.num_ranks, lora=LoraConfig(rank=report["lora_rank"]))

@@ -24,7 +24,7 @@ from trainer.lora import disabled_adapters
 from trainer.model.decoder import Decoder, build_decoder
 from trainer.model.spec import ModelSpec
 from trainer.parallel import ParallelLayout, dense_trainable, expert_trainable, local_part, whole
-from trainer.shards import gather_lora_a, local_shards
+from trainer.shards import gather_lora_a, local_shards, sharded_lora_a
 from weight_sync.layout import Region
 
 
@@ -154,7 +154,8 @@ def files(folder: Path, ep_size: int, world_size: int, rank: int, hf_config: dic
         values = torch.empty(held.region.shape, dtype=held.base.dtype)
         replace(held, delta=None).read(held.region, values, {})  # the base alone, in the checkpoint's layout
         slices[held.tensor] = (held.region, values)
-    gathered = gather_lora_a(decoder)
+    gathered = sharded_lora_a(decoder)
+    gather_lora_a(decoder, gathered)
     return {"restored": restored, "slices": slices, "gathered_a": gathered, "report": report}
 
 

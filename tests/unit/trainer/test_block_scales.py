@@ -81,7 +81,7 @@ def merged_in_float32(rank: TrainerRank) -> dict[str, torch.Tensor]:
     for name, held in source._held.items():
         (one,) = held
         values[name] = torch.empty(one.region.shape, dtype=torch.float32)
-        one.run(one.region).write(values[name], source._factors(name))
+        one.run(one.region).write(values[name], source._gathered_a)
     source.end()
     return values
 
