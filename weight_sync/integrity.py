@@ -27,7 +27,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 HASH_MASK = (1 << 64) - 1
@@ -40,6 +39,8 @@ MIN_SCRATCH_BYTES = 4 * _BLOCK_BYTES
 """Scratch of one block: words as int64, and a copy of the bytes where they are not aligned."""
 _SEED_WITHIN = 0x51A95D3A
 _SEED_ACROSS = 0xB10C5EED
+_GOLDEN_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 
 
 def hash_bytes(data: torch.Tensor, *, offset_bytes: int = 0, scratch_bytes: int | None = None) -> int:
@@ -205,13 +206,22 @@ def _within_keys(device: torch.device) -> torch.Tensor:
 
 def _odd_numbers(seed: int, count: int, device: torch.device) -> torch.Tensor:
     """splitmix64(seed), splitmix64(seed + 1), ... with the lowest bit set, as int64 bit patterns."""
-    values = np.arange(seed, seed + count, dtype=np.uint64)
-    return torch.from_numpy((_splitmix64(values) | np.uint64(1)).view(np.int64)).to(device)
+    return splitmix64_(torch.arange(seed, seed + count)).bitwise_or_(1).to(device)
 
 
-def _splitmix64(values: np.ndarray) -> np.ndarray:
-    """Finalizer of splitmix64 (Steele, Lea, Flood 2014) after one golden-ratio step; uint64 arithmetic wraps."""
-    values = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def splitmix64_(values: torch.Tensor) -> torch.Tensor:
+    """splitmix64's finalizer (Steele, Lea, Flood 2014) after one golden-ratio step, in place.
+
+    Args:
+        values: int64, bit patterns of numbers mod 2^64. Every device gives the same bits. Of key + 0, key + 1, ... they
+            are a stream of random numbers that begins at any index.
+    """
+    values.add_(1).mul_(_GOLDEN_STEP)
+    for shift, factor in _MIX:
+        values.bitwise_xor_(_shifted(values, shift)).mul_(factor)
+    return values.bitwise_xor_(_shifted(values, 31))
+
+
+def _shifted(values: torch.Tensor, shift: int) -> torch.Tensor:
+    """To the right, filled with zeros; torch repeats the sign."""
+    return (values >> shift).bitwise_and_(HASH_MASK >> shift)
