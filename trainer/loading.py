@@ -2,7 +2,8 @@
 
 Owns reading and drawing; `trainer.shards` knows which rectangles a rank needs. Invariant: a value depends on its
 tensor's name, its place and the seed, never on the number of ranks. Adapters start at B = 0 and A ~ U(-1/sqrt(in),
-1/sqrt(in)), which is kaiming-uniform with a = sqrt(5), seeded by (seed, adapter, expert).
+1/sqrt(in)), which is kaiming-uniform with a = sqrt(5), each element by a counter-based generator: a function of (seed,
+parameter, index in the whole parameter), with the same bits on every kind of device.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from torch import Tensor
 from conf.schema import Init, ModelConfig
 from trainer.block_scales import dequantized
 from trainer.errors import CheckpointError
-from trainer.lora import Linear
+from trainer.lora import Adapted
 from trainer.model.spec import ModelSpec
 from trainer.moe.experts import Experts
 from trainer.packed import forget_unpacked, packed_tensors
 from trainer.parallel import local_part
 from trainer.quantization import SCALE_SUFFIX
 from trainer.shards import local_shards
+from weight_sync.integrity import splitmix64_
 from weight_sync.layout import Region
 
 if TYPE_CHECKING:
@@ -40,8 +42,11 @@ WEIGHTS_A_WORD = 8
 INT4_RMS, E2M1_RMS = 4.64, 2.93
 """Root mean square of a random code of each format."""
 E8M0_BIAS = 127
-BLOCK_ELEMENTS = 1 << 20
-"""Elements, at most, that random weights draw from one seed (one row at least)."""
+BLOCK_ELEMENTS = 1 << 22
+"""Elements, at most, that random weights draw from one seed (one row at least): more than an expert's matrix has."""
+CHUNK_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
+"""Adapter elements drawn together, 16 bytes of scratch each: on a CPU few enough for a core's cache and for torch not
+to wake its threads, on a GPU enough for few launches."""
 
 
 class TensorReader(Protocol):
@@ -151,7 +156,8 @@ class RandomReader:
             shape = (min(block_rows, num_rows - start), *row_shape)
             blocks.append(draw(shape, generator)[max(first - start, 0) : stop - start])
         columns = tuple(slice(a, b) for a, b in zip(region.start[1:], region.stop[1:], strict=True))
-        return torch.cat(blocks)[(slice(None), *columns)]
+        rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        return rows[(slice(None), *columns)]
 
     def _draw(self, tensor: str) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
         """How a block of this tensor is drawn."""
@@ -159,7 +165,7 @@ class RandomReader:
         exponent = E8M0_BIAS + round(math.log2(std / E2M1_RMS)) if std > 0 else 0
 
         def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device).mul_(std)
+            return torch.normal(0.0, std, shape, generator=generator, device=device)
 
         def codes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
             return torch.randint(0, 256, shape, generator=generator, device=device, dtype=torch.uint8)
@@ -202,8 +208,10 @@ def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadRe
         values = reader.read(held.tensor, held.region)
         if values.dtype not in FLOAT_DTYPES:
             raise CheckpointError(f"{held.tensor} is stored as {values.dtype}, which cannot be read as weights")
+        if values.device != held.parameter.device:
+            values = values.to(held.parameter.dtype)  # where they are: a copy from a device would cast on the host
         held.fill(values)
-        num_tensors, num_bytes = num_tensors + 1, num_bytes + held.base.numel() * held.base.element_size()
+        num_tensors, num_bytes = num_tensors + 1, num_bytes + held.region.num_elements * held.parameter.element_size()
     init_adapters(decoder, seed=seed)
     offered = reader.names() or set()
     needed = {meta.name for meta in decoder.spec.checkpoint_tensors("float32")}
@@ -224,27 +232,44 @@ def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadRe
 def init_adapters(decoder: Decoder, *, seed: int) -> None:
     """Draw every A and zero every B, so that the adapted policy starts as the base policy."""
     for name, module in decoder.named_modules():
-        if isinstance(module, Linear) and module.lora is not None:
-            rows, start = local_part(module.lora_A)
-            whole = _draw_a(tuple(module.lora_A.shape), seed, f"{name}.lora_A")
-            rows.copy_(whole[start : start + rows.shape[0]])
-            local_part(module.lora_B)[0].zero_()
-        elif isinstance(module, Experts) and module.lora is not None:
-            for leaf in ("gate_up", "down"):
-                stacked, start = local_part(getattr(module, f"{leaf}_lora_A"))
-                for index, a in enumerate(stacked):
-                    expert = module.first_expert + start + index
-                    a.copy_(_draw_a(tuple(a.shape), seed, f"{name}.{expert}.{leaf}_lora_A"))
-                local_part(getattr(module, f"{leaf}_lora_B"))[0].zero_()
+        if not isinstance(module, Adapted) or module.lora is None:
+            continue
+        first_expert = module.first_expert if isinstance(module, Experts) else 0
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if leaf.endswith("lora_A"):
+                local, start = local_part(parameter)
+                first_element = (first_expert + start) * math.prod(local.shape[1:])
+                bound, key = 1.0 / math.sqrt(local.shape[-1]), stream_key(seed, f"{name}.{leaf}")
+                fill_uniform(local, bound=bound, key=key, first_element=first_element)
+            elif leaf.endswith("lora_B"):
+                local_part(parameter)[0].zero_()
+
+
+def stream_key(seed: int, name: str) -> int:
+    """63 bits for the random numbers that belong to (seed, name)."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
 def named_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
     """A generator whose stream belongs to (seed, name) alone."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.Generator(device).manual_seed(stream_key(seed, name))
 
 
-def _draw_a(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
-    """Drawn on the CPU (adapters are small), so that a run starts from the same policy on any kind of device."""
-    bound = 1.0 / math.sqrt(shape[1])
-    return torch.empty(shape).uniform_(-bound, bound, generator=named_generator(seed, name, torch.device("cpu")))
+def fill_uniform(out: Tensor, *, bound: float, key: int, first_element: int) -> None:
+    """Numbers first_element, first_element + 1, ... of the stream `key`, uniform in [-bound, bound).
+
+    Number i is the upper 24 bits, signed, of splitmix64(key + i), times 2^-23 bound: exact up to one float32 product.
+
+    Args:
+        out: Contiguous, any float dtype.
+        bound: Positive.
+        key: Of `stream_key`.
+        first_element: Which number out's first element is.
+    """
+    flat = out.view(-1)
+    first = first_element
+    for part in flat.split(CHUNK_ELEMENTS[out.device.type]):
+        bits = torch.arange(first, first + part.numel(), device=out.device).add_(key)
+        splitmix64_(bits).bitwise_right_shift_(40)
+        part.copy_(bits.to(torch.float32).mul_(bound * 2.0**-23))
+        first += part.numel()

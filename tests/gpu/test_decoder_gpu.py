@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from conf.schema import LoraConfig, TrainMode
 from trainer.kernels.groups import RowGroups
+from trainer.loading import CHUNK_ELEMENTS, fill_uniform, stream_key
 from trainer.model.attend import (
     KeptAttention,
     PackedSequences,
@@ -36,6 +37,23 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 BF16_TOLERANCE = 0.05
 ALL_EXPERTS = {**MIXED, "num_experts_per_tok": MIXED["num_experts"]}
 """Every token sees every expert, so that rounding cannot flip a choice of the router."""
+
+
+def test_a_run_starts_from_the_same_adapters_as_on_a_cpu():
+    """Bit by bit; also in a stack of several chunks, drawn within the declared scratch."""
+    plain, mine = (dict(make_decoder(MIXED, nonzero_b=False, device=on).named_parameters()) for on in ("cpu", "cuda"))
+    for name, parameter in plain.items():
+        if "lora_" in name:
+            assert torch.equal(mine[name].cpu(), parameter), name
+    count, key = 5 * CHUNK_ELEMENTS["cuda"] // 2, stream_key(0, "a")
+    wanted = torch.empty(count, dtype=torch.bfloat16)
+    fill_uniform(wanted, bound=0.02, key=key, first_element=7)
+    stack = torch.empty_like(wanted, device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fill_uniform(stack, bound=0.02, key=key, first_element=7)
+    assert torch.cuda.max_memory_allocated() - before <= 16 * CHUNK_ELEMENTS["cuda"]
+    assert torch.equal(stack.cpu(), wanted)
 
 
 @pytest.mark.parametrize("window", [None, 40])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import pytest
@@ -13,7 +14,14 @@ from conf.schema import Init, ModelConfig
 from trainer import loading
 from trainer.adapter_io import save_merged
 from trainer.errors import CheckpointError
-from trainer.loading import CheckpointReader, RandomReader, load_weights, open_reader
+from trainer.loading import (
+    CheckpointReader,
+    RandomReader,
+    fill_uniform,
+    load_weights,
+    open_reader,
+    stream_key,
+)
 from trainer.model.spec import ModelSpec
 from weight_sync.layout import Region
 
@@ -108,16 +116,83 @@ def test_fresh_adapters_are_kaiming_uniform_and_differ_by_expert_and_seed():
     assert all(not torch.equal(p, before[n]) for n, p in decoder.named_parameters() if "lora_A" in n)
 
 
+def test_an_element_of_a_fresh_adapter_is_splitmix64_of_its_key_and_index():
+    """Of the whole stack, for an expert; so no layout can change it."""
+    mask = (1 << 64) - 1
+
+    def expected(name: str, index: int, fan_in: int) -> float:
+        key = int.from_bytes(hashlib.sha256(f"3/{name}".encode()).digest()[:8], "little") >> 1
+        z = (key + index + 1) * 0x9E3779B97F4A7C15 & mask
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+        bits = z >> 40  # z ^ (z >> 31) has the same upper 24 bits
+        bits -= (bits >> 23) << 24
+        return float(torch.tensor(bits * 2.0**-23, dtype=torch.float32) * (1 / math.sqrt(fan_in)))
+
+    decoder = make_decoder(MIXED, nonzero_b=False)
+    parameters = dict(decoder.named_parameters())
+    for name in ("model.layers.0.self_attn.o_proj.lora_A", "model.layers.0.mlp.experts.down_lora_A"):
+        flat = parameters[name].detach().flatten()
+        for index in (0, 1, 77, flat.numel() - 1):
+            assert float(flat[index]) == expected(name, index, parameters[name].shape[-1]), (name, index)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_uniform_numbers_do_not_depend_on_cuts_or_chunks(dtype, monkeypatch):
+    def numbers(first: int, count: int) -> torch.Tensor:
+        out = torch.full((count,), torch.nan, dtype=dtype)
+        fill_uniform(out, bound=0.3, key=(1 << 63) - 5, first_element=first)  # keys near the top wrap
+        return out
+
+    whole = numbers(0, 40_000)  # two whole chunks and a part
+    assert whole.isfinite().all()
+    for first, stop in ((0, 1), (16_383, 16_385), (7, 39_999), (40_000, 40_000)):
+        assert torch.equal(numbers(first, stop - first), whole[first:stop])
+    monkeypatch.setitem(loading.CHUNK_ELEMENTS, "cpu", 999)
+    assert torch.equal(numbers(0, 40_000), whole)
+
+
+def test_fresh_adapters_of_experts_names_and_seeds_are_uniform_and_independent():
+    """Limits: five standard errors, also for each of 2,016 pairs of rows; Kolmogorov-Smirnov's D sqrt(n) < 3, which
+    chance exceeds once in 3e7. The numbers are fixed: it passes always or never.
+    """
+    num_rows, num_columns = 16, 1 << 15
+
+    def stack(seed: int, name: str) -> torch.Tensor:
+        out = torch.empty(num_rows, num_columns)
+        fill_uniform(out, bound=1.0, key=stream_key(seed, name), first_element=0)
+        return out.double()
+
+    rows = torch.cat([stack(0, "a"), stack(0, "b"), stack(1, "a"), stack(2, "a")])
+    n = rows.numel()
+    assert rows.min() >= -1
+    assert rows.max() < 1
+    assert abs(float(rows.mean())) < 5 * math.sqrt(1 / 3 / n)
+    assert abs(float(rows.square().mean()) - 1 / 3) < 5 * math.sqrt(4 / 45 / n)  # E x^4 - (E x^2)^2 = 1/5 - 1/9
+    for values in (rows.flatten(), rows[3], rows[:, 5]):
+        ranks = (torch.arange(values.numel()) + 0.5) / values.numel()
+        distance = float(((values.sort().values + 1) / 2 - ranks).abs().max())
+        assert distance * math.sqrt(values.numel()) < 3.0
+    for one in (rows, rows.square() - 1 / 3, (rows * 2**12).remainder(1) - 0.5):  # values, sizes, lower bits
+        scaled = one / one.square().mean().sqrt()
+        between = scaled @ scaled.T / num_columns
+        assert float((between - between.diag().diag()).abs().max()) < 5 / math.sqrt(num_columns)
+        for lag in (1, 2, 64, 768, 2048):
+            along = float((scaled[:, lag:] * scaled[:, :-lag]).mean())
+            assert abs(along) < 5 / math.sqrt(num_rows * 4 * (num_columns - lag)), lag
+    assert rows.unique(dim=0).shape[0] == len(rows)
+
+
 def test_a_slice_of_random_weights_costs_its_blocks_and_is_the_slice_of_the_whole(monkeypatch):
     drawn: list[int] = []
-    randn = torch.randn
+    normal = torch.normal
 
-    def counting(shape, **options):
+    def counting(mean, std, shape, **options):
         drawn.append(math.prod(shape))
-        return randn(shape, **options)
+        return normal(mean, std, shape, **options)
 
     monkeypatch.setattr(loading, "BLOCK_ELEMENTS", 10 * 64)
-    monkeypatch.setattr(loading.torch, "randn", counting)
+    monkeypatch.setattr(loading.torch, "normal", counting)
     reader = RandomReader(SPEC, seed=0, std=1.0, device="cpu")
     whole = reader.read("lm_head.weight", Region((0, 0), (96, 64)))  # ten blocks of ten rows, the last of six
     assert drawn == [640] * 9 + [384]
