@@ -20,7 +20,6 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from typing import Any
 from conf.schema import RunConfig
 from orchestrator.buffer import BufferState
 from orchestrator.errors import CheckpointError
-from orchestrator.run_folder import to_plain
+from orchestrator.run_folder import flatten, to_plain
 from rollout.types import Group, Prompt, Rollout
 
 _FORMAT = 1
@@ -179,7 +178,7 @@ class CheckpointStore:
         return sorted(p for p in self._folder.glob("step-*") if (p / "manifest.json").is_file())
 
     def _check_options(self, path: Path, saved: dict[str, Any]) -> None:
-        mine, theirs = dict(_flatten(self._options)), dict(_flatten(saved))
+        mine, theirs = dict(flatten(self._options)), dict(flatten(saved))
         differing = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
         if differing:
             listed = ", ".join(f"{key}: {theirs.get(key)!r} there, {mine.get(key)!r} now" for key in differing)
@@ -234,11 +233,3 @@ def _fsync(path: Path) -> None:
 
 def _to_prompt(raw: dict[str, Any]) -> Prompt:
     return Prompt(raw["prompt_id"], tuple(raw["token_ids"]), raw["text"], raw["fields"])
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

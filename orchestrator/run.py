@@ -23,7 +23,7 @@ from orchestrator.curves import SFT_PANELS, draw_curves
 from orchestrator.prepare import TextEncoder, prepare_model, read_all_prompts
 from orchestrator.requests import alive, answer_requests
 from orchestrator.rooms import Rooms
-from orchestrator.run_folder import RunFolder, open_run_folder, write_description
+from orchestrator.run_folder import RunFolder, changed_options, open_run_folder, write_description
 from orchestrator.run_log import ProgressLine, RunLog
 from orchestrator.sft import Finetuner
 from orchestrator.supervisor import Supervisor
@@ -73,6 +73,8 @@ def run(config: RunConfig, overrides: list[str]) -> RunResult:
     train = _finetune if config.algorithm.objective is Objective.sft else _reinforce
     with alive(folder.root), RunLog(folder.log) as log:
         log.say(f"run folder: {folder.root}")
+        for option in changed_options(folder, config):
+            log.say(f"resumed with another {option}")
         write_description(folder, config, overrides)  # under the lock: they may be another process's
         result = asyncio.run(train(config, folder, log))
         log.say(result.summary())

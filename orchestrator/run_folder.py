@@ -29,6 +29,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import Enum
@@ -153,6 +154,29 @@ def write_description(folder: RunFolder, config: RunConfig, overrides: list[str]
     """Write config.yaml and environment.json. Done before anything is started, so that a failed run explains itself."""
     folder.config.write_text(yaml.safe_dump(to_plain(asdict(config)), sort_keys=False))
     folder.environment.write_text(json.dumps(describe_environment(overrides), indent=2) + "\n")
+
+
+def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
+    """What a resumed run does otherwise than before, an option a line; nothing for a new run. Before
+    `write_description`, which replaces what the run was started with."""
+    if not folder.config.is_file():
+        return []
+    before = dict(flatten(yaml.safe_load(folder.config.read_text())))
+    now = dict(flatten(to_plain(asdict(config))))
+    return [
+        f"{name}: {before.get(name)!r} before, {now.get(name)!r} now"
+        for name in sorted({*before, *now} - {"run.resume", "run.dir", "run.name"})
+        if before.get(name) != now.get(name)
+    ]
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Options of a nested section by their full names. Example: ("run.seed", 0)."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def describe_environment(overrides: list[str]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def test_size_with_a_unit_is_told_in_bytes(refuse: Refuse) -> None:
 
 
 def test_sizes_of_a_planned_cluster_are_not_ignored_by_a_run(refuse: Refuse) -> None:
-    message = refuse("cluster.rollout_gpus=4")
+    message = refuse("cluster.rollout_gpus=4", "cluster.dashboard=false")
     assert "cluster.rollout_gpus=4 is for `slipstream plan` alone" in message
     assert "rollout.num_workers" in message
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from conf.errors import ConfigError
 from conf.schema import RunConfig, RunSection
 from orchestrator.requests import alive
 from orchestrator.run import run
-from orchestrator.run_folder import open_run_folder, write_description
+from orchestrator.run_folder import changed_options, open_run_folder, write_description
 
 NOON = datetime(2026, 1, 31, 12, 0, 0)
 
@@ -59,6 +60,22 @@ def test_description_is_complete_and_plain(tmp_path: Path) -> None:
     environment = json.loads(folder.environment.read_text())
     assert environment["overrides"] == ["run.seed=3"]
     assert environment["packages"]["numpy"]
+
+
+def test_a_resumed_run_names_the_options_that_changed(tmp_path: Path) -> None:
+    folder = open_run_folder(RunSection(dir=str(tmp_path)), NOON)
+    config = RunConfig()
+    assert changed_options(folder, config) == []
+    write_description(folder, config, [])
+    assert changed_options(folder, config) == []
+    run_section = replace(config.run, resume=str(folder.root), num_steps=config.run.num_steps + 1)
+    optim = replace(config.trainer.optim, lr=0.25, betas=(0.8, 0.9))
+    resumed = replace(config, run=run_section, trainer=replace(config.trainer, optim=optim))
+    assert changed_options(folder, resumed) == [
+        f"run.num_steps: {config.run.num_steps} before, {config.run.num_steps + 1} now",
+        f"trainer.optim.betas: {[*config.trainer.optim.betas]} before, [0.8, 0.9] now",
+        f"trainer.optim.lr: {config.trainer.optim.lr} before, 0.25 now",
+    ]
 
 
 def test_a_run_under_way_keeps_its_description_when_it_is_resumed_again(tmp_path: Path) -> None:
