@@ -408,6 +408,8 @@ class Engine:
             client: Any = self._llm.engine_core
             client.__dict__.pop("get_output_async", None)
             self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+            # AsyncLLM's __del__ would do so again when this process ends, with modules that are gone by then.
+            self._llm.__dict__["shutdown"] = lambda: None
             self._llm = None
             self._drop_sockets()
 
