@@ -405,11 +405,11 @@ class Engine:
     def shutdown(self) -> None:
         """End the engine's processes. Idempotent."""
         if self._llm is not None:
-            client: Any = self._llm.engine_core
-            client.__dict__.pop("get_output_async", None)
-            self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+            llm: Any = self._llm
+            llm.engine_core.__dict__.pop("get_output_async", None)
+            llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
             # AsyncLLM's __del__ would do so again when this process ends, with modules that are gone by then.
-            self._llm.__dict__["shutdown"] = lambda: None
+            llm.shutdown = lambda: None
             self._llm = None
             self._drop_sockets()
 
