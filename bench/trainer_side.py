@@ -190,7 +190,7 @@ class _Rank:
         self._row.callback(self.publisher.close)
         began = time.perf_counter()
         summary = self.publisher.connect([endpoint])
-        self._loads = self.publisher._pipeline._loads
+        self._loads = self.publisher._pipeline._slots.loads
         return {
             "connect_s": time.perf_counter() - began,
             "num_tasks": summary.num_tasks,
@@ -201,7 +201,7 @@ class _Rank:
         """Another policy, then one publish. Hashes may differ from one to the next: all else stays as it is."""
         publisher = self.publisher
         publisher._config = replace(publisher._config, verify_hashes=verify_hashes)
-        publisher._pipeline._loads = (
+        publisher._pipeline._slots.loads = (
             self._loads if verify_hashes else [replace(load, hashes=()) for load in self._loads]
         )
         draw_adapters(self.adapters)
@@ -224,16 +224,16 @@ class _Rank:
         """What packing and hashing take with nothing beside them: the host's time, and until the device is done."""
         import torch
 
-        pipeline = publisher._pipeline
-        slot = pipeline._slots[0]
+        pipeline, slots = publisher._pipeline, publisher._pipeline._slots
+        slot = slots._slots[0]
 
         def pack() -> None:
             with torch.no_grad():
-                for load in pipeline._loads:
+                for load in slots.loads:
                     load.fill(slot)
 
         def hash_all() -> None:
-            for load in pipeline._loads:
+            for load in slots.loads:
                 for hashes in load.hashes[:1]:
                     hashes.add_to(load.sums)
 

@@ -1,9 +1,9 @@
 """One trainer rank's part of a publish: pack, hash, write, with temporary memory under the watermark.
 
-Owns the staging buffer, the cutting of a schedule into slot loads, the packing of a slot. Does not own: the overlap of
-packing with writing and what becomes of a replica whose link fails (`replay.py`), which bytes go where (`plan.py`), how
-a slot is filled (`packing.py`), the values (`source.py`), links (`transport/`), or agreement with replicas
-(`publisher.py`, its only caller).
+Owns the cutting of a schedule into slot loads, the account of the watermark, when staging is taken and given back.
+Does not own: staging and its loads (`slots.py`), the overlap of packing with writing and what becomes of a replica
+whose link fails (`replay.py`), which bytes go where (`plan.py`), how a slot is filled (`packing.py`), the values
+(`source.py`), links (`transport/`), or agreement with replicas (`publisher.py`, its only caller).
 
     schedule:  [t0 t1 t2 | t3 t4 | t5 t6 t7 ...]          a load = consecutive tasks that fit one slot; static, cut once
 
@@ -33,33 +33,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from weight_sync.columns import Ints
 from weight_sync.errors import PlanError, WatermarkError
-from weight_sync.integrity import RangeHashes, compile_kernels
+from weight_sync.integrity import compile_kernels
 from weight_sync.layout import Binding
 from weight_sync.packing import FillSlot, Packet, compile_reads, packed_reads, same_bytes
 from weight_sync.plan import Task
-from weight_sync.replay import (
-    Destination,
-    Entries,
-    Filled,
-    Load,
-    PipelineResult,
-    Prepared,
-    Replay,
-    compile_writes,
-)
+from weight_sync.replay import PipelineResult, Prepared, Replay
+from weight_sync.slots import Destination, Slots
 from weight_sync.source import WeightSource
-from weight_sync.staging import (
-    MAX_LINK_THREADS,
-    NUM_SLOTS,
-    Staging,
-    aligned,
-    max_packets,
-    reserved_bytes,
-    scratch_bytes,
-)
-from weight_sync.sums import Places
+from weight_sync.staging import MAX_LINK_THREADS, NUM_SLOTS, Staging, aligned, reserved_bytes
+from weight_sync.sums import Places, Sums
 from weight_sync.trace import Tracer
 from weight_sync.transport.base import Transport
 
@@ -93,27 +76,14 @@ class Pipeline:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._watermark_bytes = watermark_bytes
         self._verify_hashes = verify_hashes
-        self._scratch_bytes = scratch_bytes(self._device.type, watermark_bytes) if verify_hashes else 0
-        self._max_sums = NUM_SLOTS * max_packets(watermark_bytes)
         self._tasks: Sequence[Task] = ()
         self._fills: list[tuple[tuple[Packet, ...], FillSlot]] = []
         """What a load holds and what fills it, staging or not."""
-        self._loads: list[Load] = []
         self._places = Places({})
-        self._entries: dict[Destination, Entries] = {}
-        self._slots: list[torch.Tensor] = []
-        self._ready: list[torch.cuda.Event | None] = [None] * NUM_SLOTS
-        """Of each slot: its packing is done. Recorded again only when every write from the slot is over."""
         self._slot_bytes = 0
-        self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
-        self._sums = torch.empty(0, dtype=torch.int64, device=self._device)
-        self._host_sums = torch.empty(0, dtype=torch.int64)
-        self._windows: list[slice] = []
-        """The packets whose sums are on the device at a time: sums go to the host window by window, not load by load.
-        While a link polls the device, each call to the driver waits for it."""
-        self._window = 0
-        self._is_released = False
+        self._slots: Slots | None = None
         self._quarantined: dict[int, list[str]] = {}
+        self._is_released = False
         self._prepared: Prepared | None = None
         self._links: ThreadPoolExecutor | None = None
 
@@ -170,20 +140,21 @@ class Pipeline:
     def allocate(self) -> None:
         """Take staging, register it, and open a thread a link. After compile()."""
         self._drop_staging()
-        self._sums = torch.zeros(self._max_sums, dtype=torch.int64, device=self._device)
-        self._staging = torch.empty(NUM_SLOTS * self._slot_bytes, dtype=torch.uint8, device=self._device)
-        self._slots = list(self._staging.view(NUM_SLOTS, self._slot_bytes))
-        if self._slot_bytes:
-            self._transport.register([self._staging])
-        if self._device.type == "cuda":
-            self._ready = [torch.cuda.Event() for _ in range(NUM_SLOTS)]
-        self._make_loads()
-        self._close_links()
+        self._slots = slots = Slots(
+            self._fills,
+            slot_bytes=self._slot_bytes,
+            places=self._places,
+            transport=self._transport,
+            device=self._device,
+            watermark_bytes=self._watermark_bytes,
+            verify_hashes=self._verify_hashes,
+            quarantined=self._quarantined,
+        )
         num_destinations = len({(task.replica, task.dest_rank) for task in self._tasks})
         self._links = ThreadPoolExecutor(
             max_workers=max(1, min(num_destinations, MAX_LINK_THREADS)),
             thread_name_prefix="weight-sync-link",
-            initializer=self._enter_thread,
+            initializer=slots.enter_thread,
         )
         self._is_released = False
 
@@ -210,13 +181,15 @@ class Pipeline:
                 held = self._source.begin(version)
             if self._is_released:
                 self.load(self._tasks, self._places)
-            prepared.peak_bytes = self._account(held)
+            if self._slots is None:
+                raise PlanError("a publish before there is a plan")
+            slots = self._slots
+            prepared.peak_bytes = self._account(held, slots)
             self._recover_slots()
             began = time.monotonic()
-            self._window = 0
-            self._sums.zero_()
-            for slot, load in enumerate(self._loads[:NUM_SLOTS]):
-                prepared.filled.append(self._pack(slot, load, prepared.tracer))
+            slots.begin()
+            for slot, load in enumerate(slots.loads[:NUM_SLOTS]):
+                prepared.filled.append(slots.pack(slot, load, prepared.tracer))
             prepared.prepare_s = time.monotonic() - began
         except Exception as e:  # a value for now: the other ranks go on to a collective
             prepared.error = e
@@ -244,21 +217,22 @@ class Pipeline:
         if self._prepared is None or self._prepared.version != version:
             raise PlanError(f"run(version {version}) without prepare(version {version})")
         prepared, self._prepared = self._prepared, None
-        run = Replay(self, bindings, budgets_s, prepared)
+        result = PipelineResult(Sums(self._places), peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
         alive = {replica for replica, _ in bindings}
         try:
             try:
                 if prepared.error is not None:
                     raise prepared.error
-                run.replay(self._loads)
+                assert self._slots is not None and self._links is not None  # as prepare() found
+                Replay(self._slots, self._transport, self._links, bindings, budgets_s, prepared, result).replay()
             finally:
-                run.result.spans = prepared.tracer.finish()
+                result.spans = prepared.tracer.finish()
                 self._source.end()
         except Exception as e:  # the boundary of this rank's part: peers wait in a collective for its result
             logger.exception("version %d: this rank's part of the publish failed", version)
             for replica in alive:
-                run.result.errors.setdefault(replica, f"{type(e).__name__}: {e}")
-        return run.result
+                result.errors.setdefault(replica, f"{type(e).__name__}: {e}")
+        return result
 
     def forget(self, session: str) -> None:
         """A replica failed outside this pipeline (died, refused): close what the link still holds of it."""
@@ -267,121 +241,40 @@ class Pipeline:
     def close(self) -> None:
         """Stop the link threads and drop staging. The transport stays the caller's."""
         self.cancel()
-        self._close_links()
         self._drop_staging()
 
     def _drop_staging(self) -> None:
-        """Staging, and the loads that refer to it. The link forgets it: it outlives this pipeline."""
-        self._loads, self._slots = [], []
-        had_staging = self._staging.numel() > 0
-        if had_staging:
-            self._transport.unregister([self._staging])
-        self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
-        self._sums = torch.empty(0, dtype=torch.int64, device=self._device)
-        if had_staging and self._device.type == "cuda":
-            torch.cuda.empty_cache()  # torch would keep it, and what is taken next may come on top of that
-
-    def _make_loads(self) -> None:
-        """What compile() knows and what depends on where staging is."""
-        addresses = [slot.data_ptr() for slot in self._slots]
-        cut = [packets for packets, _ in self._fills]
-        batches, self._entries = compile_writes(cut, addresses, self._places)
-        first = num_packets = 0
-        self._windows = []
-        for number, (packets, fill) in enumerate(self._fills):
-            if num_packets + len(packets) - first > self._max_sums:
-                self._windows.append(slice(first, num_packets))
-                first = num_packets
-            place = num_packets - first
-            self._loads.append(
-                Load(
-                    number,
-                    packets,
-                    fill,
-                    self._hashes(packets),
-                    len(self._windows),
-                    self._sums[place : place + len(packets)],
-                    batches[number],
-                )
-            )
-            num_packets += len(packets)
-        self._windows.append(slice(first, num_packets))
-        if len(self._host_sums) != num_packets:
-            is_cuda = self._device.type == "cuda"
-            self._host_sums = torch.zeros(num_packets, dtype=torch.int64, pin_memory=is_cuda)
-
-    def _hashes(self, packets: Sequence[Packet]) -> tuple[RangeHashes, ...]:
-        """The hashes of a load's packets, for each slot that it may be in."""
-        if not self._verify_hashes:
-            return ()
-        offsets = [packet.tasks[0].dest_offset_bytes for packet in packets]
-        return tuple(
-            RangeHashes([self._view(slot, p) for p in packets], offsets, scratch_bytes=self._scratch_bytes)
-            for slot in range(NUM_SLOTS)
-        )
-
-    def _view(self, slot: int, packet: Packet) -> torch.Tensor:
-        return self._slots[slot][packet.offset_bytes : packet.offset_bytes + packet.tasks[0].num_bytes]
-
-    def _pack(self, slot: int, load: Load, tracer: Tracer) -> Filled:
-        """Fill a slot from the source and hash it; the device may still be at work on return."""
-        began = time.monotonic()
-        if load.window != self._window:
-            self._take_sums()
-            self._window = load.window
-        start = tracer.mark()
-        load.fill(self._slots[slot])
-        packed = tracer.mark()
-        tracer.device(f"pack slot {slot}", f"load {load.number}", start, packed)
-        if load.hashes:
-            load.hashes[slot].add_to(load.sums)
-            tracer.device(f"hash slot {slot}", f"load {load.number}", packed, tracer.mark())
-        ready = self._ready[slot]
-        if ready is not None:
-            ready.record()
-        tracer.add("prepare (host)", f"load {load.number}", began, time.monotonic())
-        return Filled(slot, load, ready)
-
-    def _take_sums(self) -> None:
-        """The window's sums go to the host, in stream order; then the device has room for the next window's."""
-        window = self._windows[self._window]
-        self._host_sums[window].copy_(self._sums[: window.stop - window.start], non_blocking=True)
-        self._sums.zero_()
-
-    def _sums_of_packets(self) -> Ints:
-        """Hash sums of all packets that were packed, after the last _take_sums()."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        return self._host_sums.numpy()
-
-    def _account(self, held_bytes: int) -> int:
-        declared = self._source.temporary_bytes
-        if held_bytes > declared:
-            raise WatermarkError(
-                f"the weight source holds {held_bytes} temporary bytes, it declared at most {declared}"
-            )
-        peak = self._staging.numel() + self._reserved_bytes(declared)
-        if peak > self._watermark_bytes:
-            raise WatermarkError(
-                f"a publish would hold {peak} temporary bytes, weight_sync.watermark_bytes={self._watermark_bytes}"
-            )
-        return peak
+        """And the threads that write from it."""
+        if self._links is not None:
+            self._links.shutdown(wait=True)
+            self._links = None
+        if self._slots is not None:
+            self._slots.close()
+            self._slots = None
 
     def _recover_slots(self) -> None:
-        """Try again to close failed writes that an earlier publish could not close."""
+        """Try again to close failed writes that an earlier publish could not close.
+
+        Raises:
+            TransportError: One still cannot be closed.
+        """
         for slot, sessions in list(self._quarantined.items()):
             for session in sessions:
                 self._transport.reset(session)
             del self._quarantined[slot]
 
-    def _enter_thread(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-
-    def _close_links(self) -> None:
-        if self._links is not None:
-            self._links.shutdown(wait=True)
-            self._links = None
+    def _account(self, held_bytes: int, slots: Slots) -> int:
+        declared = self._source.temporary_bytes
+        if held_bytes > declared:
+            raise WatermarkError(
+                f"the weight source holds {held_bytes} temporary bytes, it declared at most {declared}"
+            )
+        peak = slots.num_bytes + self._reserved_bytes(declared)
+        if peak > self._watermark_bytes:
+            raise WatermarkError(
+                f"a publish would hold {peak} temporary bytes, weight_sync.watermark_bytes={self._watermark_bytes}"
+            )
+        return peak
 
 
 def _cut(tasks: Sequence[Task], slot_bytes: int, limits: Staging) -> list[tuple[Packet, ...]]:

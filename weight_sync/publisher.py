@@ -49,7 +49,8 @@ from weight_sync.pipeline import Pipeline
 from weight_sync.plan import PlanSummary, build_plan, rank_plan_from_wire
 from weight_sync.protocol import Describe, Described, Expected, addresses_digest
 from weight_sync.publish_report import PublishReport, joined
-from weight_sync.replay import Destination, PipelineResult
+from weight_sync.replay import PipelineResult
+from weight_sync.slots import Destination
 from weight_sync.source import WeightSource
 from weight_sync.sums import Places, Planned, Sums
 from weight_sync.trace import write_trace

@@ -1,8 +1,8 @@
 """One publish of one trainer rank under way: slots in turn, packed by the caller's thread, written by another.
 
 Owns the overlap of packing with writing, the time that each replica has, what becomes of one whose link fails, and the
-count of what was sent. Does not own: staging and schedule, which outlive it (`pipeline.py`, its only caller; the
-picture is there).
+count of what was sent. Does not own: staging and loads (`slots.py`), which outlive it, nor the schedule (`pipeline.py`,
+its only caller; the picture is there).
 
 Invariant: a slot is packed again only when every write from it is over; a replica that failed gets no further write.
 """
@@ -14,31 +14,25 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from weight_sync.columns import Ints
 from weight_sync.errors import TransportError
-from weight_sync.integrity import RangeHashes
 from weight_sync.layout import Binding
-from weight_sync.packing import FillSlot, Packet
+from weight_sync.slots import Batch, Destination, Filled, Load, Slots
 from weight_sync.staging import NUM_SLOTS
-from weight_sync.sums import Places, Sums
+from weight_sync.sums import Sums
 from weight_sync.trace import Span, Tracer
-
-if TYPE_CHECKING:
-    from weight_sync.pipeline import Pipeline
+from weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
 WAIT_LOG_S = 30.0
 """How often a wait says what it waits for."""
-
-Destination = tuple[int, int]
-"""(replica, destination rank)."""
 
 
 @dataclass(slots=True)
@@ -63,94 +57,6 @@ class PipelineResult:
     """What it spent its time on; empty unless asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What one destination gets of a load: the arguments of one write, all but where the engine is."""
-
-    span: slice
-    """Its part of the destination's entries."""
-    sources: tuple[list[int], ...]
-    """Addresses, by the slot that the load is in."""
-    sizes: list[int]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Entries:
-    """All writes to one destination in schedule order, in columns."""
-
-    params: tuple[str, ...]
-    param: Ints
-    """Number in `params`."""
-    offset: Ints
-    """Of the first byte in the parameter."""
-    sizes: Ints
-    packets: Ints
-    """Number in the schedule."""
-    columns: Ints
-    """Where the parameter stands in the sums."""
-
-    def addresses(self, binding: Binding) -> list[int]:
-        """Where each write goes."""
-        starts = np.array([binding.addresses[param] for param in self.params], np.int64)
-        return (starts[self.param] + self.offset).tolist()
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What one slot carries at once, how it is filled, its packets' hashes in either slot, and its writes. All made
-    once a plan: a small watermark makes thousands of loads, and the link waits for what one costs in Python."""
-
-    number: int
-    packets: tuple[Packet, ...]
-    fill: FillSlot
-    hashes: tuple[RangeHashes, ...]
-    window: int
-    sums: torch.Tensor
-    """Of the hashes; the place is the load's while its window is on the device."""
-    batches: dict[Destination, Batch]
-
-
-def compile_writes(
-    cut: Sequence[Sequence[Packet]], slot_addresses: Sequence[int], places: Places
-) -> tuple[list[dict[Destination, Batch]], dict[Destination, Entries]]:
-    """The writes of a schedule: by load and destination, and all of each destination."""
-    rows: dict[Destination, list[tuple[str, int, int, int]]] = {}
-    batches: list[dict[Destination, Batch]] = []
-    number = 0
-    for packets in cut:
-        starts: dict[Destination, list[int]] = {}
-        for packet in packets:
-            for task in packet.tasks:
-                dest = (task.replica, task.dest_rank)
-                starts.setdefault(dest, []).append(packet.offset_bytes)
-                rows.setdefault(dest, []).append((task.param, task.dest_offset_bytes, task.num_bytes, number))
-            number += 1
-        load: dict[Destination, Batch] = {}
-        for dest, offsets in starts.items():
-            span = slice(len(rows[dest]) - len(offsets), len(rows[dest]))
-            sources = tuple([address + offset for offset in offsets] for address in slot_addresses)
-            load[dest] = Batch(span, sources, [size for _, _, size, _ in rows[dest][span]])
-        batches.append(load)
-    entries: dict[Destination, Entries] = {}
-    for dest, own in rows.items():
-        names = [name for name, _, _, _ in own]
-        known = {name: place for place, name in enumerate(dict.fromkeys(names))}
-        param = np.array([known[name] for name in names], np.int64)
-        columns = np.array([places.column(dest, name) for name in known], np.int64)
-        offset, sizes, packets = np.array([numbers for _, *numbers in own], np.int64).T
-        entries[dest] = Entries(tuple(known), param, offset, sizes, packets, columns[param])
-    return batches, entries
-
-
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """A packed slot; the device may still be at work on it."""
-
-    slot: int
-    load: Load
-    ready: torch.cuda.Event | None
-
-
 @dataclass(slots=True)
 class Prepared:
     """What stands ready before a byte may be written."""
@@ -164,35 +70,50 @@ class Prepared:
 
 
 class Replay:
-    """The state of one Pipeline.run: the slots in turn, the writer thread, who is out, what was sent."""
+    """The state of one Pipeline.run: the slots in turn, the writer thread, who is out, what was sent.
+
+    Args:
+        slots: What is packed and written.
+        transport: Writes.
+        links: Threads for the sessions of a load.
+        bindings: Where the live replicas' ranks are.
+        budgets_s: Per replica: the longest that writes to it may take in all.
+        prepared: The first loads.
+        result: Filled.
+    """
 
     def __init__(
         self,
-        owner: Pipeline,
+        slots: Slots,
+        transport: Transport,
+        links: ThreadPoolExecutor,
         bindings: Mapping[Destination, Binding],
         budgets_s: Mapping[int, float],
         prepared: Prepared,
+        result: PipelineResult,
     ) -> None:
-        self._owner = owner
+        self._slots = slots
+        self._transport = transport
+        self._links = links
         self._bindings = bindings
         self._budgets_s = budgets_s
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._filled: queue.SimpleQueue[tuple[Filled, list[Destination]] | None] = queue.SimpleQueue()
         self._addresses = {
-            dest: entries.addresses(bindings[dest]) for dest, entries in owner._entries.items() if dest in bindings
+            dest: entries.addresses(bindings[dest]) for dest, entries in slots.entries.items() if dest in bindings
         }
         self._prepared = prepared
         self._tracer = prepared.tracer
         self._writer_error: BaseException | None = None
         self._written: dict[Destination, list[slice]] = {}
         """The entries that reached each destination."""
-        self.result = PipelineResult(Sums(owner._places), peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
+        self._result = result
 
     @torch.no_grad()
-    def replay(self, loads: Sequence[Load]) -> None:
+    def replay(self) -> None:
         """Send what is prepared, and pack every other load in order while the writer thread sends the one before."""
         ready = {filled.load.number: filled for filled in self._prepared.filled}
-        loads = [load for load in loads if self._wanted(load)]
+        loads = [load for load in self._slots.loads if self._wanted(load)]
         if not loads:
             return
         sent = {load.number for load in loads}
@@ -211,19 +132,19 @@ class Replay:
                     if slot is None:
                         break
                     began = time.monotonic()
-                    filled = self._owner._pack(slot, load, self._tracer)
-                    self.result.prepare_s += time.monotonic() - began
+                    filled = self._slots.pack(slot, load, self._tracer)
+                    self._result.prepare_s += time.monotonic() - began
                 self._filled.put((filled, self._wanted(load)))
         finally:
             self._filled.put(None)
-            self._owner._take_sums()
+            self._slots.take_sums()
             writer.join()
             self._count()
         if self._writer_error is not None:
             raise self._writer_error
 
     def _wanted(self, load: Load) -> list[Destination]:
-        return [dest for dest in load.batches if dest in self._bindings and dest[0] not in self.result.errors]
+        return [dest for dest in load.batches if dest in self._bindings and dest[0] not in self._result.errors]
 
     def _next_slot(self) -> int | None:
         """A slot that may be packed; None when the writer stopped or every slot is quarantined."""
@@ -234,19 +155,19 @@ class Replay:
             except queue.Empty:
                 waited_s += WAIT_LOG_S
                 logger.warning(
-                    "packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, self.result.write_s
+                    "packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, self._result.write_s
                 )
 
     def _write_all(self) -> None:
         """The writer thread: loads in order, each to all its sessions at once. Never leaves packing waiting."""
         try:
-            self._owner._enter_thread()
+            self._slots.enter_thread()
             while (item := self._filled.get()) is not None:
                 filled, wanted = item
                 self._write_load(filled, wanted)
-                if filled.slot not in self._owner._quarantined:
+                if filled.slot not in self._slots.quarantined:
                     self._free.put(filled.slot)
-                elif len(self._owner._quarantined) == NUM_SLOTS:
+                elif len(self._slots.quarantined) == NUM_SLOTS:
                     raise TransportError("no staging slot is left: earlier failed writes cannot be closed yet")
         except BaseException as e:  # handed to the caller's thread by replay()
             self._writer_error = e
@@ -256,11 +177,11 @@ class Replay:
         if filled.ready is not None:
             began = time.monotonic()
             filled.ready.synchronize()
-            self.result.prepare_s += time.monotonic() - began
-        batches = {dest: filled.load.batches[dest] for dest in wanted if dest[0] not in self.result.errors}
+            self._result.prepare_s += time.monotonic() - began
+        batches = {dest: filled.load.batches[dest] for dest in wanted if dest[0] not in self._result.errors}
         began = time.monotonic()
         outcomes = self._write_destinations(filled.slot, batches)
-        self.result.busy_write_s += time.monotonic() - began
+        self._result.busy_write_s += time.monotonic() - began
         for dest, (seconds, _) in outcomes.items() if self._tracer.is_on else ():
             self._tracer.add(
                 f"write replica {dest[0]} rank {dest[1]}",
@@ -273,12 +194,12 @@ class Replay:
         for dest, (seconds, error) in outcomes.items():
             spent[dest[0]] = max(seconds, spent.get(dest[0], 0.0))
             if error is not None:
-                self.result.errors.setdefault(dest[0], f"{type(error).__name__}: {error}")
+                self._result.errors.setdefault(dest[0], f"{type(error).__name__}: {error}")
                 self._close_failed(filled.slot, self._bindings[dest].session)
             else:
                 self._written.setdefault(dest, []).append(batches[dest].span)
         for replica, seconds in spent.items():
-            self.result.write_s[replica] = self.result.write_s.get(replica, 0.0) + seconds
+            self._result.write_s[replica] = self._result.write_s.get(replica, 0.0) + seconds
 
     def _write_destinations(
         self, slot: int, batches: Mapping[Destination, Batch]
@@ -286,18 +207,18 @@ class Replay:
         """All sessions at once; one alone needs no other thread."""
         if len(batches) == 1:
             return {dest: self._write_destination(dest, slot, batch) for dest, batch in batches.items()}
-        links = self._owner._links
-        assert links is not None
-        futures = {dest: links.submit(self._write_destination, dest, slot, batch) for dest, batch in batches.items()}
+        futures = {
+            dest: self._links.submit(self._write_destination, dest, slot, batch) for dest, batch in batches.items()
+        }
         return {dest: future.result() for dest, future in futures.items()}
 
     def _write_destination(self, dest: Destination, slot: int, batch: Batch) -> tuple[float, TransportError | None]:
         """One session's part of a load. Returns its seconds and what went wrong."""
         binding = self._bindings[dest]
-        remaining_s = self._budgets_s[dest[0]] - self.result.write_s.get(dest[0], 0.0)
+        remaining_s = self._budgets_s[dest[0]] - self._result.write_s.get(dest[0], 0.0)
         began = time.monotonic()
         try:
-            self._owner._transport.write(
+            self._transport.write(
                 binding.session,
                 batch.sources[slot],
                 self._addresses[dest][batch.span],
@@ -311,20 +232,20 @@ class Replay:
 
     def _count(self) -> None:
         """Add up what was written. The writer has ended."""
-        hashes = self._owner._sums_of_packets()
+        hashes = self._slots.sums_of_packets()
         for dest, spans in self._written.items():
-            entries, num_written = self._owner._entries[dest], sum(span.stop - span.start for span in spans)
+            entries, num_written = self._slots.entries[dest], sum(span.stop - span.start for span in spans)
             at: slice | Ints = slice(None)
             if num_written < len(entries.sizes):
                 at = np.concatenate([np.arange(span.start, span.stop) for span in spans])
             sizes = entries.sizes[at]
-            self.result.sums.add(entries.columns[at], sizes, hashes[entries.packets[at]])
-            self.result.num_bytes += int(sizes.sum())
+            self._result.sums.add(entries.columns[at], sizes, hashes[entries.packets[at]])
+            self._result.num_bytes += int(sizes.sum())
 
     def _close_failed(self, slot: int, session: str) -> None:
         """No write is running now. Make sure that none of the failed one ever reads this slot again."""
         try:
-            self._owner._transport.reset(session)
+            self._transport.reset(session)
         except TransportError as e:
             logger.error("slot %d stays quarantined: %s", slot, e)
-            self._owner._quarantined.setdefault(slot, []).append(session)
+            self._slots.quarantined.setdefault(slot, []).append(session)

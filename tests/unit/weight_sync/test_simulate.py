@@ -205,7 +205,9 @@ def test_the_pipeline_holds_what_is_reserved_beside_its_slots(watermark_bytes, v
 
     real = pipeline.Pipeline(Source(), None, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=verify_hashes)
     real.load([])
-    held = real._sums.numel() * real._sums.element_size() + real._scratch_bytes + Source.temporary_bytes
+    slots = real._slots
+    assert slots is not None
+    held = slots._sums.nbytes + (slots._hash_scratch_bytes or 0) + Source.temporary_bytes
     assert staging.reserved_bytes("cpu", watermark_bytes, 1000, verify_hashes=verify_hashes) == held
     assert real.max_task_bytes == Staging(watermark_bytes=watermark_bytes, reserved_bytes=held).max_task_bytes
 
