@@ -1,7 +1,7 @@
 """A 64-bit fingerprint of bytes at a position, which adds up: a parameter's hash is the sum of its parts' hashes.
 
 Owns the definition and its torch form; on CUDA the kernel of `hash_kernel.py` gives the same number. Callers:
-`pipeline.py` hashes each packed task at its place in the destination parameter, `receiver.py` hashes the parameter
+`slots.py` hashes each packed task at its place in the destination parameter, `receiver.py` hashes the parameter
 itself, `publisher.py` adds.
 
 Definition, for bytes b_0, b_1, ... of a parameter (zero where a range does not reach), little-endian 32-bit words

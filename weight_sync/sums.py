@@ -1,7 +1,7 @@
 """What was sent to whom: bytes and hash sums of every parameter of every engine rank, in two rows of integers.
 
 Owns: the places in those rows, adding up, and the form that messages have. Does not own: the hashes (integrity.py), the
-writes (pipeline.py), or the meeting of the ranks (meeting.py).
+writes (replay.py), or the meeting of the ranks (meeting.py).
 
     places   (replica, dest_rank) -> a stretch of columns, one a parameter
     table    2 x columns, int64:   bytes written | sum of hashes, modulo 2^64
@@ -11,7 +11,7 @@ Kimi-K2 send 80,000 different (engine rank, parameter) pairs each, which took ra
 replica is told its part in the same columns (protocol.Expected): without names, and without counts where they are those
 planned, as they are whenever nothing went wrong.
 
-Callers: pipeline.py (what one rank wrote), publisher.py (what all wrote), receiver.py (what it must hold).
+Callers: replay.py (what one rank wrote), publisher.py (what all wrote), receiver.py (what it must hold).
 """
 
 from __future__ import annotations
