@@ -225,12 +225,11 @@ class _Rank:
         import torch
 
         pipeline, slots = publisher._pipeline, publisher._pipeline._slots
-        slot = slots._slots[0]
 
         def pack() -> None:
             with torch.no_grad():
                 for load in slots.loads:
-                    load.fill(slot)
+                    load.fills[0]()
 
         def hash_all() -> None:
             for load in slots.loads:

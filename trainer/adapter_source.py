@@ -34,7 +34,7 @@ from trainer.moe.experts import Experts
 from trainer.parallel import local_address, local_part
 from trainer.shards import local_rows
 from weight_sync.layout import Region, SourceLayout, SourceShard
-from weight_sync.packing import FillSlot, PackedRead, view_as
+from weight_sync.packing import CompiledReads, FillSlot, PackedRead, view_as
 
 _EXPERT_PARTS = (("gate_proj", "gate_up", 0), ("up_proj", "gate_up", 1), ("down_proj", "down", 0))
 """Checkpoint name, stack of trainer/moe/experts.py, and which part of the stack's rows of B it is."""
@@ -181,30 +181,31 @@ class AdapterSource:
         """Write the values of `region` into `out`, cast to out.dtype; see the protocol."""
         FactorCopies([(self._run(tensor, region), out[None])]).run()
 
-    def compile_reads(self, reads: Sequence[PackedRead]) -> FillSlot:
+    def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
         """Join reads that lie at equal distances in a parameter and follow each other in the slot; see packing.py."""
         runs = self.joined(reads)
         parameters = list({id(run.parameter): run.parameter for run, _ in runs}.values())
-        known: dict[int, FactorCopies] = {}
-        """By the slot's address."""
-        places: list[int] = []
 
-        def fill(slot: Tensor) -> None:
-            nonlocal places
-            held_at = [local_address(parameter) for parameter in parameters]
-            if held_at != places:  # FSDP2 may move a shard's storage
-                known.clear()
-                places = held_at
-            if slot.data_ptr() not in known:
-                known[slot.data_ptr()] = FactorCopies(
-                    (run, view_as(slot, read.offset_bytes, read.dtype, (run.num_blocks, *run.shape)))
-                    if read.is_row_major
-                    else (run, read.view(slot)[None])
-                    for run, read in runs
-                )
-            known[slot.data_ptr()].run()
+        def filling(slot: Tensor) -> FillSlot:
+            copies = FactorCopies(())
+            places: list[int] | None = None
 
-        return fill
+            def fill() -> None:
+                nonlocal copies, places
+                held_at = [local_address(parameter) for parameter in parameters]
+                if held_at != places:  # FSDP2 may move a shard's storage
+                    places = held_at
+                    copies = FactorCopies(
+                        (run, view_as(slot, read.offset_bytes, read.dtype, (run.num_blocks, *run.shape)))
+                        if read.is_row_major
+                        else (run, read.view(slot)[None])
+                        for run, read in runs
+                    )
+                copies.run()
+
+            return fill
+
+        return filling
 
     def joined(self, reads: Sequence[PackedRead]) -> list[tuple[FactorRun, PackedRead]]:
         """Runs, each with the first of its reads."""

@@ -31,7 +31,7 @@ from trainer.quantization import SCALE_SUFFIX, BlockFp8, engine_tensors
 from trainer.runs import RowRun
 from trainer.shards import HeldTensor, gather_lora_a, local_shards, sharded_lora_a
 from weight_sync.layout import Region, SourceLayout, SourceShard
-from weight_sync.packing import FillSlot, PackedRead, view_as
+from weight_sync.packing import CompiledReads, FillSlot, PackedRead, view_as
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class TrainerWeightSource:
         """Write merged values of `region` into `out`, cast to out.dtype; see the protocol."""
         self._write(tensor, self._run(tensor, region), out)
 
-    def compile_reads(self, reads: Sequence[PackedRead]) -> FillSlot:
+    def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
         """Join reads that follow each other in a parameter's rows and in the slot; one kernel each. See packing.py.
 
         Example: the gate, up, gate, up, ... of 40 experts in an engine's w13 are one run of rows of gate_up_proj, and
@@ -140,25 +140,24 @@ class TrainerWeightSource:
         runs = self.joined(reads)
         plain = [item.run for item in runs if isinstance(item.run, RowRun)]
         parameters = list({id(p): p for run in plain for p in run.parameters}.values())
-        known: dict[int, list[Callable[[], object]]] = {}
-        """By the slot's address."""
-        places: list[int] = []
 
-        @torch.no_grad()
-        def fill(slot: Tensor) -> None:
-            nonlocal places
-            self._check_begun()
-            held_at = [local_address(parameter) for parameter in parameters]
-            if held_at != places:  # FSDP2 may move a shard's storage
-                known.clear()
-                places = held_at
-            writers = known.get(slot.data_ptr())
-            if writers is None:
-                writers = known[slot.data_ptr()] = [self._writer(item, slot) for item in runs]
-            for write in writers:
-                write()
+        def filling(slot: Tensor) -> FillSlot:
+            writers: list[Callable[[], object]] = []
+            places: list[int] | None = None
 
-        return fill
+            @torch.no_grad()
+            def fill() -> None:
+                nonlocal writers, places
+                self._check_begun()
+                held_at = [local_address(parameter) for parameter in parameters]
+                if held_at != places:  # FSDP2 may move a shard's storage
+                    places, writers = held_at, [self._writer(item, slot) for item in runs]
+                for write in writers:
+                    write()
+
+            return fill
+
+        return filling
 
     def _writer(self, item: PackedRun, slot: Tensor) -> Callable[[], object]:
         """What writes a run into a slot, at every publish anew."""

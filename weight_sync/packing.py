@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -20,8 +21,10 @@ from weight_sync.layout import DTYPE_BYTES, Region
 from weight_sync.plan import Task
 from weight_sync.source import WeightSource
 
-FillSlot = Callable[[Tensor], None]
-"""Writes all bytes of one load into a slot (flat uint8), on the current stream; only between begin() and end()."""
+FillSlot = Callable[[], None]
+"""Writes all bytes of one load into a slot, on the current stream; only between begin() and end(). Holds the slot."""
+CompiledReads = Callable[[Tensor], FillSlot]
+"""What fills a slot (flat uint8), any one. Holds none, so that a plan may be kept while staging is given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +72,12 @@ class PackedRead:
 class CompilingSource(Protocol):
     """A WeightSource that plans many reads at once."""
 
-    def compile_reads(self, reads: Sequence[PackedRead]) -> FillSlot:
-        """Turn the reads of one load into one function. Static: may be called before any begin()."""
+    def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
+        """Turn the reads of one load into one function a slot. Static: may be called before any begin()."""
         ...
 
 
-def compile_reads(source: WeightSource, reads: Sequence[PackedRead]) -> FillSlot:
+def compile_reads(source: WeightSource, reads: Sequence[PackedRead]) -> CompiledReads:
     """The source's own way to fill a slot, else one read() a piece."""
     if isinstance(source, CompilingSource):
         return source.compile_reads(reads)
@@ -83,7 +86,7 @@ def compile_reads(source: WeightSource, reads: Sequence[PackedRead]) -> FillSlot
         for read in reads:
             source.read(read.tensor, read.region, read.view(slot))
 
-    return fill
+    return lambda slot: partial(fill, slot)
 
 
 def view_as(slot: Tensor, offset_bytes: int, dtype: str, shape: Sequence[int]) -> Tensor:

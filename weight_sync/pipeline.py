@@ -36,7 +36,7 @@ import torch
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.integrity import compile_kernels
 from weight_sync.layout import Binding
-from weight_sync.packing import FillSlot, Packet, compile_reads, packed_reads, same_bytes
+from weight_sync.packing import CompiledReads, Packet, compile_reads, packed_reads, same_bytes
 from weight_sync.plan import Task
 from weight_sync.replay import PipelineResult, Prepared, Replay
 from weight_sync.slots import Destination, Slots
@@ -77,7 +77,7 @@ class Pipeline:
         self._watermark_bytes = watermark_bytes
         self._verify_hashes = verify_hashes
         self._tasks: Sequence[Task] = ()
-        self._fills: list[tuple[tuple[Packet, ...], FillSlot]] = []
+        self._compiled: list[tuple[tuple[Packet, ...], CompiledReads]] = []
         """What a load holds and what fills it, staging or not."""
         self._places = Places({})
         self._slot_bytes = 0
@@ -130,7 +130,7 @@ class Pipeline:
         self._slot_bytes = limits.slot_bytes(total, largest)
         self._drop_staging()  # of an earlier plan
         self._tasks, self._places = tasks, Places.of_tasks(tasks) if places is None else places
-        self._fills = [
+        self._compiled = [
             (packets, compile_reads(self._source, packed_reads(packets)))
             for packets in _cut(tasks, self._slot_bytes, limits)
         ]
@@ -141,7 +141,7 @@ class Pipeline:
         """Take staging, register it, and open a thread a link. After compile()."""
         self._drop_staging()
         self._slots = slots = Slots(
-            self._fills,
+            self._compiled,
             slot_bytes=self._slot_bytes,
             places=self._places,
             transport=self._transport,
@@ -166,7 +166,7 @@ class Pipeline:
         """
         self._recover_slots()
         self._drop_staging()
-        self._fills = []
+        self._compiled = []
         self._is_released = True
 
     @torch.no_grad()

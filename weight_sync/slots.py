@@ -21,7 +21,7 @@ import torch
 from weight_sync.columns import Ints
 from weight_sync.integrity import RangeHashes
 from weight_sync.layout import Binding
-from weight_sync.packing import FillSlot, Packet
+from weight_sync.packing import CompiledReads, FillSlot, Packet
 from weight_sync.staging import NUM_SLOTS, max_packets, scratch_bytes
 from weight_sync.sums import Places
 from weight_sync.trace import Tracer
@@ -65,11 +65,11 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one slot carries at once, how it is filled, its packets' hashes in either slot, and its writes."""
+    """What one slot carries at once, what fills and hashes it in either slot, and its writes."""
 
     number: int
     packets: tuple[Packet, ...]
-    fill: FillSlot
+    fills: tuple[FillSlot, ...]
     hashes: tuple[RangeHashes, ...]
     window: int
     sums: torch.Tensor
@@ -122,7 +122,7 @@ class Slots:
     """See the module's docstring.
 
     Args:
-        fills: What every load holds, in schedule order, and what fills a slot with it.
+        compiled: What every load holds, in schedule order, and what fills a slot with it.
         slot_bytes: Of one slot.
         places: Of the sums; see sums.py.
         transport: Staging is registered with it until close().
@@ -134,7 +134,7 @@ class Slots:
 
     def __init__(
         self,
-        fills: Sequence[tuple[tuple[Packet, ...], FillSlot]],
+        compiled: Sequence[tuple[tuple[Packet, ...], CompiledReads]],
         *,
         slot_bytes: int,
         places: Places,
@@ -161,10 +161,10 @@ class Slots:
         self._window = 0
         """Whose sums are on the device."""
         batches, self.entries = compile_writes(
-            [packets for packets, _ in fills], [slot.data_ptr() for slot in self._slots], places
+            [packets for packets, _ in compiled], [slot.data_ptr() for slot in self._slots], places
         )
-        self.loads = self._make_loads(fills, batches)
-        num_packets = sum(len(packets) for packets, _ in fills)
+        self.loads = self._make_loads(compiled, batches)
+        num_packets = sum(len(packets) for packets, _ in compiled)
         self._host_sums = torch.zeros(num_packets, dtype=torch.int64, pin_memory=is_cuda)
 
     @property
@@ -189,7 +189,7 @@ class Slots:
             self.take_sums()
             self._window = load.window
         start = tracer.mark()
-        load.fill(self._slots[slot])
+        load.fills[slot]()
         packed = tracer.mark()
         tracer.device(f"pack slot {slot}", f"load {load.number}", start, packed)
         if load.hashes:
@@ -225,16 +225,17 @@ class Slots:
                 torch.cuda.empty_cache()  # torch would keep it, and what is taken next may come on top of that
 
     def _make_loads(
-        self, fills: Sequence[tuple[tuple[Packet, ...], FillSlot]], batches: Sequence[dict[Destination, Batch]]
+        self, compiled: Sequence[tuple[tuple[Packet, ...], CompiledReads]], batches: Sequence[dict[Destination, Batch]]
     ) -> list[Load]:
         loads: list[Load] = []
         first = num_packets = 0
-        for (packets, fill), batch in zip(fills, batches, strict=True):
+        for (packets, filling), batch in zip(compiled, batches, strict=True):
             if num_packets + len(packets) - first > self._max_sums:
                 self._windows.append(slice(first, num_packets))
                 first = num_packets
             sums = self._sums[num_packets - first :][: len(packets)]
-            loads.append(Load(len(loads), packets, fill, self._hashes(packets), len(self._windows), sums, batch))
+            fills = tuple(map(filling, self._slots))
+            loads.append(Load(len(loads), packets, fills, self._hashes(packets), len(self._windows), sums, batch))
             num_packets += len(packets)
         self._windows.append(slice(first, num_packets))
         return loads

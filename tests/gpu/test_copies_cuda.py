@@ -50,12 +50,12 @@ def test_slots_hold_slices_casts_and_permutations_of_what_is_on_disk(
     assert (report.pinned_bytes > 0) == pinned
     source, wanted = checkpoint.source, reads()
     assert isinstance(source, TensorSource)
-    fill = source.compile_reads(wanted)
     slots = [torch.zeros(wanted[-1].offset_bytes + 1024, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    fills = [*map(source.compile_reads(wanted), slots)]
     source.begin(0)
-    for slot in (*slots, *slots):
+    for slot, fill in zip((*slots, *slots), (*fills, *fills), strict=True):
         slot.zero_()
-        fill(slot)
+        fill()
     for read, slot in itertools.product(wanted, slots):
         window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
         expected = tensors[read.tensor][window].to(getattr(torch, read.dtype))
@@ -71,11 +71,11 @@ def test_copies_do_not_grow_device_memory_beyond_the_declared_scratch(tmp_path: 
     source = checkpoint.source
     whole = Region((0, 0), (4096, 1024))
     slot = torch.zeros(2 * whole.num_elements, dtype=torch.uint8, device="cuda")
-    fill = source.compile_reads([PackedRead("w", whole, (0, 1), "bfloat16", 0)])
+    fill = source.compile_reads([PackedRead("w", whole, (0, 1), "bfloat16", 0)])(slot)
     source.begin(0)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    fill(slot)
+    fill()
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before <= source.temporary_bytes == 1 << 20

@@ -61,10 +61,9 @@ def test_packed_bytes_are_bitwise_the_merged_export(tmp_path: Path, num_cuts: in
             axes = tuple(reversed(range(len(shape)))) if num_cuts > 1 and is_last else tuple(range(len(shape)))
             reads.append(PackedRead(meta.name, region, axes, "bfloat16", offset))
             offset += reads[-1].num_bytes
-    fill = source.compile_reads(reads)
     slot = torch.zeros(offset, dtype=torch.uint8, device="cuda")
     source.begin(0)
-    fill(slot)
+    source.compile_reads(reads)(slot)()
     source.end()
     for read in reads:
         window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))

@@ -141,7 +141,7 @@ def test_joined_reads_are_bitwise_slices_of_the_slots(one_rank, data):
                 reads.append(PackedRead(meta.name, region, axes, meta.dtype, offset))
                 offset += reads[-1].num_bytes + data.draw(st.sampled_from([0, 0, 0, 64]))
     slot = torch.full((offset,), 255, dtype=torch.uint8)
-    source.compile_reads(reads)(slot)
+    source.compile_reads(reads)(slot)()
     for read in reads:
         window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
         assert torch.equal(read.view(slot), slots[read.tensor][window])
@@ -156,8 +156,8 @@ def test_a_slot_is_filled_with_the_factors_of_today_wherever_they_lie():
     for meta in source.layout().tensors:
         reads.append(PackedRead(meta.name, Region((0, 0), meta.shape), (0, 1), meta.dtype, offset))
         offset += reads[-1].num_bytes
-    fill = source.compile_reads(reads)
     slots = [torch.empty(offset, dtype=torch.uint8) for _ in range(2)]
+    fills = [*map(source.compile_reads(reads), slots)]
     parameters = [p for name, p in rank._decoder.named_parameters() if "lora_" in name]
     for step in range(6):
         with torch.no_grad():
@@ -167,7 +167,7 @@ def test_a_slot_is_filled_with_the_factors_of_today_wherever_they_lie():
                     parameter.data = parameter.data.clone()
         slot = slots[step % 2]
         slot.fill_(255)
-        fill(slot)
+        fills[step % 2]()
         for read in reads:
             out = torch.empty(read.region.shape, dtype=torch.bfloat16)
             source.read(read.tensor, read.region, out)

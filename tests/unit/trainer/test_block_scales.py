@@ -174,7 +174,7 @@ def test_any_rectangle_and_any_join_is_bitwise_a_slice_of_the_export(exported, d
                 offset += -(-reads[-1].num_bytes // 4) * 4
     slot = torch.zeros(offset, dtype=torch.uint8)
     rank._source.begin(0)
-    rank._source.compile_reads(reads)(slot)
+    rank._source.compile_reads(reads)(slot)()
     rank._source.end()
     for read in reads:
         window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
@@ -196,7 +196,7 @@ def test_values_and_scales_of_a_stack_of_experts_are_one_run_each(exported, tp_s
         assert len(rank._source.joined(reads)) == 1
         slot = torch.zeros(offset, dtype=torch.uint8)
         rank._source.begin(0)
-        rank._source.compile_reads(reads)(slot)
+        rank._source.compile_reads(reads)(slot)()
         rank._source.end()
         for read in reads:
             wanted = export[read.tensor][: read.region.shape[0]]

@@ -14,12 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_helpers import SYNC_KEY, count, fill_adapters, make_rank, make_samples, spawn
 from safetensors.torch import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from conf.schema import DType, TrainMode
 from trainer.errors import LayoutError
 from trainer.rank import TrainerRank
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
 from weight_sync.packing import PackedRead
+from weight_sync.pipeline import Pipeline
+from weight_sync.plan import build_plan
 from weight_sync.receiver import Receiver
 from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 
@@ -132,7 +135,7 @@ def test_joined_reads_are_bitwise_slices_of_the_export(merged, data):
                 reads.append(PackedRead(meta.name, region, axes, meta.dtype, offset))
                 offset += reads[-1].num_bytes + data.draw(st.sampled_from([0, 0, 0, 64]))
     slot = torch.zeros(offset, dtype=torch.uint8)
-    rank._source.compile_reads(reads)(slot)
+    rank._source.compile_reads(reads)(slot)()
     for read in reads:
         window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
         assert torch.equal(read.view(slot), export[read.tensor][window])
@@ -146,20 +149,38 @@ def test_a_compiled_load_reads_what_the_parameters_hold_now_wherever_they_are():
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.1.down_proj.weight"):
         reads.append(PackedRead(name, Region((0, 0), metas[name].shape), (0, 1), metas[name].dtype, offset))
         offset += reads[-1].num_bytes
-    fill, slot = rank._source.compile_reads(reads), torch.zeros(offset, dtype=torch.uint8)
+    slot = torch.zeros(offset, dtype=torch.uint8)
+    fill = rank._source.compile_reads(reads)(slot)
     for version, does_move in enumerate((False, False, True)):
         for parameter in rank._decoder.parameters():
             if does_move:
                 parameter.data = parameter.data.clone()
             parameter.normal_()
         rank._source.begin(version)
-        fill(slot)
+        fill()
         for read in reads:
             rank._source.read(read.tensor, read.region, wanted := torch.empty(read.region.shape))
             assert torch.equal(read.view(slot), wanted.to(getattr(torch, read.dtype)))
         rank._source.end()
     with pytest.raises(LayoutError, match=r"outside begin\(\) and end\(\)"):
-        fill(slot)
+        fill()
+
+
+@pytest.mark.parametrize("end", [Pipeline.allocate, Pipeline.release, Pipeline.close])
+def test_staging_ends_though_the_plan_is_kept(end):
+    """What fills a slot names its addresses; torch must not find it in use when it is asked to give memory back."""
+    rank, transport = make_rank(), MemoryTransport(MemoryFabric())
+    layout = MirrorEngine(rank._source.layout().tensors, transport).receivers[0].describe().layout
+    pipeline = Pipeline(rank._source, transport, device="cpu", watermark_bytes=1 << 20, verify_hashes=True)
+    plan = build_plan([rank._source.layout()], [[layout]], max_task_bytes=pipeline.max_task_bytes)
+    pipeline.load(plan.tasks_of(0))
+    pipeline.prepare(0)
+    assert pipeline._prepared.filled
+    pipeline.cancel()
+    staging = StorageWeakRef(pipeline._slots._staging.untyped_storage())
+    assert not staging.expired()
+    end(pipeline)
+    assert staging.expired()
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -184,7 +205,7 @@ def test_runs_are_as_many_as_layers_parameters_and_destinations_whatever_the_exp
                     offset += reads[-1].num_bytes
     assert len(source.joined(reads)) == tp_size * 2 * 2
     slot = torch.zeros(offset, dtype=torch.uint8)
-    source.compile_reads(reads)(slot)
+    source.compile_reads(reads)(slot)()
     for read in reads:
         window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
         assert torch.equal(read.view(slot), export[read.tensor][window])

@@ -55,7 +55,7 @@ def test_a_read_is_slicing_permuting_and_casting(
     read = PackedRead("w", region, axes, wanted, 16)
     slot = torch.full((16 + read.num_bytes + 3,), 7, dtype=torch.uint8)
     source.begin(0)
-    source.compile_reads([read])(slot)
+    source.compile_reads([read])(slot)()
     expected = whole[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))]
     assert torch.equal(read.view(slot), expected.to(getattr(torch, wanted)))
     assert (slot[:16] == 7).all()
