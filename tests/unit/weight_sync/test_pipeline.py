@@ -201,6 +201,16 @@ def test_a_source_that_raises_fails_all_replicas_and_is_ended() -> None:
     assert world.arrived(1, 2)
 
 
+def test_an_engine_that_does_not_say_where_a_parameter_is_fails_the_replicas_and_the_source_is_ended() -> None:
+    world = World(2)
+    bindings = world.bindings()
+    del bindings[1, 0].addresses["norm"]
+    assert set(world.run(1, bindings).errors) == {0, 1}
+    assert world.source.num_ends == 1
+    assert world.run(2).errors == {}
+    assert world.arrived(1, 2)
+
+
 @pytest.mark.parametrize("fault", [Fault(refuse=True), Fault(stall=True)])
 def test_one_replicas_failure_spares_the_others(fault: Fault) -> None:
     world = World(3)
