@@ -114,7 +114,7 @@ def gather_lora_a(decoder: Decoder, gathered_a: dict[str, Tensor]) -> None:
         gathered_a: From `sharded_lora_a`.
     """
     sharded = _sharded_lora_a(decoder)
-    gather_wholes(list(sharded.values()), [gathered_a[key] for key in sharded])
+    gather_wholes([sharded[key] for key in gathered_a], list(gathered_a.values()))
 
 
 def _sharded_lora_a(decoder: Decoder) -> dict[str, DTensor]:

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from conf.schema import DType, TrainMode
 from trainer.errors import LayoutError
 from trainer.rank import TrainerRank
+from trainer.shards import gather_lora_a
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
 from weight_sync.packing import PackedRead
 from weight_sync.pipeline import Pipeline
@@ -164,6 +165,13 @@ def test_a_compiled_load_reads_what_the_parameters_hold_now_wherever_they_are():
         rank._source.end()
     with pytest.raises(LayoutError, match=r"outside begin\(\) and end\(\)"):
         fill()
+
+
+def test_an_a_that_is_not_gathered_anew_is_refused():
+    """A layer that FSDP2 has whole shows no shard of it; what was gathered before is of another version."""
+    a = torch.zeros(4, 64)
+    with pytest.raises(KeyError, match="q_proj"):
+        gather_lora_a(make_rank()._decoder, {"model.layers.0.self_attn.q_proj.lora_A": a})
 
 
 @pytest.mark.parametrize("end", [Pipeline.allocate, Pipeline.release, Pipeline.close])
