@@ -145,7 +145,7 @@ def temporary_bytes(
     for adapter in _adapters(spec, trainer.lora):
         rank = adapter.rank
         if not adapter.is_expert and trainer.num_ranks > 1:
-            gathered += 4 * rank * adapter.in_features
+            gathered += DTYPE_BYTES[trainer.lora.dtype] * rank * adapter.in_features
         if device is Device.cpu:
             in_features = adapter.in_features
             scratch = max(scratch, 4 * (MERGE_ROWS * (in_features + rank) + rank * in_features))
@@ -186,7 +186,7 @@ class TrainerMemory:
     layers of them that are unpacked at a time.
     """
     adapters: int
-    """Float32 A and B; 0 in full training."""
+    """A and B in trainer.lora.dtype; 0 in full training."""
     gradients: int
     """Float32, of what is trained."""
     optimizer: int
@@ -194,8 +194,9 @@ class TrainerMemory:
 
     FORMULA: ClassVar[str] = (
         "weights: elements held x bytes of model.dtype (LoRA) or 4 (full), packed experts as stored on every rank that "
-        "computes them + two layers of them in model.dtype; adapters: 4 x r x (in + out), one A for "
-        "gate and up of an expert; gradients 4 and AdamW moments 8 bytes a trained element"
+        "computes them + two layers of them in model.dtype; adapters: r x (in + out) elements "
+        "of trainer.lora.dtype, one A for gate and up of an expert; gradients 4 and AdamW moments 8 bytes a trained "
+        "element"
     )
 
     @property
@@ -219,7 +220,7 @@ def trainer_memory(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> Train
         sum(shard.region.num_elements * width[shard.tensor] for shard in one.shards) for one in layouts
     )
     trained = -(-adapter_elements(spec, trainer.lora) // trainer.num_ranks)
-    return TrainerMemory(held_bytes, 4 * trained, 4 * trained, 8 * trained)
+    return TrainerMemory(held_bytes, DTYPE_BYTES[trainer.lora.dtype] * trained, 4 * trained, 8 * trained)
 
 
 def _packed_bytes(

@@ -13,7 +13,7 @@ from rank_helpers import spawn
 from tiny_models import DEEPSEEK, DENSE, GPT_OSS, GPT_OSS_MXFP4, KIMI_INT4, MIXED, MOE, make_decoder, trainer_config
 from torch.distributed.tensor import DTensor
 
-from conf.schema import Device, LoraConfig, TrainerConfig, TrainMode
+from conf.schema import Device, DType, LoraConfig, TrainerConfig, TrainMode
 from trainer.adapter_source import AdapterSource
 from trainer.merge import BLOCK_ROWS
 from trainer.model.decoder import build_decoder
@@ -80,6 +80,7 @@ CASES = [
     ("dense", trainer_config(num_ranks=2)),
     ("moe", trainer_config(num_ranks=2, ep_size=2)),
     ("mixed", trainer_config(num_ranks=2)),
+    ("mixed", trainer_config(num_ranks=2, lora=LoraConfig(rank=4, alpha=8.0, dtype=DType.bfloat16))),
     ("odd", trainer_config(TrainMode.full, num_ranks=2, ep_size=2)),
     ("odd", trainer_config(num_ranks=2)),
     ("seven", trainer_config(num_ranks=2, ep_size=2)),
