@@ -161,7 +161,13 @@ def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
     `write_description`, which replaces what the run was started with."""
     if not folder.config.is_file():
         return []
-    before = dict(flatten(yaml.safe_load(folder.config.read_text())))
+    try:
+        saved = yaml.safe_load(folder.config.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        saved = None
+    if not isinstance(saved, dict):  # a run that was killed while it wrote
+        return [f"set of options, maybe: {folder.config} cannot be read"]
+    before = dict(flatten(saved))
     now = dict(flatten(to_plain(asdict(config))))
     return [
         f"{name}: {before.get(name)!r} before, {now.get(name)!r} now"

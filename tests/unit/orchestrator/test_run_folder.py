@@ -78,6 +78,14 @@ def test_a_resumed_run_names_the_options_that_changed(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("left", [b"", b"run: {num_steps: 3", b"ru", b"\x00\xff"])
+def test_a_run_whose_description_is_damaged_can_be_resumed(tmp_path: Path, left: bytes) -> None:
+    folder = open_run_folder(RunSection(dir=str(tmp_path)), NOON)
+    folder.config.write_bytes(left)
+    (line,) = changed_options(folder, RunConfig())
+    assert f"{folder.config} cannot be read" in line
+
+
 def test_a_run_under_way_keeps_its_description_when_it_is_resumed_again(tmp_path: Path) -> None:
     folder = open_run_folder(RunSection(dir=str(tmp_path)), NOON)
     write_description(folder, RunConfig(), [])
