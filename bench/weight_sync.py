@@ -110,7 +110,7 @@ class Bench:
     def measure(
         self, spec: EngineSpec, rows: dict[str, Row], *, is_last: bool, keep: Callable[[dict[str, Any]], None]
     ) -> None:
-        """All rows into one engine, then the peers. `keep` gets the figures before the peers and again with them."""
+        """All rows into one engine, then the peers. `keep` gets the figures before the peers and after each."""
         gpus = [gpu + (0 if spec.is_colocated else self.num_ranks) for gpu in range(spec.tp_size)]
         if spec.is_colocated:
             self.wait_for_ranks()  # vLLM takes stock of free memory at its start

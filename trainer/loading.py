@@ -43,7 +43,8 @@ INT4_RMS, E2M1_RMS = 4.64, 2.93
 """Root mean square of a random code of each format."""
 E8M0_BIAS = 127
 BLOCK_ELEMENTS = 1 << 22
-"""Elements, at most, that random weights draw from one seed (one row at least): more than an expert's matrix has."""
+"""Elements, at most, that random weights draw from one seed (one row at least): more than an
+expert's matrix of Qwen3-30B-A3B has."""
 CHUNK_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
 """Adapter elements drawn together, 16 bytes of scratch each: on a CPU few enough for a core's cache and for torch not
 to wake its threads, on a GPU enough for few launches."""

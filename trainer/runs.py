@@ -42,7 +42,7 @@ class Rows:
     """Rows of a band."""
     num_bands: int = 1
     pitch: int = 0
-    """Rows from where a band starts to where the next one does; 0 for one band."""
+    """Rows from where a band starts to where the next one does; means nothing for one band."""
 
     def __len__(self) -> int:
         return self.num_bands * self.height

@@ -23,7 +23,7 @@ def freeze_heap() -> None:
 
 
 def hold_collections() -> None:
-    """None until allow_collections(). What is garbage meanwhile is collected then."""
+    """No automatic collection starts until allow_collections(). Reference counting goes on."""
     gc.disable()
 
 
