@@ -135,9 +135,9 @@ class Replay:
                     filled = self._slots.pack(slot, load, self._tracer)
                     self._result.prepare_s += time.monotonic() - began
                 self._filled.put((filled, self._wanted(load)))
+            self._slots.take_sums()
         finally:
             self._filled.put(None)
-            self._slots.take_sums()
             writer.join()
             self._count()
         if self._writer_error is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -199,6 +200,28 @@ def test_a_source_that_raises_fails_all_replicas_and_is_ended() -> None:
     world.source.read = read  # type: ignore[method-assign]
     assert world.run(2).errors == {}
     assert world.arrived(1, 2)
+
+
+def test_a_device_that_fails_at_the_end_does_not_leave_a_write_under_way() -> None:
+    world, is_writing, written = World(), threading.Event(), []
+    write = world.transport.write
+
+    def slow(*args: object, **options: object) -> None:
+        is_writing.set()
+        time.sleep(0.2)
+        write(*args, **options)  # type: ignore[arg-type]
+        written.append(args)
+
+    def broken() -> None:
+        assert is_writing.wait(5)
+        raise RuntimeError("the device is gone")
+
+    world.transport.write = slow  # type: ignore[method-assign]
+    world.pipeline._slots.take_sums = broken  # type: ignore[union-attr, method-assign]
+    assert world.run(1).errors == {0: "RuntimeError: the device is gone"}
+    num_written = len(written)
+    time.sleep(0.5)
+    assert len(written) == num_written > 0
 
 
 def test_an_engine_that_does_not_say_where_a_parameter_is_fails_the_replicas_and_the_source_is_ended() -> None:
