@@ -134,10 +134,8 @@ class Bench:
             found["peers"] = {}
             keep(found)
             if is_last and not self.args.no_peers:
-                for name, peer in self.peers(spec, engine.pipe, gpus).items():
-                    found["peers"] = found["peers"] | {
-                        name: peers.attempt(name, [engine.pipe, self.ranks[0].pipe], peer)
-                    }
+                for name, peer in self.peer_runs(spec, engine.pipe, gpus).items():
+                    found["peers"][name] = peers.attempt(name, [engine.pipe, self.ranks[0].pipe], peer)
                     keep(found)
             engine.pipe.send(("end",))
             engine.process.join(20)
@@ -207,7 +205,7 @@ class Bench:
             "reports": reports,
         }
 
-    def peers(self, spec: EngineSpec, engine: Connection, gpus: list[int]) -> dict[str, Callable[[], Any]]:
+    def peer_runs(self, spec: EngineSpec, engine: Connection, gpus: list[int]) -> dict[str, Callable[[], Any]]:
         """What measures each."""
         config, rank0, repeats = self.hf_config, self.ranks[0].pipe, self.args.peer_updates
         return {

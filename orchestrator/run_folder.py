@@ -152,8 +152,8 @@ def open_run_folder(config: RunSection, now: datetime) -> RunFolder:
 
 def write_description(folder: RunFolder, config: RunConfig, overrides: list[str]) -> None:
     """Write config.yaml and environment.json. Done before anything is started, so that a failed run explains itself."""
-    folder.config.write_text(yaml.safe_dump(to_plain(asdict(config)), sort_keys=False))
-    folder.environment.write_text(json.dumps(describe_environment(overrides), indent=2) + "\n")
+    _put(folder.config, yaml.safe_dump(to_plain(asdict(config)), sort_keys=False))
+    _put(folder.environment, json.dumps(describe_environment(overrides), indent=2) + "\n")
 
 
 def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
@@ -165,12 +165,13 @@ def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
         saved = yaml.safe_load(folder.config.read_text())
     except (yaml.YAMLError, UnicodeDecodeError):
         saved = None
-    if not isinstance(saved, dict):  # a run that was killed while it wrote
+    if not isinstance(saved, dict):
         return [f"set of options, maybe: {folder.config} cannot be read"]
     before = dict(flatten(saved))
     now = dict(flatten(to_plain(asdict(config))))
     return [
-        f"{name}: {before.get(name)!r} before, {now.get(name)!r} now"
+        f"{name}: {repr(before[name]) if name in before else 'not there'} before, "
+        f"{repr(now[name]) if name in now else 'not there'} now"
         for name in sorted({*before, *now} - {"run.resume", "run.dir", "run.name"})
         if before.get(name) != now.get(name)
     ]
@@ -207,6 +208,13 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_plain(item) for item in value]
     return value
+
+
+def _put(path: Path, text: str) -> None:
+    """All of it or, if the process is killed, what was there before."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def _create(config: RunSection, now: datetime) -> RunFolder:

@@ -152,8 +152,6 @@ class Slots:
         self._sums = torch.zeros(self._max_sums, dtype=torch.int64, device=device)
         self._staging = torch.empty(NUM_SLOTS * slot_bytes, dtype=torch.uint8, device=device)
         self._slots = list(self._staging.view(NUM_SLOTS, slot_bytes))
-        if slot_bytes:
-            transport.register([self._staging])
         is_cuda = device.type == "cuda"
         self._ready = [torch.cuda.Event() if is_cuda else None for _ in range(NUM_SLOTS)]
         self._windows: list[slice] = []
@@ -166,6 +164,8 @@ class Slots:
         self.loads = self._make_loads(compiled, batches)
         num_packets = sum(len(packets) for packets, _ in compiled)
         self._host_sums = torch.zeros(num_packets, dtype=torch.int64, pin_memory=is_cuda)
+        if slot_bytes:
+            transport.register([self._staging])  # last: had anything failed, nobody would take it back
 
     @property
     def num_bytes(self) -> int:
