@@ -19,7 +19,6 @@ Shapes: G bands, R rows of a band, N columns, K rank of the adapter, E adapters 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,48 +73,25 @@ def merger(
 
         columns = a_EKN[:, :, first_column : first_column + num_columns]
         return merge_kernel.merger(base_GRN, b_GRK, columns, scale, out_GRN, first_row, rows_a_factor, pitch)
-    return partial(
-        _merge_on_host, base_GRN, b_GRK, a_EKN, scale, out_GRN, first_row, rows_a_factor, pitch, first_column
-    )
 
+    def merge_on_host() -> None:
+        """Band by band, factor by factor."""
+        for band, (base_RN, b_RK, out_RN) in enumerate(zip(base_GRN, b_GRK, out_GRN, strict=True)):
+            done = 0
+            while done < len(base_RN):
+                factor, place = divmod(first_row + band * pitch + done, rows_a_factor)
+                count = min(rows_a_factor - place, len(base_RN) - done)
+                rows = slice(done, done + count)
+                _merge_with_torch(base_RN[rows], b_RK[rows], a_EKN[factor], scale, out_RN[rows], place, first_column)
+                done += count
 
-def merge_rows(
-    base_RN: Tensor, b_RK: Tensor, a_EKN: Tensor, scale: float, out_RN: Tensor, *,
-    first_row: int, rows_a_factor: int, first_column: int = 0,
-) -> None:  # fmt: skip
-    """merger() of one band, called once."""
-    merger(
-        base_RN[None], b_RK[None], a_EKN, scale, out_RN[None],
-        first_row=first_row, rows_a_factor=rows_a_factor, first_column=first_column,
-    )()  # fmt: skip
-
-
-def _merge_on_host(
-    base_GRN: Tensor,
-    b_GRK: Tensor,
-    a_EKN: Tensor,
-    scale: float,
-    out_GRN: Tensor,
-    first_row: int,
-    rows_a_factor: int,
-    pitch: int,
-    first_column: int,
-) -> None:
-    """Band by band, factor by factor."""
-    for band, (base_RN, b_RK, out_RN) in enumerate(zip(base_GRN, b_GRK, out_GRN, strict=True)):
-        done = 0
-        while done < len(base_RN):
-            factor, place = divmod(first_row + band * pitch + done, rows_a_factor)
-            count = min(rows_a_factor - place, len(base_RN) - done)
-            rows = slice(done, done + count)
-            _merge_with_torch(base_RN[rows], b_RK[rows], a_EKN[factor], scale, out_RN[rows], place, first_column)
-            done += count
+    return merge_on_host
 
 
 def _merge_with_torch(
     base: Tensor, b: Tensor, a: Tensor, scale: float, out: Tensor, first_row: int, first_column: int
 ) -> None:
-    """merge_rows under one A, in products of one shape."""
+    """A merge under one A, in products of one shape."""
     num_rows, num_columns = base.shape
     columns = slice(first_column, first_column + num_columns)
     a = a.to(torch.float32)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fakes.merging import merge_rows
 from torch import nn
 
-from trainer.merge import merge_rows
 from trainer.runs import LoraDelta, RowRun, Rows
 
 pytestmark = pytest.mark.gpu

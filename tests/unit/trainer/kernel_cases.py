@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from fakes.merging import merge_rows
 from torch import Tensor
 
 from conf.schema import CombineMode
@@ -61,7 +62,6 @@ from trainer.kernels.swiglu import (
     activate_torch,
     activate_triton,
 )
-from trainer.merge import merge_rows
 from trainer.merge_kernel import merger
 from trainer.moe.activation import CLAMPED_SWIGLU, SWIGLU
 from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product

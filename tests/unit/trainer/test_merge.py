@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from fakes.merging import merge_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.merge import merge_rows
 from trainer.runs import LoraDelta, RowRun, Rows
 
 
