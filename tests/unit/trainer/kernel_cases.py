@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fakes.merging import merge_rows
 from torch import Tensor
 
 from conf.schema import CombineMode
+from trainer import merge
 from trainer.kernels.adamw import Codes, adamw_triton
 from trainer.kernels.combine import weighted_sum_torch, weighted_sum_triton
 from trainer.kernels.counting_sort import sort_by_expert_torch, sort_by_expert_triton
@@ -463,7 +463,8 @@ def case_merge(device: str) -> None:
         everything = slice(0, WIDTH)
         whole = merged_bands(base, b, a, Rows(0, len(base)), everything)[0]
         wanted = torch.empty(base.shape, dtype=dtype)
-        merge_rows(base.cpu(), b.cpu(), a.cpu(), 0.7, wanted, first_row=0, rows_a_factor=rows_a_factor)
+        bands = (base.cpu()[None], b.cpu()[None], a.cpu(), 0.7, wanted[None])
+        merge.merger(*bands, first_row=0, rows_a_factor=rows_a_factor)()
         assert_near(whole.cpu(), wanted, f"whole {dtype}")
         for rows, columns in (
             (Rows(TILE_ROWS, 2 * rows_a_factor), everything),  # from amid one A to amid another
