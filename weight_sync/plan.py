@@ -11,7 +11,7 @@ it on every plan that it returns).
                                                 |   chunks.py: neighbours of the same holders merge, long ones are cut
                                               chunks
                                                 |   routing.py: a source each, least bytes so far among the holders
-                                              tasks, per source: dense before experts, layer order, destinations rotated
+                                              tasks, per source: dense before experts, layer order, destinations in turn
 
 A cluster's plan has millions of tasks; here they are rows of columns (tasks.py), and objects only where they are used.
 Equal ranks of several replicas are cut once and share their rows.

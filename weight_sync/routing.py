@@ -5,7 +5,7 @@ digests, wire form and proof (plan.py).
 
     needs      chunks of every group of equal engine ranks                (plan.py cuts them)
     choose     the only holder, or the one with the least bytes so far; largest first, small ones in parcels
-    schedule   per source: dense before experts, layer order, destinations and replicas rotated
+    schedule   per source: dense before experts, layer order; like chunks of all destinations after each other, rotated
 
 Invariant: every need has exactly one source for each replica. Deterministic: ties go to the lowest rank.
 
@@ -138,20 +138,22 @@ def _parcels(needs: Needs, open_needs: Ints) -> list[tuple[int, list[int], int]]
 def schedule_of(needs: Needs, choice: Choice, ranks: list[int], num_replicas: int) -> dict[int, TaskTable]:
     """Order every source's rows: dense before experts, then by layer.
 
-    Inside a layer source i begins with destination i, so that no engine rank is hit by all at once. Equal chunks of
-    several replicas follow each other, and source i begins with replica i / destinations.
+    Inside a layer like chunks of all destinations follow each other, and source i begins with destination i: every
+    load has bytes for all of them, and no engine rank is hit by all sources at once. Equal chunks of several replicas
+    follow each other, and source i begins with replica i / destinations.
     """
     dest_rank = np.array([one.dest_rank for one in needs.alike], np.int64)[needs.member]
     num_dests = 1 + int(dest_rank.max(initial=0))
     chunks, source, need = needs.chunks, choice.source, choice.need
     layer = chunks.layer - int(chunks.layer.min(initial=0))
-    key = (source * 2 + chunks.is_expert[need]) * (int(layer.max(initial=0)) + 1) + layer[need]
-    key = key * num_dests + (dest_rank[need] - source) % num_dests
+    place, num_places = _places(needs)
     first_replica = np.arange(len(ranks)) // num_dests % num_replicas
     lowest = np.array([members[0] for members in choice.replica_sets], np.int64)[choice.replicas]
-    # Needs are in the order of parameters and their bytes; a row of several replicas is alone with its need.
+    key = (source * 2 + chunks.is_expert[need]) * (int(layer.max(initial=0)) + 1) + layer[need]
+    key = key * num_places + place[need]
+    key = key * num_dests + (dest_rank[need] - source) % num_dests
     turn = (lowest - first_replica[source]) % num_replicas
-    order = np.lexsort((turn, need, key)) if (np.diff(need) <= 0).any() else np.argsort(key, kind="stable")
+    order = np.lexsort((turn, need, key))
     source, need = source[order], need[order]
     replica_sets, replicas, heads = _rotated(choice.replica_sets, choice.replicas[order], source, need, first_replica)
     source, need = source[heads], need[heads]
@@ -178,6 +180,14 @@ def schedule_of(needs: Needs, choice: Choice, ranks: list[int], num_replicas: in
             chunks.pieces,
         )
     return schedule
+
+
+def _places(needs: Needs) -> tuple[Ints, int]:
+    """Where each need stands among all, by parameter and offset; alike for ranks that are cut alike. And how many."""
+    found, place = np.unique(
+        needs.param * (1 + int(needs.offset_bytes.max(initial=0))) + needs.offset_bytes, return_inverse=True
+    )
+    return place, max(1, len(found))
 
 
 def _rotated(
