@@ -32,10 +32,10 @@ class LinkRates:
     """What the hardware and the host's part of a publish take. Rates are of one GPU and one direction, bytes/s.
 
     Defaults: an H200 node with one 400 Gb/s NIC a GPU. The NIC is its line rate; all else is read off publishes that
-    were measured there over NVLink (bench/results/weight_sync-gpu-*.json): over three watermarks, hence 64, 126 and
-    252 loads, the time of all writes is bytes / nvlink + loads x write_latency, and what the pipeline takes beside
-    its writes is source_begin + replay + loads x hand_over: 12 ms for the first two where sources began after engines
-    stood still (-plain, -vllm), of which 4.5 ms are left where they begin meanwhile (-1x1).
+    were measured there over NVLink (bench/results/weight_sync-gpu-*.json): over four watermarks, hence 61 to 1,945
+    loads, the time of all writes is bytes / nvlink + loads x write_latency, and what the pipeline takes beside its
+    writes is source_begin + replay + loads x hand_over; the first two lie in the wait for the engines where sources
+    begin meanwhile (all but -plain and -vllm).
     tests/unit/orchestrator/test_simulation_measured.py holds them.
     """
 
@@ -47,14 +47,14 @@ class LinkRates:
     """Device memory traffic of the kernels that pack, merge and hash: hashing 61 GB takes 15.8 ms."""
     host_bytes_s: float = 53e9
     """Pinned host memory to device; only for parameters that are offloaded."""
-    write_latency_s: float = 65e-6
+    write_latency_s: float = 45e-6
     """One batched write to one session, beside its bytes."""
     op_s: float = 1e-6
     """One entry of a batched write, beside its bytes."""
-    load_launch_s: float = 0.2e-3
+    load_launch_s: float = 0.15e-3
     """Host time to launch what fills and hashes one slot."""
-    hand_over_s: float = 65e-6
-    """From the end of a load's writes to the start of the next one's: two threads that meet."""
+    hand_over_s: float = 20e-6
+    """From the end of a link's write to the start of its next one."""
     source_begin_s: float = 7.5e-3
     """What a rank does once a publish before it packs: gather adapters. Engines pause meanwhile."""
     replay_s: float = 4.5e-3

@@ -9,8 +9,9 @@ whose link fails (`replay.py`), which bytes go where (`plan.py`), how a slot is 
 
                       prepare(): while engines pause            run(): once they stand still
     caller's thread   pack+hash load 0 -> slot 0 | load 1 -> slot 1 | (slot 0 free?) load 2 -> slot 0 | ...
-    writer thread                                                   | write load 0    | write load 1  | ...
-    link threads                                     one batched write a session, all sessions of a load at once
+    lane 0                                                          | its part of load 0   | of load 1 | ...
+    lane 1                                                          | of load 0 | of load 1    | ...
+                                                                      a lane: a thread, one batched write a session
 
 Watermark. Everything temporary counts, and all of it is known before a byte moves:
 
@@ -18,8 +19,8 @@ Watermark. Everything temporary counts, and all of it is known before a byte mov
 
 A rank with two pipelines (adapters, and a base that is sent again) has one watermark: the one at rest is released.
 
-A slot is handed to the writer after the device finished packing it (links do not order with torch streams) and comes
-back when every write from it is over. "Over" means that write() returned, or that it failed and transport.reset()
+A slot is written after the device finished packing it (links do not order with torch streams) and comes back when
+every write from it is over. "Over" means that write() returned, or that it failed and transport.reset()
 returned; a slot whose failed write cannot be closed is quarantined: it is never packed again until a later reset
 succeeds. A replica whose write failed gets no further task; the others go on.
 """
@@ -138,7 +139,7 @@ class Pipeline:
             compile_kernels(self._device)
 
     def allocate(self) -> None:
-        """Take staging, register it, and open a thread a link. After compile()."""
+        """Take staging, register it, and open the lanes' threads. After compile()."""
         self._drop_staging()
         self._slots = slots = Slots(
             self._compiled,
@@ -239,7 +240,7 @@ class Pipeline:
         self._transport.reset(session)
 
     def close(self) -> None:
-        """Stop the link threads and drop staging. The transport stays the caller's."""
+        """Stop the lanes' threads and drop staging. The transport stays the caller's."""
         self.cancel()
         self._drop_staging()
 

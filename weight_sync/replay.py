@@ -1,10 +1,14 @@
-"""One publish of one trainer rank under way: slots in turn, packed by the caller's thread, written by another.
+"""One publish of one trainer rank under way: slots in turn, packed by the caller's thread, written by its lanes.
+
+A lane is a thread and the destinations that it writes to, one after the other. Lanes do not wait for each other: a link
+goes on with the next load while another one still sends its part of this one.
 
 Owns the overlap of packing with writing, the time that each replica has, what becomes of one whose link fails, and the
 count of what was sent. Does not own: staging and loads (`slots.py`), which outlive it, nor the schedule (`pipeline.py`,
 its only caller; the picture is there).
 
-Invariant: a slot is packed again only when every write from it is over; a replica that failed gets no further write.
+Invariants: a slot is packed again only when every write from it is over; a replica that failed gets no further write;
+a failed write is closed while no other one is under way.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,8 +28,8 @@ import torch
 from weight_sync.columns import Ints
 from weight_sync.errors import TransportError
 from weight_sync.layout import Binding
-from weight_sync.slots import Batch, Destination, Filled, Load, Slots
-from weight_sync.staging import NUM_SLOTS
+from weight_sync.slots import Destination, Filled, Load, Slots
+from weight_sync.staging import MAX_LINK_THREADS, NUM_SLOTS
 from weight_sync.sums import Sums
 from weight_sync.trace import Span, Tracer
 from weight_sync.transport.base import Transport
@@ -44,7 +49,7 @@ class PipelineResult:
     errors: dict[int, str] = field(default_factory=dict)
     """Per replica that this rank could not serve in full: why."""
     write_s: dict[int, float] = field(default_factory=dict)
-    """Per replica: seconds that writes to it took."""
+    """Per replica: seconds of writing to the one of its ranks that took longest."""
     num_bytes: int = 0
     """Bytes that crossed, over all replicas."""
     prepare_s: float = 0.0
@@ -70,14 +75,14 @@ class Prepared:
 
 
 class Replay:
-    """The state of one Pipeline.run: the slots in turn, the writer thread, who is out, what was sent.
+    """The state of one Pipeline.run: the slots in turn, the lanes, who is out, what was sent.
 
     Args:
         slots: What is packed and written.
         transport: Writes.
-        links: Threads for the sessions of a load.
+        links: Threads for the lanes: one a destination, or MAX_LINK_THREADS.
         bindings: Where the live replicas' ranks are.
-        budgets_s: Per replica: the longest that writes to it may take in all.
+        budgets_s: Per replica: the longest that writes to one rank of it may take in all.
         prepared: The first loads.
         result: Filled.
     """
@@ -97,21 +102,24 @@ class Replay:
         self._links = links
         self._bindings = bindings
         self._budgets_s = budgets_s
-        self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._filled: queue.SimpleQueue[tuple[Filled, list[Destination]] | None] = queue.SimpleQueue()
-        self._addresses = {
-            dest: entries.addresses(bindings[dest]) for dest, entries in slots.entries.items() if dest in bindings
-        }
         self._prepared = prepared
         self._tracer = prepared.tracer
-        self._writer_error: BaseException | None = None
-        self._written: dict[Destination, list[slice]] = {}
-        """The entries that reached each destination."""
         self._result = result
+        served = [dest for dest in slots.entries if dest in bindings]
+        self._addresses = {dest: slots.entries[dest].addresses(bindings[dest]) for dest in served}
+        self._lane_of = {dest: number % MAX_LINK_THREADS for number, dest in enumerate(served)}
+        self._lanes = [queue.SimpleQueue[_Part | None]() for _ in range(min(len(served), MAX_LINK_THREADS))]
+        self._door = _Door()
+        self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        """Slots that may be packed; None: a lane has failed."""
+        self._seconds = dict.fromkeys(served, 0.0)
+        """Of writing, to each destination."""
+        self._written: dict[Destination, list[slice]] = {dest: [] for dest in served}
+        """The entries that reached each destination."""
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Send what is prepared, and pack every other load in order while the writer thread sends the one before."""
+        """Send what is prepared, and pack every other load in order while the lanes send those before."""
         ready = {filled.load.number: filled for filled in self._prepared.filled}
         loads = [load for load in self._slots.loads if self._wanted(load)]
         if not loads:
@@ -120,8 +128,7 @@ class Replay:
         taken = {filled.slot for number, filled in ready.items() if number in sent}
         for slot in set(range(NUM_SLOTS)) - taken:
             self._free.put(slot)
-        writer = threading.Thread(target=self._write_all, name="weight-sync-writer", daemon=True)
-        writer.start()
+        lanes = [self._links.submit(self._run_lane, parts) for parts in self._lanes]
         try:
             for load in loads:
                 filled = ready.get(load.number)
@@ -134,118 +141,181 @@ class Replay:
                     began = time.monotonic()
                     filled = self._slots.pack(slot, load, self._tracer)
                     self._result.prepare_s += time.monotonic() - began
-                self._filled.put((filled, self._wanted(load)))
+                self._hand_over(filled)
             self._slots.take_sums()
         finally:
-            self._filled.put(None)
-            writer.join()
+            for parts in self._lanes:
+                parts.put(None)
+            errors = [error for lane in lanes if (error := lane.exception()) is not None]
             self._count()
-        if self._writer_error is not None:
-            raise self._writer_error
+        if errors:
+            raise errors[0]
+        self._result.prepare_s += max(lane.result() for lane in lanes)
 
     def _wanted(self, load: Load) -> list[Destination]:
         return [dest for dest in load.batches if dest in self._bindings and dest[0] not in self._result.errors]
 
     def _next_slot(self) -> int | None:
-        """A slot that may be packed; None when the writer stopped or every slot is quarantined."""
+        """A slot that may be packed; None when a lane failed."""
         waited_s = 0.0
         while True:
             try:
                 return self._free.get(timeout=WAIT_LOG_S)
             except queue.Empty:
                 waited_s += WAIT_LOG_S
-                logger.warning(
-                    "packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, self._result.write_s
-                )
+                logger.warning("packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, self._seconds)
 
-    def _write_all(self) -> None:
-        """The writer thread: loads in order, each to all its sessions at once. Never leaves packing waiting."""
+    def _hand_over(self, filled: Filled) -> None:
+        """A packed load to every lane that has a part in it."""
+        parts: dict[int, list[Destination]] = {}
+        for dest in self._wanted(filled.load):
+            parts.setdefault(self._lane_of[dest], []).append(dest)
+        if not parts:
+            self._give_back(filled.slot)
+        unwritten = _Unwritten(len(parts))
+        for lane, destinations in parts.items():
+            self._lanes[lane].put(_Part(filled, destinations, unwritten))
+
+    def _run_lane(self, parts: queue.SimpleQueue[_Part | None]) -> float:
+        """A lane's thread: its parts, in order. Returns its wait for the device. Never leaves packing waiting."""
+        waited_s = 0.0
         try:
-            self._slots.enter_thread()
-            while (item := self._filled.get()) is not None:
-                filled, wanted = item
-                self._write_load(filled, wanted)
-                if filled.slot not in self._slots.quarantined:
-                    self._free.put(filled.slot)
-                elif len(self._slots.quarantined) == NUM_SLOTS:
-                    raise TransportError("no staging slot is left: earlier failed writes cannot be closed yet")
-        except BaseException as e:  # handed to the caller's thread by replay()
-            self._writer_error = e
+            while (part := parts.get()) is not None:
+                if part.filled.ready is not None:
+                    began = time.monotonic()
+                    part.filled.ready.synchronize()
+                    waited_s += time.monotonic() - began
+                for dest in part.destinations:
+                    self._write(part.filled, dest)
+                if part.unwritten.is_last():
+                    self._give_back(part.filled.slot)
+        except BaseException:  # reaches the caller's thread through the future
             self._free.put(None)
+            raise
+        return waited_s
 
-    def _write_load(self, filled: Filled, wanted: Sequence[Destination]) -> None:
-        if filled.ready is not None:
+    def _give_back(self, slot: int) -> None:
+        """Every write from a slot is over."""
+        if slot not in self._slots.quarantined:
+            self._free.put(slot)
+        elif len(self._slots.quarantined) == NUM_SLOTS:
+            raise TransportError("no staging slot is left: earlier failed writes cannot be closed yet")
+
+    def _write(self, filled: Filled, dest: Destination) -> None:
+        """One session's part of a load, if its replica is still served."""
+        replica, binding, batch = dest[0], self._bindings[dest], filled.load.batches[dest]
+        error: TransportError | None = None
+        with self._door.writing():
+            if replica in self._result.errors:
+                return
             began = time.monotonic()
-            filled.ready.synchronize()
-            self._result.prepare_s += time.monotonic() - began
-        batches = {dest: filled.load.batches[dest] for dest in wanted if dest[0] not in self._result.errors}
-        began = time.monotonic()
-        outcomes = self._write_destinations(filled.slot, batches)
-        self._result.busy_write_s += time.monotonic() - began
-        for dest, (seconds, _) in outcomes.items() if self._tracer.is_on else ():
-            self._tracer.add(
-                f"write replica {dest[0]} rank {dest[1]}",
-                f"load {filled.load.number}",
-                began,
-                began + seconds,
-                bytes=sum(batches[dest].sizes),
-            )
-        spent: dict[int, float] = {}
-        for dest, (seconds, error) in outcomes.items():
-            spent[dest[0]] = max(seconds, spent.get(dest[0], 0.0))
-            if error is not None:
-                self._result.errors.setdefault(dest[0], f"{type(error).__name__}: {error}")
-                self._close_failed(filled.slot, self._bindings[dest].session)
-            else:
-                self._written.setdefault(dest, []).append(batches[dest].span)
-        for replica, seconds in spent.items():
-            self._result.write_s[replica] = self._result.write_s.get(replica, 0.0) + seconds
+            try:
+                self._transport.write(
+                    binding.session,
+                    batch.sources[filled.slot],
+                    self._addresses[dest][batch.span],
+                    batch.sizes,
+                    timeout_s=max(self._budgets_s[replica] - self._seconds[dest], 0.0),
+                )
+            except TransportError as e:
+                error = e
+            stopped = time.monotonic()
+        self._seconds[dest] += stopped - began
+        if self._tracer.is_on:
+            track = f"write replica {replica} rank {dest[1]}"
+            self._tracer.add(track, f"load {filled.load.number}", began, stopped, bytes=sum(batch.sizes))
+        if error is None:
+            self._written[dest].append(batch.span)
+            return
+        logger.warning("replica %d, rank %d: %s", *dest, error)
+        self._result.errors.setdefault(replica, f"{type(error).__name__}: {error}")
+        self._close_failed(filled.slot, binding.session)
 
-    def _write_destinations(
-        self, slot: int, batches: Mapping[Destination, Batch]
-    ) -> dict[Destination, tuple[float, TransportError | None]]:
-        """All sessions at once; one alone needs no other thread."""
-        if len(batches) == 1:
-            return {dest: self._write_destination(dest, slot, batch) for dest, batch in batches.items()}
-        futures = {
-            dest: self._links.submit(self._write_destination, dest, slot, batch) for dest, batch in batches.items()
-        }
-        return {dest: future.result() for dest, future in futures.items()}
-
-    def _write_destination(self, dest: Destination, slot: int, batch: Batch) -> tuple[float, TransportError | None]:
-        """One session's part of a load. Returns its seconds and what went wrong."""
-        binding = self._bindings[dest]
-        remaining_s = self._budgets_s[dest[0]] - self._result.write_s.get(dest[0], 0.0)
-        began = time.monotonic()
-        try:
-            self._transport.write(
-                binding.session,
-                batch.sources[slot],
-                self._addresses[dest][batch.span],
-                batch.sizes,
-                timeout_s=max(remaining_s, 0.0),
-            )
-        except TransportError as e:
-            logger.warning("replica %d, rank %d: %s", dest[0], dest[1], e)
-            return time.monotonic() - began, e
-        return time.monotonic() - began, None
+    def _close_failed(self, slot: int, session: str) -> None:
+        """Make sure that nothing of a failed write ever reads its slot again."""
+        with self._door.alone():
+            try:
+                self._transport.reset(session)
+            except TransportError as e:
+                logger.error("slot %d stays quarantined: %s", slot, e)
+                self._slots.quarantined.setdefault(slot, []).append(session)
 
     def _count(self) -> None:
-        """Add up what was written. The writer has ended."""
+        """Add up what was written. The lanes have ended."""
+        self._result.busy_write_s = self._door.busy_s
+        for (replica, _), seconds in self._seconds.items():
+            self._result.write_s[replica] = max(seconds, self._result.write_s.get(replica, 0.0))
         hashes = self._slots.sums_of_packets()
         for dest, spans in self._written.items():
             entries, num_written = self._slots.entries[dest], sum(span.stop - span.start for span in spans)
             at: slice | Ints = slice(None)
             if num_written < len(entries.sizes):
-                at = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+                at = np.concatenate([np.arange(0), *(np.arange(span.start, span.stop) for span in spans)])
             sizes = entries.sizes[at]
             self._result.sums.add(entries.columns[at], sizes, hashes[entries.packets[at]])
             self._result.num_bytes += int(sizes.sum())
 
-    def _close_failed(self, slot: int, session: str) -> None:
-        """No write is running now. Make sure that none of the failed one ever reads this slot again."""
+
+class _Unwritten:
+    """How many lanes have not written their parts of a load yet."""
+
+    def __init__(self, num_lanes: int) -> None:
+        self._num_lanes = num_lanes
+        self._lock = threading.Lock()
+
+    def is_last(self) -> bool:
+        """One more has; whether it was the last."""
+        with self._lock:
+            self._num_lanes -= 1
+            return self._num_lanes == 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one lane writes of a load."""
+
+    filled: Filled
+    destinations: Sequence[Destination]
+    unwritten: _Unwritten
+
+
+class _Door:
+    """Writes pass it together; who closes a failed one passes alone. Knows how long anybody was writing."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_writing = 0
+        self._is_closing = False
+        self._began = 0.0
+        self.busy_s = 0.0
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around a write."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_closing)
+            if self._num_writing == 0:
+                self._began = time.monotonic()
+            self._num_writing += 1
         try:
-            self._transport.reset(session)
-        except TransportError as e:
-            logger.error("slot %d stays quarantined: %s", slot, e)
-            self._slots.quarantined.setdefault(slot, []).append(session)
+            yield
+        finally:
+            with self._changed:
+                self._num_writing -= 1
+                if self._num_writing == 0:
+                    self.busy_s += time.monotonic() - self._began
+                    self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """After all writes under way; none begins until this is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_closing)
+            self._is_closing = True
+            self._changed.wait_for(lambda: self._num_writing == 0)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_closing = False
+                self._changed.notify_all()

@@ -6,12 +6,14 @@ Owns: the timing rules of a publish. Does not own: the figures (links.py), the p
     begin (engines pause)     -> per trainer rank, load by load      -> barrier, messages -> verify -> commit
       source begins | h2d     |0  |1  |   |2  |   |3
                       prepare     |0 |1 |     |2|    |3     two slots: load i needs the slot that load i-2 left
-                                    write |0   |1     |2   |3    one load at a time, all its sessions at once
+                               lane 0 |0   |1     |2   |3   a lane: one write at a time, of its part of each load
+                               lane 1 |0 |1   |2   |3
 
 Rules. Nothing is written before all replicas stand still; what two slots hold is packed meanwhile. A load is
-consecutive tasks that fit one slot (cut as pipeline.py cuts). Each stage of a rank takes its loads in schedule order.
-A load's bytes pass the sender's port and each receiver's port; a port serves its loads one after the other, as fast as
-it can, and a load is written when all its ports have served it: a first-in-first-out share of a port, not a max-min
+consecutive tasks that fit one slot (cut as pipeline.py cuts). Each stage of a rank takes its loads in schedule order,
+and so does each lane (replay.py), whatever the other lanes do. A load's bytes pass the sender's port and each
+receiver's port; a port serves its loads one after the other, as fast as it can, and a load is written when all its
+ports have served it: a first-in-first-out share of a port, not a max-min
 fair one. Fair shares must be computed anew at every event, and they have anomalies: a faster link lets a load arrive
 earlier, which slows whoever it then shares a port with. Here who comes first is decided by how many bytes its sender
 has sent before (times how slow that sender is), which no rate changes. Hence all times are sums and maxima along one
@@ -89,7 +91,11 @@ class RankTimeline:
 
     def busy_s(self, stage: str) -> float:
         """Seconds during which a stage is at work."""
-        return sum(one.stop_s - one.start_s for one in self.intervals if one.stage == stage)
+        busy_s = until_s = 0.0
+        for start_s, stop_s in sorted((one.start_s, one.stop_s) for one in self.intervals if one.stage == stage):
+            busy_s += max(0.0, stop_s - max(start_s, until_s))
+            until_s = max(until_s, stop_s)
+        return busy_s
 
     @property
     def end_s(self) -> float:
@@ -265,6 +271,9 @@ class _Sender:
         self.rank, self.gpu, self.slowness = rank, gpu, slowness
         self.loads, self.slot_bytes = loads, slot_bytes
         self.host_s = self.prepared_s = self.written_s = 0.0
+        self.lane_of: dict[Destination, int] = {}
+        self.lane_s: dict[int, float] = {}
+        """When each lane has written what it was given."""
         self.slot_free_s = [0.0] * NUM_SLOTS
         self.intervals: list[Interval] = []
 
@@ -336,20 +345,20 @@ class _Run:
         sender.prepared_s = start_s + max(device_s, rates.load_launch_s)
         note("prepare", start_s, sender.prepared_s, load.packed_bytes)
 
-        start_s = max(sender.prepared_s, sender.written_s + (rates.hand_over_s if number else 0.0), may_write_s)
-        sender.written_s = self._write(sender, load, start_s)
-        sender.slot_free_s[slot] = sender.written_s
-        note("write", start_s, sender.written_s, load.sent_bytes)
+        start_s, stop_s = self._write(sender, load, max(sender.prepared_s, may_write_s))
+        sender.written_s = max(sender.written_s, stop_s)
+        sender.slot_free_s[slot] = stop_s
+        note("write", start_s, stop_s, load.sent_bytes)
 
-    def _write(self, sender: _Sender, load: SlotLoad, start_s: float) -> float:
-        """When a load has passed all its ports."""
+    def _write(self, sender: _Sender, load: SlotLoad, may_write_s: float) -> tuple[float, float]:
+        """When a load's first lane starts, and when its last one ends."""
         rates = self.rates
-        num_ops = sum(ops for _, ops in load.flows.values())
-        most_ops = max(max(ops for _, ops in load.flows.values()), -(-num_ops // MAX_LINK_THREADS))
-        num_rounds = -(-len(load.flows) // MAX_LINK_THREADS)
-        flowing_s = start_s + num_rounds * rates.write_latency_s + most_ops * rates.op_s
-        end_s = flowing_s
-        for where, (num_bytes, _) in load.flows.items():
+        first_s, end_s = float("inf"), may_write_s
+        for where, (num_bytes, num_ops) in load.flows.items():
+            lane = sender.lane_of.setdefault(where, len(sender.lane_of) % MAX_LINK_THREADS)
+            free_s = sender.lane_s[lane] + rates.hand_over_s if lane in sender.lane_s else 0.0
+            start_s = max(may_write_s, free_s)
+            flowing_s = start_s + rates.write_latency_s + num_ops * rates.op_s
             out_port, in_port, rate = self._route(sender.gpu, where)
             out_s, in_s = num_bytes * sender.slowness / rate, num_bytes / rate
             self._out_free_s[out_port] = max(self._out_free_s.get(out_port, 0.0), flowing_s) + out_s
@@ -357,10 +366,11 @@ class _Run:
             self.sent_s[out_port] = self.sent_s.get(out_port, 0.0) + out_s
             self.received_s[in_port] = self.received_s.get(in_port, 0.0) + in_s
             arrived_s = max(self._out_free_s[out_port], self._in_free_s[in_port])
+            sender.lane_s[lane] = arrived_s
             self._first_s.setdefault(where, flowing_s)
             self._last_s[where] = max(self._last_s.get(where, 0.0), arrived_s)
-            end_s = max(end_s, arrived_s)
-        return end_s
+            first_s, end_s = min(first_s, start_s), max(end_s, arrived_s)
+        return first_s, end_s
 
     def _route(self, gpu: int, where: Destination) -> tuple[Port, Port, float]:
         """The ports between two GPUs, and their rate."""

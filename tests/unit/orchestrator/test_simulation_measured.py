@@ -26,8 +26,8 @@ RESULTS = Path(__file__).parents[3] / "bench" / "results"
 BOUND = 0.15
 OLDER_LOADS, MANY_LOADS = "914dd78", 400
 """A commit whose loads cost the host twice what they cost now; it took 1.5 to 2 times what is predicted now."""
-OLDER_RUNS = "cfb732b"
-"""A commit that packed the rows of a TP rank expert by expert, and took three times what is predicted now."""
+OLDER_RUNS = "9852dc4"
+"""A commit whose loads had bytes for few ranks of an engine, and whose links waited for each other load by load."""
 IDLE = {"begin_s": 2.7e-3, "commit_s": 2.3e-3}
 """`--engine plain`: parameters and nothing else, so there is no engine to pause."""
 FUSED = (
@@ -68,7 +68,7 @@ def measured() -> list[Any]:
                 commit = report["environment"]["commit"]
                 is_older = commit == OLDER_LOADS and row["num_loads"] > MANY_LOADS
                 is_older |= commit == OLDER_RUNS and case.tp_size > 1 and not case.has_split_experts
-                marks = [pytest.mark.xfail(strict=True, reason="bound by the older code's host")] if is_older else []
+                marks = [pytest.mark.xfail(strict=True, reason="measured on older code")] if is_older else []
                 found.append(pytest.param(case, row, id=name, marks=marks))
     return found
 

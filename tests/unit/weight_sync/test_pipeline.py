@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
 from weight_sync.layout import Binding
 from weight_sync.pipeline import Pipeline
 from weight_sync.plan import build_plan
-from weight_sync.replay import PipelineResult
+from weight_sync.replay import PipelineResult, _Door
 from weight_sync.slots import Destination, Load
 from weight_sync.staging import NUM_SLOTS, sums_bytes
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
@@ -305,23 +307,21 @@ def test_a_slot_whose_write_cannot_be_closed_is_not_packed_again() -> None:
 
 
 class GatedTransport(MemoryTransport):
-    """Lets some writes pass and holds the others until told to go on."""
+    """Lets the first writes of each session pass, so many as it is told, and holds the others until told to go on."""
 
     def __init__(self, fabric: MemoryFabric) -> None:
         super().__init__(fabric)
-        self.num_passing = 0
+        self.num_passing: dict[str, int] = {}
+        self.num_done: Counter[str] = Counter()
         self.is_writing = threading.Event()
         self.go_on = threading.Event()
-        self._lock = threading.Lock()
 
-    def write(self, *args: object, **kwargs: object) -> None:
-        with self._lock:
-            self.num_passing -= 1
-            is_held = self.num_passing < 0
-        if is_held:
+    def write(self, session: str, *args: object, **kwargs: object) -> None:
+        if self.num_done[session] >= self.num_passing.get(session, 1 << 30):
             self.is_writing.set()
             assert self.go_on.wait(timeout=20)
-        super().write(*args, **kwargs)  # type: ignore[arg-type]
+        super().write(session, *args, **kwargs)  # type: ignore[arg-type]
+        self.num_done[session] += 1
 
 
 def num_reads(loads: Sequence[Load]) -> int:
@@ -378,7 +378,8 @@ def test_packing_goes_on_while_a_load_is_written() -> None:
     world.pipeline.load(world.plan.tasks_of(0))
     assert len(world.pipeline._slots.loads) > 2
     loads = world.pipeline._slots.loads
-    gated.num_passing = len({(task.replica, task.dest_rank) for packet in loads[0].packets for task in packet.tasks})
+    for _, rank in loads[0].batches:
+        gated.num_passing[world.sessions[0][rank].session] = 1
     prepared_reads = num_reads(loads[:2])
     read, during_write = world.source.read, threading.Event()
 
@@ -394,6 +395,89 @@ def test_packing_goes_on_while_a_load_is_written() -> None:
     assert during_write.is_set()
     assert result.errors == {}
     assert world.arrived(0, 1)
+
+
+def test_a_link_goes_on_while_another_one_still_sends_its_part_of_a_load() -> None:
+    world = World()
+    gated = GatedTransport(world.fabric)
+    world.pipeline = Pipeline(world.source, gated, device="cpu", watermark_bytes=SMALL_WATERMARK, verify_hashes=True)
+    world.pipeline.load(world.plan.tasks_of(0))
+    first, second = world.pipeline._slots.loads[:2]
+    (quick, _), (slow, _) = sorted(world.bindings().items(), key=lambda item: item[0] not in second.batches)
+    assert {quick, slow} <= set(first.batches) and quick in second.batches
+    quick_session, slow_session = (world.sessions[replica][rank].session for replica, rank in (quick, slow))
+    gated.num_passing[slow_session] = 0
+    super_write = MemoryTransport.write
+
+    def released(self: MemoryTransport, session: str, *args: object, **kwargs: object) -> None:
+        super_write(self, session, *args, **kwargs)  # type: ignore[arg-type]
+        if session == quick_session and gated.num_done[session] == 1:  # its part of the second load is over
+            assert gated.num_done[slow_session] == 0
+            gated.go_on.set()
+
+    with mock.patch.object(MemoryTransport, "write", released):
+        result = world.run(1)
+    assert result.errors == {}
+    assert world.arrived(0, 1)
+
+
+class WatchedTransport(MemoryTransport):
+    """Slow writes, and a count of those under way whenever a session is reset."""
+
+    def __init__(self, fabric: MemoryFabric) -> None:
+        super().__init__(fabric)
+        self.num_writing = 0
+        self.writing_at_reset: list[int] = []
+        self._lock = threading.Lock()
+
+    def write(self, *args: object, **kwargs: object) -> None:
+        with self._lock:
+            self.num_writing += 1
+        try:
+            super().write(*args, **kwargs)  # type: ignore[arg-type]
+        finally:
+            with self._lock:
+                self.num_writing -= 1
+
+    def reset(self, session: str) -> None:
+        self.writing_at_reset.append(self.num_writing)
+        time.sleep(0.5)
+        self.writing_at_reset.append(self.num_writing)
+        super().reset(session)
+
+
+def test_a_failed_write_is_closed_alone_and_nobody_elses_time_runs_meanwhile() -> None:
+    world = World(3)
+    world.transport = WatchedTransport(world.fabric)
+    world.pipeline = Pipeline(
+        world.source, world.transport, device="cpu", watermark_bytes=SMALL_WATERMARK, verify_hashes=True
+    )
+    world.pipeline.load(world.plan.tasks_of(0))
+    world.budgets_s = dict.fromkeys(range(3), 0.4)
+    for replica in (0, 2):
+        for transport in world.sessions[replica]:
+            world.fabric.inject(transport.session, Fault(delay_s=0.1), Fault(delay_s=0.02))
+    world.fabric.inject(world.sessions[1][0].session, Fault(delay_s=0.05, refuse=True))
+    result = world.run(1)
+    assert set(world.transport.writing_at_reset) == {0}
+    assert set(result.errors) == {1}
+    assert world.arrived(0, 1) and world.arrived(2, 1)
+    assert max(result.write_s[0], result.write_s[2]) < 0.4
+
+
+def test_no_write_begins_while_a_failed_one_is_closed() -> None:
+    door, has_entered = _Door(), threading.Event()
+
+    def write() -> None:
+        with door.writing():
+            has_entered.set()
+
+    writer = threading.Thread(target=write)
+    with door.alone():
+        writer.start()
+        assert not has_entered.wait(timeout=0.2)
+    assert has_entered.wait(timeout=20)
+    writer.join()
 
 
 def test_staging_leaves_the_link_with_its_plan_and_with_the_pipeline() -> None:
