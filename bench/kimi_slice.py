@@ -1,6 +1,7 @@
-"""Kimi-K2-Thinking, LoRA on everything, on as many GPUs as there are: a slice, and what it says about 8 x H200.
+"""Kimi-K2-Thinking, LoRA on everything: the whole model on 8 GPUs, or a slice on fewer and what it says about 8 x H200.
 
     python bench/kimi_slice.py                    the GPUs present; writes bench/results/kimi-slice-<n>gpu.json
+    python bench/kimi_slice.py --full             8 GPUs: all 61 layers and 384 experts; kimi-full-8gpu.json
     python bench/kimi_slice.py --profile          and where a step's device time goes
     python bench/kimi_slice.py --ladder           and the ladder of optimizations, on 3 layers
     python bench/kimi_slice.py --tiny             two ranks on a CPU
@@ -11,8 +12,8 @@ EP=8, expert parallelism over the N GPUs present, so 48 N routed experts at top-
 expert, 8,192 tokens a GPU. A step is forward, backward (activation checkpointing) and AdamW with 8-bit moments on
 bfloat16 adapters of r=16 (and r=8) on all projections. Routing is forced: drawn uniformly ("balanced"), or from a Zipf
 law whose fullest expert gets twice the mean. Sequences are four of 2,048 tokens ("one sequence": one of 8,192, whose
-attention costs four times as much). Two depths give seconds a layer and a constant; the rest is arithmetic,
-and every assumption of it is printed. EXTRAPOLATION: no 8-GPU host has run this.
+attention costs four times as much). Without --full two depths give seconds a layer and a constant; the rest is
+arithmetic, labelled an extrapolation, and every assumption of it is printed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ASSUMED_LINK_GB_S = 350.0
 
 
 def cases(args: argparse.Namespace, world_size: int) -> list[Any]:
-    """Deep, shallow, and the other rank."""
+    """Of both ranks: the whole model, or two depths of it."""
     from bench.kimi_rank import Case
 
     shallow, deep = args.layers
@@ -53,6 +54,9 @@ def cases(args: argparse.Namespace, world_size: int) -> list[Any]:
     some = (args.tokens // args.sequences,) * args.sequences
     plain: dict[str, Any] = {"balanced": (some, None)}
     every = plain | {"zipf": (some, 2.0), "one sequence": ((args.tokens,), None)}
+    if args.full:
+        made = [Case("full", deep, args.rank, workloads=every, profile=args.profile, **common)]
+        return made + [Case("other_full", deep, args.other_rank, workloads=plain, **common)] * bool(args.other_rank)
     made = [
         Case("shallow", shallow, args.rank, workloads=every, **common),
         Case("deep", deep, args.rank, workloads=every, profile=args.profile, **common),
@@ -193,10 +197,22 @@ def print_table(report: dict[str, Any]) -> None:
         print(f"  - {line}")
 
 
+def print_full(report: dict[str, Any], world_size: int) -> None:
+    """The whole model, as measured."""
+    print(f"\nMEASURED: {report['label']}")
+    print(f"{'':6}{'workload':14}{'step s':>8}{'tok/s':>8}{'/6,600':>8}{'/13,000':>9}{'peak GB':>9}")
+    for measured in report["measured"].values():
+        for name, row in measured["routings"].items():
+            tokens_per_s = world_size * report["arguments"]["tokens"] / row["median_s"]
+            print(f"r{measured['case']['lora_rank']:<5}{name:14}{row['median_s']:8.2f}{tokens_per_s:8.0f}"
+                  f"{tokens_per_s / OTHERS:8.2f}{tokens_per_s / GOAL:9.2f}"
+                  f"{row['memory_gb'].get('peak', float('nan')):9.1f}")  # fmt: skip
+
+
 def print_kernels(kernels: dict[str, Any]) -> None:
     """By category."""
     total = sum(entry["ms"] for entry in kernels.values())
-    print(f"\ndevice time of one step of the deep slice: {total:.0f} ms")
+    print(f"\ndevice time of one step: {total:.0f} ms")
     for name, entry in sorted(kernels.items(), key=lambda item: -item[1]["ms"]):
         print(f"  {entry['ms']:9.1f} ms {entry['ms'] / total:6.1%} {entry['calls']:>7} x  {name}")
         for key, ms, calls in entry["longest"][:5]:
@@ -216,6 +232,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs=2, type=int, default=[6, 30], metavar=("SHALLOW", "DEEP"),
                         help="expert layers of the two depths, beside dense layer 0")  # fmt: skip
+    parser.add_argument("--full", action="store_true", help="all expert layers, on 8 GPUs; no arithmetic")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--other-rank", type=int, default=8, help="0: none")
     parser.add_argument("--adapter-dtype", default="bfloat16", choices=("bfloat16", "float32"))
@@ -229,6 +246,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     args = parser.parse_args()
+    if args.full:
+        args.layers = [NUM_MOE_LAYERS, NUM_MOE_LAYERS]
     if args.tiny:
         args.layers, args.tokens, args.repeats = [1, 2], 64, 2
     return args
@@ -241,12 +260,17 @@ def main() -> None:
 
     args.device = "cuda" if torch.cuda.is_available() and not args.tiny else "cpu"
     world_size = torch.cuda.device_count() if args.device == "cuda" else 2
+    if args.full and world_size != NUM_GPUS and not args.tiny:
+        sys.exit(f"--full needs {NUM_GPUS} GPUs, this host has {torch.cuda.device_count()}; leave it out for a slice")
     label = f"{world_size}gpu" if args.device == "cuda" else "cpu"
-    out: Path = args.out or ROOT / "bench" / "results" / f"kimi-slice-{label}{'-ladder' if args.ladder else ''}.json"
+    kind, suffix = "full" if args.full else "slice", "-ladder" if args.ladder else ""
+    out: Path = args.out or ROOT / "bench" / "results" / f"kimi-{kind}-{label}{suffix}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     given = {k: v for k, v in vars(args).items() if k not in ("out", "commit")}
     report: dict[str, Any] = {
-        "label": "EXTRAPOLATION: a slice of the model on the GPUs present, carried to 61 layers on 8 GPUs",
+        "label": f"{args.layers[1] + 1} layers, {(4 if args.tiny else 48) * world_size} experts, {world_size} ranks"
+        if args.full
+        else "EXTRAPOLATION: a slice of the model on the GPUs present, carried to 61 layers on 8 GPUs",
         "environment": environment(args.commit),
         "arguments": given,
         "measured": {},
@@ -264,10 +288,13 @@ def main() -> None:
     if args.ladder:
         print_ladder(measured["ladder"]["ladder"])
     else:
-        if report["extrapolated"]:
+        if args.full:
+            print_full(report, world_size)
+        elif report["extrapolated"]:
             print_table(report)
-        if measured.get("deep", {}).get("kernels"):
-            print_kernels(measured["deep"]["kernels"])
+        for case in measured.values():
+            if case.get("kernels"):
+                print_kernels(case["kernels"])
     print(f"written: {out}")
     if failed := [case.name for case in wanted if "error" in measured.get(case.name, {"error": ""})]:
         sys.exit(f"{', '.join(failed)} failed: see the errors above")
