@@ -2,12 +2,11 @@
 
 Owns: how a value, an error or a sum gets from rank to rank. Does not own what they say (its callers), nor the group.
 
-    on_rank0        rank 0 --> all      its value, or its error
-    deal            rank 0 --> all      the same, and a part of its own for each rank
-    gather          all --> rank 0      every rank's value
-    gather_to_all   all --> all         every rank's value
-    everywhere      all --> all         every rank's value, or the first rank's error
-    add_up          all --> rank 0      one sum of arrays
+    on_rank0    rank 0 --> all      its value, or its error
+    deal        rank 0 --> all      the same, and a part of its own for each rank
+    gather      all --> rank 0      every rank's value
+    everywhere  all --> all         every rank's value, or the first rank's error
+    add_up      all --> rank 0      one sum of arrays
 
 Invariants. All ranks call the same methods in the same order. What raises on one rank travels as a value (`attempt`),
 because the others are waiting in a collective, and is raised where it arrives (`values`). A rank that died, or stopped
@@ -90,18 +89,15 @@ class Meeting:
             dist.gather_object(value, gathered if self.rank == 0 else None, group=self._group, group_dst=0)
         return gathered
 
-    def gather_to_all(self, value: T) -> list[T]:
-        """Every rank's value, on every rank."""
-        if self._group is None:
-            return [value]
-        gathered: list[Any] = [None] * self._world_size
-        with self._waiting("a gather"):
-            dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
-
     def everywhere(self, make: Callable[[], T]) -> list[T]:
         """make() on every rank, all results on every rank; the first rank's error on all of them."""
-        return values(self.gather_to_all(attempt(make)))
+        outcome = attempt(make)
+        if self._group is None:
+            return values([outcome])
+        gathered: list[Any] = [None] * self._world_size
+        with self._waiting("a gather"):
+            dist.all_gather_object(gathered, outcome, group=self._group)
+        return values(gathered)
 
     def add_up(self, table: Ints) -> None:
         """From here on, rank 0's table holds the sum of all ranks'; the others' are undefined."""

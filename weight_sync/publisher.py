@@ -220,7 +220,7 @@ class Publisher:
         bindings = {dest: self._book.binding(dest[0], *bound) for dest, bound in alive.bound.items()}
         result = self._pipeline.run(version, bindings, alive.budgets_s)
         self._meeting.add_up(result.sums.table)
-        results = self._meeting.gather_to_all(replace(result, sums=Sums(Places({}))))
+        results = self._meeting.gather(replace(result, sums=Sums(Places({}))))
         report = self._meeting.on_rank0(lambda: self._finish(_of_rank0(transaction), results, result.sums, trace))
         self._open_sessions |= {destination: binding.session for destination, binding in bindings.items()}
         self.disconnect([number for number in included if not report.replicas[number].committed])
