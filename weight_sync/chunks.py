@@ -72,7 +72,7 @@ def is_expert(tensor: str) -> bool:
 
 
 def layer_of(tensor: str) -> int:
-    """The layer number in a checkpoint name: its first integer component; -1 (sent first) when there is none."""
+    """The layer number in a checkpoint name: its first integer component; -1 when there is none."""
     match = _INTEGER_COMPONENT.search(tensor)
     return int(match.group(1)) if match else -1
 

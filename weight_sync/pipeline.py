@@ -30,7 +30,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -42,7 +41,7 @@ from weight_sync.plan import Task
 from weight_sync.replay import PipelineResult, Prepared, Replay
 from weight_sync.slots import Destination, Slots
 from weight_sync.source import WeightSource
-from weight_sync.staging import MAX_LINK_THREADS, NUM_SLOTS, Staging, aligned, reserved_bytes
+from weight_sync.staging import NUM_SLOTS, Staging, aligned, reserved_bytes
 from weight_sync.sums import Places, Sums
 from weight_sync.trace import Tracer
 from weight_sync.transport.base import Transport
@@ -86,7 +85,6 @@ class Pipeline:
         self._quarantined: dict[int, list[str]] = {}
         self._is_released = False
         self._prepared: Prepared | None = None
-        self._links: ThreadPoolExecutor | None = None
 
     @property
     def max_task_bytes(self) -> int:
@@ -118,6 +116,7 @@ class Pipeline:
 
         Raises:
             PlanError: A task is larger than a slot.
+            TransportError: A failed write out of an earlier plan's staging cannot be closed yet.
         """
         limits = self._limits
         limit = limits.max_slot_bytes
@@ -129,6 +128,7 @@ class Pipeline:
         total = sum(aligned(group[0].num_bytes) for group in same_bytes(tasks))
         largest = max((aligned(task.num_bytes) for task in tasks), default=0)
         self._slot_bytes = limits.slot_bytes(total, largest)
+        self._recover_slots()
         self._drop_staging()  # of an earlier plan
         self._tasks, self._places = tasks, Places.of_tasks(tasks) if places is None else places
         self._compiled = [
@@ -139,9 +139,9 @@ class Pipeline:
             compile_kernels(self._device)
 
     def allocate(self) -> None:
-        """Take staging, register it, and open the lanes' threads. After compile()."""
+        """Take staging and register it. After compile()."""
         self._drop_staging()
-        self._slots = slots = Slots(
+        self._slots = Slots(
             self._compiled,
             slot_bytes=self._slot_bytes,
             places=self._places,
@@ -150,12 +150,6 @@ class Pipeline:
             watermark_bytes=self._watermark_bytes,
             verify_hashes=self._verify_hashes,
             quarantined=self._quarantined,
-        )
-        num_destinations = len({(task.replica, task.dest_rank) for task in self._tasks})
-        self._links = ThreadPoolExecutor(
-            max_workers=max(1, min(num_destinations, MAX_LINK_THREADS)),
-            thread_name_prefix="weight-sync-link",
-            initializer=slots.enter_thread,
         )
         self._is_released = False
 
@@ -224,8 +218,8 @@ class Pipeline:
             try:
                 if prepared.error is not None:
                     raise prepared.error
-                assert self._slots is not None and self._links is not None  # as prepare() found
-                Replay(self._slots, self._transport, self._links, bindings, budgets_s, prepared, result).replay()
+                assert self._slots is not None  # as prepare() found
+                Replay(self._slots, self._transport, bindings, budgets_s, prepared, result).replay()
             finally:
                 result.spans = prepared.tracer.finish()
                 self._source.end()
@@ -240,15 +234,11 @@ class Pipeline:
         self._transport.reset(session)
 
     def close(self) -> None:
-        """Stop the lanes' threads and drop staging. The transport stays the caller's."""
+        """Drop staging. The transport stays the caller's."""
         self.cancel()
         self._drop_staging()
 
     def _drop_staging(self) -> None:
-        """And the threads that write from it."""
-        if self._links is not None:
-            self._links.shutdown(wait=True)
-            self._links = None
         if self._slots is not None:
             self._slots.close()
             self._slots = None

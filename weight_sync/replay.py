@@ -17,8 +17,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -80,7 +80,6 @@ class Replay:
     Args:
         slots: What is packed and written.
         transport: Writes.
-        links: Threads for the lanes: one a destination, or MAX_LINK_THREADS.
         bindings: Where the live replicas' ranks are.
         budgets_s: Per replica: the longest that writes to one rank of it may take in all.
         prepared: The first loads.
@@ -91,7 +90,6 @@ class Replay:
         self,
         slots: Slots,
         transport: Transport,
-        links: ThreadPoolExecutor,
         bindings: Mapping[Destination, Binding],
         budgets_s: Mapping[int, float],
         prepared: Prepared,
@@ -99,7 +97,6 @@ class Replay:
     ) -> None:
         self._slots = slots
         self._transport = transport
-        self._links = links
         self._bindings = bindings
         self._budgets_s = budgets_s
         self._prepared = prepared
@@ -109,9 +106,10 @@ class Replay:
         self._addresses = {dest: slots.entries[dest].addresses(bindings[dest]) for dest in served}
         self._lane_of = {dest: number % MAX_LINK_THREADS for number, dest in enumerate(served)}
         self._lanes = [queue.SimpleQueue[_Part | None]() for _ in range(min(len(served), MAX_LINK_THREADS))]
+        """What each lane has to write."""
         self._door = _Door()
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        """Slots that may be packed; None: a lane has failed."""
+        """Slots that may be packed; None: there will be none any more."""
         self._seconds = dict.fromkeys(served, 0.0)
         """Of writing, to each destination."""
         self._written: dict[Destination, list[slice]] = {dest: [] for dest in served}
@@ -128,39 +126,52 @@ class Replay:
         taken = {filled.slot for number, filled in ready.items() if number in sent}
         for slot in set(range(NUM_SLOTS)) - taken:
             self._free.put(slot)
-        lanes = [self._links.submit(self._run_lane, parts) for parts in self._lanes]
-        try:
-            for load in loads:
-                filled = ready.get(load.number)
-                if filled is None:
-                    if not self._wanted(load):  # who wanted it has failed
-                        continue
-                    slot = self._next_slot()
-                    if slot is None:
-                        break
-                    began = time.monotonic()
-                    filled = self._slots.pack(slot, load, self._tracer)
-                    self._result.prepare_s += time.monotonic() - began
-                self._hand_over(filled)
-            self._slots.take_sums()
-        finally:
-            for parts in self._lanes:
-                parts.put(None)
-            errors = [error for lane in lanes if (error := lane.exception()) is not None]
-            self._count()
+        lanes: list[Future[float]] = []
+        with ThreadPoolExecutor(len(self._lanes), thread_name_prefix="weight-sync-lane") as threads:
+            try:
+                lanes += [threads.submit(self._run_lane, parts) for parts in self._lanes]
+                self._pack_all(loads, ready)
+                self._slots.take_sums()
+            finally:
+                for parts in self._lanes:
+                    parts.put(None)
+                errors = [error for lane in lanes if (error := lane.exception()) is not None]
+                self._count()
         if errors:
             raise errors[0]
-        self._result.prepare_s += max(lane.result() for lane in lanes)
+        self._result.prepare_s += sum(lane.result() for lane in lanes)
+
+    def _pack_all(self, loads: Sequence[Load], ready: Mapping[int, Filled]) -> None:
+        """Every load to its lanes, as slots come back; until there are none any more, or nobody to send to."""
+        for load in loads:
+            filled = ready.get(load.number)
+            if filled is None:
+                if not self._wanted(load):  # who wanted it has failed
+                    continue
+                slot = self._next_slot()
+                if slot is None:
+                    return
+                began = time.monotonic()
+                filled = self._slots.pack(slot, load, self._tracer)
+                self._result.prepare_s += time.monotonic() - began
+            self._hand_over(filled)
 
     def _wanted(self, load: Load) -> list[Destination]:
         return [dest for dest in load.batches if dest in self._bindings and dest[0] not in self._result.errors]
 
     def _next_slot(self) -> int | None:
-        """A slot that may be packed; None when a lane failed."""
+        """A slot that may be packed; None when a lane failed, whose error is raised later.
+
+        Raises:
+            TransportError: Every slot is quarantined.
+        """
         waited_s = 0.0
         while True:
             try:
-                return self._free.get(timeout=WAIT_LOG_S)
+                slot = self._free.get(timeout=WAIT_LOG_S)
+                if slot is None and len(self._slots.quarantined) == NUM_SLOTS:
+                    raise TransportError("no staging slot is left: earlier failed writes cannot be closed yet")
+                return slot
             except queue.Empty:
                 waited_s += WAIT_LOG_S
                 logger.warning("packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, self._seconds)
@@ -172,23 +183,22 @@ class Replay:
             parts.setdefault(self._lane_of[dest], []).append(dest)
         if not parts:
             self._give_back(filled.slot)
-        unwritten = _Unwritten(len(parts))
+        load = _OnItsWay(filled, len(parts))
         for lane, destinations in parts.items():
-            self._lanes[lane].put(_Part(filled, destinations, unwritten))
+            self._lanes[lane].put((load, destinations))
 
     def _run_lane(self, parts: queue.SimpleQueue[_Part | None]) -> float:
         """A lane's thread: its parts, in order. Returns its wait for the device. Never leaves packing waiting."""
         waited_s = 0.0
         try:
+            self._slots.enter_thread()
             while (part := parts.get()) is not None:
-                if part.filled.ready is not None:
-                    began = time.monotonic()
-                    part.filled.ready.synchronize()
-                    waited_s += time.monotonic() - began
-                for dest in part.destinations:
-                    self._write(part.filled, dest)
-                if part.unwritten.is_last():
-                    self._give_back(part.filled.slot)
+                load, destinations = part
+                waited_s += load.wait_until_packed()
+                for dest in destinations:
+                    self._write(load.filled, dest)
+                if load.part_is_over():
+                    self._give_back(load.filled.slot)
         except BaseException:  # reaches the caller's thread through the future
             self._free.put(None)
             raise
@@ -199,7 +209,7 @@ class Replay:
         if slot not in self._slots.quarantined:
             self._free.put(slot)
         elif len(self._slots.quarantined) == NUM_SLOTS:
-            raise TransportError("no staging slot is left: earlier failed writes cannot be closed yet")
+            self._free.put(None)
 
     def _write(self, filled: Filled, dest: Destination) -> None:
         """One session's part of a load, if its replica is still served."""
@@ -233,12 +243,17 @@ class Replay:
 
     def _close_failed(self, slot: int, session: str) -> None:
         """Make sure that nothing of a failed write ever reads its slot again."""
+        quarantined = self._slots.quarantined
         with self._door.alone():
+            quarantined.setdefault(slot, []).append(session)
             try:
                 self._transport.reset(session)
             except TransportError as e:
                 logger.error("slot %d stays quarantined: %s", slot, e)
-                self._slots.quarantined.setdefault(slot, []).append(session)
+                return
+            quarantined[slot].remove(session)
+            if not quarantined[slot]:
+                del quarantined[slot]
 
     def _count(self) -> None:
         """Add up what was written. The lanes have ended."""
@@ -256,27 +271,35 @@ class Replay:
             self._result.num_bytes += int(sizes.sum())
 
 
-class _Unwritten:
-    """How many lanes have not written their parts of a load yet."""
+class _OnItsWay:
+    """A load in its slot: packed when the device says so, over when every lane has written its part."""
 
-    def __init__(self, num_lanes: int) -> None:
+    def __init__(self, filled: Filled, num_lanes: int) -> None:
+        self.filled = filled
         self._num_lanes = num_lanes
+        self._is_packed = filled.ready is None
         self._lock = threading.Lock()
 
-    def is_last(self) -> bool:
-        """One more has; whether it was the last."""
+    def wait_until_packed(self) -> float:
+        """One lane asks the device, the others wait for its answer. Returns the seconds that this one asked."""
+        with self._lock:
+            if self._is_packed:
+                return 0.0
+            began = time.monotonic()
+            assert self.filled.ready is not None
+            self.filled.ready.synchronize()
+            self._is_packed = True
+            return time.monotonic() - began
+
+    def part_is_over(self) -> bool:
+        """A lane has written its part; whether it was the last."""
         with self._lock:
             self._num_lanes -= 1
             return self._num_lanes == 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What one lane writes of a load."""
-
-    filled: Filled
-    destinations: Sequence[Destination]
-    unwritten: _Unwritten
+_Part = tuple[_OnItsWay, Sequence[Destination]]
+"""What one lane writes of a load."""
 
 
 class _Door:
@@ -293,7 +316,7 @@ class _Door:
     def writing(self) -> Iterator[None]:
         """Around a write."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_closing)
+            self._wait_until(lambda: not self._is_closing)
             if self._num_writing == 0:
                 self._began = time.monotonic()
             self._num_writing += 1
@@ -310,12 +333,18 @@ class _Door:
     def alone(self) -> Iterator[None]:
         """After all writes under way; none begins until this is left."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_closing)
+            self._wait_until(lambda: not self._is_closing)
             self._is_closing = True
-            self._changed.wait_for(lambda: self._num_writing == 0)
+            self._wait_until(lambda: self._num_writing == 0)
         try:
             yield
         finally:
             with self._changed:
                 self._is_closing = False
                 self._changed.notify_all()
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        waited_s = 0.0
+        while not self._changed.wait_for(is_so, timeout=WAIT_LOG_S):
+            waited_s += WAIT_LOG_S
+            logger.warning("%d writes are under way for %.0f s, and one has failed", self._num_writing, waited_s)

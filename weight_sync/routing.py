@@ -5,7 +5,7 @@ digests, wire form and proof (plan.py).
 
     needs      chunks of every group of equal engine ranks                (plan.py cuts them)
     choose     the only holder, or the one with the least bytes so far; largest first, small ones in parcels
-    schedule   per source: dense before experts, layer order; like chunks of all destinations after each other, rotated
+    schedule   per source: dense before experts, by layer; like chunks of all destinations after each other, rotated
 
 Invariant: every need has exactly one source for each replica. Deterministic: ties go to the lowest rank.
 
@@ -136,20 +136,25 @@ def _parcels(needs: Needs, open_needs: Ints) -> list[tuple[int, list[int], int]]
 
 
 def schedule_of(needs: Needs, choice: Choice, ranks: list[int], num_replicas: int) -> dict[int, TaskTable]:
-    """Order every source's rows: dense before experts, then by layer.
+    """Order every source's rows: dense before experts, then by layer, then what belongs to none.
+
+    Packing many small tensors takes the host longer than writing them takes a link, and the first loads are packed
+    while engines pause: embeddings, few and large, come after the layers' dense tensors.
 
     Inside a layer like chunks of all destinations follow each other, and source i begins with destination i: every
     load has bytes for all of them, and no engine rank is hit by all sources at once. Equal chunks of several replicas
-    follow each other, and source i begins with replica i / destinations.
+    follow each other, and source i begins with replica i / destinations. Rows of one source and need stay neighbours:
+    their key is the same, and needs sort before turns.
     """
     dest_rank = np.array([one.dest_rank for one in needs.alike], np.int64)[needs.member]
     num_dests = 1 + int(dest_rank.max(initial=0))
     chunks, source, need = needs.chunks, choice.source, choice.need
-    layer = chunks.layer - int(chunks.layer.min(initial=0))
+    last = 1 + int(chunks.layer.max(initial=0))
+    layer = np.where(chunks.layer < 0, last, chunks.layer)
     place, num_places = _places(needs)
     first_replica = np.arange(len(ranks)) // num_dests % num_replicas
     lowest = np.array([members[0] for members in choice.replica_sets], np.int64)[choice.replicas]
-    key = (source * 2 + chunks.is_expert[need]) * (int(layer.max(initial=0)) + 1) + layer[need]
+    key = (source * 2 + chunks.is_expert[need]) * (last + 1) + layer[need]
     key = key * num_places + place[need]
     key = key * num_dests + (dest_rank[need] - source) % num_dests
     turn = (lowest - first_replica[source]) % num_replicas

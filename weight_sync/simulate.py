@@ -6,20 +6,20 @@ Owns: the timing rules of a publish. Does not own: the figures (links.py), the p
     begin (engines pause)     -> per trainer rank, load by load      -> barrier, messages -> verify -> commit
       source begins | h2d     |0  |1  |   |2  |   |3
                       prepare     |0 |1 |     |2|    |3     two slots: load i needs the slot that load i-2 left
-                               lane 0 |0   |1     |2   |3   a lane: one write at a time, of its part of each load
-                               lane 1 |0 |1   |2   |3
+                    write to A |0   |1     |2   |3          one write at a time to a destination, of its part of each
+                    write to B |0 |1   |2   |3              load, whatever the writes to others do
 
 Rules. Nothing is written before all replicas stand still; what two slots hold is packed meanwhile. A load is
-consecutive tasks that fit one slot (cut as pipeline.py cuts). Each stage of a rank takes its loads in schedule order,
-and so does each lane (replay.py), whatever the other lanes do. A load's bytes pass the sender's port and each
-receiver's port; a port serves its loads one after the other, as fast as it can, and a load is written when all its
-ports have served it: a first-in-first-out share of a port, not a max-min
-fair one. Fair shares must be computed anew at every event, and they have anomalies: a faster link lets a load arrive
-earlier, which slows whoever it then shares a port with. Here who comes first is decided by how many bytes its sender
-has sent before (times how slow that sender is), which no rate changes. Hence all times are sums and maxima along one
-fixed graph: a faster link never makes a publish slower, and a million tasks take seconds. The price: a port now and
-then waits for a load whose turn it is while another one is ready. Where a port is what limits, both shares end
-together.
+consecutive tasks that fit one slot (cut as pipeline.py cuts). Each stage of a rank, and each destination, takes its
+loads in schedule order. That a rank writes to no more than MAX_LINK_THREADS destinations at once costs it latency
+here, not its turn at a port. A load's bytes pass the sender's port and each receiver's port; a port serves its loads
+one after the other, as fast as it can, and a load is written when all its ports have served it: a first-in-first-out
+share of a port, not a max-min fair one. Fair shares must be computed anew at every event, and they have anomalies: a
+faster link lets a load arrive earlier, which slows whoever it then shares a port with. Here who comes first is
+decided by how many bytes its sender has sent before (times how slow that sender is), which no rate changes. Hence all
+times are sums and maxima along one fixed graph: a faster link never makes a publish slower, and a million tasks take
+seconds. The price: a port now and then waits for a load whose turn it is while another one is ready. Where a port is
+what limits, both shares end together.
 
 Invariants: deterministic; no publish is faster than its floors; no rank holds more than its watermark.
 
@@ -227,6 +227,9 @@ def messages_s(plan: TransferPlan, rates: LinkRates) -> float:
 def cut_loads(tasks: Sequence[Task], staging: Staging) -> tuple[list[SlotLoad], int]:
     """Slot loads in schedule order, and the size of a slot, as pipeline.py makes them.
 
+    A row of a table is a packet here; where equal ranks of replicas are cut unlike, the pipeline may find a few more
+    that are equal.
+
     Raises:
         PlanError: a task is larger than a slot.
     """
@@ -271,9 +274,8 @@ class _Sender:
         self.rank, self.gpu, self.slowness = rank, gpu, slowness
         self.loads, self.slot_bytes = loads, slot_bytes
         self.host_s = self.prepared_s = self.written_s = 0.0
-        self.lane_of: dict[Destination, int] = {}
-        self.lane_s: dict[int, float] = {}
-        """When each lane has written what it was given."""
+        self.sent_until_s: dict[Destination, float] = {}
+        """When each destination has its parts of the loads so far."""
         self.slot_free_s = [0.0] * NUM_SLOTS
         self.intervals: list[Interval] = []
 
@@ -351,14 +353,16 @@ class _Run:
         note("write", start_s, stop_s, load.sent_bytes)
 
     def _write(self, sender: _Sender, load: SlotLoad, may_write_s: float) -> tuple[float, float]:
-        """When a load's first lane starts, and when its last one ends."""
+        """When a load's first write starts, and when its last one ends."""
         rates = self.rates
+        num_ops = sum(ops for _, ops in load.flows.values())
+        num_rounds = -(-len(load.flows) // MAX_LINK_THREADS)
         first_s, end_s = float("inf"), may_write_s
-        for where, (num_bytes, num_ops) in load.flows.items():
-            lane = sender.lane_of.setdefault(where, len(sender.lane_of) % MAX_LINK_THREADS)
-            free_s = sender.lane_s[lane] + rates.hand_over_s if lane in sender.lane_s else 0.0
-            start_s = max(may_write_s, free_s)
-            flowing_s = start_s + rates.write_latency_s + num_ops * rates.op_s
+        for where, (num_bytes, own_ops) in load.flows.items():
+            before_s = sender.sent_until_s.get(where)
+            start_s = may_write_s if before_s is None else max(may_write_s, before_s + rates.hand_over_s)
+            most_ops = max(own_ops, -(-num_ops // MAX_LINK_THREADS))
+            flowing_s = start_s + num_rounds * rates.write_latency_s + most_ops * rates.op_s
             out_port, in_port, rate = self._route(sender.gpu, where)
             out_s, in_s = num_bytes * sender.slowness / rate, num_bytes / rate
             self._out_free_s[out_port] = max(self._out_free_s.get(out_port, 0.0), flowing_s) + out_s
@@ -366,7 +370,7 @@ class _Run:
             self.sent_s[out_port] = self.sent_s.get(out_port, 0.0) + out_s
             self.received_s[in_port] = self.received_s.get(in_port, 0.0) + in_s
             arrived_s = max(self._out_free_s[out_port], self._in_free_s[in_port])
-            sender.lane_s[lane] = arrived_s
+            sender.sent_until_s[where] = arrived_s
             self._first_s.setdefault(where, flowing_s)
             self._last_s[where] = max(self._last_s.get(where, 0.0), arrived_s)
             first_s, end_s = min(first_s, start_s), max(end_s, arrived_s)

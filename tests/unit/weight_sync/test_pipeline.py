@@ -306,6 +306,61 @@ def test_a_slot_whose_write_cannot_be_closed_is_not_packed_again() -> None:
     assert world.arrived(1, 3)
 
 
+def test_a_replica_that_has_every_byte_is_not_blamed_for_slots_that_nobody_needs() -> None:
+    world = World(3)
+    world.transport = UnclosableTransport(world.fabric)
+    world.pipeline = Pipeline(
+        world.source, world.transport, device="cpu", watermark_bytes=HASH_BYTES + 1024, verify_hashes=True
+    )
+    world.pipeline.load(world.plan.tasks_of(0))
+    loads = world.pipeline._slots.loads
+    for replica, last in ((1, -2), (2, -1)):  # fails in the last load but one, in the last
+        before = sum((replica, 0) in load.batches for load in loads[:last])
+        world.fabric.inject(world.sessions[replica][0].session, *[Fault()] * before, Fault(refuse=True))
+    result = world.run(1)
+    assert len(world.pipeline._quarantined) == NUM_SLOTS
+    assert set(result.errors) == {1, 2}
+    assert world.arrived(0, 1)
+    with pytest.raises(TransferTimeout, match="still draining"):  # nor is staging given to another plan
+        world.pipeline.load(world.plan.tasks_of(0))
+
+
+class BreakingTransport(MemoryTransport):
+    """A link whose failed writes cannot be closed, for a reason of the device's."""
+
+    def reset(self, session: str) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_slot_is_not_packed_again_where_closing_its_write_broke() -> None:
+    world = World(2)
+    world.transport = BreakingTransport(world.fabric)
+    world.pipeline = Pipeline(
+        world.source, world.transport, device="cpu", watermark_bytes=SMALL_WATERMARK, verify_hashes=True
+    )
+    world.pipeline.load(world.plan.tasks_of(0))
+    world.budgets_s = {0: 5.0, 1: 0.05}
+    world.fabric.inject(world.sessions[1][0].session, Fault(stall=True))
+    assert set(world.run(1).errors) == {0, 1}, "this rank's device is lost, and all replicas with it"
+    assert list(world.pipeline._quarantined.values()) == [[world.sessions[1][0].session]]
+
+
+@pytest.mark.parametrize("num_starting", [0, 1])
+def test_a_lane_that_cannot_enter_the_device_fails_the_publish(num_starting: int) -> None:
+    world = World(2)
+    entered = iter(range(100))
+
+    def enter() -> None:
+        if next(entered) >= num_starting:
+            raise RuntimeError("CUDA error: out of memory")
+
+    with mock.patch.object(world.pipeline._slots, "enter_thread", enter):
+        result = world.run(1)
+    assert set(result.errors) == {0, 1}
+    assert "CUDA error" in result.errors[0]
+    assert world.run(2).errors == {}
+
+
 class GatedTransport(MemoryTransport):
     """Lets the first writes of each session pass, so many as it is told, and holds the others until told to go on."""
 

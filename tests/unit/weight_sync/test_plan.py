@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 
 import msgpack
 import numpy as np
@@ -151,17 +152,31 @@ def test_replicated_tensors_are_shared_out_evenly(num_sources, num_tensors, num_
 # --- order and shape of a plan ---
 
 
-def test_dense_goes_before_experts_and_layers_ascend():
+def test_dense_goes_before_experts_and_layers_ascend_and_embeddings_are_last_of_what_is_dense():
     plan = build_plan(*small_system(), max_task_bytes=1 << 20)
     for tasks in plan.tasks.values():
         groups = [MESH_GROUPS.index(task.mesh_group) for task in tasks]
         assert groups == sorted(groups)
         for group in MESH_GROUPS:
             layers = [
-                int(piece.split(".")[2]) if ".layers." in piece else -1
+                int(piece.split(".")[2]) if ".layers." in piece else 1 << 10
                 for piece in (task.pieces[0].tensor for task in tasks if task.mesh_group == group)
             ]
             assert layers == sorted(layers)
+
+
+def test_like_chunks_of_all_destinations_follow_each_other():
+    plan = build_plan(*small_system(num_sources=2, tp_size=2, num_replicas=1), max_task_bytes=1 << 20)
+    num_turns = 0
+    for tasks in plan.tasks.values():
+        experts = [task for task in tasks if task.mesh_group == "experts"]
+        for one, other in itertools.pairwise(experts):
+            if (one.param, one.dest_offset_bytes) == (other.param, other.dest_offset_bytes):
+                assert one.dest_rank != other.dest_rank
+                num_turns += 1
+        by_rank = Counter(task.dest_rank for task in experts[: len(experts) // 2])
+        assert max(by_rank.values()) - min(by_rank.values()) <= 1, "half of a schedule is half of every rank's"
+    assert num_turns
 
 
 def test_sources_begin_with_different_destinations():

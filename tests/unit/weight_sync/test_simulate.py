@@ -141,10 +141,10 @@ def test_stages_of_a_rank_follow_the_pipeline(plan):
         by_stage = {
             name: [i for i in rank.intervals if i.stage == name] for name in ("host_to_device", "prepare", "write")
         }
-        num_lanes = len({(task.replica, task.dest_rank) for task in plan.tasks_of(rank.rank)})
+        num_destinations = len({(task.replica, task.dest_rank) for task in plan.tasks_of(rank.rank)})
         for stage, intervals in by_stage.items():
             assert [one.load for one in intervals] == list(range(len(intervals)))
-            if stage != "write" or num_lanes == 1:  # lanes do not wait for each other
+            if stage != "write" or num_destinations == 1:  # writes to several do not wait for each other
                 assert all(a.stop_s <= b.start_s for a, b in itertools.pairwise(intervals))
         for copy, prepare, write in zip(*by_stage.values(), strict=True):
             assert copy.stop_s <= prepare.start_s <= prepare.stop_s <= write.start_s
