@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,9 +34,15 @@ SMALL_WATERMARK = HASH_BYTES + 256
 class World:
     """One trainer rank that holds everything, some replicas of two engine ranks, one fabric."""
 
-    def __init__(self, num_replicas: int = 1, watermark_bytes: int = SMALL_WATERMARK, temporary_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        num_replicas: int = 1,
+        watermark_bytes: int = SMALL_WATERMARK,
+        temporary_bytes: int = 0,
+        transport: type[MemoryTransport] = MemoryTransport,
+    ) -> None:
         self.fabric = MemoryFabric()
-        self.transport = MemoryTransport(self.fabric)
+        self.transport: Any = transport(self.fabric)
         self.source = DictSource(0, num_ranks=1, temporary_bytes=temporary_bytes)
         self.sessions = [[MemoryTransport(self.fabric) for _ in range(NUM_RANKS)] for _ in range(num_replicas)]
         self.engines = [PlainEngine(transports) for transports in self.sessions]
@@ -280,12 +287,7 @@ class UnclosableTransport(MemoryTransport):
 
 
 def test_a_slot_whose_write_cannot_be_closed_is_not_packed_again() -> None:
-    world = World(2)
-    world.transport = UnclosableTransport(world.fabric)
-    world.pipeline = Pipeline(
-        world.source, world.transport, device="cpu", watermark_bytes=SMALL_WATERMARK, verify_hashes=True
-    )
-    world.pipeline.load(world.plan.tasks_of(0))
+    world = World(2, transport=UnclosableTransport)
     world.budgets_s = {0: 5.0, 1: 0.05}
     world.fabric.inject(world.sessions[1][0].session, Fault(stall=True))
     result = world.run(1)
@@ -307,12 +309,7 @@ def test_a_slot_whose_write_cannot_be_closed_is_not_packed_again() -> None:
 
 
 def test_a_replica_that_has_every_byte_is_not_blamed_for_slots_that_nobody_needs() -> None:
-    world = World(3)
-    world.transport = UnclosableTransport(world.fabric)
-    world.pipeline = Pipeline(
-        world.source, world.transport, device="cpu", watermark_bytes=HASH_BYTES + 1024, verify_hashes=True
-    )
-    world.pipeline.load(world.plan.tasks_of(0))
+    world = World(3, HASH_BYTES + 1024, transport=UnclosableTransport)
     loads = world.pipeline._slots.loads
     for replica, last in ((1, -2), (2, -1)):  # fails in the last load but one, in the last
         before = sum((replica, 0) in load.batches for load in loads[:last])
@@ -333,12 +330,7 @@ class BreakingTransport(MemoryTransport):
 
 
 def test_a_slot_is_not_packed_again_where_closing_its_write_broke() -> None:
-    world = World(2)
-    world.transport = BreakingTransport(world.fabric)
-    world.pipeline = Pipeline(
-        world.source, world.transport, device="cpu", watermark_bytes=SMALL_WATERMARK, verify_hashes=True
-    )
-    world.pipeline.load(world.plan.tasks_of(0))
+    world = World(2, transport=BreakingTransport)
     world.budgets_s = {0: 5.0, 1: 0.05}
     world.fabric.inject(world.sessions[1][0].session, Fault(stall=True))
     assert set(world.run(1).errors) == {0, 1}, "this rank's device is lost, and all replicas with it"
@@ -427,10 +419,8 @@ def test_a_traced_run_has_a_span_for_every_stage_of_every_load() -> None:
 
 
 def test_packing_goes_on_while_a_load_is_written() -> None:
-    world = World()
-    gated = GatedTransport(world.fabric)
-    world.pipeline = Pipeline(world.source, gated, device="cpu", watermark_bytes=SMALL_WATERMARK, verify_hashes=True)
-    world.pipeline.load(world.plan.tasks_of(0))
+    world = World(transport=GatedTransport)
+    gated = world.transport
     assert len(world.pipeline._slots.loads) > 2
     loads = world.pipeline._slots.loads
     for _, rank in loads[0].batches:
@@ -453,10 +443,8 @@ def test_packing_goes_on_while_a_load_is_written() -> None:
 
 
 def test_a_link_goes_on_while_another_one_still_sends_its_part_of_a_load() -> None:
-    world = World()
-    gated = GatedTransport(world.fabric)
-    world.pipeline = Pipeline(world.source, gated, device="cpu", watermark_bytes=SMALL_WATERMARK, verify_hashes=True)
-    world.pipeline.load(world.plan.tasks_of(0))
+    world = World(transport=GatedTransport)
+    gated = world.transport
     first, second = world.pipeline._slots.loads[:2]
     (quick, _), (slow, _) = sorted(world.bindings().items(), key=lambda item: item[0] not in second.batches)
     assert {quick, slow} <= set(first.batches) and quick in second.batches
@@ -502,12 +490,7 @@ class WatchedTransport(MemoryTransport):
 
 
 def test_a_failed_write_is_closed_alone_and_nobody_elses_time_runs_meanwhile() -> None:
-    world = World(3)
-    world.transport = WatchedTransport(world.fabric)
-    world.pipeline = Pipeline(
-        world.source, world.transport, device="cpu", watermark_bytes=SMALL_WATERMARK, verify_hashes=True
-    )
-    world.pipeline.load(world.plan.tasks_of(0))
+    world = World(3, transport=WatchedTransport)
     world.budgets_s = dict.fromkeys(range(3), 0.4)
     for replica in (0, 2):
         for transport in world.sessions[replica]:
