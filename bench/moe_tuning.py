@@ -60,6 +60,10 @@ def tilings_table(shape: dict[str, int], num_tokens: int, device: torch.device) 
         Tiling(64, 32, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2, max_registers=168),
     )  # fmt: skip
     gradient_tilings = (Tiling(64, 128, 4, 3), Tiling(64, 128, 4, 4), Tiling(64, 256, 8, 3))
+    add_tilings = (
+        Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 4), Tiling(64, 128, 4, 2), Tiling(64, 128, 8, 3), Tiling(128, 64, 8, 3),
+        Tiling(32, 128, 4, 3),
+    )  # fmt: skip
     gather_tilings = (Tiling(64, 128, 4, 3), Tiling(32, 128, 4, 3))
 
     def draw(*size: int) -> Tensor:
@@ -105,6 +109,8 @@ def tilings_table(shape: dict[str, int], num_tokens: int, device: torch.device) 
         cases.append(("activate_backward", rank, swiglu, "ADAPTED_BACKWARD", row_tilings, backward))
         project = lambda a=a_gu: gather.gather_project(x, source, a, groups)  # noqa: E731
         cases.append(("gather_project", rank, gather, "PROJECT", gather_tilings, project))
+        add = lambda b=b_d, low=low: low_rank.add_low_rank(sorted_x, low, b, None, groups)  # noqa: E731
+        cases.append(("add the product of down", rank, low_rank, "ADD", add_tilings, add))
         for name, right, out, more in (
             ("gradient of A, gate|up", x, a_gu, {"source_S": source}),
             ("gradient of A, gate|up, sorted rows", sorted_x, a_gu, {}),
