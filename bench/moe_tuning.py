@@ -58,6 +58,7 @@ def tilings_table(shape: dict[str, int], num_tokens: int, device: torch.device) 
     )  # fmt: skip
     row_tilings = (
         Tiling(64, 32, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2, max_registers=168),
+        Tiling(128, 32, 8, 3), Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2, max_registers=168),
     )  # fmt: skip
     gradient_tilings = (Tiling(64, 128, 4, 3), Tiling(64, 128, 4, 4), Tiling(64, 256, 8, 3))
     add_tilings = (
