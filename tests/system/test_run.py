@@ -110,8 +110,14 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
 
     try:
         wait_until(lambda rows: len(rows) >= 3)
-        reads = (engines_of(process.pid) for _ in range(50))  # now and then one lacks a process that is there
-        engine, _ = next(found for found in reads if len(found) == 2)
+        deadline = time.monotonic() + 30  # for a while the process table may lack an engine that is there
+        while len(engines := engines_of(process.pid)) != 2:
+            assert time.monotonic() < deadline, [
+                (child.pid, child.ppid(), child.name())
+                for child in psutil.Process(process.pid).children(recursive=True)
+            ]
+            time.sleep(0.2)
+        engine = engines[0]
         victim = engine if mode is SyncMode.merged else engine.parent()
         assert victim is not None
         victim.send_signal(signal.SIGKILL)
