@@ -280,7 +280,8 @@ def main() -> None:
         connected = trainer.connect(base, slots)
         print(json.dumps(connected), flush=True)
         report: dict[str, Any] = {
-            "environment": facts, "model": config, "arguments": {k: str(v) for k, v in vars(args).items()},
+            "environment": facts, "model": config,
+            "arguments": {name: str(value) for name, value in vars(args).items() if name not in ("out", "commit")},
             **started, **connected, "wire": wire,
         }  # fmt: skip
         out: Path = args.out or ROOT / "bench" / "results" / f"adapter_sync-{'gpu' if device == 'cuda' else 'cpu'}.json"

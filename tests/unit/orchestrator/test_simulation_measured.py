@@ -28,6 +28,8 @@ OLDER_LOADS, MANY_LOADS = "914dd78", 400
 """A commit whose loads cost the host twice what they cost now; it took 1.5 to 2 times what is predicted now."""
 OLDER_RUNS = "9852dc4"
 """A commit whose loads had bytes for few ranks of an engine, and whose links waited for each other load by load."""
+OLDER_ORDER = ("02cab85", "914dd78", "9852dc4")
+"""Commits that sent tasks in another order, which fills the last load of a schedule otherwise."""
 IDLE = {"begin_s": 2.7e-3, "commit_s": 2.3e-3}
 """`--engine plain`: parameters and nothing else, so there is no engine to pause."""
 FUSED = (
@@ -124,7 +126,8 @@ def test_the_simulator_is_within_15_percent_of_what_was_measured(case: Case, row
     found = simulate(plan, places, rates, staging, verify_hashes=verify_hashes)
     writes = [one for one in found.ranks[0].intervals if one.stage == "write"]
     assert plan.summary().num_bytes == row["num_bytes"]
-    assert len(writes) == pytest.approx(row.get("num_loads", len(writes)), rel=0.05), "the order of tasks has changed"
+    is_older = report["environment"]["commit"][:7] in OLDER_ORDER
+    assert abs(len(writes) - row.get("num_loads", len(writes))) <= (1 if is_older else 0)
     assert found.write_s == pytest.approx(row["write_s"], rel=BOUND)
     if "pipeline_s" in row:
         assert found.write_end_s - found.begin_s == pytest.approx(row["pipeline_s"], rel=BOUND)

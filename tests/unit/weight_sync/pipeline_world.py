@@ -1,0 +1,75 @@
+"""One trainer rank's pipeline over the memory link, for test_pipeline.py and test_replay.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from fakes.publish import DictSource, PlainEngine, engine_bytes, engine_layout, repacked
+
+from weight_sync.integrity import MIN_SCRATCH_BYTES
+from weight_sync.layout import Binding
+from weight_sync.pipeline import Pipeline
+from weight_sync.plan import build_plan
+from weight_sync.replay import PipelineResult
+from weight_sync.slots import Destination, Load
+from weight_sync.staging import sums_bytes
+from weight_sync.transport.memory import MemoryFabric, MemoryTransport
+
+NUM_RANKS = 2
+HASH_BYTES = MIN_SCRATCH_BYTES + sums_bytes(0)
+SMALL_WATERMARK = HASH_BYTES + 256
+"""Two slots of 128 bytes: the tiny model (290 bytes a rank and replica) needs several loads."""
+
+
+class World:
+    """One trainer rank that holds everything, some replicas of two engine ranks, one fabric."""
+
+    def __init__(
+        self,
+        num_replicas: int = 1,
+        watermark_bytes: int = SMALL_WATERMARK,
+        temporary_bytes: int = 0,
+        transport: type[MemoryTransport] = MemoryTransport,
+    ) -> None:
+        self.fabric = MemoryFabric()
+        self.transport: Any = transport(self.fabric)
+        self.source = DictSource(0, num_ranks=1, temporary_bytes=temporary_bytes)
+        self.sessions = [[MemoryTransport(self.fabric) for _ in range(NUM_RANKS)] for _ in range(num_replicas)]
+        self.engines = [PlainEngine(transports) for transports in self.sessions]
+        self.pipeline = Pipeline(
+            self.source, self.transport, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=True
+        )
+        layouts = [engine_layout(rank) for rank in range(NUM_RANKS)]
+        self.plan = build_plan(
+            [self.source.layout()], [layouts] * num_replicas, max_task_bytes=self.pipeline.max_task_bytes
+        )
+        self.pipeline.load(self.plan.tasks_of(0))
+        self.budgets_s = dict.fromkeys(range(num_replicas), 5.0)
+
+    def bindings(self) -> dict[Destination, Binding]:
+        return {
+            (replica, rank): receiver.describe().binding
+            for replica, engine in enumerate(self.engines)
+            for rank, receiver in enumerate(engine.receivers)
+        }
+
+    def run(self, version: int, bindings: dict[Destination, Binding] | None = None) -> PipelineResult:
+        """Prepare and run."""
+        self.pipeline.prepare(version)
+        return self.pipeline.run(version, self.bindings() if bindings is None else bindings, self.budgets_s)
+
+    def arrived(self, replica: int, version: int) -> bool:
+        """Whether a replica holds a version's wire bytes."""
+        for rank, params in enumerate(self.engines[replica].params):
+            wanted = engine_bytes(version, rank)
+            wanted["w2"] = repacked(wanted["w2"])
+            del wanted["absorbed"]
+            if not all(torch.equal(params[name], data) for name, data in wanted.items()):
+                return False
+        return True
+
+
+def num_reads(loads: Sequence[Load]) -> int:
+    return sum(len(packet.tasks[0].pieces) for load in loads for packet in load.packets)
