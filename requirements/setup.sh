@@ -36,7 +36,13 @@ install_libibverbs() {
   fi
 }
 
-if [ "$(cat .venv/.slipstream-stamp 2>/dev/null)" = "$stamp" ]; then install_libibverbs; exit 0; fi
+# A virtual environment's scripts begin with the path that it was made at. One that was moved or copied with its checkout is made again; one
+# that is linked from another checkout is used while it holds the same packages, and replaced, not written to, when it does not.
+made_in=$(dirname "$(sed -n 's/^command = .* -m venv //p' .venv/pyvenv.cfg 2>/dev/null)")
+is_own() { [ "$made_in" -ef . ]; }
+is_linked() { [ -L .venv ] && [ "$made_in/.venv" -ef .venv ]; }
+
+if { is_own || is_linked; } && [ "$(cat .venv/.slipstream-stamp 2>/dev/null)" = "$stamp" ]; then install_libibverbs; exit 0; fi
 
 python=
 candidates="python3.11 python3.12 python3"; [ "$target" = gpu ] && candidates="python3.12 python3.11 python3"
@@ -48,7 +54,7 @@ done
 [ -n "$python" ] || fail "needs Python 3.11 or 3.12 on PATH"
 say "$target environment with $($python --version) from $lock ($(wc -l <"$lock") packages, about a minute)"
 
-if .venv/bin/python -m pip --version >/dev/null 2>&1 && [ "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = "$($python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" ]; then :; else
+if is_own && .venv/bin/python -m pip --version >/dev/null 2>&1 && [ "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = "$($python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" ]; then :; else
   rm -rf .venv; "$python" -m venv .venv
 fi
 rm -f .venv/.slipstream-stamp

@@ -1,0 +1,83 @@
+"""requirements/setup.sh: which .venv it takes for its own. Environments are real but have no pip: packages end it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ("requirements/cpu.lock", "pyproject.toml", "requirements/setup.sh")
+BASE = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+PYTHON = f"""#!/bin/sh
+[ "$2" = venv ] || exec {BASE} "$@"
+{BASE} -m venv --without-pip "$3" && sed -i 's/ --without-pip//' "$3/pyvenv.cfg"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _an_interpreter_that_makes_environments_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("python3.11", "python3.12"):
+        file = tmp_path / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(PYTHON)
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]]))
+    monkeypatch.setenv("SLIPSTREAM_TARGET", "cpu")
+
+
+def checkout_with_environment(folder: Path) -> Path:
+    """What set-up leaves behind, without the packages."""
+    for name in FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    subprocess.run(["python3.11", "-m", "venv", ".venv"], cwd=folder, check=True, timeout=60)
+    (site,) = folder.glob(".venv/lib/python3*/site-packages")
+    (site / "pip").mkdir()
+    (site / "pip/__main__.py").touch()
+    native = folder / ".venv/lib/native/libibverbs.so.1"  # else set-up would look for it in this machine's packages
+    native.parent.mkdir()
+    native.touch()
+    digest = hashlib.sha256(b"".join((folder / name).read_bytes() for name in FILES)).hexdigest()
+    (folder / ".venv/.slipstream-stamp").write_text(f"{digest[:16]}-cpu\n")
+    return folder
+
+
+def set_up(folder: Path) -> str:
+    """What the script says, as make runs it: nothing when all is there."""
+    done = subprocess.run([folder / "requirements/setup.sh"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode == 0) == (not done.stderr)
+    return done.stdout + done.stderr
+
+
+def is_made_for(folder: Path) -> bool:
+    """Whether `source .venv/bin/activate` and the scripts beside it mean this folder."""
+    return f"{folder}/.venv" in (folder / ".venv/bin/activate").read_text()
+
+
+def test_an_environment_that_was_moved_with_its_checkout_is_made_again(tmp_path: Path) -> None:
+    checkout = checkout_with_environment(tmp_path / "before")
+    assert set_up(checkout) == ""
+    moved = checkout.rename(tmp_path / "after")
+    assert not is_made_for(moved)
+    assert "could not install uv" in set_up(moved)
+    assert is_made_for(moved)
+    assert "could not install uv" in set_up(moved)  # not ready before its packages are there
+
+
+def test_an_environment_linked_from_another_checkout_is_used_while_its_packages_are_the_same(tmp_path: Path) -> None:
+    other = checkout_with_environment(tmp_path / "other")
+    linked = tmp_path / "linked"
+    shutil.copytree(other, linked, ignore=shutil.ignore_patterns(".venv"))
+    (linked / ".venv").symlink_to(other / ".venv")
+    assert set_up(linked) == ""
+    (linked / "pyproject.toml").write_text("# other packages\n")
+    assert "could not install uv" in set_up(linked)
+    assert is_made_for(linked)
+    assert is_made_for(other)
+    assert set_up(other) == ""
