@@ -326,7 +326,8 @@ def measure_push(folder: Path, args: Any, words: list[str], log_dir: Path) -> di
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"slipstream push ended with {done.returncode}: {done.stderr[-2000:]}")
-    report = json.loads(done.stdout.splitlines()[-1])
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    del report["checkpoint"]  # a path of this machine
     return report | {"command_s": time.perf_counter() - began}
 
 
