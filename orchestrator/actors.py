@@ -7,11 +7,12 @@ only when an actor starts, in its own process. Callers: placement.py, which plac
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from typing import Any
 
 import ray
+
+from orchestrator import nodes
 
 
 class TrainerActor:
@@ -22,23 +23,25 @@ class TrainerActor:
         self._rank: Any = None
         self._reserved: socket.socket | None = None
 
-    def pick_rendezvous(self) -> str:
-        """A free port of this machine, where rank 0 will listen and all ranks meet.
+    def pick_rendezvous(self, is_only_node: bool) -> str:
+        """A free port of this node, where rank 0 will listen and all ranks meet.
 
         It stays bound until this rank has joined: importing torch takes seconds, in which the engines take dozens of
         ports. Rank 0 can listen on it all the same, because both sockets set SO_REUSEADDR and this one never listens.
         """
-        host = ray.util.get_node_ip_address()
+        host = nodes.address_of_this_node(is_only=is_only_node)
         self._reserved = socket.socket()
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind((host, 0))
         return f"tcp://{host}:{self._reserved.getsockname()[1]}"
 
-    def start(self, options: dict[str, Any]) -> dict[str, Any]:
+    def start(self, options: dict[str, Any], is_only_node: bool) -> dict[str, Any]:
         """Build the rank and load the model."""
         from trainer.rank import TrainerRank
 
-        self._rank = TrainerRank(**options)
+        host = nodes.address_of_this_node(is_only=is_only_node)
+        nodes.meet_over(host)
+        self._rank = TrainerRank(**options, host=host)
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
@@ -56,16 +59,16 @@ class RolloutActor:
         _log_to_stderr(name)
         self._worker: Any = None
 
-    def place(self) -> tuple[str, int]:
-        """Ray's id of this machine, and this process, so that it can be ended even when it answers no more."""
-        return ray.get_runtime_context().get_node_id(), os.getpid()
-
-    async def start(self, options: dict[str, Any]) -> str:
+    async def start(self, options: dict[str, Any], is_only_node: bool) -> str:
         """Start the engine; returns the address where publishers reach this replica."""
         from rollout.worker import RolloutWorker
 
-        self._worker = RolloutWorker(**options)
+        self._worker = RolloutWorker(**options, host=nodes.address_of_this_node(is_only=is_only_node))
         return await self._worker.start()
+
+    def place(self) -> tuple[str, list[nodes.ProcessId]]:
+        """Ray's id of this node, and this process with its engine's, to be ended even when they answer no more."""
+        return ray.get_runtime_context().get_node_id(), nodes.own_tree()
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a coroutine method of the worker."""

@@ -7,18 +7,17 @@ Callers: placement.py makes them; the controller, the supervisor and sft.py call
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from conf.errors import SlipstreamError
 from orchestrator.errors import OrchestratorError, TrainingStopped
+from orchestrator.nodes import ProcessId, end_trees
 from orchestrator.waiting import together, wait_for
 from rollout.types import Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample
@@ -122,11 +121,12 @@ class RayRolloutWorker:
     Args:
         endpoint: where versions are published: the adapter slots', in adapter mode.
         base_endpoint: where the base was sent at the start; the same without slots.
+        processes: the actor's and its engine's.
         node: Ray's id of the machine.
     """
 
     def __init__(
-        self, name: str, actor: Any, endpoint: str, base_endpoint: str, processes: Sequence[psutil.Process], node: str
+        self, name: str, actor: Any, endpoint: str, base_endpoint: str, processes: Sequence[ProcessId], node: str
     ) -> None:
         self.name = name
         self.node = node
@@ -166,7 +166,7 @@ class RayRolloutWorker:
     def kill(self) -> None:
         """End what is left of it, also a process that is stopped and would never see the end of its parent."""
         ray.kill(self._actor)
-        _kill_trees(self._processes)
+        end_trees(self.node, self._processes)
 
     async def stop(self) -> None:
         """End the engine and its processes."""
@@ -186,17 +186,3 @@ async def result_of(reference: Any, who: str, error_type: type[OrchestratorError
         raise error_type(f"{who} failed with {type(cause).__name__}: {cause}") from error
     except RayActorError as error:
         raise error_type(f"the process of {who} died: {error}") from error
-
-
-def _kill_trees(processes: Sequence[psutil.Process]) -> None:
-    """SIGKILL processes and whatever descends from them, and see them gone. psutil tells a reused pid apart."""
-    victims = set(processes)
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victims.update(process.children(recursive=True))
-    for victim in victims:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.kill()
-    _, alive = psutil.wait_procs(victims, timeout=STOP_TIMEOUT_S)
-    if alive:
-        logger.warning("processes %s do not end", sorted(process.pid for process in alive))

@@ -39,11 +39,13 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from conf.checks import packing_of
-from conf.schema import Device, Objective, RunConfig, SyncMode, TrainMode
+from conf.errors import ConfigError
+from conf.schema import Device, Objective, RunConfig, SyncMode, TrainMode, TransportKind
 from orchestrator.actors import RolloutActor, TrainerActor
 from orchestrator.environment import resolve_device, variables_of
 from orchestrator.errors import OrchestratorError, PlacementError, TrainingStopped
 from orchestrator.handles import STOP_TIMEOUT_S, RayRolloutWorker, RayTrainerGroup, result_of
+from orchestrator.nodes import bundles_by_node, check_nodes, describe_nodes
 from orchestrator.prepare import engine_checkpoint
 from orchestrator.run_folder import RunFolder
 from orchestrator.waiting import together, wait_for
@@ -77,7 +79,10 @@ class Cluster:
         self._groups: list[PlacementGroup] = []
         self._trainer: RayTrainerGroup | None = None
         self._workers: list[RayRolloutWorker] = []
+        self._trainer_group: PlacementGroup | None = None
         self._rollout_group: PlacementGroup | None = None
+        self._is_one_node = True
+        """Whether all processes share one machine, hence loopback."""
         self._worker_options: dict[str, Any] = {}
         self._num_restarts: Counter[int] = Counter()
         self._temporary: Path | None = None
@@ -105,6 +110,7 @@ class Cluster:
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._init_ray))
         await wait_for(asyncio.shield(self._starting), "Ray to start", timeout_s=_PLACE_TIMEOUT_S)
         _take_sigterm_back()
+        await self._place_all()
         if self._config.algorithm.objective is Objective.sft:
             await self._start_trainer(hf_config)
             return
@@ -116,13 +122,18 @@ class Cluster:
         await self.trainer.connect(endpoints, self._config.cluster.start_timeout_s, slots)
 
     async def _start_trainer(self, hf_config: dict[str, Any]) -> None:
-        """Place the trainer ranks and load the model on them."""
+        """Start the trainer ranks in their bundles, node after node, and load the model on them."""
         config = self._config
         num_ranks = config.trainer.num_ranks
-        group = await self._place("trainer", num_ranks, num_gpus=1)
+        assert self._trainer_group is not None
+        bundles = bundles_by_node(self._trainer_group)
         names = [f"trainer-{rank}" for rank in range(num_ranks)]
-        actors = [self._actor(TrainerActor, name, group, i, num_gpus=1) for i, name in enumerate(names)]
-        rendezvous: str = await result_of(actors[0].pick_rendezvous.remote(), names[0], TrainingStopped)
+        actors = [
+            self._actor(TrainerActor, name, self._trainer_group, bundle, num_gpus=1)
+            for name, (bundle, _) in zip(names, bundles, strict=True)
+        ]
+        picked = actors[0].pick_rendezvous.remote(self._is_one_node)
+        rendezvous: str = await result_of(picked, names[0], TrainingStopped)
         shared = {
             "model": config.model,
             "trainer": config.trainer,
@@ -138,7 +149,9 @@ class Cluster:
             "sync_key": self._sync_key,
         }
         starts = [
-            result_of(actor.start.remote({**shared, "rank": rank}), f"trainer rank {rank}", TrainingStopped)
+            result_of(
+                actor.start.remote({**shared, "rank": rank}, self._is_one_node), f"trainer rank {rank}", TrainingStopped
+            )
             for rank, actor in enumerate(actors)
         ]
         facts = await self._await_start(starts, "trainer ranks")
@@ -146,9 +159,8 @@ class Cluster:
         self._trainer = RayTrainerGroup(actors, is_lora=config.trainer.mode is TrainMode.lora)
 
     async def _start_workers(self, hf_config: dict[str, Any]) -> None:
-        """Place the rollout workers and start their engines."""
+        """Start the rollout workers and their engines."""
         rollout = self._config.rollout
-        self._rollout_group = await self._place("rollout", rollout.num_workers, num_gpus=rollout.tp_size)
         dtype = self._config.model.dtype
         tensors = engine_checkpoint(hf_config, dtype)
         self._worker_options = {
@@ -176,13 +188,12 @@ class Cluster:
         # Workers sample apart from each other, and runs of different seeds too.
         seed = self._config.run.seed * 1000 + index
         try:
-            node, pid = await result_of(actor.place.remote(), name, OrchestratorError)
-            process = psutil.Process(pid)
-            start = actor.start.remote({**self._worker_options, "seed": seed})
+            start = actor.start.remote({**self._worker_options, "seed": seed}, self._is_one_node)
             endpoint = base_endpoint = await result_of(start, name, OrchestratorError)
             if self._config.weight_sync.mode is SyncMode.adapter:
                 endpoint = await result_of(actor.call.remote("adapter_endpoint"), name, OrchestratorError)
-            processes = [process, *process.children(recursive=True)]
+            node, processes = await result_of(actor.place.remote(), name, OrchestratorError)
+            logger.info("%s is process %d at %s", name, processes[0].pid, endpoint)
             return RayRolloutWorker(name, actor, endpoint, base_endpoint, processes, node)
         except BaseException:  # a deadline cancels this: the bundle must be free for the next attempt
             ray.kill(actor)  # its engine's processes end with it
@@ -270,6 +281,34 @@ class Cluster:
                 shutil.copyfile(log, self._folder.ray_logs / log.name)
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary = None
+
+    async def _place_all(self) -> None:
+        """Reserve what the run needs, and see which nodes that is on.
+
+        Raises:
+            ConfigError: A node does not fit the run (nodes.check_nodes), or NVLink was asked for between several.
+        """
+        config = self._config
+        self._trainer_group = await self._place("trainer", config.trainer.num_ranks, num_gpus=1)
+        if config.algorithm.objective is not Objective.sft:
+            rollout = config.rollout
+            self._rollout_group = await self._place("rollout", rollout.num_workers, num_gpus=rollout.tp_size)
+        groups = {"trainer": self._trainer_group, "rollout": self._rollout_group}
+        held = {
+            name: [node for _, node in bundles_by_node(group)] for name, group in groups.items() if group is not None
+        }
+        nodes = {node for on in held.values() for node in on}
+        self._is_one_node = len(nodes) == 1
+        if self._is_own:
+            return
+        logger.info("nodes of the run: %s", describe_nodes(held))
+        if not self._is_one_node and config.weight_sync.transport is TransportKind.nvlink:
+            raise ConfigError(
+                "weight_sync.transport=nvlink reaches the GPUs of one machine, and Ray placed the run on "
+                f"{len(nodes)}; set weight_sync.transport=rdma, or auto"
+            )
+        model = [Path(config.model.path)] if config.model.path is not None else []
+        await asyncio.to_thread(check_nodes, nodes, self._folder.root, model)
 
     async def _place(self, name: str, num_bundles: int, *, num_gpus: int) -> PlacementGroup:
         """Reserve one bundle per process."""

@@ -77,6 +77,7 @@ class TrainerRank:
         device: str,
         hf_config: dict[str, Any],
         sync_key: bytes,
+        host: str = "127.0.0.1",
     ) -> None:
         """Join the process group.
 
@@ -88,6 +89,7 @@ class TrainerRank:
             device: "cpu" or "cuda"; a rank takes the visible GPU with its number, modulo their count.
             hf_config: the policy's Hugging Face config.
             sync_key: signs the control messages of a publish.
+            host: address under which engines' links reach this rank; loopback says that all are on this machine.
         """
         if world_size != trainer.num_ranks:
             raise LayoutError(
@@ -97,6 +99,7 @@ class TrainerRank:
         self._temperature = 1.0 if algorithm.objective is Objective.sft else sampling_temperature
         self._seed, self._num_steps = seed, num_steps
         self._rank, self._world_size, self._hf_config, self._sync_key = rank, world_size, hf_config, sync_key
+        self._host = host
         self._device = _take_device(device, rank)
         self._control = ControlGroup(rank, world_size, rendezvous, self._device)
         torch.manual_seed(seed)
@@ -305,7 +308,10 @@ class TrainerRank:
             from weight_sync.transport.mooncake import MooncakeTransport
 
             transport = MooncakeTransport(
-                self._weight_sync.transport, device=self._device.type, timeout_s=self._weight_sync.timeout_s
+                self._weight_sync.transport,
+                device=self._device.type,
+                host=self._host,
+                timeout_s=self._weight_sync.timeout_s,
             )
         self._transport = transport
         if self._base_source is not None:

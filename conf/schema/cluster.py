@@ -31,8 +31,8 @@ class ClusterConfig:
     rollout.num_workers x rollout.tp_size.
     """
     ray_address: str | None = None
-    """Address of a running Ray cluster (its processes must land on one machine: they meet over loopback), or `auto`
-    for the one that runs here. null: start one on this machine, bound to loopback, and stop it at the end.
+    """Address of a running Ray cluster, of one machine or several, or `auto` for the one that this machine belongs to.
+    null: start one on this machine, bound to loopback, and stop it at the end.
     """
     dashboard: bool = True
     """Start the Ray dashboard with a cluster of our own."""

@@ -1,0 +1,104 @@
+"""Nodes of a run: their order, what they are checked for, whose processes are ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.exceptions import RayError
+
+from conf.errors import ConfigError
+from orchestrator import nodes
+from orchestrator.nodes import ProcessId, check_nodes, node_after_node
+
+
+@given(st.dictionaries(st.integers(0, 20), st.sampled_from("abcd"), min_size=1))
+def test_the_bundles_of_a_node_follow_each_other(held: dict[int, str]) -> None:
+    ordered = node_after_node(held)
+    assert sorted(ordered) == sorted(held.items()), "each once"
+    changes = sum(one[1] != other[1] for one, other in pairwise(ordered))
+    assert changes == len(set(held.values())) - 1
+    assert ordered[0][0] == min(held), "rank 0 stays where Ray put bundle 0"
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What nodes find that are not this one, by node: a dict, or an error."""
+    found: dict[str, Any] = {}
+
+    def on_node(node: str, function: Any, *arguments: Any) -> Any:
+        if isinstance(found[node], Exception):
+            raise found[node]
+        return function(*arguments) | found[node]
+
+    monkeypatch.setattr(nodes, "_on_node", on_node)
+    monkeypatch.setattr(nodes, "_name", lambda node: node)
+    return found
+
+
+def test_nodes_that_see_the_same_fit(tmp_path: Path, elsewhere: dict[str, Any]) -> None:
+    (tmp_path / "config.yaml").write_text("run: {}\n")
+    elsewhere |= {"10.0.0.1": {}, "10.0.0.2": {}}
+    check_nodes(elsewhere, tmp_path, [tmp_path])
+
+
+def test_every_node_that_does_not_fit_is_named_with_what_to_do(tmp_path: Path, elsewhere: dict[str, Any]) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("run: {}\n")
+    elsewhere |= {
+        "10.0.0.1": {},
+        "10.0.0.2": {str(config): ""},
+        "10.0.0.3": {"torch": "1.0"},
+        "10.0.0.4": RayError("ModuleNotFoundError: No module named 'orchestrator'"),
+        "10.0.0.5": {str(tmp_path): ""},
+    }
+    with pytest.raises(ConfigError) as refusal:
+        check_nodes(elsewhere, tmp_path, [tmp_path])
+    said = str(refusal.value)
+    assert "10.0.0.1" not in said
+    assert f"node 10.0.0.2: {config} is not what it is here; put it where every node mounts it" in said
+    assert "node 10.0.0.3: torch is 1.0, here it is " in said
+    assert "node 10.0.0.4: cannot run Slipstream's code there (ModuleNotFoundError" in said
+    assert f"node 10.0.0.5: {tmp_path} is not what it is here" in said
+
+
+def test_a_tree_is_ended_but_not_a_later_process_of_the_same_pid(elsewhere: dict[str, Any]) -> None:
+    sleeper = "import time; time.sleep(60)"
+    parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', '{sleeper}']); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", parent])
+    try:
+        watched = psutil.Process(process.pid)
+        while not (children := watched.children()):
+            pass
+        assert nodes._end_trees([ProcessId(process.pid, watched.create_time() - 10)]) == []
+        assert process.poll() is None
+        assert nodes._end_trees([ProcessId(process.pid, watched.create_time())]) == []
+        assert not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_end_of_a_lost_nodes_processes_is_no_error(
+    elsewhere: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    elsewhere["10.0.0.9"] = RayError("not schedulable")
+    nodes.end_trees("10.0.0.9", [ProcessId(1, 0.0)])
+    assert "node 10.0.0.9 is lost" in caplog.text
+
+
+def test_processes_meet_over_the_card_of_their_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    nodes.meet_over("127.0.0.7")
+    assert nodes.os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    nodes.meet_over("127.0.0.1")
+    assert nodes.os.environ["GLOO_SOCKET_IFNAME"] == "eth7", "the user's choice"
