@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 RUN_TIMEOUT_S = 280
 
@@ -22,11 +28,10 @@ def free_port() -> int:
 
 
 def command(words: list[str], folder: Path) -> list[str]:
-    """The command line of a small quick start under `folder`."""
-    return [
-        sys.executable, "-m", "orchestrator.cli", "train", "experiment=quickstart", f"run.dir={folder}",
-        f"cluster.dashboard_port={free_port()}", *words,
-    ]  # fmt: skip
+    """The command line of a small quick start under `folder`, on a Ray cluster of its own unless a word names one."""
+    if not any(word.startswith("cluster.ray_address=") for word in words):
+        words = [f"cluster.dashboard_port={free_port()}", *words]
+    return [sys.executable, "-m", "orchestrator.cli", "train", "experiment=quickstart", f"run.dir={folder}", *words]
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,73 @@ class FinishedRun:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """metrics.jsonl."""
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return rows_of(self.folder)
+
+
+class RunUnderWay:
+    """A run in a process of its own, which is looked at while it goes on. Use as a context manager, which prints its
+    log where a test fails.
+
+    Args:
+        words: As for `command`.
+        folder: Empty before.
+    """
+
+    def __init__(self, words: list[str], folder: Path) -> None:
+        self.folder = folder / "latest"
+        self._said = folder / "said.txt"
+        with self._said.open("w") as said:
+            self._process = subprocess.Popen(command(words, folder), stdout=said, stderr=said)
+
+    def __enter__(self) -> RunUnderWay:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._process.kill()
+        if kind is not None:
+            print(self._said.read_text(), self.log if (self.folder / "run.log").exists() else "", sep="\n")
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """metrics.jsonl; none before it exists."""
+        return rows_of(self.folder) if (self.folder / "metrics.jsonl").exists() else []
+
+    @property
+    def log(self) -> str:
+        """run.log."""
+        return (self.folder / "run.log").read_text()
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """All that descend from it."""
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def engine_of(self, worker: int) -> psutil.Process:
+        """The engine's process: the largest child of the worker's, which run.log names.
+
+        Its title is no mark: vLLM sets it with setproctitle, which does nothing, and says nothing, where the first
+        variable of the environment was changed.
+        """
+        (pid,) = re.findall(rf"rollout-{worker} is process (\d+) ", self.log)
+        return max(psutil.Process(int(pid)).children(), key=lambda child: child.memory_info().rss)
+
+    def wait_until(self, is_enough: Callable[[list[dict[str, Any]]], bool]) -> None:
+        """Look at the rows until they are."""
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while not is_enough(self.rows):
+            assert self._process.poll() is None, "the run ended by itself"
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """SIGTERM, and see it end."""
+        self._process.terminate()
+        assert self._process.wait(60) == 128 + signal.SIGTERM
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl of a run folder."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def train(words: list[str], folder: Path) -> FinishedRun:

@@ -6,14 +6,11 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from system.conftest import RUN_TIMEOUT_S, FinishedRun, command, train
+from system.conftest import RUN_TIMEOUT_S, FinishedRun, RunUnderWay, train
 
 from conf.schema import Relay, SyncMode
 
@@ -70,12 +67,6 @@ def test_a_resumed_run_goes_on_where_it_stopped(on_policy: FinishedRun, resumed:
     assert all(row["parity/k3"] < 1e-3 for row in resumed.rows[1:])
 
 
-def engines_of(pid: int) -> list[psutil.Process]:
-    """The engine processes below a run's."""
-    # The kernel keeps 15 letters of a name; psutil adds the others where it can read the command line just then.
-    return [child for child in psutil.Process(pid).children(recursive=True) if "EngineCor" in child.name()]
-
-
 @pytest.mark.timeout(3 * RUN_TIMEOUT_S)
 @pytest.mark.parametrize(
     ("mode", "relay"),
@@ -94,45 +85,21 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
     words += [f"weight_sync.relay={relay}"]
     if mode is SyncMode.adapter:
         words += ["model=tiny_qwen3", "trainer.ep_size=1"]  # CPU engines serve no adapters of experts
-    process = subprocess.Popen(
-        command(words, tmp_path),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    run = FinishedRun(tmp_path / "latest", 0, "")
-
-    def wait_until(is_enough: Callable[[list[dict[str, Any]]], bool]) -> None:
-        deadline = time.monotonic() + RUN_TIMEOUT_S
-        while not ((run.folder / "metrics.jsonl").exists() and is_enough(run.rows)):
-            assert process.poll() is None, "the run ended by itself"
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-
-    try:
-        wait_until(lambda rows: len(rows) >= 3)
-        deadline = time.monotonic() + 30  # for a while the process table may lack an engine that is there
-        while len(engines := engines_of(process.pid)) != 2:
-            assert time.monotonic() < deadline, [
-                (child.pid, child.ppid(), child.name())
-                for child in psutil.Process(process.pid).children(recursive=True)
-            ]
-            time.sleep(0.2)
-        engine = engines[0]
+    with RunUnderWay(words, tmp_path) as run:
+        run.wait_until(lambda rows: len(rows) >= 3)
+        engine = run.engine_of(1 - recalled)
         victim = engine if mode is SyncMode.merged else engine.parent()
         assert victim is not None
         victim.send_signal(signal.SIGKILL)
-        wait_until(lambda rows: any(row["rollout/recoveries"] for row in rows))
+        run.wait_until(lambda rows: any(row["rollout/recoveries"] for row in rows))
         recover = [sys.executable, "-m", "orchestrator.cli", "recover", str(run.folder), "--worker", str(recalled)]
         said = subprocess.run(recover, capture_output=True, text=True, timeout=60, check=True).stdout
-        assert said.startswith(f"rollout-{recalled}"), "rollout-1.1 where it was the one that was killed"
+        assert said.startswith(f"rollout-{recalled}")
         assert said.endswith((" was serving and is being restarted\n", " was updating and is being restarted\n"))
-        wait_until(lambda rows: sum(row["rollout/recoveries"] or 0 for row in rows) == 2)
+        run.wait_until(lambda rows: sum(row["rollout/recoveries"] or 0 for row in rows) == 2)
         num_rows = len(run.rows)
-        wait_until(lambda rows: len(rows) >= num_rows + 4)
-        process.terminate()
-        assert process.wait(60) == 128 + signal.SIGTERM
-    finally:
-        process.kill()
+        run.wait_until(lambda rows: len(rows) >= num_rows + 4)
+        run.stop()
     rows = run.rows
     first, second = [number for number, row in enumerate(rows) if row["rollout/recoveries"]]
     assert [row["policy_version"] for row in rows] == list(range(len(rows))), "no step was lost or repeated"

@@ -1,0 +1,47 @@
+"""A Ray cluster of several nodes on one machine: node i listens on 127.0.0.(i + 2) alone. Run by test_nodes.py.
+
+    python ray_nodes.py TICKETS ...       tickets (hundredths of a CPU) that each node has left; the first is the head
+
+Prints the cluster's address. Then reads lines: an address ends that node, all its processes at once, as a power cut
+would. The end of the input ends the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # more than one node on addresses of this machine
+os.environ["RAY_AUTH_MODE"] = "disabled"
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group
+
+
+def main(tickets: list[int]) -> None:
+    """See the module's docstring."""
+    cluster = Cluster()
+    nodes = {
+        address: cluster.add_node(
+            node_ip_address=address, num_cpus=1, object_store_memory=100 << 20, include_dashboard=False
+        )
+        for address in (f"127.0.0.{number + 2}" for number in range(len(tickets)))
+    }
+    cluster.wait_for_nodes()
+    ray.init(address=cluster.address, log_to_driver=False)
+    taken = [{"CPU": 1 - left / 100, f"node:{address}": 0.01} for address, left in zip(nodes, tickets, strict=True)]
+    ray.get(placement_group(taken).ready())
+    print(cluster.address, flush=True)
+    try:
+        for line in sys.stdin:
+            nodes.pop(line.strip()).kill_all_processes(check_alive=False, allow_graceful=False)
+            print("gone", flush=True)
+    finally:
+        ray.shutdown()
+        for node in reversed(nodes.values()):
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+
+if __name__ == "__main__":
+    main([int(word) for word in sys.argv[1:]])

@@ -1,0 +1,78 @@
+"""A run over several nodes of a Ray cluster, one of which is lost on the way."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from system.conftest import RUN_TIMEOUT_S, RunUnderWay
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    """Room for three processes of a run on 127.0.0.2, and for one each on .3 and .4."""
+    nodes = Nodes(3, 1, 1)
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+
+
+class Nodes:
+    """tests/system/ray_nodes.py in a process of its own."""
+
+    def __init__(self, *tickets: int) -> None:
+        script = Path(__file__).with_name("ray_nodes.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), *map(str, tickets)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.address = self._process.stdout.readline().strip()
+
+    def lose(self, address: str) -> None:
+        """End a node and all that runs there."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(address + "\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "gone\n"
+
+    def close(self) -> None:
+        """End the rest."""
+        self._process.communicate(timeout=60)
+
+
+@pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+def test_a_run_loses_a_node_and_its_worker_comes_back_on_another_one(tmp_path: Path, nodes: Nodes) -> None:
+    """Every process meets the others under its own node's address. Steps go on while a worker is away; where it comes
+    back it reads the current weights from the worker of the other node, and samples what the trainer computes.
+    """
+    words = ["run.num_steps=1000", "run.eval_every_steps=0", "run.checkpoint_every_steps=0"]
+    words += [f"cluster.ray_address={nodes.address}"]
+    with RunUnderWay(words, tmp_path) as run:
+        run.wait_until(lambda rows: len(rows) >= 3)
+        assert "127.0.0.2: 2 x trainer, 1 x rollout; 127.0.0." in run.log
+        at = dict(re.findall(r"(rollout-\d) is process \d+ at tcp://([\d.]+):", run.log))
+        (lost,) = set(at.values()) - {"127.0.0.2"}
+        (spare,) = {"127.0.0.3", "127.0.0.4"} - {lost}
+        left = next(name for name, address in at.items() if address == "127.0.0.2")
+        nodes.lose(lost)
+        run.wait_until(lambda rows: any(row["rollout/recoveries"] for row in rows))
+        num_rows = len(run.rows)
+        run.wait_until(lambda rows: len(rows) >= num_rows + 4)
+        run.stop()
+    log, rows = run.log, run.rows
+    assert f"node {lost} is lost" in log
+    assert re.search(rf"rollout-\d\.1 is process \d+ at tcp://{re.escape(spare)}:", log)
+    back = next(number for number, row in enumerate(rows) if row["rollout/recoveries"])
+    assert re.search(rf"rollout-\d\.1 read \d+ bytes of version \d+ from {left} ", log) or (
+        rows[back]["rollout/recovery_read_s"] is None  # a publish came first
+    )
+    assert [row["policy_version"] for row in rows] == list(range(len(rows))), "no step was lost or repeated"
+    assert len([row for row in rows[:back] if row["rollout/replicas_serving"] == 1]) >= 2, "steps went on meanwhile"
+    assert {row["sync/replicas_committed"] for row in rows[back + 1 :]} == {2}
+    assert all(0 <= row["parity/k3"] < 1e-3 for row in rows[1:])
