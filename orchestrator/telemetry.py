@@ -2,7 +2,7 @@
 
     StepRecord --> row_of --> metrics.jsonl      one row a step; step 0 is the state before training
                         |---> tensorboard/       the same numbers (written without torch)
-                        |---> Ray gauges         slipstream_<area>_<name>, on the dashboard's Prometheus endpoint
+                        |---> Ray gauges         ray_slipstream_<area>_<name>, on the dashboard's Prometheus endpoint
                         +---> one progress line  with the time left
 
 Owns: the catalogue of metrics (`METRICS`: name -> meaning), how a step's measurements become one row, every sink.

@@ -81,18 +81,14 @@ class RunUnderWay:
         """run.log."""
         return (self.folder / "run.log").read_text()
 
-    @property
-    def processes(self) -> list[psutil.Process]:
-        """All that descend from it."""
-        return psutil.Process(self._process.pid).children(recursive=True)
-
-    def engine_of(self, worker: int) -> psutil.Process:
-        """The engine's process: the largest child of the worker's, which run.log names.
+    def engine_of(self, worker: str) -> psutil.Process:
+        """The engine's process: the largest child of that of "rollout-0" (.1 where it was started again), which run.log
+        names.
 
         Its title is no mark: vLLM sets it with setproctitle, which does nothing, and says nothing, where the first
         variable of the environment was changed.
         """
-        (pid,) = re.findall(rf"rollout-{worker} is process (\d+) ", self.log)
+        (pid,) = re.findall(rf"{re.escape(worker)} is process (\d+) ", self.log)
         return max(psutil.Process(int(pid)).children(), key=lambda child: child.memory_info().rss)
 
     def wait_until(self, is_enough: Callable[[list[dict[str, Any]]], bool]) -> None:

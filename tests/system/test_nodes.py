@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from system.conftest import RUN_TIMEOUT_S, RunUnderWay
 
@@ -64,7 +65,10 @@ def test_a_run_loses_a_node_and_its_worker_comes_back_on_another_one(tmp_path: P
         run.wait_until(lambda rows: any(row["rollout/recoveries"] for row in rows))
         num_rows = len(run.rows)
         run.wait_until(lambda rows: len(rows) >= num_rows + 4)
+        engines = [run.engine_of(worker) for worker in (left, *re.findall(r"(rollout-\d\.1) is process", run.log))]
+        engines[0].suspend()  # it will not notice that its worker is gone
         run.stop()
+    assert psutil.wait_procs(engines, timeout=10)[1] == []
     log, rows = run.log, run.rows
     assert f"node {lost} is lost" in log
     assert re.search(rf"rollout-\d\.1 is process \d+ at tcp://{re.escape(spare)}:", log)

@@ -87,7 +87,7 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
         words += ["model=tiny_qwen3", "trainer.ep_size=1"]  # CPU engines serve no adapters of experts
     with RunUnderWay(words, tmp_path) as run:
         run.wait_until(lambda rows: len(rows) >= 3)
-        engine = run.engine_of(1 - recalled)
+        engine = run.engine_of(f"rollout-{1 - recalled}")
         victim = engine if mode is SyncMode.merged else engine.parent()
         assert victim is not None
         victim.send_signal(signal.SIGKILL)
