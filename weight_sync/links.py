@@ -52,7 +52,8 @@ class LinkRates:
     op_s: float = 1e-6
     """One entry of a batched write, beside its bytes."""
     load_launch_s: float = 0.15e-3
-    """Host time to launch what fills and hashes one slot."""
+    """Host time to launch what fills and hashes one slot: one figure, though a load takes a launch for each stack and
+    destination that it has bytes for."""
     hand_over_s: float = 20e-6
     """From the end of a link's write to the start of its next one."""
     source_begin_s: float = 7.5e-3

@@ -30,6 +30,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 
@@ -270,12 +271,29 @@ class Pipeline:
 
 def _cut(tasks: Sequence[Task], slot_bytes: int, limits: Staging) -> list[tuple[Packet, ...]]:
     """Slot loads in schedule order: each as many packets as fit and may be, aligned."""
-    loads: list[list[Packet]] = []
+    loads: list[list[list[Task]]] = []
     used = slot_bytes
     for group in same_bytes(tasks):
         if used + group[0].num_bytes > slot_bytes or len(loads[-1]) == limits.max_load_packets(len(loads) - 1):
             loads.append([])
             used = 0
-        loads[-1].append(Packet(used, tuple(group)))
+        loads[-1].append(group)
         used += aligned(group[0].num_bytes)
-    return [tuple(packets) for packets in loads]
+    return [_laid_out(groups) for groups in loads]
+
+
+def _laid_out(groups: Sequence[list[Task]]) -> tuple[Packet, ...]:
+    """A load's packets: those of a parameter and a destination after each other, so that one launch fills them.
+
+    The schedule takes destinations in turn, so that every load has bytes for all of them. Their order within a load is
+    free: nothing of it is written before all of it is packed.
+    """
+    turns: dict[tuple[str, int, int], list[list[Task]]] = {}
+    for group in groups:
+        turns.setdefault((group[0].param, group[0].replica, group[0].dest_rank), []).append(group)
+    packets: list[Packet] = []
+    offset = 0
+    for group in chain.from_iterable(turns.values()):
+        packets.append(Packet(offset, tuple(group)))
+        offset += aligned(group[0].num_bytes)
+    return tuple(packets)

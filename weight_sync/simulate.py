@@ -19,7 +19,7 @@ faster link lets a load arrive earlier, which slows whoever it then shares a por
 decided by how many bytes its sender has sent before (times how slow that sender is), which no rate changes. Hence all
 times are sums and maxima along one fixed graph: a faster link never makes a publish slower, and a million tasks take
 seconds. The price: a port now and then waits for a load whose turn it is while another one is ready. Where a port is
-what limits, both shares end together.
+what limits, both shares end together. Launching a load takes the host one figure, however many launches fill it.
 
 Invariants: deterministic; no publish is faster than its floors; no rank holds more than its watermark.
 

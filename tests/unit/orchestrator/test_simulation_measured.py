@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.vllm_layout import engine_layouts
 
 from conf.schema import Device, LoraConfig, TrainerConfig
 from trainer.model.spec import ModelSpec
 from trainer.offline import source_layouts, temporary_bytes
-from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
 from weight_sync.links import LinkRates, place
 from weight_sync.plan import build_plan
 from weight_sync.simulate import simulate
@@ -32,11 +31,6 @@ OLDER_ORDER = ("02cab85", "914dd78", "9852dc4")
 """Commits that sent tasks in another order, which fills the last load of a schedule otherwise."""
 IDLE = {"begin_s": 2.7e-3, "commit_s": 2.3e-3}
 """`--engine plain`: parameters and nothing else, so there is no engine to pause."""
-FUSED = (
-    (r"(.*)\.[qkv]_proj\.weight", r"\1.qkv_proj.weight"),
-    (r"(.*\.experts)\.\d+\.(?:gate|up)_proj\.weight", r"\1.w13_weight"),
-    (r"(.*\.experts)\.\d+\.down_proj\.weight", r"\1.w2_weight"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,38 +69,6 @@ def measured() -> list[Any]:
     return found
 
 
-def engine_layout(config: dict[str, Any], rank: int, case: Case) -> DestLayout:
-    """vLLM's parameters: fused projections and stacked experts below each other, cut as its parallel layers cut."""
-    spec = ModelSpec.from_hf_config(config)
-    elements: dict[str, int] = {}
-    loads: list[Load] = []
-    for meta in spec.checkpoint_tensors("bfloat16"):
-        name, region = meta.name, part_of(meta, rank, case, spec)
-        if region is None:
-            continue
-        for pattern, fused in FUSED:
-            name = re.sub(f"^{pattern}$", fused, name)
-        stride = (region.shape[1], 1) if len(region.shape) == 2 else (1,)
-        loads.append(Load(meta.name, region, tuple(range(len(stride))), name, elements.get(name, 0), stride))
-        elements[name] = elements.get(name, 0) + region.num_elements
-    return DestLayout(rank, tuple(Param(name, (size,), "bfloat16") for name, size in elements.items()), tuple(loads))
-
-
-def part_of(meta: TensorMeta, rank: int, case: Case, spec: ModelSpec) -> Region | None:
-    """What one engine rank holds of a checkpoint tensor."""
-    whole, expert = Region((0,) * len(meta.shape), meta.shape), re.search(r"\.experts\.(\d+)\.", meta.name)
-    if expert is not None and case.has_split_experts:
-        assert spec.moe is not None
-        return whole if int(expert[1]) * case.tp_size // spec.moe.num_experts == rank else None
-    if len(meta.shape) == 1 or meta.name.endswith(".mlp.gate.weight"):
-        return whole
-    dim = 1 if meta.name.endswith(("o_proj.weight", "down_proj.weight")) else 0
-    start, shape = list(whole.start), list(whole.shape)
-    shape[dim] //= case.tp_size
-    start[dim] = rank * shape[dim]
-    return Region(tuple(start), tuple(shape))
-
-
 @pytest.mark.parametrize(("case", "row"), measured())
 def test_the_simulator_is_within_15_percent_of_what_was_measured(case: Case, row: dict[str, Any]) -> None:
     """All but the wait for the engine's steps in flight, 35 to 137 ms in these runs: that is the load's."""
@@ -118,7 +80,7 @@ def test_the_simulator_is_within_15_percent_of_what_was_measured(case: Case, row
     staging = Staging(watermark_bytes=watermark, reserved_bytes=held)
     plan = build_plan(
         source_layouts(spec, "bfloat16", trainer),
-        [[engine_layout(report["model"], rank, case) for rank in range(case.tp_size)]],
+        [engine_layouts(spec, case.tp_size, has_split_experts=case.has_split_experts)],
         max_task_bytes=staging.max_task_bytes,
     )
     rates = dataclasses.replace(LinkRates(), **(IDLE if case.is_idle else {"begin_s": row["begin_s"]}))
