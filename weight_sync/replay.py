@@ -242,18 +242,19 @@ class Replay:
         self._close_failed(filled.slot, binding.session)
 
     def _close_failed(self, slot: int, session: str) -> None:
-        """Make sure that nothing of a failed write ever reads its slot again."""
-        quarantined = self._slots.quarantined
+        """Make sure that nothing of a failed write ever reads its slot again.
+
+        A slot is in nobody's hands meanwhile: this lane's part of its load is not over. It is quarantined only where
+        closing failed, since lanes of other slots ask how many are left.
+        """
         with self._door.alone():
-            quarantined.setdefault(slot, []).append(session)
             try:
                 self._transport.reset(session)
-            except TransportError as e:
-                logger.error("slot %d stays quarantined: %s", slot, e)
-                return
-            quarantined[slot].remove(session)
-            if not quarantined[slot]:
-                del quarantined[slot]
+            except BaseException as e:
+                self._slots.quarantined.setdefault(slot, []).append(session)
+                if not isinstance(e, TransportError):
+                    raise
+                logger.error("slot %d is quarantined: %s", slot, e)
 
     def _count(self) -> None:
         """Add up what was written. The lanes have ended."""

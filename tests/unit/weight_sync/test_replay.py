@@ -12,8 +12,9 @@ import torch
 from pipeline_world import HASH_BYTES, World, num_reads
 
 from weight_sync.errors import TransferTimeout
-from weight_sync.replay import _Door
+from weight_sync.replay import PipelineResult, Replay, _Door
 from weight_sync.staging import NUM_SLOTS
+from weight_sync.sums import Places, Sums
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
 
 
@@ -116,6 +117,21 @@ def test_a_replica_that_has_every_byte_is_not_blamed_for_slots_that_nobody_needs
     assert world.arrived(0, 1)
     with pytest.raises(TransferTimeout, match="still draining"):  # nor is staging given to another plan
         world.pipeline.load(world.plan.tasks_of(0))
+
+
+def test_a_slot_whose_failed_write_is_being_closed_is_not_lost() -> None:
+    """One slot is lost, and its last lane ends while a failed write from the other one is being closed."""
+    world = World()
+    world.pipeline.prepare(1)
+    result = PipelineResult(Sums(Places({})))
+    replay = Replay(
+        world.pipeline._slots, world.transport, world.bindings(), world.budgets_s, world.pipeline._prepared, result
+    )
+    world.pipeline._quarantined[0] = ["lost"]
+    with mock.patch.object(world.transport, "reset", lambda _: replay._give_back(0)):
+        replay._close_failed(1, world.sessions[0][0].session)
+    replay._give_back(1)
+    assert replay._next_slot() == 1
 
 
 class BreakingTransport(MemoryTransport):
