@@ -59,7 +59,7 @@ class LinkRates:
     source_begin_s: float = 7.5e-3
     """What a rank does once a publish before it packs: gather adapters. Engines pause meanwhile."""
     replay_s: float = 4.5e-3
-    """... and once they stand still, beside packing and writing: learn where to write, start threads, add up hashes."""
+    """... and once they stand still, beside packing and writing: learn where to write, start lanes, add up hashes."""
     begin_s: float = 50e-3
     """Pausing the engines: 256 requests in decode."""
     commit_s: float = 7e-3

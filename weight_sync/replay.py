@@ -1,7 +1,7 @@
 """One publish of one trainer rank under way: slots in turn, packed by the caller's thread, written by its lanes.
 
-A lane is a thread and the destinations that it writes to, one after the other. Lanes do not wait for each other: a link
-goes on with the next load while another one still sends its part of this one.
+A lane is a thread (of `slots.py`, which has them ready) and the destinations that it writes to, one after the other.
+Lanes do not wait for each other: a link goes on with the next load while another one still sends its part of this one.
 
 Owns the overlap of packing with writing, the time that each replica has, what becomes of one whose link fails, and the
 count of what was sent. Does not own: staging and loads (`slots.py`), which outlive it, nor the schedule (`pipeline.py`,
@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -127,16 +127,15 @@ class Replay:
         for slot in set(range(NUM_SLOTS)) - taken:
             self._free.put(slot)
         lanes: list[Future[float]] = []
-        with ThreadPoolExecutor(len(self._lanes), thread_name_prefix="weight-sync-lane") as threads:
-            try:
-                lanes += [threads.submit(self._run_lane, parts) for parts in self._lanes]
-                self._pack_all(loads, ready)
-                self._slots.take_sums()
-            finally:
-                for parts in self._lanes:
-                    parts.put(None)
-                errors = [error for lane in lanes if (error := lane.exception()) is not None]
-                self._count()
+        try:
+            lanes += [thread.submit(self._run_lane, parts) for thread, parts in zip(self._slots.threads, self._lanes)]
+            self._pack_all(loads, ready)
+            self._slots.take_sums()
+        finally:
+            for parts in self._lanes:
+                parts.put(None)
+            errors = [error for lane in lanes if (error := lane.exception()) is not None]
+            self._count()
         if errors:
             raise errors[0]
         self._result.prepare_s += sum(lane.result() for lane in lanes)

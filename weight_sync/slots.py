@@ -1,7 +1,8 @@
 """The two staging slots of a trainer rank: their memory, the loads that go through them, the sums of what was packed.
 
-Owns: staging and its registration, what each load holds and how it is filled and hashed, the arguments of its writes;
-all made once a plan, since a small watermark makes thousands of loads and the link waits for what one costs in Python.
+Owns: staging and its registration, what each load holds and how it is filled and hashed, the arguments of its writes,
+the threads that write; all made once a plan, since a small watermark makes thousands of loads and the link waits for
+what one costs in Python, and links keep streams and events by thread.
 Does not own: how a schedule is cut (`pipeline.py`, which makes this), when a slot may be packed again (`replay.py`).
 
     sums     a packet's hash sum is added up on the device; a window of packets goes to the host at once, not load by
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +24,7 @@ from weight_sync.columns import Ints
 from weight_sync.integrity import RangeHashes
 from weight_sync.layout import Binding
 from weight_sync.packing import CompiledReads, FillSlot, Packet
-from weight_sync.staging import NUM_SLOTS, max_packets, scratch_bytes
+from weight_sync.staging import MAX_LINK_THREADS, NUM_SLOTS, max_packets, scratch_bytes
 from weight_sync.sums import Places
 from weight_sync.trace import Tracer
 from weight_sync.transport.base import Transport
@@ -161,6 +163,11 @@ class Slots:
         batches, self.entries = compile_writes(
             [packets for packets, _ in compiled], [slot.data_ptr() for slot in self._slots], places
         )
+        self.threads = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"weight-sync-lane-{lane}")
+            for lane in range(min(len(self.entries), MAX_LINK_THREADS))
+        ]
+        """One a lane: all run at once, none may wait in a pool's queue. Begun when first used, ended in close()."""
         self.loads = self._make_loads(compiled, batches)
         num_packets = sum(len(packets) for packets, _ in compiled)
         self._host_sums = torch.zeros(num_packets, dtype=torch.int64, pin_memory=is_cuda)
@@ -214,7 +221,9 @@ class Slots:
         return self._host_sums.numpy()
 
     def close(self) -> None:
-        """Give all memory back. The link forgets staging: it outlives this. Idempotent."""
+        """End the threads, give all memory back. The link forgets staging: it outlives this. Idempotent."""
+        for thread in self.threads:
+            thread.shutdown()
         self.loads = []
         if self._staging.numel():
             self._transport.unregister([self._staging])

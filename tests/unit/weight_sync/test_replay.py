@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
-from pipeline_world import HASH_BYTES, World, num_reads
+from pipeline_world import HASH_BYTES, NUM_RANKS, World, num_reads
 
 from weight_sync.errors import TransferTimeout
+from weight_sync.pipeline import Pipeline
 from weight_sync.replay import PipelineResult, Replay, _Door
 from weight_sync.staging import NUM_SLOTS
 from weight_sync.sums import Places, Sums
@@ -163,6 +165,27 @@ def test_a_lane_that_cannot_enter_the_device_fails_the_publish(num_starting: int
     assert set(result.errors) == {0, 1}
     assert "CUDA error" in result.errors[0]
     assert world.run(2).errors == {}
+
+
+@pytest.mark.parametrize("end", [Pipeline.allocate, Pipeline.release, Pipeline.close])
+def test_lanes_keep_their_threads_from_publish_to_publish_and_end_with_staging(end: Callable[[Pipeline], None]) -> None:
+    world, threads = World(), set[threading.Thread]()
+    slots, write = world.pipeline._slots, world.transport.write
+
+    def watched(*args: object, **options: object) -> None:
+        threads.add(threading.current_thread())
+        write(*args, **options)
+
+    world.transport.write = watched  # type: ignore[method-assign]
+    bindings = world.bindings()
+    assert world.run(1, dict([bindings.popitem()])).errors == {}
+    for version in (2, 3):
+        assert world.run(version).errors == {}
+    assert len(threads) == NUM_RANKS
+    assert all(thread.is_alive() for thread in threads)
+    end(world.pipeline)
+    assert slots is not world.pipeline._slots
+    assert not any(thread.is_alive() for thread in threads)
 
 
 class GatedTransport(MemoryTransport):
