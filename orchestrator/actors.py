@@ -66,9 +66,13 @@ class RolloutActor:
         self._worker = RolloutWorker(**options, host=nodes.address_of_this_node(is_only=is_only_node))
         return await self._worker.start()
 
-    def place(self) -> tuple[str, list[nodes.ProcessId]]:
-        """Ray's id of this node, and this process with its engine's, to be ended even when they answer no more."""
-        return ray.get_runtime_context().get_node_id(), nodes.own_tree()
+    def node(self) -> str:
+        """Ray's id of this node."""
+        return ray.get_runtime_context().get_node_id()
+
+    def processes(self) -> list[nodes.ProcessId]:
+        """This process and its engine's, to be ended even when they answer no more."""
+        return nodes.own_tree()
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a coroutine method of the worker."""

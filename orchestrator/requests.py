@@ -69,6 +69,11 @@ def _lock(file: IO[str], kind: int) -> bool:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise ConfigError(
+            f"{file.name} cannot be locked ({error.strerror}), and a lock keeps a second process out of a run; "
+            "put run.dir on a file system with locks (flock)"
+        ) from error
     return True
 
 

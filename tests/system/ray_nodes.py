@@ -31,14 +31,14 @@ def main(tickets: list[int]) -> None:
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, log_to_driver=False)
     taken = [{"CPU": 1 - left / 100, f"node:{address}": 0.01} for address, left in zip(nodes, tickets, strict=True)]
-    ray.get(placement_group(taken).ready())
+    ray.get(placement_group(taken, lifetime="detached").ready())
+    ray.shutdown()  # Ray would print to our output whatever becomes of a node
     print(cluster.address, flush=True)
     try:
         for line in sys.stdin:
             nodes.pop(line.strip()).kill_all_processes(check_alive=False, allow_graceful=False)
             print("gone", flush=True)
     finally:
-        ray.shutdown()
         for node in reversed(nodes.values()):
             node.kill_all_processes(check_alive=False, allow_graceful=False)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from conf.load import load_run_config
 from conf.schema import Device
 from orchestrator import environment
-from orchestrator.environment import Variable, apply, resolve_device, run_environment, variables
+from orchestrator.environment import Variable, apply, resolve_device, run_environment, variables, variables_for_actors
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -35,6 +36,16 @@ def test_ray_keeps_its_authentication_on_a_cluster_that_is_not_ours() -> None:
     own = {"RAY_AUTH_MODE", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "GLOO_SOCKET_IFNAME"}
     assert own <= run_environment("cpu").keys()
     assert not own & run_environment("cpu", is_own_cluster=False).keys()
+
+
+def test_actors_of_a_cluster_that_is_not_ours_get_the_users_values_and_what_concerns_links() -> None:
+    config = load_run_config(["experiment=quickstart", "cluster.ray_address=10.0.0.1:6379", "cluster.device=cuda"])
+    here = {"NCCL_NVLS_ENABLE": "1", "NCCL_IB_HCA": "mlx5_0", "MC_GID_INDEX": "3", "HOME": "/home/me"}
+    given = variables_for_actors(config, here)
+    assert given["NCCL_NVLS_ENABLE"] == "1", "kept, as the command line says"
+    assert given["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert (given["NCCL_IB_HCA"], given["MC_GID_INDEX"]) == ("mlx5_0", "3")
+    assert "HOME" not in given
 
 
 def test_the_users_value_wins_and_that_is_said() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,10 +23,9 @@ from orchestrator.nodes import ProcessId, check_nodes, node_after_node
 @given(st.dictionaries(st.integers(0, 20), st.sampled_from("abcd"), min_size=1))
 def test_the_bundles_of_a_node_follow_each_other(held: dict[int, str]) -> None:
     ordered = node_after_node(held)
-    assert sorted(ordered) == sorted(held.items()), "each once"
-    changes = sum(one[1] != other[1] for one, other in pairwise(ordered))
-    assert changes == len(set(held.values())) - 1
-    assert ordered[0][0] == min(held), "rank 0 stays where Ray put bundle 0"
+    assert sorted(ordered) == sorted(held), "each once"
+    assert sum(held[one] != held[other] for one, other in pairwise(ordered)) == len(set(held.values())) - 1
+    assert ordered[0] == min(held), "rank 0 stays where Ray put bundle 0"
 
 
 @pytest.fixture
@@ -43,30 +43,55 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def test_nodes_that_see_the_same_fit(tmp_path: Path, elsewhere: dict[str, Any]) -> None:
-    (tmp_path / "config.yaml").write_text("run: {}\n")
-    elsewhere |= {"10.0.0.1": {}, "10.0.0.2": {}}
-    check_nodes(elsewhere, tmp_path, [tmp_path])
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Of no weights to speak of."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"1234")
+    return folder
 
 
-def test_every_node_that_does_not_fit_is_named_with_what_to_do(tmp_path: Path, elsewhere: dict[str, Any]) -> None:
+def test_every_node_that_does_not_fit_is_named_with_what_to_do(
+    tmp_path: Path, checkpoint: Path, elsewhere: dict[str, Any]
+) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("run: {}\n")
+    elsewhere |= {"10.0.0.1": {}, "10.0.0.11": {}}
+    check_nodes(elsewhere, tmp_path, checkpoint)
     elsewhere |= {
-        "10.0.0.1": {},
         "10.0.0.2": {str(config): ""},
         "10.0.0.3": {"torch": "1.0"},
         "10.0.0.4": RayError("ModuleNotFoundError: No module named 'orchestrator'"),
-        "10.0.0.5": {str(tmp_path): ""},
+        "10.0.0.5": {"Slipstream's code": "0123"},
+        "10.0.0.6": {"vllm-of-another-kind": "1.0"},
     }
     with pytest.raises(ConfigError) as refusal:
-        check_nodes(elsewhere, tmp_path, [tmp_path])
+        check_nodes(elsewhere, tmp_path, checkpoint)
     said = str(refusal.value)
     assert "10.0.0.1" not in said
-    assert f"node 10.0.0.2: {config} is not what it is here; put it where every node mounts it" in said
-    assert "node 10.0.0.3: torch is 1.0, here it is " in said
-    assert "node 10.0.0.4: cannot run Slipstream's code there (ModuleNotFoundError" in said
-    assert f"node 10.0.0.5: {tmp_path} is not what it is here" in said
+    assert f"node 10.0.0.2: {config} is absent, and " in said
+    assert " here; put it where every node mounts it" in said
+    assert "node 10.0.0.3: torch is 1.0, and " in said
+    assert "node 10.0.0.4: cannot run Slipstream's code (ModuleNotFoundError" in said
+    assert "node 10.0.0.5: Slipstream's code is 0123, and " in said
+    assert "node 10.0.0.6: vllm-of-another-kind is 1.0, and absent here" in said
+
+
+@pytest.mark.parametrize("change", ["config.json", "model.safetensors", "another.safetensors"])
+def test_another_checkpoint_under_the_same_path_is_seen(tmp_path: Path, checkpoint: Path, change: str) -> None:
+    before = nodes._seen(tmp_path, checkpoint)
+    (checkpoint / change).write_bytes(b"other")
+    after = nodes._seen(tmp_path, checkpoint)
+    assert {what for what in before if before[what] != after[what]} == {str(checkpoint)}
+
+
+def test_the_code_of_every_package_is_compared() -> None:
+    assert {file.relative_to(Path(nodes.__file__).parents[1]).parts[0] for file in nodes._sources()} == set(
+        nodes._ROOMS
+    )
+    assert len(nodes._sources()) > 100
 
 
 def test_a_tree_is_ended_but_not_a_later_process_of_the_same_pid(elsewhere: dict[str, Any]) -> None:
@@ -87,8 +112,9 @@ def test_a_tree_is_ended_but_not_a_later_process_of_the_same_pid(elsewhere: dict
 
 
 def test_the_end_of_a_lost_nodes_processes_is_no_error(
-    elsewhere: dict[str, Any], caplog: pytest.LogCaptureFixture
+    elsewhere: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(nodes.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "10.0.0.1"))
     elsewhere["10.0.0.9"] = RayError("not schedulable")
     nodes.end_trees("10.0.0.9", [ProcessId(1, 0.0)])
     assert "node 10.0.0.9 is lost" in caplog.text
@@ -98,7 +124,7 @@ def test_processes_meet_over_the_card_of_their_address(monkeypatch: pytest.Monke
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     nodes.meet_over("127.0.0.7")
-    assert nodes.os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert (nodes.os.environ["GLOO_SOCKET_IFNAME"], nodes.os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     nodes.meet_over("127.0.0.1")
     assert nodes.os.environ["GLOO_SOCKET_IFNAME"] == "eth7", "the user's choice"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import multiprocessing
 import os
 import signal
@@ -115,6 +116,18 @@ def test_the_command_says_what_is_wrong(words: list[str], said: str, capsys: pyt
     assert main(["recover", *words]) == 2
     assert said in capsys.readouterr().err
     assert main(["recover", "--help"]) == 0
+
+
+def test_a_disk_without_locks_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with (
+        pytest.raises(ConfigError, match=r"alive cannot be locked .*put run\.dir on a file system with locks"),
+        alive(run),
+    ):
+        pass
 
 
 def test_a_run_that_fine_tunes_has_no_workers_and_says_so_at_once(run: Path) -> None:
