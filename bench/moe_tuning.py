@@ -53,19 +53,19 @@ def tilings_table(shape: dict[str, int], num_tokens: int, device: torch.device) 
     """Each kernel that an adapter touches under each of some tilings; the shortest of a case comes first."""
     hidden, width, num_experts = shape["hidden_size"], shape["intermediate_size"], shape["num_experts"]
     product_tilings = (
-        (Tiling(128, 128, 8, 3), 64, 2), (Tiling(128, 128, 8, 3), 128, 2), (Tiling(128, 128, 8, 4), 64, 2),
-        (Tiling(128, 256, 8, 3), 64, 2),
+        (Tiling(128, 256, 8, 3), 2), (Tiling(128, 256, 8, 3), 8), (Tiling(128, 128, 8, 3), 2),
+        (Tiling(128, 128, 4, 3), 2), (Tiling(64, 256, 8, 3), 2), (Tiling(64, 128, 4, 4), 1),
     )  # fmt: skip
     row_tilings = (
-        Tiling(64, 32, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2, max_registers=168),
-        Tiling(128, 32, 8, 3), Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2, max_registers=168),
+        Tiling(64, 32, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(32, 64, 2, 2), Tiling(32, 64, 2, 3),
+        Tiling(16, 64, 1, 2), Tiling(16, 64, 1, 3),
     )  # fmt: skip
-    gradient_tilings = (Tiling(64, 128, 4, 3), Tiling(64, 128, 4, 4), Tiling(64, 256, 8, 3))
+    gradient_tilings = (Tiling(64, 128, 4, 2), Tiling(64, 128, 4, 3), Tiling(64, 128, 4, 4), Tiling(128, 128, 4, 3))
     add_tilings = (
         Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 4), Tiling(64, 128, 4, 2), Tiling(64, 128, 8, 3), Tiling(128, 64, 8, 3),
         Tiling(32, 128, 4, 3),
     )  # fmt: skip
-    gather_tilings = (Tiling(64, 128, 4, 3), Tiling(32, 128, 4, 3))
+    gather_tilings = (Tiling(64, 128, 4, 2), Tiling(64, 128, 4, 3), Tiling(64, 64, 4, 3), Tiling(32, 128, 4, 3))
 
     def draw(*size: int) -> Tensor:
         return torch.randn(size, device=device, dtype=torch.bfloat16) * 0.05

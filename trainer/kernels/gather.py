@@ -5,6 +5,8 @@
 Owns that an adapter's first factor costs no read of the rows: the copy that sorts them (forward: tokens and A;
 backward: output gradients and B, and the bias for the router's gradient) has them at hand. A grouped product [W; A]
 would also read them once, but pays a whole tile of columns for the r columns of A (bench/moe_block.py measures both).
+A token is read once and found in the cache for its other K - 1 copies: all rows take the same few columns before the
+next, and where a program has whole rows to itself, programs beside each other take the same part of every expert's.
 
 The torch form is the definition, and what other devices than CUDA run. Callers: trainer.moe.routed,
 trainer.moe.dispatch, trainer.model.decoder (a table on the host).
@@ -20,8 +22,9 @@ from torch import Tensor
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, tiling_of
 
+GATHER, GATHER_FROM_HOST = Tiling(32, 128, warps=8, stages=1), Tiling(1, 1024, warps=4, stages=1)
 PROJECT = {
-    128: Tiling(64, 128, warps=4, stages=3),
+    128: Tiling(64, 128, warps=4, stages=2),
     256: Tiling(64, 64, warps=4, stages=3),
     1024: Tiling(64, 32, warps=8, stages=3),
     2048: Tiling(32, 32, warps=8, stages=2),
@@ -54,9 +57,10 @@ def gather_rows_triton(x: Tensor, source_S: Tensor) -> Tensor:
     num_rows, num_columns = source_S.shape[0], x.shape[1]
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=source_S.device)
     if num_rows:
-        block = min(1024, triton.next_power_of_2(num_columns))
-        _gather[(num_rows, triton.cdiv(num_columns, block))](
-            x, source_S, out, num_columns, x.stride(0), BLOCK=block, num_warps=4 if block >= 512 else 1  # pyright: ignore[reportCallIssue]
+        tiling = GATHER if x.is_cuda else GATHER_FROM_HOST
+        _gather[(triton.cdiv(num_rows, tiling.rows), triton.cdiv(num_columns, tiling.columns))](
+            x, source_S, out, num_rows, num_columns, x.stride(0),
+            BLOCK_M=tiling.rows, BLOCK_K=tiling.columns, num_warps=tiling.warps,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
     return out
 
@@ -70,7 +74,7 @@ def gather_project_triton(
     dots_S = None if v_EK is None else torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
         tiling = tiling_of(PROJECT, rank, x.element_size())
-        tiles = groups.tiles(tiling.rows)
+        tiles = groups.tiles(tiling.rows, abreast=True)
         _gather_project[(tiles.shape[0],)](
             x, source_S, p_ERK, v_EK, rows_SK, low_SR, dots_S, tiles, scale,
             num_columns, x.stride(0), *p_ERK.stride(),
@@ -107,12 +111,14 @@ def gather_project(
 
 
 @triton.jit
-def _gather(x_ptr, source_ptr, out_ptr, num_columns, x_stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < num_columns
-    source = tl.load(source_ptr + row)
-    tl.store(out_ptr + row * num_columns + columns, tl.load(x_ptr + source * x_stride + columns, mask=inside), inside)
+def _gather(x_ptr, source_ptr, out_ptr, num_rows, num_columns, x_stride, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    is_row = rows < num_rows
+    inside = is_row[:, None] & (columns < num_columns)[None, :]
+    source = tl.load(source_ptr + rows, mask=is_row, other=0)
+    x = tl.load(x_ptr + source[:, None] * x_stride + columns[None, :], mask=inside)
+    tl.store(out_ptr + rows.to(tl.int64)[:, None] * num_columns + columns[None, :], x, mask=inside)
 
 
 @triton.jit

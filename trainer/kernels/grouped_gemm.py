@@ -3,14 +3,17 @@
     product    out[rows of e] = x[rows of e] @ M[e] (+ low[rows of e] @ P[e]^T)
     gradient   out[e] = left[rows of e]^T @ right[rows of e]
 
-An adapter's second factor is added in the product's own accumulator: no pass over the output. Operands come through
-tensor descriptors, which read beyond an expert's rows and columns: into a neighbour's, whose part of the result is not
+An adapter's second factor is added in the product's own accumulator, of any rank: no pass over the output. It comes
+before the product, in steps over the rank, because the shared memory of those steps is then free for the product's;
+after it, the compiler runs the steps of a product whose weights are not turned one by one. Operands come through tensor
+descriptors, which read beyond an expert's rows and columns: into a neighbour's, whose part of the result is not
 written, or beyond the tensor, where they give zeros. The definition is trainer.moe.grouped's native loop.
 Callers: trainer.moe.grouped.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,24 +22,26 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.launch import Tiling, padded_rank, precision_of
 
-PRODUCT_RANK = 64
-"""Up to this rank an adapter fits into shared memory beside a product's tiles."""
+WIDE = Tiling(128, 256, warps=8, stages=3)
+NARROW = Tiling(128, 128, warps=8, stages=3)
+SHORT = Tiling(64, 128, warps=4, stages=4)
 
 
-def product_tiling(mean_rows: int, rank: int) -> tuple[Tiling, int, int]:
-    """By rows an expert and by rank (0: no adapter): tile, depth of one step, row tiles that share columns."""
-    if mean_rows < 128:
-        return Tiling(64, 128, warps=4, stages=4), 64, 1
-    return Tiling(128, 128, warps=8, stages=3), 128 if rank else 64, 2
+def product_tiling(mean_rows: int, element_size: int, capability: int) -> tuple[Tiling, int]:
+    """By rows an expert, bytes of an element and (major) compute capability: tile, and row tiles that share columns.
+
+    A wide tile reads each operand from the cache less often, which is what bounds narrower ones on long groups. It
+    takes the registers of Hopper's tensor cores: before them, it spills.
+    """
+    if mean_rows < 64:
+        return SHORT, 1
+    return (WIDE if element_size <= 2 and capability >= 9 else NARROW), 8 if mean_rows >= 1024 else 2
 
 
 def grouped_product_triton(
     x_SK: Tensor, matrices_EKN: Tensor, groups: RowGroups, low_SR: Tensor | None, p_ENR: Tensor | None
 ) -> Tensor:
-    """[S, N]; a matrix or its transpose is contiguous, its rows are multiples of 16 bytes.
-
-    P may have any strides, and PRODUCT_RANK columns at most.
-    """
+    """[S, N]; a matrix or its transpose is contiguous, its rows are multiples of 16 bytes. P may have any strides."""
     num_rows, depth = x_SK.shape
     num_experts, _, num_columns = matrices_EKN.shape
     out_SN = x_SK.new_empty(num_rows, num_columns)
@@ -45,15 +50,17 @@ def grouped_product_triton(
     is_turned = matrices_EKN.stride(1) == 1
     stored = (matrices_EKN.transpose(1, 2) if is_turned else matrices_EKN).flatten(0, 1)
     rank = 0 if low_SR is None else low_SR.shape[1]
-    tiling, step, shared = product_tiling(num_rows // num_experts, rank)
-    step = step * 2 // x_SK.element_size()  # the same bytes
+    capability, _ = torch.cuda.get_device_capability(x_SK.device) if x_SK.is_cuda else (9, 0)
+    tiling, shared = product_tiling(num_rows // num_experts, x_SK.element_size(), capability)
+    step = 128 // x_SK.element_size()
     tiles = groups.tiles(tiling.rows)
     _product[(tiles.shape[0] * triton.cdiv(num_columns, tiling.columns),)](
         TensorDescriptor.from_tensor(x_SK, [tiling.rows, step]),
         TensorDescriptor.from_tensor(stored, [tiling.columns, step] if is_turned else [step, tiling.columns]),
         out_SN, low_SR, p_ENR, tiles, tiles.shape[0], depth, num_columns,
         *((0, 0, 0) if p_ENR is None else p_ENR.stride()),
-        IS_TURNED=is_turned, RANK=rank, PADDED_RANK=padded_rank(rank), SHARED=shared,
+        IS_TURNED=is_turned, SHARED=shared,
+        RANK=rank, PADDED_RANK=padded_rank(rank), RANK_STEP=min(tiling.columns // 4, padded_rank(rank)),
         BLOCK_M=tiling.rows, BLOCK_N=tiling.columns, BLOCK_K=step, STAGES=tiling.stages,
         PRECISION=precision_of(x_SK), num_warps=tiling.warps,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
@@ -76,7 +83,8 @@ def grouped_gradient_triton(left_SM: Tensor, right_SN: Tensor, groups: RowGroups
 def _product(
     x_desc, m_desc, out_ptr, low_ptr, p_ptr, tiles_ptr, num_row_tiles, depth, num_columns,
     p_expert_stride, p_row_stride, p_rank_stride,
-    IS_TURNED: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr, SHARED: tl.constexpr,
+    IS_TURNED: tl.constexpr, SHARED: tl.constexpr,
+    RANK: tl.constexpr, PADDED_RANK: tl.constexpr, RANK_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Programs walk columns for SHARED row tiles at a time, so that neighbours find the same weights in the cache."""
@@ -92,19 +100,21 @@ def _product(
         columns = first_column + tl.arange(0, BLOCK_N)
         is_row, is_column = rows < stop, columns < num_columns
         rows = rows.to(tl.int64)
-        if RANK > 0:  # asked for now, used after the loop: nothing waits for them
-            ranks = tl.arange(0, PADDED_RANK)
-            is_rank = ranks < RANK
-            low = tl.load(
-                low_ptr + rows[:, None] * RANK + ranks[None, :], is_row[:, None] & is_rank[None, :], other=0.0
-            )
-            p = tl.load(
-                p_ptr + expert.to(tl.int64) * p_expert_stride
-                + columns[None, :] * p_row_stride + ranks[:, None] * p_rank_stride,
-                mask=is_rank[:, None] & is_column[None, :],
-                other=0.0,
-            )  # fmt: skip
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        if RANK > 0:
+            for at in tl.range(0, PADDED_RANK, RANK_STEP, num_stages=2):
+                ranks = at + tl.arange(0, RANK_STEP)
+                is_rank = ranks < RANK
+                low = tl.load(
+                    low_ptr + rows[:, None] * RANK + ranks[None, :], is_row[:, None] & is_rank[None, :], other=0.0
+                )
+                p = tl.load(
+                    p_ptr + expert.to(tl.int64) * p_expert_stride
+                    + columns[None, :] * p_row_stride + ranks[:, None] * p_rank_stride,
+                    mask=is_rank[:, None] & is_column[None, :],
+                    other=0.0,
+                )  # fmt: skip
+                acc = tl.dot(low, p.to(low.dtype), acc, input_precision=PRECISION)
         for start in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
             x = x_desc.load([first, start])
             if IS_TURNED:
@@ -112,8 +122,6 @@ def _product(
             else:
                 m = m_desc.load([expert * depth + start, first_column])
             acc = tl.dot(x, m, acc, input_precision=PRECISION)
-        if RANK > 0:
-            acc = tl.dot(low, p.to(low.dtype), acc, input_precision=PRECISION)
         out = out_ptr + rows[:, None] * num_columns + columns[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 

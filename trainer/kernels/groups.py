@@ -27,7 +27,7 @@ class RowGroups:
         self.num_rows = num_rows
         self.ends_E = counts_E.cumsum(0, dtype=torch.int32) if ends_E is None else ends_E
         """int32: one past each expert's last row."""
-        self._tiles: dict[int, Tensor] = {}
+        self._tiles: dict[tuple[int, bool], Tensor] = {}
 
     @property
     def num_experts(self) -> int:
@@ -66,26 +66,49 @@ class RowGroups:
         experts = torch.arange(self.num_experts, device=self.counts_E.device)
         return experts.repeat_interleave(self.counts_E, output_size=self.num_rows)
 
-    def tiles(self, tile_rows: int) -> Tensor:
-        """int32 (number of tiles at most, 3): expert, first row, one past the last row."""
-        if tile_rows not in self._tiles:
+    def tiles(self, tile_rows: int, *, abreast: bool = False) -> Tensor:
+        """int32 (number of tiles at most, 3): expert, first row, one past the last row.
+
+        Args:
+            tile_rows: Of a tile, at most.
+            abreast: Order tiles by how far along their expert's rows they lie, instead of by expert. An expert's rows
+                are in the order of tokens, so that neighbours then read the same tokens: the cache has them.
+        """
+        key = (tile_rows, abreast)
+        if key not in self._tiles:
             max_tiles = self.num_rows // tile_rows + min(self.num_experts, self.num_rows)
             tiles_N3 = torch.empty(max_tiles, 3, dtype=torch.int32, device=self.counts_E.device)
             if max_tiles:
                 padded = triton.next_power_of_2(self.num_experts)
                 _write_tiles[(triton.cdiv(max_tiles, 64),)](
                     self.counts_E, tiles_N3, self.num_experts, max_tiles,
-                    EXPERTS=padded, TILE=tile_rows, BLOCK=64,  # pyright: ignore[reportArgumentType]
+                    EXPERTS=padded, TILE=tile_rows, ABREAST=abreast, BLOCK=64,  # pyright: ignore[reportArgumentType]
                 )  # fmt: skip
-            self._tiles[tile_rows] = tiles_N3
-        return self._tiles[tile_rows]
+            self._tiles[key] = tiles_N3
+        return self._tiles[key]
+
+
+@triton.jit
+def part_of_tile(tiles_ptr, index, PARTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Expert, first row and one past the last of part `index`, where each tile has PARTS parts of BLOCK_M rows.
+
+    One table for kernels that walk rows in smaller tiles than others.
+    """
+    tile = tiles_ptr + index // PARTS * 3
+    first = tl.load(tile + 1) + index % PARTS * BLOCK_M
+    return tl.load(tile).to(tl.int64), first, tl.minimum(tl.load(tile + 2), first + BLOCK_M)
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def _write_tiles(
-    counts_ptr, tiles_ptr, num_experts, max_tiles, EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Each program finds the experts of BLOCK tiles among the running sum of tiles per expert."""
+    counts_ptr, tiles_ptr, num_experts, max_tiles,
+    EXPERTS: tl.constexpr, TILE: tl.constexpr, ABREAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program finds the experts of BLOCK tiles among the running sum of tiles per expert.
+
+    Abreast, tile i of n comes after ceil(i m / n) tiles of an expert with m, and at a tie after those of the experts
+    before its own.
+    """
     experts = tl.arange(0, EXPERTS)
     counts = tl.load(counts_ptr + experts, mask=experts < num_experts, other=0).to(tl.int32)
     num_tiles = (counts + TILE - 1) // TILE
@@ -100,6 +123,12 @@ def _write_tiles(
     stop = tl.minimum(first + TILE, stop_row)
     exists = tl.sum(is_mine.to(tl.int32), 1) > 0
     inside = tile < max_tiles
+    if ABREAST:
+        of_mine = tl.maximum(tl.sum(tl.where(is_mine, num_tiles[None, :], 0), 1), 1)
+        share = (tile - first_tile)[:, None] * num_tiles[None, :]
+        before = (share + of_mine[:, None] - 1) // of_mine[:, None]
+        is_tie = (share % of_mine[:, None] == 0) & (experts[None, :] < expert[:, None]) & (num_tiles > 0)[None, :]
+        tile = tl.where(exists, tl.sum(before + is_tie.to(tl.int32), 1), tile)
     tl.store(tiles_ptr + tile * 3, expert, mask=inside)
     tl.store(tiles_ptr + tile * 3 + 1, tl.where(exists, first, 0), mask=inside)
     tl.store(tiles_ptr + tile * 3 + 2, tl.where(exists, stop, 0), mask=inside)

@@ -21,8 +21,6 @@ class Tiling:
     columns: int
     warps: int
     stages: int
-    max_registers: int | None = None
-    """A thread's, where Triton would take so many that fewer thread blocks fit."""
 
 
 def padded_rank(rank: int) -> int:

@@ -25,6 +25,7 @@ ADD = {
     2048: Tiling(32, 32, warps=8, stages=2),
 }
 GRADIENT = {
+    32: Tiling(64, 128, warps=4, stages=2),
     256: Tiling(64, 128, warps=4, stages=3),
     1024: Tiling(64, 64, warps=8, stages=3),
     2048: Tiling(32, 32, warps=8, stages=3),

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.groups import RowGroups
+from trainer.kernels.groups import RowGroups, part_of_tile
 from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, tiling_of
 from trainer.moe.activation import ExpertActivation
 
@@ -43,6 +43,8 @@ class InnerAdapter:
         return self.a_ERI.shape[1]
 
 
+TABLE_ROWS = 64
+"""Rows of a tile in the table of `RowGroups.tiles`; a program walks a part of one."""
 FORWARD, BACKWARD = Tiling(16, 256, warps=4, stages=3), Tiling(32, 64, warps=8, stages=3)
 _WIDE = {
     256: Tiling(64, 16, warps=4, stages=3),
@@ -52,7 +54,7 @@ _WIDE = {
 ADAPTED = {32: Tiling(64, 64, warps=4, stages=3), 128: Tiling(64, 32, warps=4, stages=3), **_WIDE}
 """With an adapter; see launch.tiling_of."""
 ADAPTED_BACKWARD = {
-    32: Tiling(64, 64, warps=4, stages=2, max_registers=168),
+    32: Tiling(16, 64, warps=1, stages=2),
     128: Tiling(64, 64, warps=4, stages=2),
     **_WIDE,
 }
@@ -152,8 +154,8 @@ def activate_triton(
     ha_SR = None if adapter is None else gu_SI.new_empty(num_rows, adapter.rank)
     if num_rows:
         tiling = FORWARD if adapter is None else tiling_of(ADAPTED, adapter.rank, gu_SI.element_size())
-        tiles = groups.tiles(tiling.rows)
-        _activate[(tiles.shape[0],)](
+        tiles = groups.tiles(TABLE_ROWS)
+        _activate[(tiles.shape[0] * TABLE_ROWS // tiling.rows,)](
             gu_SI, xa_SR, bias_EI, h_SI, ha_SR, tiles, width,
             *_adapter_arguments(adapter), **_constants(gu_SI, adapter, bias_EI, activation, tiling),  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
@@ -178,8 +180,8 @@ def activate_backward_triton(
     dba_SR = None if adapter is None else gu_SI.new_empty(num_rows, adapter.rank)
     if num_rows:
         tiling = BACKWARD if adapter is None else tiling_of(ADAPTED_BACKWARD, adapter.rank, gu_SI.element_size())
-        tiles = groups.tiles(tiling.rows)
-        _activate_backward[(tiles.shape[0],)](
+        tiles = groups.tiles(TABLE_ROWS)
+        _activate_backward[(tiles.shape[0] * TABLE_ROWS // tiling.rows,)](
             gu_SI, xa_SR, bias_EI, dh_SI, db_SR, weights_S, gu_SI, dh_SI, dw_S, dba_SR, tiles, width,
             *_adapter_arguments(adapter),  # pyright: ignore[reportArgumentType]
             **_constants(gu_SI, adapter, bias_EI, activation, tiling) | {"NEEDS_H": needs_h},
@@ -201,9 +203,9 @@ def _constants(
     return {
         "ALPHA": activation.alpha, "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
         "HAS_LORA": adapter is not None, "HAS_BIAS": bias_EI is not None,
-        "RANK": rank, "PADDED_RANK": padded_rank(rank), "BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns,
+        "RANK": rank, "PADDED_RANK": padded_rank(rank),
+        "TABLE_ROWS": TABLE_ROWS, "BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns,
         "STAGES": tiling.stages, "PRECISION": precision_of(gu_SI), "num_warps": tiling.warps,
-        "maxnreg": tiling.max_registers,
     }  # fmt: skip
 
 
@@ -298,11 +300,10 @@ def _activate(
     gu_ptr, xa_ptr, bias_ptr, h_ptr, ha_ptr, tiles_ptr, width,
     b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride, scale,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
-    RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
+    RANK: tl.constexpr, PADDED_RANK: tl.constexpr, TABLE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles_ptr + tl.program_id(0) * 3
-    expert, first, stop = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    expert, first, stop = part_of_tile(tiles_ptr, tl.program_id(0), TABLE_ROWS // BLOCK_M, BLOCK_M)
     if first < stop:
         rows = tl.arange(0, BLOCK_M)
         is_row = rows < stop - first
@@ -350,7 +351,7 @@ def _activate_backward(
     b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride, scale,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     NEEDS_H: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
-    RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
+    RANK: tl.constexpr, PADDED_RANK: tl.constexpr, TABLE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dgu may lie over gu, hw over dh: each element is read and written by the same program.
@@ -358,8 +359,7 @@ def _activate_backward(
     What is written has pointers of its own: else the loop keeps the addresses of the loads that it issued ahead until
     it stores there, in registers that another thread block could have.
     """
-    tile = tiles_ptr + tl.program_id(0) * 3
-    expert, first, stop = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    expert, first, stop = part_of_tile(tiles_ptr, tl.program_id(0), TABLE_ROWS // BLOCK_M, BLOCK_M)
     if first < stop:
         rows = tl.arange(0, BLOCK_M)
         is_row = rows < stop - first

@@ -6,9 +6,9 @@ Owns the choice of kernel and its traps:
                 refused; rows past the last offset are never written (there are none: row counts are exact); zero rows
                 in all are refused by some builds; the weight gradient of a group without rows is garbage on some GPUs;
                 transposed weights off Hopper and Blackwell run as a loop over experts.
-    triton      trainer.kernels.grouped_gemm: any GPU of compute capability 8.0 on; the same strides. On an H200 it is
-                level with grouped_mm, and adds an adapter in its accumulator: short products with a narrow adapter take
-                it there too (bench/moe_block.py).
+    triton      trainer.kernels.grouped_gemm: any GPU of compute capability 8.0 on; the same strides. On an H200 a
+                product of short groups takes less time than grouped_mm's, one of long groups as much, and an adapter is
+                added in its accumulator (bench/moe_block.py). Gradients of weights are grouped_mm's where it is fast.
     native      a loop of matrix products, one an expert; waits for the device once to learn the row counts.
 """
 
@@ -19,13 +19,9 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from trainer.kernels.grouped_gemm import PRODUCT_RANK, grouped_gradient_triton, grouped_product_triton
+from trainer.kernels.grouped_gemm import grouped_gradient_triton, grouped_product_triton
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.low_rank import add_low_rank
-
-FUSED_RANK, FUSED_ROWS = 32, 512
-"""Up to this rank and number of rows an expert, one triton product with its adapter beats grouped_mm and a pass over
-its output."""
 
 
 class GroupedBackend(StrEnum):
@@ -39,19 +35,24 @@ class GroupedBackend(StrEnum):
 def choose_grouped_backend(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> GroupedBackend:
     """The kernel for products whose row lengths are `sizes`.
 
-    CUDA: grouped_mm where it has native kernels (Hopper and data-centre Blackwell; bfloat16 is all that torch 2.11
-    takes), else triton from compute capability 8.0 on. CPU: grouped_mm up to float32, from torch 2.13 on.
+    CUDA: triton from compute capability 8.0 on; grouped_mm on data-centre Blackwell, where triton was not measured.
+    CPU: grouped_mm up to float32, from torch 2.13 on.
     """
-    is_aligned = all(size * dtype.itemsize % 16 == 0 for size in sizes)
-    has_grouped_mm = is_aligned and hasattr(torch.nn.functional, "grouped_mm")
+    if not all(size * dtype.itemsize % 16 == 0 for size in sizes):
+        return GroupedBackend.native
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        if has_grouped_mm and dtype is torch.bfloat16 and capability in ((9, 0), (10, 0), (10, 3)):
+        if has_fast_grouped_mm(device, dtype) and capability >= (10, 0):
             return GroupedBackend.grouped_mm
-        return GroupedBackend.triton if is_aligned and capability >= (8, 0) else GroupedBackend.native
+        return GroupedBackend.triton if capability >= (8, 0) else GroupedBackend.native
     is_recent = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-    has_grouped_mm = has_grouped_mm and is_recent and dtype is not torch.float64
-    return GroupedBackend.grouped_mm if has_grouped_mm else GroupedBackend.native
+    return GroupedBackend.grouped_mm if is_recent and dtype is not torch.float64 else GroupedBackend.native
+
+
+def has_fast_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether grouped_mm has kernels of its own: on Hopper and data-centre Blackwell, for bfloat16."""
+    is_there = device.type == "cuda" and dtype is torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
+    return is_there and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0), (10, 3))
 
 
 def grouped_product(
@@ -79,11 +80,7 @@ def grouped_product(
     """
     if x_SK.shape[0] == 0:
         return x_SK.new_empty(0, matrices_EKN.shape[2])
-    is_short = x_SK.shape[0] <= FUSED_ROWS * groups.num_experts
-    is_fused = x_SK.is_cuda and low_SR is not None and low_SR.shape[1] <= FUSED_RANK and is_short
-    if backend is GroupedBackend.triton and low_SR is not None and low_SR.shape[1] > PRODUCT_RANK:
-        out_SN = grouped_product_triton(x_SK, matrices_EKN, groups, None, None)
-    elif backend is GroupedBackend.triton or (backend is GroupedBackend.grouped_mm and is_fused):
+    if backend is GroupedBackend.triton:
         out_SN = grouped_product_triton(x_SK, matrices_EKN, groups, low_SR, p_ENR)
         low_SR = p_ENR = None
     elif backend is GroupedBackend.grouped_mm:
@@ -100,7 +97,9 @@ def grouped_gradient(left_SM: Tensor, right_SN: Tensor, groups: RowGroups, backe
     shape = (groups.num_experts, left_SM.shape[1], right_SN.shape[1])
     if left_SM.shape[0] == 0:
         return left_SM.new_zeros(shape)
-    if backend is GroupedBackend.grouped_mm:
+    if backend is GroupedBackend.grouped_mm or (
+        backend is GroupedBackend.triton and has_fast_grouped_mm(left_SM.device, left_SM.dtype)
+    ):
         out_EMN = torch.nn.functional.grouped_mm(left_SM.t(), right_SN, offs=groups.ends_E)
         return out_EMN.masked_fill_((groups.counts_E == 0)[:, None, None], 0)
     if backend is GroupedBackend.triton:

@@ -10,6 +10,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -118,10 +119,30 @@ def case_tiles(device: str) -> None:
         assert bool((covered == 1).all())
 
 
+def case_tiles_abreast(device: str) -> None:
+    """The same tiles, by how far along their expert's rows they lie, then by expert; many experts, many tiles."""
+    skewed = (torch.arange(130) * 7919 % 97).tolist()
+    for counts in (COUNTS, (0, 0), (TILE_ROWS, 7 * TILE_ROWS, 0, 3 * TILE_ROWS - 1), skewed):
+        groups = groups_of(counts, device)
+        by_expert, abreast = (groups.tiles(TILE_ROWS, abreast=one).tolist() for one in (False, True))
+        num_tiles = [-(-count // TILE_ROWS) for count in counts]
+        starts = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
+
+        def along(tile: list[int], num_tiles=num_tiles, starts=starts) -> tuple[Fraction, int]:
+            expert, first, _ = tile
+            return Fraction((first - int(starts[expert])) // TILE_ROWS, num_tiles[expert]), expert
+
+        assert abreast[: sum(num_tiles)] == sorted(by_expert[: sum(num_tiles)], key=along)
+        assert all(first == stop for _, first, stop in abreast[sum(num_tiles) :])
+
+
 def case_gather(device: str) -> None:
     for dtype in dtypes_of(device):
-        x, source = draw(7, H, device=device, dtype=dtype), torch.tensor([3, 3, 0, 6, 1], device=device)
-        assert torch.equal(gather_rows_triton(x, source), gather_rows_torch(x, source))
+        for num_columns in (H, 300):
+            x = draw(7, num_columns, device=device, dtype=dtype)
+            source = torch.tensor([3, 3, 0, 6, 1] * 9, device=device)
+            for one in (x, x[:, : num_columns - 8]):
+                assert torch.equal(gather_rows_triton(one, source), gather_rows_torch(one, source))
 
 
 def case_gather_project(device: str) -> None:
@@ -246,7 +267,7 @@ def case_dequantize_mxfp4(device: str) -> None:
 
 
 def case_grouped_gemm(device: str) -> None:
-    for counts in (COUNTS, (0, 0, 700, 30), (0, 0, 0, 0)):
+    for counts in (COUNTS, (0, 0, 700, 30), (1500, 1, 2595, 0), (0, 0, 0, 0)):
         groups, num_rows = groups_of(counts, device), sum(counts)
         for dtype in dtypes_of(device):
             x, weight = draw(num_rows, H, device=device, dtype=dtype), draw(4, WIDTH, H, device=device, dtype=dtype)
