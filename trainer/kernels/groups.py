@@ -88,17 +88,6 @@ class RowGroups:
         return self._tiles[key]
 
 
-@triton.jit
-def part_of_tile(tiles_ptr, index, PARTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Expert, first row and one past the last of part `index`, where each tile has PARTS parts of BLOCK_M rows.
-
-    One table for kernels that walk rows in smaller tiles than others.
-    """
-    tile = tiles_ptr + index // PARTS * 3
-    first = tl.load(tile + 1) + index % PARTS * BLOCK_M
-    return tl.load(tile).to(tl.int64), first, tl.minimum(tl.load(tile + 2), first + BLOCK_M)
-
-
 @triton.jit(do_not_specialize=["max_tiles"])
 def _write_tiles(
     counts_ptr, tiles_ptr, num_experts, max_tiles,

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.groups import RowGroups, part_of_tile
+from trainer.kernels.groups import RowGroups
 from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, tiling_of
 from trainer.moe.activation import ExpertActivation
 
@@ -263,6 +263,17 @@ def activate_backward(
 
 
 @triton.jit
+def _part_of_tile(tiles_ptr, index, PARTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Expert, first row and one past the last of part `index`, where each tile has PARTS parts of BLOCK_M rows.
+
+    One table for kernels that walk rows in smaller tiles than others.
+    """
+    tile = tiles_ptr + index // PARTS * 3
+    first = tl.load(tile + 1) + index % PARTS * BLOCK_M
+    return tl.load(tile).to(tl.int64), first, tl.minimum(tl.load(tile + 2), first + BLOCK_M)
+
+
+@triton.jit
 def _adapted_tile(
     gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
     RANK: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
@@ -303,7 +314,7 @@ def _activate(
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, TABLE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    expert, first, stop = part_of_tile(tiles_ptr, tl.program_id(0), TABLE_ROWS // BLOCK_M, BLOCK_M)
+    expert, first, stop = _part_of_tile(tiles_ptr, tl.program_id(0), TABLE_ROWS // BLOCK_M, BLOCK_M)
     if first < stop:
         rows = tl.arange(0, BLOCK_M)
         is_row = rows < stop - first
@@ -359,7 +370,7 @@ def _activate_backward(
     What is written has pointers of its own: else the loop keeps the addresses of the loads that it issued ahead until
     it stores there, in registers that another thread block could have.
     """
-    expert, first, stop = part_of_tile(tiles_ptr, tl.program_id(0), TABLE_ROWS // BLOCK_M, BLOCK_M)
+    expert, first, stop = _part_of_tile(tiles_ptr, tl.program_id(0), TABLE_ROWS // BLOCK_M, BLOCK_M)
     if first < stop:
         rows = tl.arange(0, BLOCK_M)
         is_row = rows < stop - first
