@@ -314,7 +314,7 @@ def _activate(
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, TABLE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    expert, first, stop = _part_of_tile(tiles_ptr, tl.program_id(0), TABLE_ROWS // BLOCK_M, BLOCK_M)
+    expert, first, stop = _part_of_tile(tiles_ptr, tl.program_id(0), TABLE_ROWS // BLOCK_M, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     if first < stop:
         rows = tl.arange(0, BLOCK_M)
         is_row = rows < stop - first
@@ -370,7 +370,7 @@ def _activate_backward(
     What is written has pointers of its own: else the loop keeps the addresses of the loads that it issued ahead until
     it stores there, in registers that another thread block could have.
     """
-    expert, first, stop = _part_of_tile(tiles_ptr, tl.program_id(0), TABLE_ROWS // BLOCK_M, BLOCK_M)
+    expert, first, stop = _part_of_tile(tiles_ptr, tl.program_id(0), TABLE_ROWS // BLOCK_M, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     if first < stop:
         rows = tl.arange(0, BLOCK_M)
         is_row = rows < stop - first
