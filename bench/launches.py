@@ -92,7 +92,6 @@ def take_the_gpu_path(counter: Launches, *, does_run: bool = True) -> None:
     from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
     from trainer import kernels
-    from trainer.kernels import low_rank
     from trainer.model import attention
     from trainer.moe import grouped, routed
 
@@ -119,9 +118,10 @@ def take_the_gpu_path(counter: Launches, *, does_run: bool = True) -> None:
 
     def one_product(x: Tensor, matrices: Tensor, groups: Any, backend: Any, **adapter: Any) -> Tensor:
         groups.ends_E  # noqa: B018  grouped_mm takes them
-        with counter.one("grouped GEMM", "grouped_mm"):
-            out = product(x, matrices, groups, backend) if does_run else x.new_empty(len(x), matrices.shape[2])
-        return low_rank.add_low_rank(out, adapter.get("low_SR"), adapter.get("p_ENR"), None, groups)
+        with counter.one("grouped GEMM", "product"):  # an adapter's second factor is added in its accumulator
+            if does_run:
+                return product(x, matrices, groups, backend, **adapter)
+            return x.new_empty(len(x), matrices.shape[2])
 
     routed.grouped_product = one_product
 

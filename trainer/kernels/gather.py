@@ -30,6 +30,8 @@ PROJECT = {
     2048: Tiling(32, 32, warps=8, stages=2),
 }
 """See launch.tiling_of."""
+CACHE_BYTES = 32 << 20
+"""Tokens that stay in the cache whatever order they are read in. An H200 has 50 MB, which writes pass through too."""
 
 
 def gather_rows_torch(x: Tensor, source_S: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ def gather_project_triton(
     dots_S = None if v_EK is None else torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
         tiling = tiling_of(PROJECT, rank, x.element_size())
-        tiles = groups.tiles(tiling.rows, abreast=True)
+        tiles = groups.tiles(tiling.rows, abreast=x.numel() * x.element_size() > CACHE_BYTES)
         _gather_project[(tiles.shape[0],)](
             x, source_S, p_ERK, v_EK, rows_SK, low_SR, dots_S, tiles, scale,
             num_columns, x.stride(0), *p_ERK.stride(),

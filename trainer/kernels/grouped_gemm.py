@@ -13,6 +13,8 @@ Callers: trainer.moe.grouped.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -38,6 +40,12 @@ def product_tiling(mean_rows: int, element_size: int, capability: int) -> tuple[
     return (WIDE if element_size <= 2 and capability >= 9 else NARROW), 8 if mean_rows >= 1024 else 2
 
 
+@cache
+def _capability(device: torch.device) -> int:
+    """The major one; Hopper's where kernels are interpreted, or compiled for another machine."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+
+
 def grouped_product_triton(
     x_SK: Tensor, matrices_EKN: Tensor, groups: RowGroups, low_SR: Tensor | None, p_ENR: Tensor | None
 ) -> Tensor:
@@ -50,8 +58,7 @@ def grouped_product_triton(
     is_turned = matrices_EKN.stride(1) == 1
     stored = (matrices_EKN.transpose(1, 2) if is_turned else matrices_EKN).flatten(0, 1)
     rank = 0 if low_SR is None else low_SR.shape[1]
-    capability, _ = torch.cuda.get_device_capability(x_SK.device) if x_SK.is_cuda else (9, 0)
-    tiling, shared = product_tiling(num_rows // num_experts, x_SK.element_size(), capability)
+    tiling, shared = product_tiling(num_rows // num_experts, x_SK.element_size(), _capability(x_SK.device))
     step = 128 // x_SK.element_size()
     tiles = groups.tiles(tiling.rows)
     _product[(tiles.shape[0] * triton.cdiv(num_columns, tiling.columns),)](

@@ -80,9 +80,9 @@ class RowGroups:
             tiles_N3 = torch.empty(max_tiles, 3, dtype=torch.int32, device=self.counts_E.device)
             if max_tiles:
                 padded = triton.next_power_of_2(self.num_experts)
-                _write_tiles[(triton.cdiv(max_tiles, 64),)](
+                _write_tiles[(triton.cdiv(max_tiles, 16),)](
                     self.counts_E, tiles_N3, self.num_experts, max_tiles,
-                    EXPERTS=padded, TILE=tile_rows, ABREAST=abreast, BLOCK=64,  # pyright: ignore[reportArgumentType]
+                    EXPERTS=padded, TILE=tile_rows, ABREAST=abreast, BLOCK=16,  # pyright: ignore[reportArgumentType]
                 )  # fmt: skip
             self._tiles[key] = tiles_N3
         return self._tiles[key]
@@ -116,7 +116,7 @@ def _write_tiles(
         of_mine = tl.maximum(tl.sum(tl.where(is_mine, num_tiles[None, :], 0), 1), 1)
         share = (tile - first_tile)[:, None] * num_tiles[None, :]
         before = (share + of_mine[:, None] - 1) // of_mine[:, None]
-        is_tie = (share % of_mine[:, None] == 0) & (experts[None, :] < expert[:, None]) & (num_tiles > 0)[None, :]
+        is_tie = (before * of_mine[:, None] == share) & (experts[None, :] < expert[:, None]) & (num_tiles > 0)[None, :]
         tile = tl.where(exists, tl.sum(before + is_tie.to(tl.int32), 1), tile)
     tl.store(tiles_ptr + tile * 3, expert, mask=inside)
     tl.store(tiles_ptr + tile * 3 + 1, tl.where(exists, first, 0), mask=inside)

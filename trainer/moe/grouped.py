@@ -6,15 +6,16 @@ Owns the choice of kernel and its traps:
                 refused; rows past the last offset are never written (there are none: row counts are exact); zero rows
                 in all are refused by some builds; the weight gradient of a group without rows is garbage on some GPUs;
                 transposed weights off Hopper and Blackwell run as a loop over experts.
-    triton      trainer.kernels.grouped_gemm: any GPU of compute capability 8.0 on; the same strides. On an H200 a
-                product of short groups takes less time than grouped_mm's, one of long groups as much, and an adapter is
-                added in its accumulator (bench/moe_block.py). Gradients of weights are grouped_mm's where it is fast.
+    triton      trainer.kernels.grouped_gemm: any GPU of compute capability 8.0 on; the same strides. It adds an adapter
+                in its accumulator. Where grouped_mm is fast too, it makes gradients of weights, and products without
+                an adapter that are LIGHT.
     native      a loop of matrix products, one an expert; waits for the device once to learn the row counts.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ from torch import Tensor
 from trainer.kernels.grouped_gemm import grouped_gradient_triton, grouped_product_triton
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.low_rank import add_low_rank
+
+LIGHT = 4e11
+"""Operations of a product. On an H200, one of Triton's takes up to 15 % less time on the device than grouped_mm's and
+80 us more of the host, which is what short steps wait for (bench/moe_tuning.py)."""
 
 
 class GroupedBackend(StrEnum):
@@ -49,6 +54,7 @@ def choose_grouped_backend(device: torch.device, dtype: torch.dtype, sizes: tupl
     return GroupedBackend.grouped_mm if is_recent and dtype is not torch.float64 else GroupedBackend.native
 
 
+@cache
 def has_fast_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether grouped_mm has kernels of its own: on Hopper and data-centre Blackwell, for bfloat16."""
     is_there = device.type == "cuda" and dtype is torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
@@ -80,6 +86,9 @@ def grouped_product(
     """
     if x_SK.shape[0] == 0:
         return x_SK.new_empty(0, matrices_EKN.shape[2])
+    is_light = low_SR is None and 2 * x_SK.shape[0] * matrices_EKN[0].numel() < LIGHT
+    if backend is GroupedBackend.triton and is_light and has_fast_grouped_mm(x_SK.device, x_SK.dtype):
+        backend = GroupedBackend.grouped_mm
     if backend is GroupedBackend.triton:
         out_SN = grouped_product_triton(x_SK, matrices_EKN, groups, low_SR, p_ENR)
         low_SR = p_ENR = None
@@ -97,9 +106,9 @@ def grouped_gradient(left_SM: Tensor, right_SN: Tensor, groups: RowGroups, backe
     shape = (groups.num_experts, left_SM.shape[1], right_SN.shape[1])
     if left_SM.shape[0] == 0:
         return left_SM.new_zeros(shape)
-    if backend is GroupedBackend.grouped_mm or (
-        backend is GroupedBackend.triton and has_fast_grouped_mm(left_SM.device, left_SM.dtype)
-    ):
+    if backend is GroupedBackend.triton and has_fast_grouped_mm(left_SM.device, left_SM.dtype):
+        backend = GroupedBackend.grouped_mm
+    if backend is GroupedBackend.grouped_mm:
         out_EMN = torch.nn.functional.grouped_mm(left_SM.t(), right_SN, offs=groups.ends_E)
         return out_EMN.masked_fill_((groups.counts_E == 0)[:, None, None], 0)
     if backend is GroupedBackend.triton:

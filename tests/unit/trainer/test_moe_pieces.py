@@ -7,11 +7,32 @@ import torch
 
 from trainer.kernels.groups import RowGroups
 from trainer.model.spec import MoeSpec, RouterScore
+from trainer.moe import grouped
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product
 from trainer.moe.routing import Router
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("rank", "columns", "kernel"), [(0, 40, "grouped_mm"), (0, 48, "triton"), (16, 40, "triton"), (16, 48, "triton")]
+)
+def test_on_hopper_light_products_without_an_adapter_are_grouped_mm(monkeypatch, rank, columns, kernel):
+    """Ten rows, a depth of 16, 15,000 operations called heavy. Nothing runs: who is asked is looked at."""
+    asked = []
+
+    def one(name):
+        return lambda x, matrices, *_, **__: asked.append(name) or x @ matrices[0]
+
+    monkeypatch.setattr(grouped, "LIGHT", 15_000)
+    monkeypatch.setattr(grouped, "has_fast_grouped_mm", lambda device, dtype: True)
+    monkeypatch.setattr(grouped, "grouped_product_triton", one("triton"))
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", one("grouped_mm"), raising=False)
+    low, factors = (torch.zeros(10, rank), torch.zeros(1, columns, rank)) if rank else (None, None)
+    x, matrices, groups = torch.zeros(10, 16), torch.zeros(1, 16, columns), RowGroups(torch.tensor([10]), 10)
+    grouped_product(x, matrices, groups, GroupedBackend.triton, low_SR=low, p_ENR=factors)
+    assert asked == [kernel]
 
 
 @pytest.mark.parametrize("backend", [GroupedBackend.grouped_mm, GroupedBackend.native])
