@@ -6,7 +6,7 @@
 Rungs, each on top of the one before (tokens per second count real tokens only):
 
     loop        one product an expert and projection in a loop; every sequence padded to the longest; padded attention
-    grouped     experts through grouped_mm, or Triton where the device lacks it
+    grouped     experts through grouped products, of the backend that the trainer picks for the device
     attention   the fastest attention of the device (cuDNN's, or varlen)
     no pads     every sequence a microbatch of its own length
     packed      all sequences in one microbatch, without pads

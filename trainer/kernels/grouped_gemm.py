@@ -33,11 +33,11 @@ def product_tiling(mean_rows: int, element_size: int, capability: int) -> tuple[
     """By rows an expert, bytes of an element and (major) compute capability: tile, and row tiles that share columns.
 
     A wide tile reads each operand from the cache less often, which is what bounds narrower ones on long groups. It
-    takes the registers of Hopper's tensor cores: before them, it spills.
+    takes tensor cores that read shared memory themselves, Hopper's and data-centre Blackwell's: on others it spills.
     """
     if mean_rows < 64:
         return SHORT, 1
-    return (WIDE if element_size <= 2 and capability >= 9 else NARROW), 8 if mean_rows >= 1024 else 2
+    return (WIDE if element_size <= 2 and capability in (9, 10) else NARROW), 8 if mean_rows >= 1024 else 2
 
 
 @cache

@@ -16,6 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+MAX_ABREAST = 1 << 16
+"""Tiles of two experts are multiplied in 32 bits, of which a sum of so many leaves one free."""
+
 
 class RowGroups:
     """counts_E rows of each of E experts, one expert after the other."""
@@ -72,17 +75,18 @@ class RowGroups:
         Args:
             tile_rows: Of a tile, at most.
             abreast: Order tiles by how far along their expert's rows they lie, instead of by expert. An expert's rows
-                are in the order of tokens, so that neighbours then read the same tokens: the cache has them.
+                are in the order of tokens, so that neighbours then read the same tokens: the cache has them. By expert
+                all the same beyond MAX_ABREAST tiles.
         """
-        key = (tile_rows, abreast)
+        max_tiles = self.num_rows // tile_rows + min(self.num_experts, self.num_rows)
+        key = (tile_rows, abreast and max_tiles <= MAX_ABREAST)
         if key not in self._tiles:
-            max_tiles = self.num_rows // tile_rows + min(self.num_experts, self.num_rows)
             tiles_N3 = torch.empty(max_tiles, 3, dtype=torch.int32, device=self.counts_E.device)
             if max_tiles:
                 padded = triton.next_power_of_2(self.num_experts)
                 _write_tiles[(triton.cdiv(max_tiles, 16),)](
                     self.counts_E, tiles_N3, self.num_experts, max_tiles,
-                    EXPERTS=padded, TILE=tile_rows, ABREAST=abreast, BLOCK=16,  # pyright: ignore[reportArgumentType]
+                    EXPERTS=padded, TILE=tile_rows, ABREAST=key[1], BLOCK=16,  # pyright: ignore[reportArgumentType]
                 )  # fmt: skip
             self._tiles[key] = tiles_N3
         return self._tiles[key]

@@ -1,7 +1,7 @@
 """What every launch in this package agrees on: padding of the rank, and the precision of products.
 
-Configurations (tile sizes, warps, stages) are fixed in the code, by shape and rank. Autotuning would run at different
-times on ranks that have different row counts, and trip the timeouts of collectives.
+Configurations (tile sizes, warps, stages) are fixed in the code, by shape, rank and kind of GPU. Autotuning would run
+at different times on ranks that have different row counts, and trip the timeouts of collectives.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ class Decoder(nn.Module):
     def backends(self) -> dict[str, str]:
         """Kernels chosen at construction, for the run's log.
 
-        Example: {"attention": "varlen", "experts": "grouped_mm"}
+        Example: {"attention": "varlen", "experts": "triton"}
         """
         chosen = {"attention": str(self.attention_backend)}
         for module in self.modules():

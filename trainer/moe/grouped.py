@@ -26,11 +26,11 @@ from trainer.kernels.low_rank import add_low_rank
 
 LIGHT = 4e11
 """Operations of a product. On an H200, one of Triton's takes up to 15 % less time on the device than grouped_mm's and
-80 us more of the host, which is what short steps wait for (bench/moe_tuning.py)."""
+80 us more of the host, which is what short steps wait for (docs/LOG.md)."""
 
 
 class GroupedBackend(StrEnum):
-    """Kernel of the grouped products."""
+    """Kernel of the grouped products; see above for what `triton` leaves to grouped_mm."""
 
     grouped_mm = "grouped_mm"
     triton = "triton"
@@ -86,7 +86,7 @@ def grouped_product(
     """
     if x_SK.shape[0] == 0:
         return x_SK.new_empty(0, matrices_EKN.shape[2])
-    is_light = low_SR is None and 2 * x_SK.shape[0] * matrices_EKN[0].numel() < LIGHT
+    is_light = low_SR is None and 2 * x_SK.numel() * matrices_EKN.shape[2] < LIGHT
     if backend is GroupedBackend.triton and is_light and has_fast_grouped_mm(x_SK.device, x_SK.dtype):
         backend = GroupedBackend.grouped_mm
     if backend is GroupedBackend.triton:

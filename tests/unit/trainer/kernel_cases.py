@@ -12,12 +12,14 @@ import traceback
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from conf.schema import CombineMode
 from trainer import merge
+from trainer.kernels import gather
 from trainer.kernels.adamw import Codes, adamw_triton
 from trainer.kernels.combine import weighted_sum_torch, weighted_sum_triton
 from trainer.kernels.counting_sort import sort_by_expert_torch, sort_by_expert_triton
@@ -142,7 +144,9 @@ def case_gather(device: str) -> None:
             x = draw(7, num_columns, device=device, dtype=dtype)
             source = torch.tensor([3, 3, 0, 6, 1] * 9, device=device)
             for one in (x, x[:, : num_columns - 8]):
-                assert torch.equal(gather_rows_triton(one, source), gather_rows_torch(one, source))
+                for tiling in (gather.GATHER, gather.GATHER_FROM_HOST):  # either place of x may take either
+                    with mock.patch.multiple(gather, GATHER=tiling, GATHER_FROM_HOST=tiling):
+                        assert torch.equal(gather_rows_triton(one, source), gather_rows_torch(one, source))
 
 
 def case_gather_project(device: str) -> None:
