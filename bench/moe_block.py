@@ -286,9 +286,8 @@ def kernel_table(
         rate = num_bytes / seconds / 1e9
         table.append({"kernel": name, "us": seconds * 1e6, "gb_s": rate, "share": rate / limit["copy_gb_s"]})
 
-    backends = [choose_grouped_backend(device, torch.bfloat16, (hidden, width, 2 * width))]
-    if device.type == "cuda":
-        backends = [GroupedBackend.grouped_mm, GroupedBackend.triton]
+    chosen = choose_grouped_backend(device, torch.bfloat16, (hidden, width, 2 * width))
+    backends = [GroupedBackend.grouped_mm, GroupedBackend.triton] if device.type == "cuda" else [chosen]
     wgu, wd = draw(num_experts, 2 * width, hidden), draw(num_experts, hidden, width)
     folded = draw(num_experts, 2 * width + rank, hidden)
     wide_cat = draw(num_rows, hidden + rank)

@@ -4,6 +4,7 @@
 
     tilings   every kernel that an adapter touches under some tilings, the shortest first; and what trying them took
     host      what Python spends on launching one forward + backward
+    products  what the host spends on launching one product of experts, by kernel and with an adapter
 
 Shape, routing and clock are those of bench/moe_block.py. `--tiny` is for a machine without a GPU, where Triton's
 products fail, and say so.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import cProfile
 import json
 import pstats
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -43,10 +45,12 @@ from bench.runs import environment  # noqa: E402
 from conf.schema import DType  # noqa: E402
 from trainer.kernels import gather, grouped_gemm, low_rank, swiglu  # noqa: E402
 from trainer.kernels.launch import Tiling  # noqa: E402
+from trainer.moe import grouped  # noqa: E402
 from trainer.moe.activation import SWIGLU  # noqa: E402
 from trainer.moe.dispatch import plan_dispatch  # noqa: E402
+from trainer.moe.grouped import GroupedBackend  # noqa: E402
 
-TABLES = ("tilings", "host")
+TABLES = ("tilings", "host", "products")
 
 
 def tilings_table(shape: dict[str, int], num_tokens: int, device: torch.device) -> Rows:
@@ -110,6 +114,8 @@ def tilings_table(shape: dict[str, int], num_tokens: int, device: torch.device) 
         cases.append(("activate_backward", rank, swiglu, "ADAPTED_BACKWARD", row_tilings, backward))
         project = lambda a=a_gu: gather.gather_project(x, source, a, groups)  # noqa: E731
         cases.append(("gather_project", rank, gather, "PROJECT", gather_tilings, project))
+        # neighbours take the same part of every expert's rows when tokens are more bytes than these: all, none
+        cases.append(("gather_project, abreast from bytes", rank, gather, "CACHE_BYTES", (0, 1 << 62), project))
         add = lambda b=b_d, low=low: low_rank.add_low_rank(sorted_x, low, b, None, groups)  # noqa: E731
         cases.append(("add the product of down", rank, low_rank, "ADD", add_tilings, add))
         for name, right, out, more in (
@@ -126,7 +132,8 @@ def tilings_table(shape: dict[str, int], num_tokens: int, device: torch.device) 
     for name, rank, module, attribute, candidates, run in cases:
         found: Rows = []
         for candidate in candidates:
-            given = (lambda *_, c=candidate: c) if attribute == "product_tiling" else {2048: candidate}
+            given: Any = {2048: candidate} if isinstance(candidate, Tiling) else candidate
+            given = (lambda *_, c=candidate: c) if attribute == "product_tiling" else given
             row = {"tokens": num_tokens, "kernel": name, "rank": rank, "tiling": str(candidate)}
             began = time.perf_counter()
             with mock.patch.object(module, attribute, given):
@@ -158,6 +165,36 @@ def host_table(shape: dict[str, int], num_tokens: int, device: torch.device) -> 
     return sorted(rows, key=lambda row: -row["own_s"])[:30]
 
 
+def products_table(shape: dict[str, int], device: torch.device) -> Rows:
+    """Microseconds of the host for a launch; few tokens, so that the device never makes it wait."""
+    hidden, width, num_experts = shape["hidden_size"], shape["intermediate_size"], shape["num_experts"]
+    num_tokens, rank = 64, 16
+    plan = plan_dispatch(routing_of(num_tokens, shape, device), num_experts, None)
+    num_rows = num_tokens * shape["top_k"]
+    x, down, low, b_down = (
+        torch.randn(*size, device=device, dtype=torch.bfloat16)
+        for size in ((num_rows, width), (num_experts, hidden, width), (num_rows, rank), (num_experts, hidden, rank))
+    )
+    rows: Rows = []
+    for backend in (GroupedBackend.grouped_mm, *([GroupedBackend.triton] if device.type == "cuda" else [])):
+        for adapter in ({}, {"low_SR": low, "p_ENR": b_down}):
+            run = lambda b=backend, more=adapter: grouped.grouped_product(  # noqa: E731
+                x, down.transpose(1, 2), plan.groups, b, **more
+            )
+            samples = []
+            with mock.patch.object(grouped, "has_fast_grouped_mm", lambda *_: False):  # Triton's whatever their size
+                for _ in range(REPEATS):
+                    run()
+                    if device.type == "cuda":
+                        torch.cuda.synchronize()
+                    began = time.perf_counter()
+                    for _ in range(REPEATS):
+                        run()
+                    samples.append((time.perf_counter() - began) / REPEATS * 1e6)
+            rows.append({"backend": str(backend), "rank": rank if adapter else 0, "us": statistics.median(samples)})
+    return rows
+
+
 def main() -> None:
     """See the module's docstring."""
     options = parse(__doc__, TABLES)
@@ -172,6 +209,9 @@ def main() -> None:
     if "host" in options.tables:
         report["host"] = host_table(shape, token_counts[0], device)
         show("Python, forward + backward", report["host"])
+    if "products" in options.tables:
+        report["products"] = products_table(shape, device)
+        show("the host's time of a product's launch", report["products"])
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 

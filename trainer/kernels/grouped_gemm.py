@@ -27,6 +27,7 @@ from trainer.kernels.launch import Tiling, padded_rank, precision_of
 WIDE = Tiling(128, 256, warps=8, stages=3)
 NARROW = Tiling(128, 128, warps=8, stages=3)
 SHORT = Tiling(64, 128, warps=4, stages=4)
+"""See `product_tiling`; short is for groups of few rows."""
 
 
 def product_tiling(mean_rows: int, element_size: int, capability: int) -> tuple[Tiling, int]:

@@ -8,7 +8,7 @@ Owns the choice of kernel and its traps:
                 transposed weights off Hopper and Blackwell run as a loop over experts.
     triton      trainer.kernels.grouped_gemm: any GPU of compute capability 8.0 on; the same strides. It adds an adapter
                 in its accumulator. Where grouped_mm is fast too, it makes gradients of weights, and products without
-                an adapter that are LIGHT.
+                an adapter of fewer than LIGHT_FLOP operations.
     native      a loop of matrix products, one an expert; waits for the device once to learn the row counts.
 """
 
@@ -24,9 +24,9 @@ from trainer.kernels.grouped_gemm import grouped_gradient_triton, grouped_produc
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.low_rank import add_low_rank
 
-LIGHT = 4e11
-"""Operations of a product. On an H200, one of Triton's takes up to 15 % less time on the device than grouped_mm's and
-80 us more of the host, which is what short steps wait for (docs/LOG.md)."""
+LIGHT_FLOP = 4e11
+"""Operations; a product of fewer is light. On an H200, one of Triton's takes up to 15 % less time on the device than
+grouped_mm's and 80 us more of the host, which is what short steps wait for (docs/LOG.md)."""
 
 
 class GroupedBackend(StrEnum):
@@ -86,7 +86,7 @@ def grouped_product(
     """
     if x_SK.shape[0] == 0:
         return x_SK.new_empty(0, matrices_EKN.shape[2])
-    is_light = low_SR is None and 2 * x_SK.numel() * matrices_EKN.shape[2] < LIGHT
+    is_light = low_SR is None and 2 * x_SK.numel() * matrices_EKN.shape[2] < LIGHT_FLOP
     if backend is GroupedBackend.triton and is_light and has_fast_grouped_mm(x_SK.device, x_SK.dtype):
         backend = GroupedBackend.grouped_mm
     if backend is GroupedBackend.triton:

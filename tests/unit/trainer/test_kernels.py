@@ -42,20 +42,21 @@ from trainer.moe.grouped import GroupedBackend, grouped_product
 
 BLOCK_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """The most that a thread block gets, by compute capability."""
-PIPELINED_RANK = 64
+ONE_STEP_RANK = 64
 """The widest that a product takes in one step, whose memory the product's own steps do not get back."""
 
 
-class H200:
+class OnlyCompiles:
     """In place of CUDA's driver: what Triton asks it before it compiles. Launches nothing."""
+
+    target = 90
+    """Compute capability, times ten."""
 
     def get_current_device(self) -> int:
         return -1  # kernels compiled here are not found by a launch on a device
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-    target = 90
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.target, 32)
@@ -181,7 +182,7 @@ def shared_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         return launch
 
-    monkeypatch.setattr(driver, "_active", H200())
+    monkeypatch.setattr(driver, "_active", OnlyCompiles())
     monkeypatch.setattr(JITFunction, "__getitem__", compiled)
     return found
 
@@ -216,7 +217,7 @@ def test_every_rank_fits_into_a_blocks_shared_memory(
     assert shared_bytes.keys() == {
         "_write_tiles", "_gather_project", "_activate", "_activate_backward", "_low_rank_gradient", "_add_low_rank",
     }  # fmt: skip
-    assert max(shared_bytes.values()) <= BLOCK_SHARED_BYTES[H200.target], shared_bytes
+    assert max(shared_bytes.values()) <= BLOCK_SHARED_BYTES[OnlyCompiles.target], shared_bytes
 
 
 @pytest.mark.parametrize("num_rows", [128, 8192])
@@ -226,12 +227,12 @@ def test_a_product_and_its_adapter_fit_into_a_blocks_shared_memory(
     monkeypatch: pytest.MonkeyPatch, shared_bytes: dict[str, int], target: int, dtype: torch.dtype, num_rows: int
 ) -> None:
     """Every tiling, both ways that weights lie; factors of the product's dtype, which take the most here."""
-    monkeypatch.setattr(H200, "target", target)
+    monkeypatch.setattr(OnlyCompiles, "target", target)
     monkeypatch.setattr(grouped_gemm, "_capability", lambda device: target // 10)
     num_experts, hidden, width = 4, 128, 512
     groups = RowGroups(torch.full((num_experts,), num_rows // num_experts), num_rows)
     rows, weights = torch.zeros(num_rows, hidden, dtype=dtype), torch.zeros(num_experts, width, hidden, dtype=dtype)
-    for rank in (PIPELINED_RANK, MAX_EXPERT_RANK):
+    for rank in (ONE_STEP_RANK, MAX_EXPERT_RANK):
         low, factors = torch.zeros(num_rows, rank, dtype=dtype), torch.zeros(num_experts, width, rank, dtype=dtype)
         for matrices in (weights.transpose(1, 2), weights.view(num_experts, hidden, width)):
             grouped_product(rows, matrices, groups, GroupedBackend.triton, low_SR=low, p_ENR=factors)

@@ -25,7 +25,7 @@ def test_on_hopper_light_products_without_an_adapter_are_grouped_mm(monkeypatch,
     def one(name):
         return lambda x, matrices, *_, **__: asked.append(name) or x @ matrices[0]
 
-    monkeypatch.setattr(grouped, "LIGHT", 15_000)
+    monkeypatch.setattr(grouped, "LIGHT_FLOP", 15_000)
     monkeypatch.setattr(grouped, "has_fast_grouped_mm", lambda device, dtype: True)
     monkeypatch.setattr(grouped, "grouped_product_triton", one("triton"))
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", one("grouped_mm"), raising=False)

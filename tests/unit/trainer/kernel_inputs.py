@@ -1,0 +1,42 @@
+"""What cases of kernels share: their sizes, drawn inputs, and how near is near."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.kernels.groups import RowGroups
+
+TILE_ROWS = 64
+COUNTS = (3, 0, 2 * TILE_ROWS + 5, 1)
+"""An expert without rows, one of more than a tile of any kernel, one of a single row."""
+H, WIDTH = 96, 72
+"""Neither is a multiple of a block."""
+WIDE_RANK = 300
+"""Of the last tilings in float32 and the ones before them in two bytes; no power of two."""
+
+
+def dtypes_of(device: str) -> tuple[torch.dtype, torch.dtype]:
+    """A wide and a narrow one; numpy, which the interpreter computes with, has no bfloat16."""
+    return torch.float32, torch.float16 if device == "cpu" else torch.bfloat16
+
+
+def groups_of(counts: tuple[int, ...], device: str) -> RowGroups:
+    return RowGroups(torch.tensor(counts, device=device), sum(counts))
+
+
+def draw(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+
+def assert_near(actual: Tensor | None, expected: Tensor | None, what: str) -> None:
+    """float32: sums in another order. Narrow: one rounding (bfloat16 2^-8, float16 2^-11) may fall the other way."""
+    assert (actual is None) == (expected is None), what
+    if actual is None or expected is None:
+        return
+    assert actual.dtype == expected.dtype, what
+    tolerance = {torch.bfloat16: 2**-7, torch.float16: 2**-9, torch.float32: 3e-5}[actual.dtype]
+    bound = tolerance * (expected.float().abs() + expected.float().abs().mean())
+    worst = ((actual.float() - expected.float()).abs() - bound).max() if actual.numel() else torch.zeros(())
+    assert bool(worst <= 0), f"{what}: off by {float(worst)} beyond the tolerance"
