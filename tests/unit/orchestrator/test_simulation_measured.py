@@ -51,6 +51,8 @@ def measured() -> list[Any]:
     found: list[Any] = []
     for file in sorted(RESULTS.glob("weight_sync-gpu-*.json")):
         report = json.loads(file.read_text())
+        if report.get("is_colocated"):
+            continue  # half of its bytes stay on their GPU: a link that a run does not have
         # Files of two forms: rows of the one engine at the top, or a list of engines that say how they are cut.
         num_ranks = int(report.get("plan", "1x1").partition("x")[0])
         engines = (
