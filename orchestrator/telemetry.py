@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,7 +200,7 @@ class Telemetry:
         self._samples: TextIO = folder.samples.open("a")
         self._events = _EventWriter(folder.tensorboard) if tensorboard else None
         self._gauges = _RayGauges()
-        self._recent_s: list[float] = []
+        self._recent_s: deque[float] | None = None
         self.last_eval_reward: Value = None
 
     def __enter__(self) -> Telemetry:
@@ -225,12 +226,15 @@ class Telemetry:
             self._write_samples(record)
         seconds = row["step/total_s"]
         if record.optim is not None and seconds is not None:
-            self._recent_s = [*self._recent_s[-19:], float(seconds)]
+            if self._recent_s is None:
+                self._recent_s = deque(maxlen=20)  # without the first step, which compiles kernels
+            else:
+                self._recent_s.append(float(seconds))
         self._progress.show(record.step, self._num_steps, self._describe(row), self._left_s(record.step))
         return row
 
     def _left_s(self, step: int) -> float | None:
-        """Steps to go times the mean of the last twenty."""
+        """Steps to go times the mean of the last twenty; None before the second."""
         return (self._num_steps - step) * float(np.mean(self._recent_s)) if self._recent_s else None
 
     def _describe(self, row: Mapping[str, Value]) -> str:

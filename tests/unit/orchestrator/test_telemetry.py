@@ -135,12 +135,16 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
     assert seen == pytest.approx(expected)
 
 
-def test_progress_line_shows_step_numbers_and_time_left(tmp_path: Path) -> None:
+def test_progress_line_shows_step_numbers_and_time_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = StringIO()
-    with open_telemetry(tmp_path, console=Console(file=text)) as telemetry:
-        telemetry.step(record(1))
+    compiles = {**record(1).extra, "step/total_s": 60.0}
+    with caplog.at_level("INFO"), open_telemetry(tmp_path, console=Console(file=text)) as telemetry:
+        telemetry.step(record(1, extra=compiles))
+        telemetry.step(record(2))
     assert "step 1/10" in text.getvalue() and "reward 1.000" in text.getvalue()
-    assert "left 0:18" in text.getvalue()  # nine steps of 2 s
+    first, second = (line for line in caplog.messages if line.startswith("step "))
+    assert "left" not in first
+    assert "left 0:16" in second  # eight steps of 2 s
     assert format_s(3725) == "1:02:05"
 
 
