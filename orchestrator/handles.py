@@ -44,6 +44,10 @@ class RayTrainerGroup:
         self._is_lora = is_lora
         self.num_ranks = len(actors)
 
+    async def warm_up(self, lengths: list[int], timeout_s: float) -> list[dict[str, float]]:
+        """Try a made-up microbatch of sequences of these lengths (TrainerRank.warm_up)."""
+        return await self._call("warm_up", [(lengths,)] * self.num_ranks, timeout_s=timeout_s)
+
     async def forward_backward(
         self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
     ) -> list[LossStats]:

@@ -53,6 +53,7 @@ from orchestrator.waiting import together, wait_for
 from rollout.types import AdapterSlotsSpec
 from trainer.adapter_names import adapter_tensors, target_modules
 from trainer.model.spec import ModelSpec
+from trainer.warm_up import full_microbatch
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +159,22 @@ class Cluster:
         facts = await self._await_start(starts, "trainer ranks")
         _log_trainer(facts)
         self._trainer = RayTrainerGroup(actors, is_lora=config.trainer.mode is TrainMode.lora)
+        if self._needs_gpus and config.algorithm.objective is not Objective.sft:  # engines start meanwhile
+            await self._warm_up(self._trainer)
+
+    async def _warm_up(self, trainer: RayTrainerGroup) -> None:
+        """Have a full microbatch tried."""
+        config = self._config
+        num_samples = config.algorithm.groups_per_step * config.algorithm.group_size
+        lengths = full_microbatch(config.trainer.max_microbatch_tokens, config.rollout.max_model_len, num_samples)
+        found = await trainer.warm_up(lengths, config.cluster.start_timeout_s)
+        logger.info(
+            "a microbatch of %d sequences of %d tokens was tried in %.1f s; %.1f GB on a GPU at most",
+            len(lengths),
+            lengths[0],
+            max(one["seconds"] for one in found),
+            max(one["peak_device_bytes"] for one in found) / 1e9,
+        )
 
     async def _start_workers(self, hf_config: dict[str, Any]) -> None:
         """Start the rollout workers and their engines."""

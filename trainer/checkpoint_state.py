@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from conf.schema import ModelConfig, TrainerConfig, TrainMode
 from trainer.errors import CheckpointError
 
 FORMAT_VERSION = 1
@@ -97,3 +99,22 @@ def read_rank_state(
 
 def _paths(folder: Path, rank: int) -> tuple[Path, Path]:
     return folder / f"rank-{rank}.safetensors", folder / f"rank-{rank}.json"
+
+
+def state_layout(
+    model: ModelConfig, trainer: TrainerConfig, hf_config: Mapping[str, Any], device_type: str
+) -> dict[str, Any]:
+    """Options that decide which values a rank holds and what they mean."""
+    lora = trainer.lora if trainer.mode is TrainMode.lora else None
+    return {
+        "trainer.num_ranks": trainer.num_ranks,
+        "trainer.ep_size": trainer.ep_size,
+        "trainer.mode": trainer.mode.value,
+        "trainer.lora.rank": None if lora is None else lora.rank,
+        "trainer.lora.alpha": None if lora is None else lora.alpha,
+        "trainer.lora.dtype": None if lora is None else lora.dtype.value,
+        "trainer.optim.state": trainer.optim.state.value,
+        "model.dtype": model.dtype.value,
+        "device": device_type,
+        "model.hf_config": hf_config,
+    }

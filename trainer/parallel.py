@@ -15,6 +15,7 @@ Does not own the process group: whoever starts the rank initializes torch.distri
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from trainer.errors import LayoutError
 from trainer.model.spec import CORRECTION_BIAS
@@ -165,6 +166,17 @@ def expert_trainable(decoder: Decoder) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in decoder.named_parameters() if p.requires_grad and id(p) in experts]
 
 
+def take_device(device: str, rank: int) -> torch.device:
+    """This rank's device, with the process prepared for it."""
+    if device == "cuda":
+        taken = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(taken)
+        return taken
+    if "OMP_NUM_THREADS" not in os.environ:  # ranks share this machine's cores with engines: more threads only collide
+        torch.set_num_threads(1)
+    return torch.device("cpu")
+
+
 def local_part(tensor: Tensor) -> tuple[Tensor, int]:
     """This rank's rows (dim 0) of a parameter, live, and the first one's index in the whole. No communication."""
     if not isinstance(tensor, DTensor):
@@ -178,6 +190,17 @@ def local_part(tensor: Tensor) -> tuple[Tensor, int]:
             f"a shard has {local.shape[0]} rows where row sharding over {mesh.size()} ranks gives {stop - start}"
         )
     return local, start
+
+
+def sharded_rows(name: str, tensor: Tensor) -> Tensor:
+    """This rank's rows of a parameter or gradient; refuses a placement that would count elements twice."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not all(isinstance(placement, Shard) for placement in tensor.placements):
+        raise LayoutError(
+            f"{name} is placed as {tensor.placements}; trainable parameters are sharded, never replicated"
+        )
+    return tensor.to_local()
 
 
 def local_address(tensor: Tensor) -> int:

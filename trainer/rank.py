@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -29,12 +28,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from conf.schema import AlgorithmConfig, ModelConfig, Objective, SyncMode, TrainerConfig, TrainMode, WeightSyncConfig
 from trainer.adapter_io import save_adapter, save_merged
 from trainer.adapter_source import AdapterSource
-from trainer.checkpoint_state import read_rank_state, write_rank_state
+from trainer.checkpoint_state import read_rank_state, state_layout, write_rank_state
 from trainer.control import ControlGroup
 from trainer.errors import LayoutError, TrainerError
 from trainer.loading import load_weights, open_reader
@@ -44,10 +42,11 @@ from trainer.model.decoder import Decoder, build_decoder
 from trainer.model.spec import ModelSpec
 from trainer.optim import ShardedAdamW, TrainableShard
 from trainer.packing import Microbatch, collate
-from trainer.parallel import ParallelLayout, dense_trainable, expert_trainable
+from trainer.parallel import ParallelLayout, dense_trainable, expert_trainable, sharded_rows, take_device
 from trainer.quantization import BlockFp8
 from trainer.reference import ReferencePolicy
 from trainer.types import Denominators, LossStats, OptimStats, Sample
+from trainer.warm_up import made_up_samples
 from trainer.weight_source import TrainerWeightSource
 from weight_sync.errors import ReplicaError
 
@@ -101,11 +100,12 @@ class TrainerRank:
         self._seed, self._num_steps = seed, num_steps
         self._rank, self._world_size, self._hf_config, self._sync_key = rank, world_size, hf_config, sync_key
         self._host = host
-        self._device = _take_device(device, rank)
+        self._device = take_device(device, rank)
         self._control = ControlGroup(rank, world_size, rendezvous, self._device)
         torch.manual_seed(seed)
         self._policy_version = 0
         self._local_loss = 0.0
+        self._state_layout = state_layout(model, trainer, hf_config, self._device.type)
         self._decoder: Decoder | None = None
         self._publisher: Publisher | None = None
         self._transport: Transport | None = None
@@ -128,7 +128,7 @@ class TrainerRank:
         report = load_weights(decoder, reader, seed=self._seed)
         self._decoder = decoder
         self._trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
-        self._shards = [TrainableShard(name, _local(name, param).detach()) for name, param in self._trainable]
+        self._shards = [TrainableShard(name, sharded_rows(name, param).detach()) for name, param in self._trainable]
         self._optimizer = ShardedAdamW(
             self._shards,
             self._trainer.optim,
@@ -166,6 +166,44 @@ class TrainerRank:
             "mtp_tensors": report.num_mtp_tensors,
             "load_s": time.perf_counter() - started,
         }
+
+    def warm_up(self, lengths: list[int]) -> dict[str, float]:
+        """Forward and backward over made-up sequences, forgotten at once: weights, moments, random state and version
+        stay what they are.
+
+        What a first step does once is done while engines start (kernels are compiled), and a microbatch that the device
+        cannot hold is refused before anything is sampled.
+
+        Args:
+            lengths: tokens of each sequence of one microbatch, the same on every rank.
+
+        Returns:
+            "seconds"; on a GPU "peak_device_bytes".
+
+        Raises:
+            TrainerError: the device is too small; says what would need less.
+        """
+        samples = made_up_samples(lengths, self._loaded().spec.vocab_size, self._policy_version)
+        num_counted = sum(sample.num_valid_tokens for sample in samples)
+        started = time.perf_counter()
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            try:
+                stats = self.forward_backward([samples], Denominators(num_counted, len(lengths), self._policy_version))
+            except torch.OutOfMemoryError as error:
+                raise TrainerError(
+                    f"rank {self._rank}: a microbatch of {sum(lengths)} tokens does not fit {self._device}: lower "
+                    f"trainer.max_microbatch_tokens, which is {self._trainer.max_microbatch_tokens}; a smaller "
+                    "trainer.lora.rank, trainer.optim.state=int8 or more of trainer.num_ranks need less, too "
+                    f"({str(error).partition('. If reserved')[0]})"
+                ) from None
+            finally:
+                self._drop_gradients()
+        found = {"seconds": time.perf_counter() - started}
+        if self._device.type == "cuda":
+            found["peak_device_bytes"] = stats.maxima["memory/peak_device_bytes"]
+            torch.cuda.empty_cache()  # staging is taken after this
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return found
 
     # ----------------------------------------------------------------------------------------------------------- train
 
@@ -259,15 +297,13 @@ class TrainerRank:
         """
         self._loaded()
         for (name, param), shard in zip(self._trainable, self._shards, strict=True):
-            if _local(name, param).data_ptr() != shard.values.data_ptr():
+            if sharded_rows(name, param).data_ptr() != shard.values.data_ptr():
                 raise TrainerError(
                     f"rank {self._rank}: the storage of {name} was replaced; the optimizer would update the old one"
                 )
-        gradients = [None if p.grad is None else _local(name, p.grad) for name, p in self._trainable]
+        gradients = [None if p.grad is None else sharded_rows(name, p.grad) for name, p in self._trainable]
         result = self._optimizer.step(gradients, self._local_loss)
-        for _, param in self._trainable:
-            param.grad = None
-        self._local_loss = 0.0
+        self._drop_gradients()
         if result.is_finite:
             self._policy_version += 1
         else:
@@ -387,7 +423,7 @@ class TrainerRank:
         self._loaded()
         self._control.agree("folder", str(folder))
         progress = {"policy_version": self._policy_version, "num_updates": self._optimizer.num_updates}
-        write_rank_state(Path(folder), self._rank, self._state_tensors(), self._state_layout(), progress)
+        write_rank_state(Path(folder), self._rank, self._state_tensors(), self._state_layout, progress)
         self._control.agree("policy version", self._policy_version)
 
     def load_state(self, folder: str | Path) -> None:
@@ -403,7 +439,7 @@ class TrainerRank:
         tensors: dict[str, Tensor] = {}
         progress: dict[str, int] = {}
         try:
-            tensors, progress = read_rank_state(Path(folder), self._rank, self._state_layout(), needed)
+            tensors, progress = read_rank_state(Path(folder), self._rank, self._state_layout, needed)
         except TrainerError as caught:
             error = caught  # the other ranks wait in the next collective: raise after it
         try:
@@ -419,9 +455,7 @@ class TrainerRank:
         torch.set_rng_state(tensors["rng.cpu"])
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(tensors["rng.device"], self._device)
-        for _, param in self._trainable:
-            param.grad = None
-        self._local_loss = 0.0
+        self._drop_gradients()
         self._policy_version = progress["policy_version"]
 
     def _state_tensors(self) -> dict[str, Tensor]:
@@ -432,23 +466,6 @@ class TrainerRank:
         if self._device.type == "cuda":
             tensors["rng.device"] = torch.cuda.get_rng_state(self._device)
         return tensors
-
-    def _state_layout(self) -> dict[str, Any]:
-        """Options that decide which values a rank holds and what they mean."""
-        lora = self._trainer.lora
-        is_lora = self._trainer.mode is TrainMode.lora
-        return {
-            "trainer.num_ranks": self._world_size,
-            "trainer.ep_size": self._trainer.ep_size,
-            "trainer.mode": self._trainer.mode.value,
-            "trainer.lora.rank": lora.rank if is_lora else None,
-            "trainer.lora.alpha": lora.alpha if is_lora else None,
-            "trainer.lora.dtype": lora.dtype.value if is_lora else None,
-            "trainer.optim.state": self._trainer.optim.state.value,
-            "model.dtype": self._model.dtype.value,
-            "device": self._device.type,
-            "model.hf_config": self._hf_config,
-        }
 
     def shutdown(self) -> None:
         """Leave the link and the process group. Idempotent; the rank is of no use afterwards."""
@@ -467,27 +484,10 @@ class TrainerRank:
             raise TrainerError(f"rank {self._rank}: call load() first")
         return self._decoder
 
+    def _drop_gradients(self) -> None:
+        for _, param in self._trainable:
+            param.grad = None
+        self._local_loss = 0.0
+
     def _to_device(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-def _take_device(device: str, rank: int) -> torch.device:
-    """This rank's device, with the process prepared for it."""
-    if device == "cuda":
-        taken = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(taken)
-        return taken
-    if "OMP_NUM_THREADS" not in os.environ:  # ranks share this machine's cores with engines: more threads only collide
-        torch.set_num_threads(1)
-    return torch.device("cpu")
-
-
-def _local(name: str, tensor: Tensor) -> Tensor:
-    """This rank's rows of a parameter or gradient; refuses a placement that would count elements twice."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if not all(isinstance(placement, Shard) for placement in tensor.placements):
-        raise LayoutError(
-            f"{name} is placed as {tensor.placements}; trainable parameters are sharded, never replicated"
-        )
-    return tensor.to_local()

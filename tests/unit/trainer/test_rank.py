@@ -48,6 +48,7 @@ def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int
     algorithm = KL if mode is TrainMode.full else AlgorithmConfig()
     trainer = make_rank(rank, world_size, rendezvous, ep_size=ep_size, mode=mode, algorithm=algorithm)
     fill_adapters(trainer, world_size)
+    trainer.warm_up([3, 4])  # of which nothing below may show
     result: dict = {}
     for name, assignments in LAYOUTS.items():
         stats, gradients = train_once(trainer, assignments[rank])

@@ -1,0 +1,44 @@
+"""A microbatch as full as a run's may get, of made-up tokens: what a rank tries before there is a batch.
+
+Owns its size and its contents. Does not own the trying (`TrainerRank.warm_up`). Numpy alone, so that the controller's
+process can call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trainer.types import Sample
+
+
+def full_microbatch(max_tokens: int, longest: int, num_samples: int) -> list[int]:
+    """Lengths of its sequences: as many of the longest as fit into `max_tokens`, and no more than there are samples.
+
+    A sample beyond `max_tokens`, which gets a microbatch of its own, is left out: few runs meet one.
+
+    Args:
+        max_tokens: trainer.max_microbatch_tokens.
+        longest: tokens of the longest sample that there may be.
+        num_samples: of a whole batch.
+
+    Example: full_microbatch(4096, 1500, 64) gives [1500, 1500].
+    """
+    longest = min(longest, max_tokens)
+    return [longest] * min(num_samples, max_tokens // longest)
+
+
+def made_up_samples(lengths: Sequence[int], vocab_size: int, version: int) -> list[Sample]:
+    """One sample a length, the same on every call; all tokens but a sample's first count in the loss."""
+    draw = np.random.default_rng(0)
+    return [
+        Sample(
+            token_ids=draw.integers(0, vocab_size, length).astype(np.int32),
+            loss_mask=np.arange(length) > 0,
+            rollout_logprobs=np.zeros(length, np.float32),
+            advantages=(np.arange(length) > 0).astype(np.float32),
+            oldest_version=version,
+        )
+        for length in lengths
+    ]
