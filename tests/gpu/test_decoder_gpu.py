@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "trainer"))
 from parallel_worker import Scenario, join_again, reference, run_ranks
 from tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
 from torch.utils.checkpoint import checkpoint
+from triton.runtime.jit import JITFunction
 
 from conf.schema import LoraConfig, TrainMode
 from trainer.kernels.groups import RowGroups
@@ -177,6 +178,27 @@ def test_bfloat16_decoder_is_near_the_float32_decoder_of_the_cpu(mode):
     assert torch.equal(logits, fast)  # forward repeats to the bit
     empty = logits_of(again, tuple(x.to("cuda") for x in packed(())))
     empty.sum().backward()
+
+
+def test_another_number_of_tokens_compiles_nothing_anew():
+    """Microbatches differ in their tokens from step to step."""
+    decoder = make_decoder(ALL_EXPERTS, trainer_config(), dtype=torch.bfloat16, device="cuda")
+    counts = []
+    for lengths in ((256, 256), (256, 251), (240, 255)):
+        batch = packed(lengths)
+        on_gpu = (batch[0].cuda(), batch[1].cuda(), batch[2])
+        probe_loss(logits_of(decoder, on_gpu), on_gpu[0]).backward()
+        counts.append(compiled_kernels())
+    assert counts[0]
+    assert counts[1:] == [counts[0]] * 2
+
+
+def compiled_kernels() -> dict[str, int]:
+    """Per kernel of the trainer, the variants that this process has compiled."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("trainer.kernels.")]
+    kernels = {f.__name__: f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)}
+    caches = {name: kernel.device_caches[torch.cuda.current_device()][0] for name, kernel in kernels.items()}
+    return {name: len(cache) for name, cache in caches.items() if cache}
 
 
 NCCL = [

@@ -112,7 +112,7 @@ def gather_project(
     return implementation(x, source_S, p_ERK, groups, scale, v_EK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gather(x_ptr, source_ptr, out_ptr, num_rows, num_columns, x_stride, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
