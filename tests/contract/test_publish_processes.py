@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from fakes.publish_processes import Cluster, committed
+from fakes.stopped import stop_process
 
 from weight_sync.publish_report import EXCLUDED
 
@@ -79,7 +80,7 @@ def test_a_stopped_replica_that_is_excluded_is_not_waited_for_and_may_come_back(
     assert committed(cluster.publish(0)) == [True, True]
     pid = cluster.replicas[0].process.pid
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     try:
         for version in (1, 2):
             report = cluster.publish(version, exclude=[0])

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import pytest
 import torch
+from fakes.stopped import stop_process
 
 from weight_sync.errors import TransferFailed, TransferTimeout, TransportError
 from weight_sync.transport.base import Transport
@@ -271,7 +272,7 @@ def test_a_stopped_mooncake_peer_times_out_and_nothing_lands_late() -> None:
     transport.write(peer.session, [data.data_ptr()], [peer.address], [1000], timeout_s=TIMEOUT_S)
     pid = peer.process.pid
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     try:
         with pytest.raises(TransferTimeout, match="no progress"):
             transport.write(peer.session, [data.data_ptr()], [peer.address], [NUM_BYTES], timeout_s=TIMEOUT_S)

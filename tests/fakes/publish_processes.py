@@ -26,6 +26,7 @@ import torch
 
 from conf.schema import WeightSyncConfig
 from fakes.publish import KEY, NUM_ENGINE_RANKS, DictSource, PlainEngine
+from fakes.stopped import stop_process
 from weight_sync.endpoint import ReplicaEndpoint
 from weight_sync.errors import WeightSyncError
 from weight_sync.publish_report import PublishReport
@@ -185,7 +186,7 @@ class FaultyTransport:
                 sizes[0] -= 2
                 dst[0] += 2
             elif kind == "stall":
-                os.kill(self.fault_pid, signal.SIGSTOP)
+                stop_process(self.fault_pid)
             elif kind in ("die", "stop"):
                 self._inner.write(session, src[:1], dst[:1], sizes[:1], timeout_s=timeout_s)
                 os.kill(os.getpid(), signal.SIGKILL if kind == "die" else signal.SIGSTOP)
