@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from conf.checks import check_architecture
+from conf.checks import check_architecture, packing_of
 from conf.errors import ConfigError
 from conf.schema import Device, LoraConfig, Objective, Relay, RunConfig, SyncMode, TrainMode
 from orchestrator.prepare import engine_checkpoint, resolve_hf_config
@@ -83,7 +83,7 @@ class ModelFacts:
     num_parameters: int
     dtype: str
     num_bytes: int
-    """Of the whole checkpoint in model.dtype."""
+    """Of the whole checkpoint: four-bit experts as they are stored, all else in model.dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,21 @@ class RolloutMemory:
     """Bytes on the fullest engine rank."""
 
     weights: int
-    """All parameters of its layout."""
-    FORMULA: ClassVar[str] = "weights: bytes of all parameters in the recorded layout; a publish stages nothing here"
+    """All parameters of its layout; in adapter mode, where that is not recorded, an even share of the checkpoint."""
+    slots: int
+    """Of adapters; 0 where they are merged."""
+    num_slots: int
+    """algorithm.max_staleness_steps + 2 in adapter mode."""
+
+    @property
+    def formula(self) -> str:
+        """How they are reckoned."""
+        if not self.num_slots:
+            return "weights: bytes of all parameters in the recorded layout; a publish stages nothing here"
+        return (
+            "weights: checkpoint / tp_size; what ranks hold alike comes on top; "
+            f"slots: {self.num_slots}, algorithm.max_staleness_steps + 2; a publish stages nothing here"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +188,11 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
         config = replace(config, cluster=replace(config.cluster, device=Device.cuda))
     hf_config = resolve_hf_config(config.model)
     check_architecture(config, hf_config)
-    # A trainer's own weights are in model.dtype, whatever engines quantize them to.
-    spec = ModelSpec.from_hf_config({key: value for key, value in hf_config.items() if key != "quantization_config"})
+    # A trainer's own weights are in model.dtype, whatever engines quantize them to; four-bit experts stay as they are.
+    packing = packing_of(hf_config)
+    plain = {key: value for key, value in hf_config.items() if key != "quantization_config"}
+    stored = ModelSpec.from_hf_config(hf_config if packing is not None else plain)
+    spec = stored.unpacked()
     trainer, rollout, dtype = config.trainer, config.rollout, config.model.dtype
     tensors = spec.checkpoint_tensors(dtype.value)
     is_adapter = config.weight_sync.mode is SyncMode.adapter
@@ -196,6 +212,10 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
         raise ConfigError(str(error)) from error
     summary = plan.summary()
     num_parameters = sum(prod(meta.shape) for meta in tensors)
+    held = tensors if packing is None else stored.checkpoint_tensors(dtype.value)
+    num_bytes = sum(prod(meta.shape) * DTYPE_BYTES[meta.dtype] for meta in held)
+    fullest = max(_weight_bytes(layout) for layout in engine)
+    num_slots = config.algorithm.max_staleness_steps + 2 if is_adapter else 0
     return PlanReport(
         config=config,
         hardware=hardware,
@@ -205,14 +225,14 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
             spec.moe.num_experts if spec.moe is not None else 0,
             spec.moe.top_k if spec.moe is not None else 0,
             num_parameters,
-            dtype.value,
-            num_parameters * DTYPE_BYTES[dtype.value],
+            dtype.value if packing is None else f"{dtype.value}, experts {packing}",
+            num_bytes,
         ),
         summary=summary,
         placement=placement,
         staging=staging,
-        trainer=trainer_memory(spec, dtype.value, trainer),
-        rollout=RolloutMemory(max(_weight_bytes(layout) for layout in engine)),
+        trainer=trainer_memory(stored, dtype.value, trainer),
+        rollout=RolloutMemory(num_bytes // rollout.tp_size if is_adapter else fullest, num_slots * fullest, num_slots),
         simulation=simulation,
         total_s_by_nic=by_nic,
         modes=compare_modes(config, spec, hardware, simulation, summary),

@@ -65,7 +65,7 @@ def as_plain(report: PlanReport) -> dict[str, Any]:
             },
             "rollout_gpu": {
                 **asdict(report.rollout),
-                "formula": report.rollout.FORMULA,
+                "formula": report.rollout.formula,
                 "not_included": "KV cache, activations, CUDA graphs",
             },
         },
@@ -174,7 +174,17 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
     )  # fmt: skip
     yield (
         "Memory of a rollout GPU, estimated (without KV cache, activations and CUDA graphs)",
-        [("weights", _gb(report.rollout.weights), report.rollout.FORMULA)],
+        [
+            ("weights", _gb(report.rollout.weights), "" if report.rollout.num_slots else report.rollout.formula),
+            *(
+                [
+                    ("adapter slots", _gb(report.rollout.slots), f"{report.rollout.num_slots} of them"),
+                    ("together", _gb(report.rollout.weights + report.rollout.slots), report.rollout.formula),
+                ]
+                if report.rollout.num_slots
+                else []
+            ),
+        ],
     )
     link = (
         f"NIC {rates.nic_bytes_s / 1e9:g}, NVLink {rates.nvlink_bytes_s / 1e9:g}, HBM {rates.hbm_bytes_s / 1e9:g} GB/s"

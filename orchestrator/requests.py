@@ -28,6 +28,7 @@ import yaml
 
 from conf.errors import ConfigError
 from conf.schema import Objective
+from orchestrator.replicas import ReplicaState
 from orchestrator.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -140,6 +141,9 @@ async def _restart(supervisor: Supervisor, worker: int | None) -> tuple[bool, li
         return False, [f"--worker {worker}: this run has {num_workers} rollout workers, 0 to {num_workers - 1}"]
     chosen = supervisor.out_of_service if worker is None else [worker]
     if not chosen:
+        starting = [replica.worker.name for replica in supervisor.replicas if replica.state is ReplicaState.starting]
+        if starting:
+            return True, [f"{name} is being restarted already" for name in starting]
         return True, ["no rollout worker is out of service; --worker N restarts one all the same"]
     return True, [await supervisor.restart_now(index) for index in chosen]
 

@@ -234,8 +234,8 @@ class Telemetry:
         return row
 
     def _left_s(self, step: int) -> float | None:
-        """Steps to go times the mean of the last twenty; None before the second."""
-        return (self._num_steps - step) * float(np.mean(self._recent_s)) if self._recent_s else None
+        """Steps to go times the median of the last twenty; None before the second."""
+        return (self._num_steps - step) * float(np.median(self._recent_s)) if self._recent_s else None
 
     def _describe(self, row: Mapping[str, Value]) -> str:
         shown = (
@@ -243,7 +243,8 @@ class Telemetry:
             ("eval", self.last_eval_reward, ".3f"),
             ("nll", row["sft/nll"], ".4f"),
             ("held-out nll", row["eval/nll"], ".4f"),
-            ("k3", row["parity/k3"] if row["parity/k3"] is not None else row["parity/k3_stale"], ".1e"),
+            ("k3", row["parity/k3"], ".1e"),
+            ("k3 of stale tokens", row["parity/k3_stale"] if row["parity/k3"] is None else None, ".1e"),
             ("entropy", row["policy/entropy"], ".2f"),
             ("stale", row["staleness/max"], ".0f"),
             ("wait", row["rollout/wait_s"], ".2f"),

@@ -8,6 +8,7 @@ engine processes watch it (`lifeline`), and stop() ends the whole process group.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema import Device
-from rollout.engine_options import SOCKETS_VARIABLE, engine_environment
+from rollout.engine_options import CPU_KV_CACHE_BYTES, SOCKETS_VARIABLE, engine_environment
 from rollout.errors import EngineError
 from rollout.lifeline import OWNER_VARIABLE
 from rollout.served import ServedEngine
@@ -62,8 +63,8 @@ def serve_command(options: ServerOptions, port: int) -> list[str]:
     ]  # fmt: skip
     if options.enable_expert_parallel:
         words.append("--enable-expert-parallel")
-    if is_cpu:
-        words.append("--enforce-eager")
+    if is_cpu:  # of an engine's own accord it would keep most of the machine's memory for KV blocks
+        words += ["--enforce-eager", "--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
     if not any((options.checkpoint / name).is_file() for name in _TOKENIZER_FILES):
         words.append("--skip-tokenizer-init")
     return [*words, *options.extra]
@@ -101,10 +102,8 @@ class ServerProcess:
         return self._process.poll() is None
 
     def why_it_ended(self) -> EngineError:
-        """The last error line of its log."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        told = [line for line in lines if "Error" in line and "Traceback" not in line]
-        why = (told or lines or ["it said nothing"])[-1].strip()
+        """What its log says."""
+        why = cause_in(self.log.read_text(errors="replace"))
         return EngineError(f"{self.engine.url} ended with code {self._process.poll()}: {why}; all of it: {self.log}")
 
     def stop(self) -> None:
@@ -120,6 +119,21 @@ class ServerProcess:
                 continue
         self._process.poll()
         self._sockets.cleanup()
+
+
+def cause_in(log: str) -> str:
+    """The line of a failed server's log that says why: of its last error, or of the one that this refers to.
+
+    An engine that does not come up says so in a process of its own; the server then ends with "See root cause above".
+    A validation error of pydantic has its text in the line after.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [at for at, line in enumerate(lines) if re.search(r"\w(Error|Exception)\b", line)]
+    causes = [at for at in errors if "root cause above" not in lines[at]]
+    if not errors:
+        return lines[-1] if lines else "it said nothing"
+    at = (causes or errors)[-1]
+    return " ".join(lines[at : at + 2]) if "validation error" in lines[at] else lines[at]
 
 
 def server_environment(device: Device, gpus: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:

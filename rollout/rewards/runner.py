@@ -117,8 +117,8 @@ class RewardRunner:
         return await asyncio.shield(call)
 
     def _report_once(self, kind: str, text: str, prompt: Prompt) -> None:
-        """Log the first failure of each kind (for exceptions: of each last line) in full; the rest are only counted."""
-        key = f"{kind}: {text.strip().splitlines()[-1] if text.strip() else ''}"
+        """Log the first failure of each kind in full (of exceptions: of each class and place); the rest are counted."""
+        key = f"{kind}: {_class_and_place(text)}"
         if key not in self._reported:
             self._reported.add(key)
             logger.warning(
@@ -127,6 +127,16 @@ class RewardRunner:
                 prompt.prompt_id,
                 text,
             )
+
+
+def _class_and_place(text: str) -> str:
+    """Of a traceback, without the exception's own words, which may hold the response. Any other text as it is."""
+    lines = text.strip().splitlines()
+    frames = [at for at, line in enumerate(lines) if line.lstrip().startswith("File ")]
+    if not frames:
+        return text.strip()
+    raised = next((line for line in lines[frames[-1] + 1 :] if not line.startswith(" ")), "")
+    return f"{raised.partition(':')[0]} {lines[frames[-1]].strip()}"
 
 
 class _RewardProcess:

@@ -200,9 +200,22 @@ def test_an_adapter_plan_of_kimi_k2_sends_every_factor_once_and_a_shared_one_onc
     received = (7168 + 2048 + 2 * 2048 + 7168) * 32 * 24 * 2 * 2
     assert set(report.summary.received_bytes.values()) == {received}
     slot, shared = report.modes.slot_bytes, 7168 * 32 * 24 * 2 * 2
-    assert slot == report.rollout.weights == received + shared
+    assert slot == received + shared
+    assert report.rollout.slots == slot * report.rollout.num_slots
     assert report.modes.merged_s is None
     assert report.summary.send_balance == 1.0  # 384 experts over 256 ranks, 1 and 2 in turns
+
+
+def test_memory_of_an_int4_base_is_that_of_what_is_stored() -> None:
+    """594 GB, as the checkpoint of Kimi-K2-Thinking is published; an even share of it on an engine's 16 GPUs."""
+    report = plan_run(load_run_config(["experiment=kimi_k2_thinking_lora", "cluster.rollout_gpus=16"]), Hardware())
+    assert report.model.num_bytes == pytest.approx(594e9, rel=0.01)
+    assert report.rollout.weights == report.model.num_bytes // 16
+    assert report.rollout.slots == report.rollout.num_slots * report.modes.slot_bytes > 0
+    # 384 experts a layer over 256 ranks in 4.5 bits; beside them two layers unpacked, and a share of dense tensors
+    experts = 1.5 * 3 * 7168 * 2048
+    packed, unpacked = 60 * experts * 4.5 / 8, 2 * 2 * experts
+    assert packed < report.trainer.weights < packed + unpacked + 0.2e9
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,8 @@ async def test_without_a_number_it_is_every_worker_that_is_out(run: Path) -> Non
     async with listening(run) as supervisor:
         (line,) = await asyncio.to_thread(ask, run, None)
         assert "no rollout worker is out of service" in line
+        supervisor.replicas[1].state = ReplicaState.starting
+        assert await asyncio.to_thread(ask, run, None) == ["rollout-1 is being restarted already"]
         supervisor.replicas[0].state = ReplicaState.out
         (line,) = await asyncio.to_thread(ask, run, None)
         assert line == "rollout-0 was out and is being restarted"

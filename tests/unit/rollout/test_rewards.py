@@ -23,6 +23,8 @@ REWARDS = """
     def behave(prompt, response, fields):
         if response == "raise":
             raise KeyError("no such thing")
+        if response.startswith("cannot parse"):
+            raise ValueError(response + "\\nin " + prompt)
         if response == "hang":
             while True:
                 pass
@@ -94,6 +96,21 @@ async def test_each_failure_costs_one_sample_and_is_counted(rewards_module, capl
         assert sum("KeyError" in record.message for record in caplog.records) == 1  # twice raised, once in the log
         assert any("exit status 3" in record.message for record in caplog.records)
         assert await runner.score_group(PROMPT, rollouts("ok")) == ([0.5], {})
+    finally:
+        await runner.close()
+
+
+async def test_exceptions_that_quote_the_response_are_of_one_kind(rewards_module, caplog):
+    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave"))
+    await runner.start()
+    try:
+        with caplog.at_level(logging.WARNING, "rollout.rewards.runner"):
+            _, failures = await runner.score_group(PROMPT, rollouts("cannot parse 1", "cannot parse 2", "raise"))
+        assert failures == {"raised": 3}
+        assert [("ValueError" in one.message, "KeyError" in one.message) for one in caplog.records] == [
+            (True, False),
+            (False, True),
+        ]
     finally:
         await runner.close()
 
