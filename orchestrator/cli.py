@@ -5,7 +5,7 @@ overrides.
 
 Owns: words, exit codes, signals, and what a person sees when something is wrong. Does not own: anything about a run.
 
-    exit code   0 done      1 Slipstream or a library failed; traceback and log are kept
+    exit code   0 done      1 Slipstream or a library failed; run.log has the traceback
                 2 the user can repair it: one message, no traceback, nothing was trained
               130 Ctrl-C  143 SIGTERM  129 SIGHUP (the terminal is gone): the run was wound down
 
@@ -19,6 +19,7 @@ import difflib
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import traceback
@@ -154,12 +155,13 @@ def _train(words: list[str]) -> int:
         return EXIT_OK
     for note in environment.apply(environment.variables_of(report.config)):
         print(note, file=sys.stderr)
+    place = ["--config-dir", str(flags.config_dir)] if flags.config_dir else []
     with _signals() as received:
-        return _run(report.config, overrides, received)
+        return _run(report.config, overrides, received, [*place, *overrides])
 
 
-def _run(config: RunConfig, overrides: list[str], received: list[int]) -> int:
-    """Train, and turn every way in which that ends into an exit code."""
+def _run(config: RunConfig, overrides: list[str], received: list[int], words: list[str]) -> int:
+    """Train, and turn every way in which that ends into an exit code. `words` start the same run again."""
     latest = Path(config.run.resume or Path(config.run.dir) / "latest")
     before = None if config.run.resume else latest.resolve()
     try:
@@ -167,14 +169,12 @@ def _run(config: RunConfig, overrides: list[str], received: list[int]) -> int:
 
         run(config, overrides)
     except KeyboardInterrupt:
-        _tell(f"\nstopped; processes of the run have ended. {_where(latest, before)}")
+        _tell(f"\nstopped; processes of the run have ended.\n{_where(latest, before, words)}")
         return 128 + received[0] if received else EXIT_INTERRUPTED
-    except SlipstreamError as error:
-        if _is_users(error):
-            return _say(error)
-        return _fail(error, _where(latest, before))
     except Exception as error:
-        return _fail(error, _where(latest, before))
+        if isinstance(error, SlipstreamError) and _is_users(error):
+            return _say(error)
+        return _fail(error, _where(latest, before, words))
     return EXIT_OK
 
 
@@ -426,8 +426,10 @@ def _say(error: SlipstreamError) -> int:
     return EXIT_USAGE
 
 
-def _fail(error: BaseException, where: str) -> int:
-    _tell("".join(traceback.format_exception(error)).rstrip())
+def _fail(error: Exception, where: str) -> int:
+    """An error of our own says what is wrong, and run.log where it was raised; others keep their traceback."""
+    if not isinstance(error, SlipstreamError):
+        _tell("".join(traceback.format_exception(error)).rstrip())
     _tell(f"error: {type(error).__name__}: {error}\n{where}")
     return EXIT_FAILED
 
@@ -438,13 +440,20 @@ def _tell(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def _where(latest: Path, before: Path | None) -> str:
-    """Where to read on, once the run has a folder of its own."""
+def _where(latest: Path, before: Path | None, words: Sequence[str]) -> str:
+    """Where to read on and how to go on, once the run has a folder of its own."""
     folder = latest.resolve()
     if not latest.exists() or folder == before:
         return "The run had no folder yet."
     logs = folder / "ray"
-    return f"Log: {folder / 'run.log'}" + (f", worker logs: {logs}" if logs.is_dir() else "")
+    said = f"Log: {folder / 'run.log'}" + (f", worker logs: {logs}" if logs.is_dir() else "")
+    complete = sorted((folder / "checkpoints").glob("step-*"))
+    if not complete:
+        return f"{said}\nThere is no checkpoint yet (run.checkpoint_every_steps)."
+    command = shlex.join(
+        ["slipstream", "train", *(word for word in words if not word.startswith("run.resume=")), f"run.resume={folder}"]
+    )
+    return f"{said}\nGo on from step {int(complete[-1].name.removeprefix('step-'))}: {command}"
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@
         PushError(RuntimeError)            a rank or an engine of `slipstream push` failed
         TrainingStopped(RuntimeError)      the loop cannot go on: a trainer rank died, or too many steps were refused
 
-ConfigError and DataError (rollout.errors) are mistakes that the user can repair: the command line shows their message
-alone. Everything else keeps its traceback.
+The command line shows the message alone of every SlipstreamError; where it was raised is in run.log. Those that the
+user can repair (orchestrator.cli has the list) have an exit code of their own. Whatever else is raised is a defect of
+ours or of a library, and is shown with its traceback.
 """
 
 from __future__ import annotations

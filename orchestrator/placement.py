@@ -262,7 +262,14 @@ class Cluster:
         }
         if not self._is_own:
             variables = variables_for_actors(self._config)
-            ray.init(address=cluster.ray_address, runtime_env={"env_vars": variables}, **common)
+            try:
+                ray.init(address=cluster.ray_address, runtime_env={"env_vars": variables}, **common)
+            except Exception as error:  # the edge to Ray: its class depends on what answers there
+                raise ConfigError(
+                    f"cluster.ray_address={cluster.ray_address} is no Ray cluster that can be joined "
+                    f"({type(error).__name__}: {error}); give the address that `ray start` printed, of the same Ray "
+                    "version, or let the run start its own cluster: cluster=local"
+                ) from error
             if not self._needs_gpus and (num_gpus := ray.cluster_resources().get("GPU", 0)):
                 logger.warning(
                     "the Ray cluster has %d GPUs, unused: cluster.device=cpu, or auto without one here", num_gpus

@@ -304,7 +304,13 @@ def check_run_folder(config: RunConfig) -> Fact:
             raise ConfigError(
                 f"run.resume={run.resume} holds no complete checkpoint (checkpoints/step-*); start a new run instead"
             )
-        checkpoints.read(newest)  # damaged, or of other options: found out here, that costs no start
+        step = checkpoints.read(newest).step  # damaged, or of other options: found out here, that costs no start
+        is_exported = any(path.is_dir() for path in (RunFolder(root).adapter, RunFolder(root).merged))
+        if step >= run.num_steps and is_exported:
+            raise ConfigError(
+                f"run.resume={run.resume} has done {step} steps, and run.num_steps={run.num_steps}: nothing is left to "
+                "train; raise run.num_steps to go on"
+            )
     target = Path(run.resume or run.dir)
     existing = machine.nearest_existing(target)
     if not existing.is_dir():

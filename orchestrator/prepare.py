@@ -30,6 +30,7 @@ from conf.schema import DataConfig, DType, EngineFormat, Init, ModelConfig
 from orchestrator.model_files import read_hf_config
 from rollout.prompts import read_prompts
 from rollout.types import Prompt
+from trainer.model.families import check_spelling
 from trainer.model.spec import ModelSpec
 from trainer.quantization import BlockFp8, engine_tensors
 from weight_sync.layout import TensorMeta
@@ -94,12 +95,17 @@ def prepare_model(config: ModelConfig, folder: Path) -> PreparedModel:
 
 
 def resolve_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """config.json of model.path, model.hf_config on top of it, and the format of the weights."""
+    """config.json of model.path, model.hf_config on top of it, and the format of the weights.
+
+    Raises:
+        ConfigError: config.json cannot be read or describes no known model, or a field of model.hf_config is misspelt.
+    """
     base: dict[str, Any] = {}
     if config.path is not None:
         base = read_hf_config(Path(config.path), "model.path")
     overrides = config.hf_config if config.init is Init.random else {}
     merged = {**base, **overrides}
+    check_spelling(merged, overrides)
     merged.setdefault("architectures", [ModelSpec.from_hf_config(merged).hf_architecture])
     merged["dtype"] = merged["torch_dtype"] = config.dtype.value
     if config.engine_format is EngineFormat.block_fp8 and not merged.get("quantization_config"):

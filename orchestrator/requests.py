@@ -145,7 +145,11 @@ async def _restart(supervisor: Supervisor, worker: int | None) -> tuple[bool, li
         if starting:
             return True, [f"{name} is being restarted already" for name in starting]
         return True, ["no rollout worker is out of service; --worker N restarts one all the same"]
-    return True, [await supervisor.restart_now(index) for index in chosen]
+    num_serving = supervisor.num_serving
+    lines = [await supervisor.restart_now(index) for index in chosen]
+    if num_serving and not supervisor.num_serving:
+        lines.append("no other rollout worker serves: sampling stands still until one is back")
+    return True, lines
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

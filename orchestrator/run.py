@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -31,6 +32,8 @@ from orchestrator.telemetry import Telemetry
 from orchestrator.waiting import together
 from rollout.prompts import Shuffled
 from rollout.rewards.runner import RewardRunner
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,9 @@ class RunResult:
             ("policy version", f"{self.policy_version} after {self.step} steps"),
             ("curves", self.folder.curves),
             ("metrics", self.folder.metrics),
-            ("samples", self.folder.samples),
+            *([("samples", self.folder.samples)] if self.folder.samples.stat().st_size else []),
             ("adapter" if self.export == self.folder.adapter else "model", self.export),
-            ("checkpoint", self.checkpoint),
+            ("checkpoint", self.checkpoint or "none (run.checkpoint_every_steps)"),
         ]
         return "\n".join(f"  {name:<16} {value}" for name, value in lines)
 
@@ -76,7 +79,11 @@ def run(config: RunConfig, overrides: list[str]) -> RunResult:
         for option in changed_options(folder, config):
             log.say(f"resumed with another {option}")
         write_description(folder, config, overrides)  # under the lock: they may be another process's
-        result = asyncio.run(train(config, folder, log))
+        try:
+            result = asyncio.run(train(config, folder, log))
+        except BaseException:
+            logger.debug("the run has ended early", exc_info=True)  # run.log alone: the caller tells people
+            raise
         log.say(result.summary())
     return result
 
@@ -92,11 +99,15 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
     is_adapter_mode = config.weight_sync.mode is SyncMode.adapter
 
     async with contextlib.AsyncExitStack() as stack:
+        progress = stack.enter_context(ProgressLine(log.console))
+        progress.say(
+            f"starting {config.trainer.num_ranks} trainer ranks and {config.rollout.num_workers} rollout workers"
+        )
         rewards = RewardRunner(config.reward, log_path=folder.root / "rewards.log")
         stack.push_async_callback(rewards.close)
         cluster = await stack.enter_async_context(Cluster(config, folder))
         await together(rewards.start(), cluster.start(model.hf_config))
-        telemetry = stack.enter_context(_telemetry(config, folder, log, checkpoints.step_of(resume_from)))
+        telemetry = stack.enter_context(_telemetry(config, folder, progress, checkpoints.step_of(resume_from)))
         supervisor = Supervisor(
             cluster.workers,
             request_timeout_s=config.rollout.request_timeout_s,
@@ -121,6 +132,8 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
             on_clock=log.context.set,
         )
         controller = Controller(config, rooms)
+        progress.say("the first publish and evaluation" if resume_from is None else f"going on from {resume_from.name}")
+        stack.callback(progress.say, "ending the run's processes")
         listening = asyncio.create_task(answer_requests(folder.root, supervisor))
         stack.callback(listening.cancel)
         await controller.start(resume_from)
@@ -152,9 +165,12 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRes
     resume_from = checkpoints.to_resume(config.run.resume)
 
     async with contextlib.AsyncExitStack() as stack:
+        progress = stack.enter_context(ProgressLine(log.console))
+        progress.say(f"starting {config.trainer.num_ranks} trainer ranks")
         cluster = await stack.enter_async_context(Cluster(config, folder))
         await cluster.start(model.hf_config)
-        telemetry = stack.enter_context(_telemetry(config, folder, log, checkpoints.step_of(resume_from)))
+        telemetry = stack.enter_context(_telemetry(config, folder, progress, checkpoints.step_of(resume_from)))
+        stack.callback(progress.say, "ending the run's processes")
         tuner = Finetuner(config, cluster.trainer, training, held_out, telemetry, checkpoints)
         await tuner.train(resume_from, on_clock=log.context.set)
         export = _export_folder(config, folder)
@@ -163,13 +179,13 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRes
     return RunResult(folder, tuner.step, tuner.policy_version, "nll", tuner.held_out_nll, checkpoints.newest(), export)
 
 
-def _telemetry(config: RunConfig, folder: RunFolder, log: RunLog, first_step: int) -> Telemetry:
+def _telemetry(config: RunConfig, folder: RunFolder, progress: ProgressLine, first_step: int) -> Telemetry:
     return Telemetry(
         folder,
         num_steps=config.run.num_steps,
         first_step=first_step,
         tensorboard=config.run.tensorboard,
-        progress=ProgressLine(log.console),
+        progress=progress,
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.status import Status
 
 logger = logging.getLogger(__name__)
@@ -93,27 +94,43 @@ class RunLog:
 
 
 class ProgressLine:
-    """One line that says where the run is and how long it takes yet."""
+    """One line that says where the run is and how long it takes yet. Use as a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._status: Status | None = None
         self._shown_at = float("-inf")
 
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def show(self, step: int, num_steps: int, numbers: str, left_s: float | None) -> None:
         """Replace the line. `numbers` is the row, abridged; `left_s` the estimate of what remains."""
-        line = f"step {step}/{num_steps}  {numbers}" + (f"  left {format_s(left_s)}" if left_s is not None else "")
+        # At the front: a narrow terminal cuts the end.
+        left = f"  left {format_s(left_s)}" if left_s is not None else ""
+        line = f"step {step}/{num_steps}{left}  {numbers}"
         logger.info("%s", line, extra={"is_progress": True})
         if self._console.is_terminal:
-            with suppress(OSError):
-                if self._status is None:
-                    self._status = Status(line, console=self._console)
-                    self._status.start()
-                self._status.update(line)
+            self.say(line)
         elif step in (0, num_steps) or time.monotonic() - self._shown_at >= PLAIN_EVERY_S:
             self._shown_at = time.monotonic()
             with suppress(OSError):
                 self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    def say(self, text: str) -> None:
+        """Replace the line by what is going on now; on a terminal alone, others have the log."""
+        if not self._console.is_terminal:
+            return
+        room = self._console.width - len("⠋ ")
+        line = escape(text if len(text) <= room else text[: room - 1] + "…")
+        with suppress(OSError):
+            if self._status is None:
+                self._status = Status(line, console=self._console)
+                self._status.start()
+            self._status.update(line)
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -184,7 +184,7 @@ class Telemetry:
     Args:
         folder: the run folder.
         num_steps: steps of the whole run, for the time left.
-        first_step: rows after this step are removed from metrics.jsonl: they belong to work that a resumed run redoes.
+        first_step: what was emitted after this step is removed: it belongs to work that a resumed run redoes.
         progress: the line on the terminal.
     """
 
@@ -198,7 +198,7 @@ class Telemetry:
         truncate_rows(folder.samples, after_step=first_step)
         self._file: TextIO = folder.metrics.open("a")
         self._samples: TextIO = folder.samples.open("a")
-        self._events = _EventWriter(folder.tensorboard) if tensorboard else None
+        self._events = _EventWriter(folder.tensorboard, after_step=first_step) if tensorboard else None
         self._gauges = _RayGauges()
         self._recent_s: deque[float] | None = None
         self.last_eval_reward: Value = None
@@ -211,7 +211,6 @@ class Telemetry:
         self._samples.close()
         if self._events:
             self._events.close()
-        self._progress.close()
 
     def step(self, record: StepRecord) -> dict[str, Value]:
         """Emit one row everywhere and return it."""
@@ -350,12 +349,21 @@ def _finite(value: Value) -> Value:
 
 
 class _EventWriter:
-    """TensorBoard events through TensorBoard's own writer, which needs no torch."""
+    """TensorBoard events through TensorBoard's own writer, which needs no torch.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        after_step: TensorBoard is told to forget events of later steps.
+    """
+
+    def __init__(self, folder: Path, *, after_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        is_resumed = folder.is_dir()
         self._writer = EventFileWriter(str(folder))
+        if is_resumed:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=after_step + 1, session_log=start))
 
     def write(self, step: int, row: Mapping[str, Value]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]

@@ -77,7 +77,7 @@ class ServerProcess:
         options: Of the fleet.
         port: Of its API.
         gpus: Names for CUDA_VISIBLE_DEVICES; empty on CPUs.
-        log: File that gets everything it says.
+        log: File that gets everything it says. One that is there already becomes NAME.previous.log.
     """
 
     def __init__(self, options: ServerOptions, port: int, gpus: Sequence[str], log: Path) -> None:
@@ -86,6 +86,8 @@ class ServerProcess:
         self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
         environ = {SOCKETS_VARIABLE: self._sockets.name} | dict(os.environ)  # vLLM leaves its sockets where they are
         log.parent.mkdir(parents=True, exist_ok=True)
+        if log.exists():
+            log.replace(log.with_suffix(".previous.log"))
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 serve_command(options, port),

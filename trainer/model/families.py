@@ -8,8 +8,9 @@ Callers: ModelSpec.from_hf_config.
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +67,53 @@ def read_config(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     spec = _FAMILIES[model_type](config, mla_norm_eps)
     quantization = config.get("quantization_config")
     return _quantized(spec, quantization) if quantization else spec
+
+
+def check_spelling(config: dict[str, Any], given: Collection[str]) -> None:
+    """Refuse a given field that is not read and is spelt almost as one that is.
+
+    Fields that only the engine reads may have any name: a config.json has many.
+
+    Args:
+        config: One that read_config() can read.
+        given: Names of the fields that a person wrote.
+
+    Raises:
+        ConfigError: Names the first such field and what it is near to.
+    """
+    asked = _Asked(config)
+    read_config(asked, MlaNormEps.rollout)
+    for name in sorted(set(given) - asked.names):
+        for known in sorted(asked.names):
+            if _is_misspelling(name, known):
+                raise ConfigError(
+                    f"model.hf_config.{name} is a field that this model does not have. Did you mean {known}?"
+                )
+
+
+def _is_misspelling(name: str, known: str) -> bool:
+    """Word for word nearly the same. A word more or another word is another field: (moe_)intermediate_size."""
+    words, known_words = name.split("_"), known.split("_")
+    if len(words) != len(known_words):
+        return "".join(words) == "".join(known_words)
+    likeness = [difflib.SequenceMatcher(None, *pair).ratio() for pair in zip(words, known_words, strict=True)]
+    return min(likeness) >= 0.6 and sum(likeness) >= len(words) - 0.5
+
+
+class _Asked(dict[str, Any]):
+    """A config that notes which fields are looked for."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.names: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.names.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.names.add(key)
+        return super().__getitem__(key)
 
 
 def _llama(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:

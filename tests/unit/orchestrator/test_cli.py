@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -132,25 +133,28 @@ def test_train_sets_the_environment_and_hands_over_config_and_words(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "has_traceback"),
+    ("error", "code", "has_log", "has_traceback"),
     [
-        (ConfigError("an option is wrong"), 2, False),
-        (CheckpointError("it belongs to another run"), 2, False),
-        (WatermarkError("trainer rank 0: raise the watermark"), 2, False),
-        (NoReplicasLeft("every worker is gone"), 1, True),
-        (ZeroDivisionError("a bug"), 1, True),
+        (ConfigError("an option is wrong"), 2, False, False),
+        (CheckpointError("it belongs to another run"), 2, False, False),
+        (WatermarkError("trainer rank 0: raise the watermark"), 2, False, False),
+        (NoReplicasLeft("every worker is gone"), 1, True, False),
+        (ZeroDivisionError("a bug"), 1, True, True),
     ],
 )
 def test_exit_code_and_traceback_tell_whose_mistake_it_was(
     error: Exception,
     code: int,
+    has_log: bool,
     has_traceback: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
+    folder = tmp_path / "runs" / "quickstart-1"
+
     def run(config: Any, words: list[str]) -> None:
-        (tmp_path / "runs" / "quickstart-1").mkdir(parents=True)
+        folder.mkdir(parents=True)
         (tmp_path / "runs" / "latest").symlink_to("quickstart-1")
         raise error
 
@@ -158,8 +162,29 @@ def test_exit_code_and_traceback_tell_whose_mistake_it_was(
     assert main(READY) == code
     err = capsys.readouterr().err
     assert ("Traceback" in err) == has_traceback
-    assert str(error) in err.splitlines()[-2 if has_traceback else -1]
-    assert (str(tmp_path / "runs" / "quickstart-1" / "run.log") in err) == has_traceback
+    assert str(error) in err.splitlines()[-3 if has_log else -1]
+    assert (f"Log: {folder / 'run.log'}\nThere is no checkpoint yet" in err) == has_log
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), NoReplicasLeft("every worker is gone")])
+def test_a_run_that_ended_early_says_how_to_go_on(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs" / "quickstart-1"
+
+    def run(config: Any, words: list[str]) -> None:
+        for name in ("step-000020", "step-000040", ".step-000060.partial"):
+            (folder / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "runs" / "latest").symlink_to("quickstart-1")
+        raise error
+
+    fake_run(monkeypatch, run)
+    assert main([*READY, "model.hf_config.note={a: 1}"]) != 0
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Go on")]
+    told, _, command = said.partition(": ")
+    assert told == "Go on from step 40"
+    words = [*READY, "model.hf_config.note={a: 1}", f"run.resume={folder}"]
+    assert shlex.split(command) == ["slipstream", *words]
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyncio"])

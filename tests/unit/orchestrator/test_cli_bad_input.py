@@ -122,6 +122,11 @@ def test_unsupported_architecture_lists_the_known_ones(refuse: Refuse) -> None:
     assert "'gpt2'" in message
 
 
+def test_misspelt_field_of_the_model(refuse: Refuse) -> None:
+    message = refuse("model.hf_config.norm_topk_probs=true")
+    assert "norm_topk_probs is a field that this model does not have. Did you mean norm_topk_prob?" in message
+
+
 def test_missing_data_file(refuse: Refuse) -> None:
     message = refuse("data.path=absent.jsonl")
     assert "absent.jsonl" in message
@@ -262,6 +267,12 @@ def test_run_to_resume_has_a_manifest_that_is_none(refuse: Refuse, old_run: Path
 def test_run_to_resume_had_other_options(refuse: Refuse, old_run: Path) -> None:
     message = refuse("run.resume=old", "trainer.lora.rank=8")
     assert "trainer.lora.rank: 16 there, 8 now" in message
+
+
+def test_run_to_resume_is_finished(refuse: Refuse, old_run: Path) -> None:
+    (old_run.parent.parent / "adapter").mkdir()
+    message = refuse("run.resume=old", "run.num_steps=3")
+    assert "has done 3 steps, and run.num_steps=3: nothing is left to train; raise run.num_steps" in message
 
 
 def test_run_folder_below_a_file(refuse: Refuse, tmp_path: Path) -> None:

@@ -63,6 +63,17 @@ async def test_without_a_number_it_is_every_worker_that_is_out(run: Path) -> Non
         assert line == "rollout-0 was out and is being restarted"
 
 
+async def test_restarting_the_last_one_that_serves_is_told(run: Path) -> None:
+    async with listening(run) as supervisor:
+        supervisor.replicas[0].state = ReplicaState.out
+        supervisor.replicas[1].state = ReplicaState.serving
+        lines = await asyncio.to_thread(ask, run, 1)
+        assert lines == [
+            "rollout-1 was serving and is being restarted",
+            "no other rollout worker serves: sampling stands still until one is back",
+        ]
+
+
 async def test_mistakes_are_answered_and_cost_the_run_nothing(run: Path) -> None:
     async with listening(run):
         with pytest.raises(ConfigError, match="--worker 2: this run has 2 rollout workers, 0 to 1"):

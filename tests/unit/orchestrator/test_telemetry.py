@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import re
 from io import StringIO
 from pathlib import Path
 
@@ -108,6 +109,18 @@ def test_resume_continues_the_file_after_the_checkpoint(tmp_path: Path) -> None:
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
 
 
+def test_curves_of_a_resumed_run_do_not_double_back(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with open_telemetry(tmp_path) as first:
+        for step in range(6):
+            first.step(record(step))
+    with open_telemetry(tmp_path, first_step=3) as second:
+        second.step(record(4))
+    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in curves.Scalars("optim/lr")] == [0, 1, 2, 3, 4]
+
+
 def test_truncate_leaves_an_absent_file_absent(tmp_path: Path) -> None:
     truncate_rows(tmp_path / "metrics.jsonl", after_step=3)
     assert not list(tmp_path.iterdir())
@@ -146,6 +159,15 @@ def test_progress_line_shows_step_numbers_and_time_left(tmp_path: Path, caplog: 
     assert "left" not in first
     assert "left 0:16" in second  # eight steps of 2 s
     assert format_s(3725) == "1:02:05"
+
+
+def test_progress_line_fits_the_terminal() -> None:
+    shown = StringIO()
+    with ProgressLine(Console(file=shown, force_terminal=True, width=40)) as progress:
+        progress.show(3, 10, "reward 1.000  [eval] 0.500  entropy 3.66  wait 0.50s", 65)
+    lines = re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", shown.getvalue())
+    assert " step 3/10  left 1:05  reward 1.000  […" in lines
+    assert "0.50s" not in shown.getvalue()
 
 
 def test_run_log_carries_the_clock_and_leaves_the_root_logger_as_it_was(tmp_path: Path) -> None:

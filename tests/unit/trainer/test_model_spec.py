@@ -19,8 +19,10 @@ from tiny_models import (
     make_decoder,
     trainer_config,
 )
+from transformers import AutoConfig
 
 from conf.errors import ConfigError
+from trainer.model.families import check_spelling
 from trainer.model.spec import ExpertFormat, MlaSpec, ModelSpec
 from trainer.parallel import ParallelLayout
 from trainer.shards import local_shards
@@ -181,3 +183,25 @@ def test_an_expert_parallel_size_that_does_not_fit_is_refused():
         make_decoder(MOE, trainer_config(), layout=layout)
     with pytest.raises(ConfigError, match="ep_size must be 1 for a model without experts"):
         make_decoder(DENSE, trainer_config(), layout=layout)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_no_field_that_transformers_writes_is_taken_for_a_misspelt_one(model_type):
+    hf_config = {**AutoConfig.for_model(model_type).to_dict(), "model_type": model_type}
+    check_spelling(hf_config, hf_config)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("num_experts_per_token", "num_experts_per_tok"),
+        ("norm_topk_probs", "norm_topk_prob"),
+        ("hiddensize", "hidden_size"),
+        ("rope_thata", "rope_theta"),
+        ("rms_norm_epsilon", "rms_norm_eps"),
+    ],
+)
+def test_a_misspelt_field_is_refused_and_the_right_one_named(wrong, right):
+    hf_config = {**AutoConfig.for_model("qwen3_moe").to_dict(), "model_type": "qwen3_moe", wrong: 1}
+    with pytest.raises(ConfigError, match=f"hf_config.{wrong} is .* Did you mean {right}"):
+        check_spelling(hf_config, [wrong])
