@@ -141,7 +141,13 @@ def reasons_of(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or set rollout.kv_cache_bytes",
         ),
         Ignored(
-            ("run.eval_samples_per_prompt", "run.eval_every_steps"),
+            "algorithm.max_uninformative_batches",
+            not algorithm.drop_zero_variance_groups,
+            "algorithm.drop_zero_variance_groups=false, which drops none",
+            "remove it, or choose algorithm=dapo",
+        ),
+        Ignored(
+            ("run.eval_samples_per_prompt", "run.eval_every_steps", "rollout.eval_temperature"),
             config.data.eval_path is None,
             "data.eval_path=null",
             "give data.eval_path",

@@ -26,6 +26,7 @@ from typing import Any
 
 from conf.schema import RunConfig
 from orchestrator.buffer import BufferState
+from orchestrator.environment import resolve_device
 from orchestrator.errors import CheckpointError
 from orchestrator.run_folder import flatten, to_plain
 from rollout.types import Group, Prompt, Rollout
@@ -60,12 +61,15 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
             "trainer.mode": trainer.mode,
             "trainer.lora": asdict(trainer.lora) if trainer.mode == "lora" else None,
             "trainer.train_router": trainer.train_router,
+            "trainer.optim.state": trainer.optim.state,
+            "device": resolve_device(config.cluster.device),
             "algorithm.objective": algorithm.objective,
             "algorithm.sequences_per_step": algorithm.sequences_per_step,
             "algorithm.group_size": algorithm.group_size,
             "algorithm.groups_per_step": algorithm.groups_per_step,
             "data.path": config.data.path,
             "run.seed": config.run.seed,
+            "weight_sync.enabled": config.weight_sync.enabled,
         }
     )
 
@@ -88,6 +92,10 @@ class CheckpointStore:
         """The complete checkpoint with the highest step."""
         complete = self._complete()
         return complete[-1] if complete else None
+
+    def of_step(self, step: int) -> Path | None:
+        """The complete checkpoint of a step, if there is one."""
+        return next((path for path in self._complete() if self.step_of(path) == step), None)
 
     def to_resume(self, resume: str | None) -> Path | None:
         """The checkpoint that run.resume asks for; None when it is not set."""
@@ -135,13 +143,10 @@ class CheckpointStore:
         for path in [*_files(partial), *[p for p in partial.rglob("*") if p.is_dir()], partial]:
             _fsync(path)
         final = self._folder / f"step-{state.step:06d}"
-        replaced = self._folder / f".{final.name}.replaced"
-        shutil.rmtree(replaced, ignore_errors=True)
-        if final.exists():  # the same step again: the old one goes only after the new one has its name
-            final.replace(replaced)
+        if final.exists():  # of_step() did not find it complete: somebody took files out of it
+            shutil.rmtree(final)
         partial.replace(final)
         _fsync(self._folder)
-        shutil.rmtree(replaced, ignore_errors=True)
         for old in self._complete()[: -self._keep]:
             shutil.rmtree(old)
         return final

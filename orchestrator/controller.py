@@ -3,30 +3,30 @@
                     prompts                                   (trainer: FSDP2 + EP ranks)
                        |                                        ^            |
                        v                                        | batch      | publish(v): one-sided writes,
-    rollout_loop:   sample a group --> reward --> GroupBuffer --+            |  never through this process
+    Sampler.run:    sample a group --> reward --> GroupBuffer --+            |  never through this process
                        ^  least loaded replica    (tickets, bound)           v
                        +------------------- rollout workers (vLLM) <--- DIRTY -> VERIFIED -> CLEAN(v)
 
     loop          consumes          waits for                         unblocked by
-    rollout_loop  tickets, prompts  a ticket (buffer.admit)           train_loop: buffer.open_next after a publish
+    Sampler.run   tickets, prompts  a ticket (buffer.admit)           train_loop: buffer.open_next after a publish
                                     a place (max_concurrent_groups)   a group that was delivered
                                     a serving replica                 supervisor: a publish settled, a recovery
-    train_loop    batches           a batch (buffer.take_batch)       rollout_loop: buffer.put, or buffer.fail
+    train_loop    batches           a batch (buffer.take_batch)       Sampler.run: buffer.put, or buffer.fail
                                     the trainer, the publish          deadlines of their own
 
-No deadlock: rollout_loop waits for nothing but train_loop's publish, and train_loop waits for groups only while the
-tickets of its batch are open to rollout_loop (that and the staleness bound: orchestrator/buffer.py, docs/staleness.md).
+No deadlock: the sampler waits for nothing but train_loop's publish, and train_loop waits for groups only while the
+tickets of its batch are open to the sampler (that and the staleness bound: orchestrator/buffer.py, docs/staleness.md).
 A restarted worker that nobody can fill would wait for a publish while train_loop waits for its groups: wherever
 train_loop waits for groups it publishes to such a worker at once (`_fed`).
 
-Owns: the order of things; when to publish, evaluate, save and stop. Does not own: what is started and ended around it
-(run), where processes live (placement), who serves (supervisor), what a row means (telemetry), any mathematics but
-calling it.
+Owns: the order of things; when to publish, evaluate, save and stop. Does not own: how groups are sampled and judged
+(sampler), what is started and ended around it (run), where processes live (placement), who serves (supervisor), what a
+row means (telemetry), any mathematics but calling it.
 Invariants: nothing is published from a step whose loss or gradient is not finite; no group older than
 algorithm.max_staleness_steps is trained on; every step that the optimizer saw has a row, whatever fails after it.
 `step`, `policy_version` and the buffer agree whenever a batch or an evaluation is awaited. A failure of sampling is
 raised there and nowhere else, so the run's state is saved before it ends the run; a failure of the trainer leaves
-nothing to save, and the run ends with the last checkpoint.
+nothing to save, and the run ends with the last checkpoint. A run that is told to end ends its step first, and is saved.
 Needs neither torch nor vLLM in its process. Caller: orchestrator.run.
 """
 
@@ -42,17 +42,17 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from conf.schema import Relay, RunConfig, SyncMode
-from orchestrator.advantages import build_samples, denominators_of, is_informative
-from orchestrator.buffer import Batch, GroupBuffer, Slot
+from orchestrator.advantages import build_samples, denominators_of
+from orchestrator.buffer import Batch, GroupBuffer
 from orchestrator.checkpoint import RunState
 from orchestrator.errors import NoReplicasLeft, TrainingStopped
 from orchestrator.relay import publish_by_relay
 from orchestrator.rooms import Rooms, Stopwatch
+from orchestrator.sampler import Sampler
 from orchestrator.telemetry import StepRecord, Value
-from orchestrator.waiting import together, wait_for
-from rollout.types import Group, Prompt
+from orchestrator.waiting import finish_first, wait_for
 from trainer.packing import pack
-from trainer.types import OptimStats
+from trainer.types import OptimStats, Sample
 from weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
@@ -65,8 +65,10 @@ MAX_REFUSED_STEPS = 3
 """Steps in a row without a finite loss and gradient after which the run stops: skipping more will not repair it."""
 RAY_CALL_S = 10.0
 """What a call to a healthy worker may take beside its work."""
-MAX_UNJUDGED_GROUPS = 8
-"""Groups in a row (and at least a batch of them) without one reward after which the run stops: the reward is broken."""
+LAST_STEP_S = 60.0
+"""What a step under way may take yet when the run is told to end."""
+SAVE_S = 120.0
+"""... and then the checkpoint."""
 
 
 class Controller:
@@ -83,98 +85,101 @@ class Controller:
             num_batches=config.run.num_steps,
             enforce_bound=config.weight_sync.enabled,
         )
+        self.sampler = Sampler(config, rooms, self.buffer)
+        self._is_whole = True
+        """Whether trainer, clock and buffer agree: what a checkpoint may be made of."""
         self._shuffle_rng = np.random.default_rng([config.run.seed, 0x5A])
         self._num_refused_in_a_row = 0
-        self._num_generated = 0
-        self._num_uninformative = 0
-        self._num_unjudged_in_a_row = 0
         self._num_reported = (0, 0, 0, 0)
 
     async def train(self) -> None:
-        """Sample and train until the last step."""
-        sampling = asyncio.create_task(self.rollout_loop())
+        """Sample and train until the last step. Cancelled, it ends the step under way and saves."""
+        sampling = asyncio.create_task(self.sampler.run())
         try:
             await self.train_loop()
+        except asyncio.CancelledError:
+            if self._is_whole and self.step > 0:
+                logger.info("told to end: saving step %d first", self.step)
+                await self._try_to_save()
+            raise
         finally:
             sampling.cancel()
             await asyncio.gather(sampling, return_exceptions=True)
 
     async def start(self, resume_from: Path | None) -> None:
         """Bring trainer and replicas to one version: 0, or the checkpoint's. Rewrites no row of a resumed run."""
-        if resume_from is not None:
+        is_synced = self.config.weight_sync.enabled
+        if resume_from is not None and is_synced:
             await self._load(resume_from)
         started = time.monotonic()
         report = await self.publish()
         if report.num_committed == 0:  # restarts repair workers, not a set-up in which none ever served
             reasons = "; ".join(f"{replica.endpoint}: {replica.error}" for replica in report.replicas)
             raise NoReplicasLeft(f"no rollout worker adopted version {self.policy_version}, the first one. {reasons}")
+        if resume_from is not None and not is_synced:  # replicas keep version 0, as before
+            await self._load(resume_from)
         if resume_from is None:
             record = StepRecord(self.step, self.policy_version, sync=report)
             await self._fed(self._evaluate_into(record))
             record.extra["step/total_s"] = time.monotonic() - started
             self.rooms.telemetry.step(record)
 
-    async def rollout_loop(self) -> None:
-        """Keep as many groups in flight as tickets and `max_concurrent_groups` allow.
-
-        consumes: tickets, prompts     waits for: a ticket, a place     unblocked by: open_next, a delivered group
-        """
-        places = asyncio.Semaphore(self.config.rollout.max_concurrent_groups)
-        try:
-            async with asyncio.TaskGroup() as groups:
-                while True:
-                    await places.acquire()
-                    slot = await self.buffer.admit()
-                    # No await between ticket and prompt: a checkpoint must never see one without the other.
-                    prompt = slot.prompt or self._draw(slot)
-                    groups.create_task(self._sample_into(slot, prompt, places))
-        except* Exception as errors:
-            # Raised by train_loop at `take_batch`, between two steps; here it would only be lost.
-            await self.buffer.fail(errors.exceptions[0])
-
     async def train_loop(self) -> None:
         """One iteration = one optimizer step = one policy version.
 
-        consumes: batches     waits for: a batch, the trainer, the publish     unblocked by: rollout_loop, deadlines
+        consumes: batches     waits for: a batch, the trainer, the publish     unblocked by: Sampler.run, deadlines
         """
-        trainer, config = self.rooms.trainer, self.config
-        while self.step < config.run.num_steps:
+        run = self.config.run
+        while self.step < run.num_steps:
             clock = Stopwatch()
             batch = await self._or_save(self._fed(self._next_batch()))
             clock.lap("rollout/wait_s")
-
-            samples = build_samples(batch.groups, config.algorithm, self._shuffle_rng)
-            denominators = denominators_of(samples, self.policy_version)  # of the whole batch, for every microbatch
-            plan = pack([s.num_tokens for s in samples], trainer.num_ranks, config.trainer.max_microbatch_tokens)
-            loss = await trainer.forward_backward(
-                [[[samples[i] for i in indices] for indices in microbatches] for microbatches in plan], denominators
-            )
-            clock.lap("trainer/forward_backward_s")
-            optim = await trainer.optimizer_step()  # refuses a loss or norm that is not finite
-            clock.lap("trainer/optimizer_s")
-            self._advance(optim)
-
-            record = StepRecord(
-                self.step, self.policy_version, batch.groups, batch.staleness_steps, loss, optim,
-                num_ranks=trainer.num_ranks,
-            )  # fmt: skip
-            try:
-                if optim.is_finite and config.weight_sync.enabled:
-                    record.sync = await self.publish()
-                    self._check_that_weights_moved(optim, record.sync)
-                await self.buffer.open_next()  # only after the commit: what starts now starts from the new version
-                if config.run.is_due(config.run.eval_every_steps, self.step):
-                    await self._or_save(self._fed(self._evaluate_into(record)))
-            finally:
-                record.extra |= clock.laps | self._counts() | {
-                    "staleness/dropped_groups": batch.num_dropped,
-                    "trainer/num_microbatches": len(plan[0]),
-                    "step/total_s": clock.total_s,
-                }  # fmt: skip
-                self.rooms.telemetry.step(record)
+            await finish_first(self._train_on(batch, clock), "the step under way", timeout_s=LAST_STEP_S)
             await self._stop_if_hopeless()
-            if config.run.is_due(config.run.checkpoint_every_steps, self.step):
+            if run.is_due(run.checkpoint_every_steps, self.step):
                 await self.save()
+
+    async def _train_on(self, batch: Batch, clock: Stopwatch) -> None:
+        """A step: update, publish, evaluate where due. It has a row, whatever fails after the update."""
+        config, num_ranks = self.config, self.rooms.trainer.num_ranks
+        self._is_whole = False
+        record = StepRecord(
+            self.step + 1, self.policy_version, batch.groups, batch.staleness_steps, num_ranks=num_ranks
+        )
+        samples = build_samples(batch.groups, config.algorithm, self._shuffle_rng)
+        if samples:
+            await self._update(samples, record, clock)
+        else:
+            logger.warning("step %d: no response of its batch counts, so nothing is updated or published", record.step)
+            record.extra |= {"optim/skipped": 1, "trainer/num_microbatches": 0}
+        self._advance(record)
+        try:
+            if record.optim is not None and record.optim.is_finite and config.weight_sync.enabled:
+                record.sync = await self.publish()
+                self._check_that_weights_moved(record.optim, record.sync)
+            await self.buffer.open_next()  # only after the commit: what starts now starts from the new version
+            self._is_whole = True
+            if config.run.is_due(config.run.eval_every_steps, self.step):
+                await self._or_save(self._fed(self._evaluate_into(record)))
+        finally:
+            record.extra |= clock.laps | self._counts() | {
+                "staleness/dropped_groups": batch.num_dropped,
+                "step/total_s": clock.total_s,
+            }  # fmt: skip
+            self.rooms.telemetry.step(record)
+
+    async def _update(self, samples: list[Sample], record: StepRecord, clock: Stopwatch) -> None:
+        """Gradients of a batch, and the optimizer's step."""
+        trainer = self.rooms.trainer
+        denominators = denominators_of(samples, self.policy_version)  # of the whole batch, for every microbatch
+        plan = pack([s.num_tokens for s in samples], trainer.num_ranks, self.config.trainer.max_microbatch_tokens)
+        record.loss = await trainer.forward_backward(
+            [[[samples[i] for i in indices] for indices in microbatches] for microbatches in plan], denominators
+        )
+        clock.lap("trainer/forward_backward_s")
+        record.optim = await trainer.optimizer_step()  # refuses a loss or norm that is not finite
+        clock.lap("trainer/optimizer_s")
+        record.extra["trainer/num_microbatches"] = len(plan[0])
 
     async def publish(self) -> PublishReport:
         """Send the trainer's version to every replica. Who fails is restarted, or out; the others go on."""
@@ -223,23 +228,11 @@ class Controller:
         finally:
             task.cancel()
 
-    async def evaluate(self) -> list[Group]:
-        """Sample and judge every held-out prompt under the current version."""
-        places = asyncio.Semaphore(self.config.rollout.max_concurrent_groups)
-
-        async def one(prompt: Prompt) -> Group:
-            async with places:
-                return await self._sample(prompt, self.config.run.eval_samples_per_prompt)
-
-        return await wait_for(
-            together(*(one(prompt) for prompt in self.rooms.eval_prompts)),
-            f"the evaluation of {len(self.rooms.eval_prompts)} prompts",
-            timeout_s=self._patience_s(),
-            progress=lambda: self._num_generated,
-        )
-
     async def save(self) -> Path:
         """Write a checkpoint of trainer, prompts, buffer and generators; sampling goes on meanwhile."""
+        saved = self.rooms.checkpoints.of_step(self.step)
+        if saved is not None:  # of the same weights; groups that came since are sampled again
+            return saved
         partial = self.rooms.checkpoints.begin(self.step)
         await self.rooms.trainer.save_state(partial / "trainer")
         # One instant for prompts and buffer: nothing is awaited between them.
@@ -271,62 +264,42 @@ class Controller:
             lambda: (
                 f"a batch: {self.buffer.num_ready} of {groups_per_step} groups are in, "
                 f"{self.rooms.supervisor.num_serving} replicas serve, "
-                f"{self._num_uninformative - self._num_reported[1]} groups had equal rewards and were replaced"
+                f"{self.sampler.num_uninformative - self._num_reported[1]} groups had equal rewards and were replaced"
             ),
-            timeout_s=self._patience_s(),
-            progress=lambda: self._num_generated,
+            timeout_s=self.sampler.patience_s,
+            progress=lambda: self.sampler.num_generated,
         )
-
-    async def _sample_into(self, slot: Slot, prompt: Prompt, places: asyncio.Semaphore) -> None:
-        """Deliver one group for one ticket. With dynamic sampling, prompts follow until a group tells something."""
-        algorithm = self.config.algorithm
-        try:
-            group = await self._sample(prompt, algorithm.group_size)
-            self._stop_if_unjudged(group)
-            while algorithm.drop_zero_variance_groups and not is_informative(group.rewards):
-                self._num_uninformative += 1
-                group = await self._sample(self._draw(slot), algorithm.group_size)
-                self._stop_if_unjudged(group)
-            await self.buffer.put(slot, group)
-        finally:
-            places.release()
-
-    async def _sample(self, prompt: Prompt, n: int) -> Group:
-        rollouts = await self.rooms.supervisor.generate_group(prompt, n)
-        rewards, _ = await self.rooms.rewards.score_group(prompt, rollouts)
-        self._num_generated += 1
-        return Group(prompt, rollouts, rewards)
-
-    def _draw(self, slot: Slot) -> Prompt:
-        prompt = next(self.rooms.prompts)
-        self.buffer.drew(slot, prompt)
-        return prompt
 
     async def _evaluate_into(self, record: StepRecord) -> None:
         if self.rooms.eval_prompts:
             started = time.monotonic()
-            record.eval_groups = await self.evaluate()
+            record.eval_groups = await self.sampler.evaluate()
             record.extra["eval/total_s"] = time.monotonic() - started
 
-    def _advance(self, optim: OptimStats) -> None:
+    def _advance(self, record: StepRecord) -> None:
         """The clock moves: the step always, the version only when the optimizer changed the policy."""
-        self.step += 1
-        self.policy_version = optim.policy_version
-        self._num_refused_in_a_row = 0 if optim.is_finite else self._num_refused_in_a_row + 1
+        self.step = record.step
+        if record.optim is not None:
+            self.policy_version = record.policy_version = record.optim.policy_version
+            self._num_refused_in_a_row = 0 if record.optim.is_finite else self._num_refused_in_a_row + 1
+            if not record.optim.is_finite:
+                logger.warning("step %d: loss or gradient is not finite; nothing was updated or published", self.step)
         self.rooms.on_clock(self.step, self.policy_version)
-        if not optim.is_finite:
-            logger.warning("step %d: loss or gradient is not finite; nothing was updated or published", self.step)
 
     async def _or_save(self, sampling: Awaitable[T]) -> T:
         """Await what depends on workers and rewards. When they fail the trainer is well: save before the run ends."""
         try:
             return await sampling
         except Exception:
-            try:
-                await self.save()
-            except Exception:  # on the way out: the first failure is the one to report
-                logger.exception("the run's state could not be saved")
+            await self._try_to_save()
             raise
+
+    async def _try_to_save(self) -> None:
+        """On the way out: why the run ends is what is reported."""
+        try:
+            await asyncio.wait_for(self.save(), SAVE_S)
+        except Exception:
+            logger.exception("the run's state could not be saved")
 
     async def _stop_if_hopeless(self) -> None:
         """Refused steps changed nothing: the weights are the last finite step's, and are saved as such."""
@@ -338,17 +311,6 @@ class Controller:
                 "parity/k3 in metrics.jsonl, lower trainer.optim.lr, and go on with run.resume"
             )
 
-    def _stop_if_unjudged(self, group: Group) -> None:
-        """A reward that fails here and there costs samples. One that fails on a whole batch's worth is broken."""
-        is_unjudged = all(reward is None for reward in group.rewards)
-        self._num_unjudged_in_a_row = self._num_unjudged_in_a_row + 1 if is_unjudged else 0
-        if self._num_unjudged_in_a_row >= max(MAX_UNJUDGED_GROUPS, self.config.algorithm.groups_per_step):
-            raise TrainingStopped(
-                f"reward.kind={self.config.reward.kind} failed on every response of {self._num_unjudged_in_a_row} "
-                "groups in a row, so there is nothing to learn from; run.log has the first failure of each kind, and "
-                "rewards.log what the reward printed. Repair it and go on with run.resume"
-            )
-
     def _check_that_weights_moved(self, optim: OptimStats, report: PublishReport) -> None:
         """Every byte can be proven to have arrived and still be the old one: then the step is lost between the two."""
         if report.num_changed_params == 0 and optim.grad_norm > 0 and optim.lr > 0:
@@ -358,19 +320,12 @@ class Controller:
                 "engine's format", self.step, optim.grad_norm, optim.lr,
             )  # fmt: skip
 
-    def _patience_s(self) -> float:
-        """Longest time without one finished group. Every replica may fail once before the last one succeeds."""
-        rollout, num_judged = self.config.rollout, self.config.algorithm.group_size
-        restart_s = self.config.cluster.start_timeout_s if rollout.max_restarts else 0.0
-        requests_s = rollout.request_timeout_s * (rollout.num_workers + 1)
-        return requests_s + self.config.reward.timeout_s * num_judged + restart_s + 60.0
-
     def _counts(self) -> dict[str, Value]:
         """Counters since the last row."""
         supervisor = self.rooms.supervisor
         counts = (
             supervisor.num_failed_groups,
-            self._num_uninformative,
+            self.sampler.num_uninformative,
             supervisor.num_restarts,
             len(supervisor.recoveries),
         )

@@ -23,6 +23,7 @@ from rollout.types import Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 
 if TYPE_CHECKING:
+    from conf.schema import SamplingConfig
     from weight_sync.publish_report import PublishReport
     from weight_sync.recovery import Offer, Pulled
 
@@ -139,9 +140,9 @@ class RayRolloutWorker:
         self._actor = actor
         self._processes = list(processes)
 
-    async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
-        """Sample `n` responses to one prompt."""
-        return await self._call("generate_group", prompt, n)
+    async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
+        """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise."""
+        return await self._call("generate_group", prompt, n, sampling)
 
     async def offer(self) -> list[Offer]:
         """What a restarted worker may read here."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from rollout.types import Prompt, Rollout
 
 if TYPE_CHECKING:
+    from conf.schema import SamplingConfig
     from weight_sync.recovery import Offer, Pulled
 
 
@@ -29,8 +30,8 @@ class RolloutHandle(Protocol):
     node: str
     """The machine that it runs on."""
 
-    async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
-        """Sample `n` responses to one prompt."""
+    async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
+        """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise."""
         ...
 
     async def offer(self) -> list[Offer]:

@@ -10,6 +10,7 @@ Invariant: one iteration = one optimizer step, as in controller.py; a resumed ru
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,17 +20,20 @@ from conf.schema import RunConfig
 from orchestrator.advantages import denominators_of
 from orchestrator.buffer import BufferState
 from orchestrator.checkpoint import CheckpointStore, RunState
-from orchestrator.controller import MAX_REFUSED_STEPS
+from orchestrator.controller import LAST_STEP_S, MAX_REFUSED_STEPS, SAVE_S
 from orchestrator.conversations import Conversation
 from orchestrator.errors import TrainingStopped
 from orchestrator.rooms import Stopwatch
 from orchestrator.telemetry import StepRecord, Telemetry, Value
+from orchestrator.waiting import finish_first
 from rollout.prompts import Shuffled
 from trainer.packing import pack
 from trainer.types import LossStats, Sample
 
 if TYPE_CHECKING:
     from orchestrator.handles import RayTrainerGroup
+
+logger = logging.getLogger(__name__)
 
 
 class Finetuner:
@@ -53,25 +57,36 @@ class Finetuner:
         self._telemetry = telemetry
         self._checkpoints = checkpoints
         self._num_refused_in_a_row = 0
+        self._is_whole = True
+        """Whether trainer, clock and stream agree: what a checkpoint may be made of."""
         self.held_out_nll: float | None = None
         """Of the newest evaluation; None without data.eval_path."""
 
     async def train(self, resume_from: Path | None, on_clock: Callable[[int, int], None]) -> None:
-        """All steps that are left. `on_clock` is told of every step and version; logs carry them."""
+        """All steps that are left. `on_clock` is told of every step and version; logs carry them. Cancelled, it ends
+        the step under way and saves.
+        """
         if resume_from is not None:
             await self._load(resume_from)
         else:
             record = StepRecord(0, 0)
             record.extra |= await self._evaluate()
             self._telemetry.step(record)
-        while self.step < self.config.run.num_steps:
-            await self._one_step()
-            on_clock(self.step, self.policy_version)
-            if self.config.run.is_due(self.config.run.checkpoint_every_steps, self.step):
-                await self._save()
+        try:
+            while self.step < self.config.run.num_steps:
+                await finish_first(self._one_step(), "the step under way", timeout_s=LAST_STEP_S)
+                on_clock(self.step, self.policy_version)
+                if self.config.run.is_due(self.config.run.checkpoint_every_steps, self.step):
+                    await self._save()
+        except asyncio.CancelledError:
+            if self._is_whole and self.step > 0:
+                logger.info("told to end: saving step %d first", self.step)
+                await asyncio.wait_for(self._save(), SAVE_S)
+            raise
 
     async def _one_step(self) -> None:
         trainer, clock = self._trainer, Stopwatch()
+        self._is_whole = False
         batch = [next(self._stream) for _ in range(self.config.algorithm.sequences_per_step)]
         samples = [conversation.sample(self.policy_version) for conversation in batch]
         microbatches = self._pack(samples)
@@ -80,6 +95,7 @@ class Finetuner:
         optim = await trainer.optimizer_step()  # refuses a loss or norm that is not finite
         clock.lap("trainer/optimizer_s")
         self.step, self.policy_version = self.step + 1, optim.policy_version
+        self._is_whole = True
         train_s = clock.total_s
         record = StepRecord(self.step, self.policy_version, loss=loss, optim=optim, num_ranks=trainer.num_ranks)
         if self.config.run.is_due(self.config.run.eval_every_steps, self.step):
@@ -117,6 +133,9 @@ class Finetuner:
         return [[[samples[i] for i in indices] for indices in of_rank] for of_rank in plan]
 
     async def _save(self) -> Path:
+        saved = self._checkpoints.of_step(self.step)
+        if saved is not None:
+            return saved
         partial = self._checkpoints.begin(self.step)
         await self._trainer.save_state(partial / "trainer")
         state = RunState(self.step, self.policy_version, self._stream.state_dict(), {}, BufferState())

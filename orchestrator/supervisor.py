@@ -42,6 +42,7 @@ from rollout.types import Prompt, Rollout
 from weight_sync.errors import ReplicaDirty
 
 if TYPE_CHECKING:
+    from conf.schema import SamplingConfig
     from weight_sync.recovery import Offer
 
 logger = logging.getLogger(__name__)
@@ -146,8 +147,11 @@ class Supervisor:
 
     # ---- requests ----
 
-    async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
+    async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
         """Sample a group on the least loaded serving replica; on another one when that fails.
+
+        Args:
+            sampling: Instead of rollout.sampling; for evaluation.
 
         Raises:
             NoReplicasLeft: every replica is out. Ends the loop: each failure takes one replica out of service, and each
@@ -158,7 +162,7 @@ class Supervisor:
             worker, num_updates = replica.worker, replica.num_updates
             replica.num_in_flight += 1
             try:
-                return await self._generate_on(replica, prompt, n)
+                return await self._generate_on(replica, prompt, n, sampling)
             except ReplicaDirty as error:
                 # The request crossed a publish on its way: Ray and ZMQ are two roads, and `begin` won. Nothing was
                 # sampled and the worker is well. Only when no publish explains it, the worker really is dirty.
@@ -187,9 +191,11 @@ class Supervisor:
         serving = [replica for replica in self.replicas if replica.state is ReplicaState.serving]
         return min(serving, key=lambda replica: (replica.num_in_flight, replica.index))
 
-    async def _generate_on(self, replica: Replica, prompt: Prompt, n: int) -> list[Rollout]:
+    async def _generate_on(
+        self, replica: Replica, prompt: Prompt, n: int, sampling: SamplingConfig | None
+    ) -> list[Rollout]:
         """One try. Ends early when the replica fails: a frozen engine would hold the group until its deadline."""
-        call = asyncio.ensure_future(replica.worker.generate_group(prompt, n))
+        call = asyncio.ensure_future(replica.worker.generate_group(prompt, n, sampling))
         left = asyncio.ensure_future(replica.left.wait())
         try:
             await wait_for(

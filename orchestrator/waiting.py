@@ -1,6 +1,6 @@
 """The one way this package waits: with a deadline, and saying every 30 seconds what for.
 
-Owns: `wait_for`. Does not own: what is awaited, nor what a caller does about a timeout.
+Owns: `wait_for`, `together`, `finish_first`. Does not own: what is awaited, nor what a caller does about a timeout.
 Invariant: nothing in the controller waits in silence, and nothing waits for ever.
 """
 
@@ -70,4 +70,22 @@ async def together(*awaitables: Awaitable[T]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def finish_first(work: Awaitable[T], what: str, *, timeout_s: float) -> T:
+    """Await work that should not be torn. Cancelled, it waits for the work's end, for at most `timeout_s`, and is
+    cancelled then; what the work returned or raised is lost.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.done():
+            logger.info("told to end: waiting for %s, for at most %.0f s", what, timeout_s)
+            await asyncio.wait({task}, timeout=timeout_s)
+        task.cancel()
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("%s failed while the run was told to end: %s", what, error)
         raise

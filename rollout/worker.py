@@ -188,7 +188,7 @@ class RolloutWorker:
         return self._endpoint.address
 
     async def generate_group(
-        self, prompt: Prompt, n: int, *, sampling: SamplingConfig | None = None, seed: int | None = None
+        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, *, seed: int | None = None
     ) -> list[Rollout]:
         """Sample `n` responses to one prompt. A publish on the way freezes and resumes them (or, by pause mode, starts
         them anew).

@@ -84,6 +84,10 @@ class AlgorithmConfig:
     """
     drop_zero_variance_groups: bool = False
     """Drop groups whose rewards are all equal and sample others in their place (dynamic sampling, DAPO)."""
+    max_uninformative_batches: int = 10
+    """End the run, its state saved, once this many times groups_per_step groups in a row were dropped for equal
+    rewards: the prompts are solved, or out of reach. 0: go on for ever. Ignored when drop_zero_variance_groups=false.
+    """
 
     def __post_init__(self) -> None:
         require(
@@ -91,7 +95,13 @@ class AlgorithmConfig:
             f"algorithm.group_size must be >= 2, got {self.group_size}: a group of one has no advantage",
         )
         at_least(1, "algorithm", groups_per_step=self.groups_per_step, sequences_per_step=self.sequences_per_step)
-        at_least(0, "algorithm", max_staleness_steps=self.max_staleness_steps, kl_coef=self.kl_coef)
+        at_least(
+            0,
+            "algorithm",
+            max_staleness_steps=self.max_staleness_steps,
+            kl_coef=self.kl_coef,
+            max_uninformative_batches=self.max_uninformative_batches,
+        )
         require(0 < self.clip_low < 1, f"algorithm.clip_low must lie in (0, 1), got {self.clip_low}")
         above(0, "algorithm", clip_high=self.clip_high)
         require(self.tis_max == 0 or self.tis_max >= 1, f"algorithm.tis_max must be 0 or >= 1, got {self.tis_max}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from conf.schema.rules import above, at_least, require
+from conf.schema.rules import above, at_least, at_least_or_null, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +12,7 @@ class SamplingConfig:
     """How rollouts are sampled."""
 
     temperature: float = 1.0
-    """Softmax temperature; the trainer's log-probabilities use the same one."""
+    """Softmax temperature, above 0; the trainer's log-probabilities use the same one."""
     top_p: float = 1.0
     """Nucleus bound. Below 1 the engine's log-probabilities are of the truncated distribution: keep 1 for training."""
     max_tokens: int = 256
@@ -21,7 +21,7 @@ class SamplingConfig:
     """End a response at the end-of-sequence token; false samples exactly max_tokens."""
 
     def __post_init__(self) -> None:
-        above(0, "rollout.sampling", temperature=self.temperature)
+        at_least(0, "rollout.sampling", temperature=self.temperature)
         require(0 < self.top_p <= 1, f"rollout.sampling.top_p must lie in (0, 1], got {self.top_p}")
         at_least(1, "rollout.sampling", max_tokens=self.max_tokens)
 
@@ -37,6 +37,8 @@ class RolloutConfig:
     enable_expert_parallel: bool = False
     """Split experts, not their rows, over the tensor-parallel ranks. GPU only."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    eval_temperature: float | None = None
+    """Softmax temperature of evaluations, with a top_p of 1. 0: the likeliest token. null: as rollout.sampling."""
     max_model_len: int = 4096
     """Longest prompt plus response, in tokens."""
     max_num_seqs: int = 256
@@ -77,6 +79,8 @@ class RolloutConfig:
             "rollout.max_num_batched_tokens must be >= rollout.max_num_seqs: a step decodes a token of every request; "
             f"got {self.max_num_batched_tokens} and {self.max_num_seqs}",
         )
+        above(0, "rollout.sampling", temperature=self.sampling.temperature)
+        at_least_or_null(0, "rollout", eval_temperature=self.eval_temperature)
         require(
             0 < self.gpu_memory_utilization < 1,
             f"rollout.gpu_memory_utilization must lie in (0, 1), got {self.gpu_memory_utilization}",

@@ -1,4 +1,4 @@
-"""Fakes of the controller's rooms: a trainer that counts, workers that answer at once, rewards that read the text.
+"""A controller on fakes of its rooms: a trainer that counts, workers that answer at once, rewards that read the text.
 
 They share one `World`: the version that the trainer has, the version that each worker has committed, and a diary of
 what was called in which order. Nothing here sleeps; a test that wants an order holds an `asyncio.Event`.
@@ -10,10 +10,21 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from rich.console import Console
+
+from conf.schema import AlgorithmConfig, RunConfig, RunSection, SamplingConfig
+from orchestrator.checkpoint import CheckpointStore, fingerprint
+from orchestrator.controller import Controller
+from orchestrator.rooms import Rooms
+from orchestrator.run_folder import RunFolder
+from orchestrator.run_log import ProgressLine
+from orchestrator.supervisor import Supervisor
+from orchestrator.telemetry import Telemetry, read_rows
 from rollout.types import Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 from weight_sync.errors import PlanMismatch
@@ -169,7 +180,7 @@ class FakeWorker:
         self.num_groups = 0
         self.wants_base_at = ""
 
-    async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
+    async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
         if self.fails_after is not None and self.num_groups >= self.fails_after:
             raise ConnectionError(f"{self.name} died")
         self.num_groups += 1
@@ -235,3 +246,69 @@ class FakePrompts:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor = state["cursor"]
+
+
+class Loop:
+    """A controller on fakes, in a run folder of its own."""
+
+    def __init__(self, folder: Path, config: RunConfig, *, num_workers: int = 2, resume_step: int = 0) -> None:
+        self.folder = RunFolder(folder)
+        self.config = config
+        self.world = World()
+        self.trainer = FakeTrainer(self.world, num_workers)
+        self.workers = [FakeWorker(self.world, i) for i in range(num_workers)]
+        self.prompts = FakePrompts()
+        self.rewards = FakeRewards()
+        self.checkpoints = CheckpointStore(self.folder.checkpoints, keep=2, options=fingerprint(config))
+        self.resume_step = resume_step
+        self.max_restarts = 0
+        self.base_of_restarted = ""
+        self.controller: Controller | None = None
+
+    async def restart(self, index: int) -> FakeWorker:
+        self.world.diary.append(("restart", index))
+        self.world.committed[index] = -1
+        self.workers[index] = FakeWorker(self.world, index)
+        self.workers[index].wants_base_at = self.base_of_restarted
+        return self.workers[index]
+
+    async def run(self) -> Controller:
+        """To the last step; `controller` is there meanwhile."""
+        telemetry = Telemetry(
+            self.folder,
+            num_steps=self.config.run.num_steps,
+            first_step=self.resume_step,
+            tensorboard=False,
+            progress=ProgressLine(Console(file=StringIO())),
+        )
+        with telemetry:
+            rooms = Rooms(
+                trainer=self.trainer,
+                supervisor=Supervisor(
+                    self.workers, request_timeout_s=5, restart=self.restart, max_restarts=self.max_restarts, backoff_s=0
+                ),
+                prompts=self.prompts,
+                eval_prompts=[Prompt(1000, (1,), "held out"), Prompt(1001, (1,), "held out")],
+                rewards=self.rewards,
+                telemetry=telemetry,
+                checkpoints=self.checkpoints,
+                traces=Path("traces"),
+            )
+            self.controller = Controller(self.config, rooms)
+            async with asyncio.timeout(20):
+                await self.controller.start(self.checkpoints.newest() if self.resume_step else None)
+                await self.controller.train()
+        return self.controller
+
+    @property
+    def rows(self) -> list[dict]:
+        return read_rows(self.folder.metrics)
+
+
+def make_config(*, staleness: int = 0, num_steps: int = 4, groups_per_step: int = 3, **algorithm: object) -> RunConfig:
+    return RunConfig(
+        run=RunSection(num_steps=num_steps, eval_every_steps=0, checkpoint_every_steps=2),
+        algorithm=AlgorithmConfig(
+            group_size=2, groups_per_step=groups_per_step, max_staleness_steps=staleness, **algorithm
+        ),
+    )

@@ -11,87 +11,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from loop import FakePrompts, FakeRewards, FakeTrainer, FakeWorker, World
-from rich.console import Console
+from loop import FakeWorker, Loop, make_config
 
-from conf.schema import AlgorithmConfig, Relay, RunConfig, RunSection, WeightSyncConfig
-from orchestrator.checkpoint import CheckpointStore, fingerprint
-from orchestrator.controller import Controller
+from conf.schema import Relay, WeightSyncConfig
 from orchestrator.errors import NoReplicasLeft, TrainingStopped
-from orchestrator.rooms import Rooms
-from orchestrator.run_folder import RunFolder
-from orchestrator.run_log import ProgressLine
-from orchestrator.supervisor import Supervisor
-from orchestrator.telemetry import Telemetry, read_rows
 from rollout.types import Prompt, Rollout
-
-
-class Loop:
-    """A controller on fakes, in a run folder of its own."""
-
-    def __init__(self, folder: Path, config: RunConfig, *, num_workers: int = 2, resume_step: int = 0) -> None:
-        self.folder = RunFolder(folder)
-        self.config = config
-        self.world = World()
-        self.trainer = FakeTrainer(self.world, num_workers)
-        self.workers = [FakeWorker(self.world, i) for i in range(num_workers)]
-        self.prompts = FakePrompts()
-        self.rewards = FakeRewards()
-        self.checkpoints = CheckpointStore(self.folder.checkpoints, keep=2, options=fingerprint(config))
-        self.resume_step = resume_step
-        self.max_restarts = 0
-        self.base_of_restarted = ""
-
-    async def restart(self, index: int) -> FakeWorker:
-        self.world.diary.append(("restart", index))
-        self.world.committed[index] = -1
-        self.workers[index] = FakeWorker(self.world, index)
-        self.workers[index].wants_base_at = self.base_of_restarted
-        return self.workers[index]
-
-    async def run(self) -> Controller:
-        telemetry = Telemetry(
-            self.folder,
-            num_steps=self.config.run.num_steps,
-            first_step=self.resume_step,
-            tensorboard=False,
-            progress=ProgressLine(Console(file=StringIO())),
-        )
-        with telemetry:
-            rooms = Rooms(
-                trainer=self.trainer,
-                supervisor=Supervisor(
-                    self.workers, request_timeout_s=5, restart=self.restart, max_restarts=self.max_restarts, backoff_s=0
-                ),
-                prompts=self.prompts,
-                eval_prompts=[Prompt(1000, (1,), "held out"), Prompt(1001, (1,), "held out")],
-                rewards=self.rewards,
-                telemetry=telemetry,
-                checkpoints=self.checkpoints,
-                traces=Path("traces"),
-            )
-            controller = Controller(self.config, rooms)
-            async with asyncio.timeout(20):
-                await controller.start(self.checkpoints.newest() if self.resume_step else None)
-                await controller.train()
-        return controller
-
-    @property
-    def rows(self) -> list[dict]:
-        return read_rows(self.folder.metrics)
-
-
-def make_config(*, staleness: int = 0, num_steps: int = 4, groups_per_step: int = 3, **algorithm: object) -> RunConfig:
-    return RunConfig(
-        run=RunSection(num_steps=num_steps, eval_every_steps=0, checkpoint_every_steps=2),
-        algorithm=AlgorithmConfig(
-            group_size=2, groups_per_step=groups_per_step, max_staleness_steps=staleness, **algorithm
-        ),
-    )
 
 
 async def test_strictly_on_policy_trains_on_its_own_version_only(tmp_path: Path) -> None:
@@ -218,7 +145,7 @@ async def test_workers_lost_during_an_evaluation_leave_its_steps_row_and_checkpo
     config = make_config(num_steps=4)
     loop = Loop(tmp_path, replace(config, run=replace(config.run, eval_every_steps=2)))
 
-    async def dies_at_2(prompt: Prompt, n: int, worker: FakeWorker) -> list[Rollout]:
+    async def dies_at_2(prompt: Prompt, n: int, sampling: object, worker: FakeWorker) -> list[Rollout]:
         if prompt.prompt_id >= 1000 and loop.world.version == 2:
             raise ConnectionError("gone")
         return await FakeWorker.generate_group(worker, prompt, n)
@@ -246,6 +173,8 @@ async def test_reward_that_always_fails_ends_the_run_with_its_name_and_a_checkpo
     assert loop.checkpoints.read(loop.checkpoints.newest()).step == 4
     assert [row["reward/failures"] for row in loop.rows] == [None, 0, 0, 6, 6]
     assert [row["loss/total"] for row in loop.rows] == [None, 0, 0, None, None]
+    assert [row["optim/skipped"] for row in loop.rows] == [None, 0, 0, 1, 1]
+    assert [row["policy_version"] for row in loop.rows] == [0, 1, 2, 2, 2], "momentum alone must not move the policy"
 
 
 @pytest.mark.parametrize(("num_changed", "is_loud"), [(0, True), (1, False), (None, False)])

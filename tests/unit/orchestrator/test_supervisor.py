@@ -65,7 +65,7 @@ async def test_request_that_crossed_a_publish_is_repeated_and_costs_nobody() -> 
     await serve(supervisor)
     generate = worker.generate_group
 
-    async def dirty_once(prompt: Prompt, n: int) -> list[Rollout]:
+    async def dirty_once(prompt: Prompt, n: int, sampling: object = None) -> list[Rollout]:
         worker.generate_group = generate  # type: ignore[method-assign]
         await supervisor.hold()
         asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(supervisor.settle([Outcome(True)])))
@@ -81,7 +81,7 @@ async def test_replica_that_refuses_without_a_publish_goes_out() -> None:
     supervisor, (worker,) = make(1)
     await serve(supervisor)
 
-    async def dirty(prompt: Prompt, n: int) -> list[Rollout]:
+    async def dirty(prompt: Prompt, n: int, sampling: object = None) -> list[Rollout]:
         raise ReplicaDirty("phase DIRTY")
 
     worker.generate_group = dirty  # type: ignore[method-assign]
@@ -110,7 +110,7 @@ async def test_wrong_number_of_responses_is_a_failure() -> None:
     supervisor, (worker,) = make(1)
     await serve(supervisor)
 
-    async def one_too_few(prompt: Prompt, n: int) -> list[Rollout]:
+    async def one_too_few(prompt: Prompt, n: int, sampling: object = None) -> list[Rollout]:
         return [Rollout([1], [0.0], [0], "x", "stop")] * (n - 1)
 
     worker.generate_group = one_too_few  # type: ignore[method-assign]

@@ -240,7 +240,7 @@ async def test_a_late_failure_of_the_old_process_does_not_cost_its_successor() -
     old = cast.worker(0)
     reached, die = asyncio.Event(), asyncio.Event()
 
-    async def die_late(prompt: Prompt, n: int):  # type: ignore[no-untyped-def]
+    async def die_late(prompt: Prompt, n: int, sampling: object = None):  # type: ignore[no-untyped-def]
         reached.set()
         await die.wait()
         raise ConnectionError("the actor died")

@@ -1,0 +1,142 @@
+"""Prompts to judged groups: those that the train loop waits for, and those of an evaluation.
+
+    tickets, prompts --> a place --> least loaded replica --> reward --> informative? --> GroupBuffer
+                                                                 ^            | no: another prompt
+                                                                 +------------+
+
+Owns: how many groups are in flight over both kinds (`rollout.max_concurrent_groups`), dynamic sampling, and the two
+ways in which sampling is pointless: a reward that judges nothing, prompts that tell nothing. Does not own: when an
+evaluation is due (controller), which group belongs to which batch (buffer), who serves (supervisor).
+Invariant: a group that cannot be had ends `run` and is raised by the buffer, between two steps, and nowhere else.
+Caller: the controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from conf.schema import RunConfig, SamplingConfig
+from orchestrator.advantages import is_informative
+from orchestrator.buffer import GroupBuffer, Slot
+from orchestrator.errors import TrainingStopped
+from orchestrator.rooms import Rooms
+from orchestrator.waiting import together, wait_for
+from rollout.types import Group, Prompt
+
+MAX_UNJUDGED_GROUPS = 8
+"""Groups in a row (and at least a batch of them) without one reward after which the run stops: the reward is broken."""
+
+
+class Sampler:
+    """See the module's docstring."""
+
+    def __init__(self, config: RunConfig, rooms: Rooms, buffer: GroupBuffer) -> None:
+        self._config = config
+        self._rooms = rooms
+        self._buffer = buffer
+        self._places = asyncio.Semaphore(config.rollout.max_concurrent_groups)
+        self.num_generated = 0
+        """Groups sampled and judged, whatever became of them."""
+        self.num_uninformative = 0
+        """Of these: replaced because their rewards were all equal."""
+        self._num_uninformative_in_a_row = 0
+        self._num_unjudged_in_a_row = 0
+
+    async def run(self) -> None:
+        """Keep as many groups in flight as tickets and places allow, until cancelled.
+
+        consumes: tickets, prompts     waits for: a place, a ticket     unblocked by: a delivered group, open_next
+        """
+        try:
+            async with asyncio.TaskGroup() as groups:
+                while True:
+                    slot = await self._buffer.admit()
+                    # No await between ticket and prompt: a checkpoint must never see one without the other.
+                    prompt = slot.prompt or self._draw(slot)
+                    await self._places.acquire()
+                    groups.create_task(self._sample_into(slot, prompt))
+        except* Exception as errors:
+            # Raised by the train loop at `take_batch`, between two steps; here it would only be lost.
+            await self._buffer.fail(errors.exceptions[0])
+
+    async def evaluate(self) -> list[Group]:
+        """Sample and judge every held-out prompt under the version that replicas serve."""
+        rollout, prompts = self._config.rollout, self._rooms.eval_prompts
+        sampling = None
+        if rollout.eval_temperature is not None:
+            sampling = replace(rollout.sampling, temperature=rollout.eval_temperature, top_p=1.0)
+
+        async def one(prompt: Prompt) -> Group:
+            async with self._places:
+                return await self._sample(prompt, self._config.run.eval_samples_per_prompt, sampling)
+
+        return await wait_for(
+            together(*(one(prompt) for prompt in prompts)),
+            f"the evaluation of {len(prompts)} prompts",
+            timeout_s=self.patience_s,
+            progress=lambda: self.num_generated,
+        )
+
+    @property
+    def patience_s(self) -> float:
+        """Longest time without one finished group. Every replica may fail once before the last one succeeds."""
+        rollout, num_judged = self._config.rollout, self._config.algorithm.group_size
+        restart_s = self._config.cluster.start_timeout_s if rollout.max_restarts else 0.0
+        requests_s = rollout.request_timeout_s * (rollout.num_workers + 1)
+        return requests_s + self._config.reward.timeout_s * num_judged + restart_s + 60.0
+
+    async def _sample_into(self, slot: Slot, prompt: Prompt) -> None:
+        """Deliver one group for one ticket. With dynamic sampling, prompts follow until a group tells something."""
+        algorithm = self._config.algorithm
+        try:
+            while True:
+                group = await self._sample(prompt, algorithm.group_size)
+                self._stop_if_unjudged(group)
+                if not algorithm.drop_zero_variance_groups or self._is_telling(group):
+                    break
+                prompt = self._draw(slot)
+            await self._buffer.put(slot, group)
+        finally:
+            self._places.release()
+
+    async def _sample(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> Group:
+        rollouts = await self._rooms.supervisor.generate_group(prompt, n, sampling)
+        rewards, _ = await self._rooms.rewards.score_group(prompt, rollouts)
+        self.num_generated += 1
+        return Group(prompt, rollouts, rewards)
+
+    def _draw(self, slot: Slot) -> Prompt:
+        prompt = next(self._rooms.prompts)
+        self._buffer.drew(slot, prompt)
+        return prompt
+
+    def _is_telling(self, group: Group) -> bool:
+        """Whether its rewards differ. Raises TrainingStopped once too many groups in a row told nothing."""
+        if is_informative(group.rewards):
+            self._num_uninformative_in_a_row = 0
+            return True
+        self.num_uninformative += 1
+        self._num_uninformative_in_a_row += 1
+        algorithm = self._config.algorithm
+        most = algorithm.max_uninformative_batches * algorithm.groups_per_step
+        if most and self._num_uninformative_in_a_row >= most:
+            last = next((f"{reward:g}" for reward in group.rewards if reward is not None), "none")
+            raise TrainingStopped(
+                f"{self._num_uninformative_in_a_row} groups in a row had equal rewards ({last} in the last one) and "
+                "were dropped (algorithm.drop_zero_variance_groups), so that no batch comes together: the prompts are "
+                "solved, or out of reach. Give others, or raise algorithm.max_uninformative_batches, and go on with "
+                "run.resume"
+            )
+        return False
+
+    def _stop_if_unjudged(self, group: Group) -> None:
+        """A reward that fails here and there costs samples. One that fails on a whole batch's worth is broken."""
+        is_unjudged = all(reward is None for reward in group.rewards)
+        self._num_unjudged_in_a_row = self._num_unjudged_in_a_row + 1 if is_unjudged else 0
+        if self._num_unjudged_in_a_row >= max(MAX_UNJUDGED_GROUPS, self._config.algorithm.groups_per_step):
+            raise TrainingStopped(
+                f"reward.kind={self._config.reward.kind} failed on every response of {self._num_unjudged_in_a_row} "
+                "groups in a row, so there is nothing to learn from; run.log has the first failure of each kind, and "
+                "rewards.log what the reward printed. Repair it and go on with run.resume"
+            )
