@@ -4,6 +4,7 @@
       state.json       step, policy version, prompt cursor, random generators, fingerprint of the options
       groups.jsonl     finished groups that no step has consumed, and prompts that were in flight
       trainer/         one set of files a rank: trainable parameters, optimizer, generators (the trainer writes it)
+      adapter/         trainer.mode=lora: the adapter in PEFT format, to be served or looked at; no resume reads it
       manifest.json    size and CRC-32 of every other file; its presence under the final name means "complete"
 
     begin(step) -> .step-000050.partial/ --trainer writes--> finish(): state, manifest, fsync, rename -> step-000050/

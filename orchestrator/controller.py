@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from conf.schema import Relay, RunConfig, SyncMode
+from conf.schema import Relay, RunConfig, SyncMode, TrainMode
 from orchestrator.advantages import build_samples, denominators_of
 from orchestrator.buffer import Batch, GroupBuffer
 from orchestrator.checkpoint import RunState
@@ -159,7 +159,9 @@ class Controller:
                 self._check_that_weights_moved(record.optim, record.sync)
             await self.buffer.open_next()  # only after the commit: what starts now starts from the new version
             self._is_whole = True
-            if config.run.is_due(config.run.eval_every_steps, self.step):
+            is_due = config.run.is_due(config.run.eval_every_steps, self.step)
+            record.shows_groups = is_due or self.step == 1
+            if is_due:
                 await self._or_save(self._fed(self._evaluate_into(record)))
         finally:
             record.extra |= clock.laps | self._counts() | {
@@ -235,6 +237,8 @@ class Controller:
             return saved
         partial = self.rooms.checkpoints.begin(self.step)
         await self.rooms.trainer.save_state(partial / "trainer")
+        if self.config.trainer.mode is TrainMode.lora:
+            await self.rooms.trainer.export(partial / "adapter")
         # One instant for prompts and buffer: nothing is awaited between them.
         state = RunState(
             step=self.step,

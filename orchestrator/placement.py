@@ -166,7 +166,8 @@ class Cluster:
         """Have a full microbatch tried."""
         config = self._config
         num_samples = config.algorithm.groups_per_step * config.algorithm.group_size
-        lengths = full_microbatch(config.trainer.max_microbatch_tokens, config.rollout.max_model_len, num_samples)
+        longest = min(config.rollout.max_model_len, config.data.max_prompt_tokens + config.rollout.sampling.max_tokens)
+        lengths = full_microbatch(config.trainer.max_microbatch_tokens, longest, num_samples)
         found = await trainer.warm_up(lengths, config.cluster.start_timeout_s)
         logger.info(
             "a microbatch of %d sequences of %d tokens was tried in %.1f s; %.1f GB on a GPU at most",

@@ -94,6 +94,18 @@ def prepare_model(config: ModelConfig, folder: Path) -> PreparedModel:
     return PreparedModel(folder, hf_config)
 
 
+def complete_export(model: Path, export: Path) -> None:
+    """Put tokenizer and generation_config.json beside an exported model, which can then be served as it is.
+
+    Args:
+        model: What prepare_model() made.
+        export: Holds config.json and weights.
+    """
+    for name in (*_TOKENIZER_FILES, "generation_config.json"):
+        if (model / name).is_file():
+            shutil.copyfile(model / name, export / name)
+
+
 def resolve_hf_config(config: ModelConfig) -> dict[str, Any]:
     """config.json of model.path, model.hf_config on top of it, and the format of the weights.
 

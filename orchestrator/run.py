@@ -15,13 +15,14 @@ import logging
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from conf.schema import Objective, RunConfig, SyncMode, TrainMode
 from orchestrator.checkpoint import CheckpointStore, fingerprint
 from orchestrator.controller import RAY_CALL_S, Controller
 from orchestrator.conversations import read_conversations
 from orchestrator.curves import SFT_PANELS, draw_curves
-from orchestrator.prepare import TextEncoder, prepare_model, read_all_prompts
+from orchestrator.prepare import TextEncoder, complete_export, prepare_model, read_all_prompts
 from orchestrator.requests import alive, answer_requests
 from orchestrator.rooms import Rooms
 from orchestrator.run_folder import RunFolder, changed_options, open_run_folder, write_description
@@ -32,6 +33,9 @@ from orchestrator.telemetry import Telemetry
 from orchestrator.waiting import together
 from rollout.prompts import Shuffled
 from rollout.rewards.runner import RewardRunner
+
+if TYPE_CHECKING:
+    from orchestrator.placement import Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -138,8 +142,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
         stack.callback(listening.cancel)
         await controller.start(resume_from)
         await controller.train()
-        export = _export_folder(config, folder)
-        await cluster.trainer.export(export)
+        export = await _export(cluster, config, folder)
     await asyncio.to_thread(draw_curves, folder.metrics, folder.curves)
     return RunResult(
         folder,
@@ -173,8 +176,7 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRes
         stack.callback(progress.say, "ending the run's processes")
         tuner = Finetuner(config, cluster.trainer, training, held_out, telemetry, checkpoints)
         await tuner.train(resume_from, on_clock=log.context.set)
-        export = _export_folder(config, folder)
-        await cluster.trainer.export(export)
+        export = await _export(cluster, config, folder)
     await asyncio.to_thread(draw_curves, folder.metrics, folder.curves, SFT_PANELS)
     return RunResult(folder, tuner.step, tuner.policy_version, "nll", tuner.held_out_nll, checkpoints.newest(), export)
 
@@ -189,5 +191,10 @@ def _telemetry(config: RunConfig, folder: RunFolder, progress: ProgressLine, fir
     )
 
 
-def _export_folder(config: RunConfig, folder: RunFolder) -> Path:
-    return folder.adapter if config.trainer.mode is TrainMode.lora else folder.merged
+async def _export(cluster: Cluster, config: RunConfig, folder: RunFolder) -> Path:
+    """What was trained, as others read it. Returns where."""
+    export = folder.adapter if config.trainer.mode is TrainMode.lora else folder.merged
+    await cluster.trainer.export(export)
+    if config.trainer.mode is TrainMode.full:
+        complete_export(folder.model, export)
+    return export

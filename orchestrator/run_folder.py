@@ -6,7 +6,7 @@
       environment.json   git commit, versions, machine
       run.log            every log line of the controller
       metrics.jsonl      one row a step
-      samples.jsonl      a few rollouts of every evaluation, to be read by people
+      samples.jsonl      a few responses, held out and of training, to be read by people
       curves.png         reward, evaluation, mismatch KL, entropy, sync seconds
       tensorboard/       the same numbers as events
       model/             config.json and tokenizer, as engines read them

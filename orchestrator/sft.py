@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conf.schema import RunConfig
+from conf.schema import RunConfig, TrainMode
 from orchestrator.advantages import denominators_of
 from orchestrator.buffer import BufferState
 from orchestrator.checkpoint import CheckpointStore, RunState
@@ -138,6 +138,8 @@ class Finetuner:
             return saved
         partial = self._checkpoints.begin(self.step)
         await self._trainer.save_state(partial / "trainer")
+        if self.config.trainer.mode is TrainMode.lora:
+            await self._trainer.export(partial / "adapter")
         state = RunState(self.step, self.policy_version, self._stream.state_dict(), {}, BufferState())
         return await asyncio.to_thread(self._checkpoints.finish, partial, state)
 

@@ -118,6 +118,8 @@ class StepRecord:
     num_ranks: int = 1
     extra: dict[str, Value] = field(default_factory=dict[str, Value])
     """Single numbers by their catalogue name: seconds, counts."""
+    shows_groups: bool = False
+    """Whether some of `groups` go to samples.jsonl, as some of `eval_groups` always do."""
 
 
 def row_of(record: StepRecord) -> dict[str, Value]:
@@ -222,7 +224,7 @@ class Telemetry:
         self._gauges.set(row)
         if record.eval_groups:
             self.last_eval_reward = row["eval/reward"]
-            self._write_samples(record)
+        self._write_samples(record)
         seconds = row["step/total_s"]
         if record.optim is not None and seconds is not None:
             if self._recent_s is None:
@@ -255,10 +257,14 @@ class Telemetry:
         return "  ".join(text)
 
     def _write_samples(self, record: StepRecord, num_shown: int = 8) -> None:
-        for group in record.eval_groups[:num_shown]:
+        """The first response of each of the first groups."""
+        training = record.groups[:num_shown] if record.shows_groups else ()
+        held_out = record.eval_groups[:num_shown]
+        for kind, group in [*(("training", group) for group in training), *(("held-out", group) for group in held_out)]:
             row = {
                 "step": record.step,
                 "policy_version": record.policy_version,
+                "kind": kind,
                 "prompt": group.prompt.text,
                 "response": group.rollouts[0].text,
                 "reward": group.rewards[0],

@@ -65,10 +65,15 @@ _OPTIONS = {
 _NAMES_PEFT_REWRITES = ("gate_proj", "up_proj", "down_proj")
 
 
-def save_adapter(decoder: Decoder, folder: Path | str) -> None:
+def save_adapter(decoder: Decoder, folder: Path | str, base: str | None = None) -> None:
     """Collective: write adapter_config.json and adapter_model.safetensors (in trainer.lora.dtype).
 
     Rank 0 writes; every rank returns once the files are on disk.
+
+    Args:
+        decoder: The policy.
+        folder: Made if missing.
+        base: Where the checkpoint is that the adapter belongs to, for those who load it; None: nowhere.
 
     Raises:
         CheckpointError: the decoder has no adapters.
@@ -108,7 +113,7 @@ def save_adapter(decoder: Decoder, folder: Path | str) -> None:
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": None,
+            "base_model_name_or_path": base,
             **_ranks(lora),
             "lora_dropout": 0.0,
             "bias": "none",

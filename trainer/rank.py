@@ -29,7 +29,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conf.schema import AlgorithmConfig, ModelConfig, Objective, SyncMode, TrainerConfig, TrainMode, WeightSyncConfig
+from conf.schema import (
+    AlgorithmConfig,
+    Init,
+    ModelConfig,
+    Objective,
+    SyncMode,
+    TrainerConfig,
+    TrainMode,
+    WeightSyncConfig,
+)
 from trainer.adapter_io import save_adapter, save_merged
 from trainer.adapter_source import AdapterSource
 from trainer.checkpoint_state import read_rank_state, state_layout, write_rank_state
@@ -412,7 +421,7 @@ class TrainerRank:
 
     def save_adapter(self, folder: str | Path) -> None:
         """Write the adapter in PEFT's format."""
-        save_adapter(self._loaded(), folder)
+        save_adapter(self._loaded(), folder, self._model.path if self._model.init is Init.checkpoint else None)
 
     def save_merged(self, folder: str | Path) -> None:
         """Write the merged model as a Hugging Face checkpoint."""

@@ -16,7 +16,7 @@ from trainer.types import Sample
 def full_microbatch(max_tokens: int, longest: int, num_samples: int) -> list[int]:
     """Lengths of its sequences: as many of the longest as fit into `max_tokens`, and no more than there are samples.
 
-    A sample beyond `max_tokens`, which gets a microbatch of its own, is left out: few runs meet one.
+    A sample beyond `max_tokens` gets a microbatch of its own, which is then the fullest.
 
     Args:
         max_tokens: trainer.max_microbatch_tokens.
@@ -25,8 +25,7 @@ def full_microbatch(max_tokens: int, longest: int, num_samples: int) -> list[int
 
     Example: full_microbatch(4096, 1500, 64) gives [1500, 1500].
     """
-    longest = min(longest, max_tokens)
-    return [longest] * min(num_samples, max_tokens // longest)
+    return [longest] * max(1, min(num_samples, max_tokens // longest))
 
 
 def made_up_samples(lengths: Sequence[int], vocab_size: int, version: int) -> list[Sample]:

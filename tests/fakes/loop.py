@@ -161,6 +161,10 @@ class FakeTrainer:
     async def save_state(self, folder: Path) -> None:
         (folder / "rank0.json").write_text(str(self.world.version))
 
+    async def export(self, folder: Path) -> None:
+        await asyncio.to_thread(folder.mkdir)
+        (folder / "adapter_model.safetensors").write_text(str(self.world.version))
+
     async def load_state(self, folder: Path) -> None:
         self.world.version = int((folder / "rank0.json").read_text())
 

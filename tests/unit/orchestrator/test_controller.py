@@ -65,7 +65,8 @@ async def test_every_step_has_one_row_and_all_prompts_are_used_once(tmp_path: Pa
     sampled = sorted(entry[1] for entry in loop.world.diary if entry[0] == "sample" and entry[1] < 1000)
     assert sampled == list(range(12))
     samples = [json.loads(line) for line in loop.folder.samples.read_text().splitlines()]
-    assert {row["step"] for row in samples} == {0, 4}
+    assert {row["step"] for row in samples if row["kind"] == "held-out"} == {0, 4}
+    assert {row["step"] for row in samples if row["kind"] == "training"} == {1, 4}
 
 
 async def test_step_that_is_not_finite_publishes_nothing_and_is_counted(tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ import pytest
 
 from conf.errors import ConfigError
 from conf.schema import DType, Init, ModelConfig
-from orchestrator.prepare import ALPHABET, SPECIAL_TOKENS, TextEncoder, prepare_model, save_character_tokenizer
+from orchestrator.prepare import (
+    ALPHABET,
+    SPECIAL_TOKENS,
+    TextEncoder,
+    complete_export,
+    prepare_model,
+    save_character_tokenizer,
+)
 
 TINY = {
     "model_type": "qwen3",
@@ -74,6 +81,17 @@ def test_checkpoint_folder_lends_its_config_and_tokenizer(tmp_path: Path) -> Non
     model = prepare_model(config, tmp_path / "model")
     assert model.hf_config["hidden_size"] == 32
     assert TextEncoder(tmp_path / "model").encode("a") == [1, 5]
+
+
+def test_an_exported_model_has_its_tokenizer(tmp_path: Path) -> None:
+    model = prepare_model(tiny(), tmp_path / "model").folder
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    (merged / "config.json").write_text("the trainer's")
+    complete_export(model, merged)
+    names = {path.name for path in merged.iterdir()}
+    assert names == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert (merged / "config.json").read_text() == "the trainer's"
 
 
 @pytest.mark.parametrize(

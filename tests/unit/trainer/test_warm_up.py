@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_refused_with_the_options_that_need_less(monkeypatc
 @given(st.integers(1, 500), st.integers(1, 700), st.integers(1, 40))
 def test_a_full_microbatch_is_one_that_packing_makes(max_tokens: int, longest: int, num_samples: int) -> None:
     lengths = full_microbatch(max_tokens, longest, num_samples)
-    assert 1 <= len(lengths) <= num_samples and set(lengths) == {min(longest, max_tokens)}
+    assert 1 <= len(lengths) <= num_samples and set(lengths) == {longest}
     assert pack(lengths, 1, max_tokens) == [[list(range(len(lengths)))]]
     is_full = sum(lengths) + lengths[0] > max_tokens
     assert is_full or len(lengths) == num_samples
