@@ -70,9 +70,7 @@ class Cluster:
     """
 
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
-        model = config.model  # processes elsewhere have another working directory
-        path = None if model.path is None else str(Path(model.path).absolute())
-        self._config = config = replace(config, model=replace(model, path=path))
+        self._config = config = _with_absolute_paths(config)  # processes elsewhere have another working directory
         self._folder = folder
         self._is_own = config.cluster.ray_address is None
         self._device = resolve_device(config.cluster.device)
@@ -460,3 +458,13 @@ def _end_processes(processes: list[psutil.Process]) -> None:
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    model, lora = config.model, config.trainer.lora
+    if model.path is not None:
+        config = replace(config, model=replace(model, path=str(Path(model.path).absolute())))
+    if lora.init_from is not None:
+        lora = replace(lora, init_from=str(Path(lora.init_from).absolute()))
+        config = replace(config, trainer=replace(config.trainer, lora=lora))
+    return config

@@ -11,6 +11,7 @@ Callers: `orchestrator.cli`; `train --dry-run` prints the report.
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 import tempfile
@@ -26,7 +27,7 @@ from conf.checks import (
     check_transport_fits_device,
 )
 from conf.errors import ConfigError, SlipstreamError
-from conf.schema import Device, Init, Objective, RunConfig, TransportKind
+from conf.schema import Device, Init, Objective, RunConfig, TrainMode, TransportKind
 from orchestrator import machine
 from orchestrator.checkpoint import CheckpointStore, fingerprint
 from orchestrator.conversations import Conversation, read_conversations
@@ -126,6 +127,29 @@ def check_model(config: RunConfig) -> Fact:
     return Fact(
         "model", f"{spec.family}: {spec.num_layers} layers{experts}, {_count(num_parameters)} parameters, {origin}"
     )
+
+
+def check_initial_adapter(config: RunConfig) -> Fact:
+    """The adapter to start from is one, and has the ranks that are trained."""
+    lora = config.trainer.lora
+    if config.trainer.mode is TrainMode.full or lora.init_from is None:
+        return Fact("starts from", "the model")
+    path = Path(lora.init_from) / "adapter_config.json"
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"trainer.lora.init_from={lora.init_from} holds no adapter in PEFT format ({path.name}: {error}); give a "
+            "folder such as runs/NAME/adapter"
+        ) from error
+    for field, option, value in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
+        if not isinstance(saved, dict) or saved.get(field) != value:
+            found = saved.get(field) if isinstance(saved, dict) else None
+            raise ConfigError(
+                f"trainer.lora.init_from={lora.init_from} has {field}={found}, and trainer.lora.{option}={value}; set "
+                f"trainer.lora.{option} to what the adapter has"
+            )
+    return Fact("starts from", lora.init_from)
 
 
 def check_tokenizer(config: RunConfig) -> Fact:
@@ -329,6 +353,7 @@ def check_run_folder(config: RunConfig) -> Fact:
 CHECKS: tuple[Callable[[RunConfig], Fact], ...] = (
     check_packages,
     check_model,
+    check_initial_adapter,
     check_tokenizer,
     check_data,
     check_reward_loads,

@@ -39,7 +39,7 @@ from conf.schema import (
     TrainMode,
     WeightSyncConfig,
 )
-from trainer.adapter_io import save_adapter, save_merged
+from trainer.adapter_io import load_adapter, save_adapter, save_merged
 from trainer.adapter_source import AdapterSource
 from trainer.checkpoint_state import read_rank_state, state_layout, write_rank_state
 from trainer.control import ControlGroup
@@ -135,6 +135,10 @@ class TrainerRank:
         decoder = build_decoder(spec, dtype=dtype, device=self._device, trainer=self._trainer, layout=layout)
         reader = open_reader(self._model, spec, seed=self._seed, device=self._device)
         report = load_weights(decoder, reader, seed=self._seed)
+        is_full, lora = self._trainer.mode is TrainMode.full, self._trainer.lora
+        starts_from_base = not is_full and lora.init_from is None
+        if not is_full and lora.init_from is not None:
+            load_adapter(decoder, lora.init_from)
         self._decoder = decoder
         self._trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
         self._shards = [TrainableShard(name, sharded_rows(name, param).detach()) for name, param in self._trainable]
@@ -146,9 +150,8 @@ class TrainerRank:
             device=self._device,
         )
         self._loss = sft_loss if self._algorithm.objective is Objective.sft else policy_loss
-        is_full = self._trainer.mode is TrainMode.full
         self._reference = (
-            ReferencePolicy(decoder, [shard.values for shard in self._shards] if is_full else None)
+            ReferencePolicy(decoder, None if starts_from_base else [shard.values for shard in self._shards])
             if self._algorithm.kl_coef > 0
             else None
         )

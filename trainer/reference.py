@@ -1,7 +1,7 @@
 """The reference policy of the KL penalty: the policy before training, without a second copy of the model.
 
-Owns how the trained weights step aside for a forward pass. LoRA: adapters are switched off. Full training:
-this rank keeps its initial shards and exchanges them with the trained ones.
+Owns how the trained weights step aside for a forward pass. LoRA: adapters are switched off. Full training, and adapters
+that started from others: this rank keeps its initial shards and exchanges them with the trained ones.
 
 Invariant: after `active()` the trained shards hold the bits they held before. Callers: TrainerRank.
 """
@@ -23,8 +23,8 @@ class ReferencePolicy:
     """Switches a decoder to the policy before training and back."""
 
     def __init__(self, decoder: Decoder, trained_shards: Sequence[Tensor] | None) -> None:
-        """Args: `trained_shards`, local float32 tensors that alias the parameters (full training); None for
-        LoRA. Copies them.
+        """Args: `trained_shards`, local tensors that alias the trained parameters; None where the policy before
+        training is the one without adapters. Copies them.
         """
         self._decoder = decoder
         self._trained = trained_shards

@@ -64,6 +64,11 @@ class LoraConfig:
     """Adapt gate, up and down of the dense feed-forwards, shared experts among them, where a layer has one."""
     experts: bool = True
     """Adapt gate, up and down of every routed expert."""
+    init_from: str | None = None
+    """Folder of an adapter in PEFT format to start from, such as runs/NAME/adapter of a fine-tuning run, with these
+    ranks and this alpha. It is the policy before training, hence the reference of algorithm.kl_coef. null: A random, B
+    zero.
+    """
 
     def __post_init__(self) -> None:
         require(

@@ -275,6 +275,23 @@ def test_run_to_resume_is_finished(refuse: Refuse, old_run: Path) -> None:
     assert "has done 3 steps, and run.num_steps=3: nothing is left to train; raise run.num_steps" in message
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "holds no adapter in PEFT format"),
+        ("{", "holds no adapter in PEFT format"),
+        ('{"r": 8, "lora_alpha": 32}', "has r=8, and trainer.lora.rank=16; set trainer.lora.rank"),
+        ("[]", "has r=None"),
+    ],
+)
+def test_adapter_to_start_from_that_does_not_fit(
+    refuse: Refuse, tmp_path: Path, content: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "adapter_config.json").write_text(content)
+    assert message in refuse(f"trainer.lora.init_from={tmp_path}")
+
+
 def test_run_folder_below_a_file(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "which is a file" in refuse("run.dir=file/runs")

@@ -60,6 +60,7 @@ def make_rank(
     optim: OptimConfig | None = None,
     lora_dtype: DType = DType.float32,
     hf_config: dict[str, Any] | None = None,
+    init_from: Path | None = None,
 ) -> TrainerRank:
     """A loaded rank of the tiny policy."""
     hf_config = dict(hf_config or MOE_CONFIG)
@@ -69,7 +70,9 @@ def make_rank(
             num_ranks=world_size,
             ep_size=ep_size,
             mode=mode,
-            lora=LoraConfig(rank=4, alpha=8.0, dtype=lora_dtype),
+            lora=LoraConfig(
+                rank=4, alpha=8.0, dtype=lora_dtype, init_from=None if init_from is None else str(init_from)
+            ),
             optim=optim or OptimConfig(lr=1e-2),
             logprob_chunk_tokens=5,
         ),

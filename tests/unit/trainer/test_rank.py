@@ -167,6 +167,21 @@ def test_the_reference_is_the_policy_before_training(mode):
     assert all(torch.equal(a, shard.values) for a, shard in zip(before, rank._shards, strict=True))
 
 
+def test_training_goes_on_from_an_adapter_and_its_penalty_pulls_back_to_it(tmp_path):
+    first = make_rank()
+    train_once(first, [[0, 1], [2, 3, 4]])
+    first.optimizer_step()
+    first.save_adapter(tmp_path)
+    rank = make_rank(algorithm=AlgorithmConfig(kl_coef=0.1), init_from=tmp_path)
+    for mine, theirs in zip(rank._shards, first._shards, strict=True):
+        assert torch.equal(mine.values, theirs.values)
+    stats, _ = train_once(rank, [[0, 1], [2, 3, 4]])
+    assert stats.sums["kl/ref_k3_sum"] == pytest.approx(0.0, abs=1e-5)
+    assert rank.optimizer_step().policy_version == 1
+    samples = make_samples(version=1)
+    assert rank.forward_backward([samples], count(samples, 1)).sums["kl/ref_k3_sum"] > 1e-3
+
+
 def test_staleness_is_counted_from_the_version_that_is_trained():
     rank = make_rank()
     train_once(rank, [[0]])
