@@ -102,6 +102,7 @@ class Trainer:
         """Send the base once, then plan the adapter's publishes."""
         from trainer.adapter_source import AdapterSource
         from trainer.weight_source import TrainerWeightSource
+        from weight_sync.heap import freeze_heap
 
         began = time.perf_counter()
         publisher = self._publisher(TrainerWeightSource(self.decoder, 0, is_merged=False))
@@ -114,6 +115,7 @@ class Trainer:
         began = time.perf_counter()
         self.publisher = self._publisher(AdapterSource(self.decoder, 0, self.lora))
         summary = self.publisher.connect([slots])
+        freeze_heap()
         return {
             "base_bytes": report.num_bytes,
             "base_connect_and_publish_s": base_s,

@@ -225,6 +225,7 @@ def measure_publish(checkpoint: Any, config: dict[str, Any], device: str, args: 
     """Publishes from host memory into plain memory of another process."""
     from conf.schema import WeightSyncConfig
     from weight_sync.api import Sender
+    from weight_sync.heap import freeze_heap
 
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -243,6 +244,7 @@ def measure_publish(checkpoint: Any, config: dict[str, Any], device: str, args: 
         sync = WeightSyncConfig(watermark_bytes=args.watermark_mib * MIB)
         began = time.perf_counter()
         sender = Sender(checkpoint.source, [pipe.recv()], key=KEY, device=device, config=sync)
+        freeze_heap()
         connect_s, reports = time.perf_counter() - began, []
         for version in range(args.publishes + 1):
             report = sender.update(version)

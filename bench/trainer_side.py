@@ -174,6 +174,7 @@ class _Rank:
     def open_row(self, watermark_bytes: int, endpoint: str) -> dict[str, Any]:
         """Connect under one set of options."""
         from conf.schema import WeightSyncConfig
+        from weight_sync.heap import freeze_heap
         from weight_sync.publisher import Publisher
 
         transport = self._row.enter_context(self.link())
@@ -190,6 +191,7 @@ class _Rank:
         self._row.callback(self.publisher.close)
         began = time.perf_counter()
         summary = self.publisher.connect([endpoint])
+        freeze_heap()
         self._loads = self.publisher._pipeline._slots.loads
         return {
             "connect_s": time.perf_counter() - began,

@@ -32,6 +32,7 @@ from conf.errors import ConfigError, SlipstreamError
 from conf.schema import TransportKind
 from orchestrator.errors import PushError
 from weight_sync.errors import WeightSyncError
+from weight_sync.heap import freeze_heap
 from weight_sync.layout import DestLayout
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
         source, None, key=options.key, rank=rank, world_size=options.world_size, group=group,
         device=options.device, host=options.host, config=config,
     )  # fmt: skip
-    told = False
+    told = is_planned = False
     seconds: dict[str, float] = {}
     try:
         while True:
@@ -173,10 +174,12 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
             order, value = pipe.recv()
             if order == "plan":
                 with _timed(seconds, "plan"):
-                    _plan_for(sender, value)
+                    is_planned = _plan_for(sender, value)
             elif order == "connect":
                 with _timed(seconds, "connect"):
                     sender.connect(value)
+                    if not is_planned:
+                        freeze_heap()
             else:
                 pipe.send(("done", seconds, sender.update(0), sender.link))
                 return
@@ -186,12 +189,15 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
             dist.destroy_process_group()
 
 
-def _plan_for(sender: Sender, layouts: Any) -> None:
+def _plan_for(sender: Sender, layouts: Any) -> bool:
     """Plan for engines as they are expected to be. Where that cannot be, connect() plans for what they are."""
     try:
         sender.plan_for(layouts)
     except WeightSyncError as e:
         logger.warning("no plan for the expected layouts: %s", e)
+        return False
+    freeze_heap()
+    return True
 
 
 @contextlib.contextmanager

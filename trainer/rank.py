@@ -58,6 +58,7 @@ from trainer.types import Denominators, LossStats, OptimStats, Sample
 from trainer.warm_up import made_up_samples
 from trainer.weight_source import TrainerWeightSource
 from weight_sync.errors import ReplicaError
+from weight_sync.heap import freeze_heap
 
 if TYPE_CHECKING:
     from weight_sync.publish_report import PublishReport
@@ -364,7 +365,9 @@ class TrainerRank:
         if self._base_source is not None:
             self._send_base(endpoints)
         self._publisher = self._make_publisher(self._source, transport)
-        return asdict(self._publisher.connect(list(adapter_endpoints) or endpoints))
+        summary = self._publisher.connect(list(adapter_endpoints) or endpoints)
+        freeze_heap()  # the plan lives as long as this process does
+        return asdict(summary)
 
     def _send_base(self, endpoints: list[str]) -> None:
         """The frozen base is version 0 of every engine's own weights, for good."""

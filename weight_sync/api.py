@@ -78,9 +78,16 @@ def register_tensors(
         group: All ranks that publish together; None when there is one.
 
     Raises:
-        ConfigError: A tensor cannot be published as it is, or ranks disagree about one.
+        ConfigError: The same on every rank: a tensor cannot be published as it is, or ranks disagree about one.
     """
     held: list[Held] = []
+    meeting = Meeting(rank, 1 if group is None else dist.get_world_size(group), group)
+    everyone = meeting.everywhere(lambda: _take(tensors, held))
+    return TensorSource(rank, _agreed(everyone), held)
+
+
+def _take(tensors: Mapping[str, Tensor | Part], held: list[Held]) -> dict[str, TensorMeta]:
+    """This rank's part of every tensor goes to `held`. Returns what the whole tensors are."""
     metas: dict[str, TensorMeta] = {}
     for name, value in tensors.items():
         part = _part_of(name, value)
@@ -93,7 +100,7 @@ def register_tensors(
         if part.local.numel():
             region = Region(part.start, tuple(part.local.shape))
             held.append(Held(name, region, dtype, part.local.detach().reshape(-1).view(torch.uint8)))
-    return TensorSource(rank, _agreed(metas, group), held)
+    return metas
 
 
 class Sender:
@@ -245,12 +252,8 @@ def _part_of(name: str, value: Tensor | Part) -> Part:
     return Part(value, (0,) * value.dim(), tuple(value.shape))
 
 
-def _agreed(metas: Mapping[str, TensorMeta], group: dist.ProcessGroup | None) -> list[TensorMeta]:
+def _agreed(everyone: Sequence[Mapping[str, TensorMeta]]) -> list[TensorMeta]:
     """Every tensor that any rank holds, ordered by name: the same list on every rank."""
-    everyone: list[Any] = [dict(metas)]
-    if group is not None:
-        everyone = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, dict(metas), group=group)
     found: dict[str, TensorMeta] = {}
     for rank, theirs in enumerate(everyone):
         for name, meta in theirs.items():

@@ -7,8 +7,10 @@ to the pause. Frozen objects are not visited; reference counting still frees the
 frozen: 256 requests in flight with their log-probabilities cost a full collection 25 to 40 ms, and messages of a
 publish that let outputs pile up bring one about. So a rollout worker has none from pause to resume.
 
-Callers of freeze_heap, each once its long-lived objects exist: publisher.py (connect), rollout/worker.py and
-rollout/weight_receiver.py (start).
+Frozen garbage is kept for good. So only processes of our own are frozen, never one that merely uses api.py.
+
+Callers of freeze_heap, each once its long-lived objects exist: trainer/rank.py (connect), orchestrator/push_rank.py
+(plan), rollout/worker.py and rollout/weight_receiver.py (start).
 """
 
 from __future__ import annotations

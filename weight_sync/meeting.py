@@ -26,6 +26,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
+from conf.errors import ConfigError, SlipstreamError
 from weight_sync.columns import Ints
 from weight_sync.errors import RankLost, WeightSyncError
 
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Part = TypeVar("Part")
-Outcome: TypeAlias = tuple[T | None, WeightSyncError | None]
+Outcome: TypeAlias = tuple[T | None, SlipstreamError | None]
 """What a rank made, or why it could not. Examples: (layout, None), (None, PlanError("no such tensor"))."""
 
 
@@ -93,6 +94,8 @@ class Meeting:
         """make() on every rank, all results on every rank; the first rank's error on all of them."""
         outcome = attempt(make)
         if self._group is None:
+            if outcome[1] is not None:
+                raise outcome[1]
             return values([outcome])
         gathered: list[Any] = [None] * self._world_size
         with self._waiting("a gather"):
@@ -130,9 +133,9 @@ def values(outcomes: Sequence[Outcome[T]]) -> list[T]:
     return [value for value, _ in outcomes]  # type: ignore[misc]
 
 
-def _ours(error: Exception) -> WeightSyncError:
+def _ours(error: Exception) -> SlipstreamError:
     """An error that unpickles on every rank."""
-    if isinstance(error, WeightSyncError):
+    if isinstance(error, WeightSyncError | ConfigError):
         return error
     logger.error("unexpected error", exc_info=error)
     return WeightSyncError(f"{type(error).__name__}: {error}")

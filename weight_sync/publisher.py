@@ -42,7 +42,6 @@ from weight_sync.addresses import AddressBook, Addresses
 from weight_sync.columns import Ints
 from weight_sync.endpoint import ReplicaClients
 from weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, TransportError, WeightSyncError
-from weight_sync.heap import freeze_heap
 from weight_sync.layout import DestLayout, SourceLayout
 from weight_sync.meeting import Meeting, attempt, values
 from weight_sync.pipeline import Pipeline
@@ -175,7 +174,6 @@ class Publisher:
                 summary.num_bytes,
                 summary.digest[:12],
             )
-        freeze_heap()
 
     def publish(self, version: int, *, exclude: Collection[int] = (), trace: Path | None = None) -> PublishReport:
         """Bring `version` to every replica. Collective. Replicas' failures are in the report.
@@ -219,10 +217,10 @@ class Publisher:
             self._book.learn(replica, fresh)
         bindings = {dest: self._book.binding(dest[0], *bound) for dest, bound in alive.bound.items()}
         result = self._pipeline.run(version, bindings, alive.budgets_s)
+        self._open_sessions |= {destination: binding.session for destination, binding in bindings.items()}
         self._meeting.add_up(result.sums.table)
         results = self._meeting.gather(replace(result, sums=Sums(Places({}))))
         report = self._meeting.on_rank0(lambda: self._finish(_of_rank0(transaction), results, result.sums, trace))
-        self._open_sessions |= {destination: binding.session for destination, binding in bindings.items()}
         self.disconnect([number for number in included if not report.replicas[number].committed])
         return report
 
@@ -370,7 +368,10 @@ class Publisher:
             results, watermark_bytes=self._config.watermark_bytes, num_changed_params=num_changed
         )
         if trace is not None:
-            write_trace(trace, transaction.spans(results))
+            try:
+                write_trace(trace, transaction.spans(results))
+            except OSError:  # replicas serve the version whether or not there is a picture of it
+                logger.exception("version %d: the timeline cannot be written to %s", report.version, trace)
         return report
 
     def _engine_ranks(self, replica: int) -> list[Destination]:

@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weight_sync.errors import PlanError, WeightSyncError
+from conf.errors import SlipstreamError
+from weight_sync.api import register_tensors
+from weight_sync.errors import PlanError
 from weight_sync.meeting import Meeting, attempt, values
 
 NUM_RANKS = 3
@@ -70,6 +72,17 @@ def a_sum(meeting: Meeting) -> Any:
     return table.tolist() if meeting.rank == 0 else None
 
 
+def tensors_of_which_one_cannot_be_sent(meeting: Meeting) -> Any:
+    """As a user's own rank does it: only the last one passes a tensor that is not contiguous."""
+    whole = torch.zeros(2, 3)
+    register_tensors({"w": whole.t() if meeting.rank == 2 else whole}, rank=meeting.rank, group=dist.group.WORLD)
+
+
+def tensors_of_all(meeting: Meeting) -> Any:
+    source = register_tensors({f"w{meeting.rank}": torch.zeros(2)}, rank=meeting.rank, group=dist.group.WORLD)
+    return [meta.name for meta in source.layout().tensors]
+
+
 CASES: list[tuple[Callable[[Meeting], Any], list[Any]]] = [
     (everyone_hears_rank0, [7, 7, 7]),
     (an_error_of_rank0, ["PlanError: no such tensor"] * 3),
@@ -80,6 +93,11 @@ CASES: list[tuple[Callable[[Meeting], Any], list[Any]]] = [
     (all_to_all, [[0, 1, 2]] * 3),
     (an_error_of_the_last, ["PlanError: trainer rank 2: torn"] * 3),
     (an_error_gathered, ["PlanError: trainer rank 2: torn"] * 3),
+    (
+        tensors_of_which_one_cannot_be_sent,
+        ["ConfigError: trainer rank 2: w is not contiguous (strides (1, 3)); pass a contiguous tensor"] * 3,
+    ),
+    (tensors_of_all, [["w0", "w1", "w2"]] * 3),
     (a_sum, [[[111] * 3] * 2, None, None]),
 ]
 """What they do together, and what comes of it on each rank; of an error its class and text."""
@@ -88,7 +106,7 @@ CASES: list[tuple[Callable[[Meeting], Any], list[Any]]] = [
 def outcome_of(step: Callable[[Meeting], Any], meeting: Meeting) -> Any:
     try:
         return step(meeting)
-    except WeightSyncError as e:
+    except SlipstreamError as e:
         return f"{type(e).__name__}: {e}"
 
 
@@ -131,5 +149,7 @@ def test_a_rank_alone_meets_nobody() -> None:
     assert alone.gather(5) == alone.everywhere(lambda: 5) == [5]
     with pytest.raises(PlanError, match=r"^no such tensor$"):
         an_error_of_rank0(alone)
+    with pytest.raises(PlanError, match=r"^torn$"):
+        alone.everywhere(lambda: raises(PlanError("torn")))
     with pytest.raises(ValueError, match="2 trainer ranks need a process group"):
         Meeting(0, 2, None)

@@ -8,11 +8,13 @@ translation of return codes. The only importer of mooncake. Its traps, and what 
   is checked, before and after. A link that cannot be had is a LinkMismatch.
 * A transfer that returned -1 is not over. Its session is refused until reset(), which destroys the whole engine
   (nothing smaller can be closed) and registers everything again on a fresh one: about 1 s, paid only after a failure.
+* A fresh engine may fail to start: its ports are drawn at random, and one may be taken. It is tried a few times; then
+  the link is down, every use of it is a TransportError, and the next one tries again.
 * NVLink does not order with torch streams. The caller synchronizes before write(); reset() waits for the device.
 * NVLink exports whole cudaMalloc allocations. CUDA tensors register as the caching allocator's segments that hold them;
   expandable segments are refused with their cure.
 * Registering an overlap fails with -7. Ranges are merged first.
-* More than 2048 pieces, or several GiB, in one batch fail. See base.batches().
+* More than 2048 pieces in one batch fail. See base.batches().
 * Deadlines come from the environment, per process. MC_TRANSFER_TIMEOUT (at least 5 s) and MC_TCP_PROGRESS_TIMEOUT_SEC
   are set from timeout_s. A native call cannot be interrupted: a smaller timeout_s of one write() is looked at between
   batches alone.
@@ -29,6 +31,7 @@ import json
 import logging
 import math
 import os
+import random
 import sys
 import threading
 import time
@@ -50,6 +53,11 @@ _NATIVE_LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1"
 _OVERLAP = -7
 _MIN_TRANSFER_TIMEOUT_S = 5
 """Smallest MC_TRANSFER_TIMEOUT that Mooncake accepts."""
+RETRY_S = 0.3
+"""Longest pause before an engine that did not start is tried again."""
+NUM_TRIES = 3
+DOWN_S = 2.0
+"""After so many tries failed, the link is refused for this long without another: many lanes may ask at once."""
 
 
 class MooncakeTransport:
@@ -81,16 +89,20 @@ class MooncakeTransport:
         self._host = host
         self._native_timeout_s = max(1, math.ceil(timeout_s))
         self._held: dict[MemoryRange, MemoryRange] = {}
-        """The bytes of every tensor that is registered -> the allocation that they are in."""
+        """The bytes of every tensor that is to be reached -> the allocation that they are in."""
         self._registered: list[MemoryRange] = []
-        """Those allocations."""
+        """The allocations that the engine knows."""
         self._failed: set[str] = set()
         self._contacted: set[str] = set()
         """Sessions that the engine may hold a connection to, or a map of their memory."""
         self._lock = threading.Condition()
         self._num_running = 0
         self._engine: Any = None
+        """None: the link is down, or closed."""
         self._session = ""
+        self._is_closed = False
+        self._down: tuple[float, str] | None = None
+        """When a start failed, and why; None since one succeeded."""
         self._start()
 
     @property
@@ -100,8 +112,10 @@ class MooncakeTransport:
 
     @property
     def session(self) -> str:
-        """host:port of this process's engine."""
-        return self._session
+        """host:port of this process's engine. Raises TransportError while there is none."""
+        with self._lock:
+            self._ensure_started()
+            return self._session
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
         """Register the allocations that hold these tensors. Idempotent; call while nothing is being written."""
@@ -118,25 +132,32 @@ class MooncakeTransport:
         """Forget these tensors; an allocation that holds no other registered one is unregistered."""
         gone = {range_of(tensor) for tensor in tensors}
         kept = {tensor: allocation for tensor, allocation in self._held.items() if tensor not in gone}
-        if self._engine is None or len(kept) == len(self._held):
+        if len(kept) == len(self._held):
+            return
+        if self._engine is None:  # the next one must not be told of memory that is freed
+            self._held = kept
             return
         try:
             self._hold(kept)
         except TransferFailed as e:  # on the way out: what uses the link next must not end with it
             logger.warning("memory that is about to be freed stays registered: %s", e)
+            self._held = kept
 
     def _hold(self, held: dict[MemoryRange, MemoryRange]) -> None:
         """Register and unregister what differs from `held`."""
         merged = merge_ranges(list(set(held.values())))
-        gone = [item for item in self._registered if item not in merged]
-        added = [item for item in merged if item not in self._registered]
-        if gone:
-            self._check(
-                self._engine.batch_unregister_memory([item.address for item in gone]),
-                f"unregistering {len(gone)} ranges",
-            )
-        self._register_ranges(added)
-        self._held, self._registered = held, merged
+        with self._lock:
+            self._ensure_started()
+            gone = [item for item in self._registered if item not in merged]
+            added = [item for item in merged if item not in self._registered]
+            if gone:
+                self._check(
+                    self._engine.batch_unregister_memory([item.address for item in gone]),
+                    f"unregistering {len(gone)} ranges",
+                )
+                self._registered = [item for item in self._registered if item in merged]
+            self._register_ranges(added)
+            self._held, self._registered = held, merged
 
     def write(
         self, session: str, src_ptrs: Sequence[int], dst_ptrs: Sequence[int], sizes: Sequence[int], *, timeout_s: float
@@ -158,6 +179,7 @@ class MooncakeTransport:
         with self._lock:
             if session in self._failed:
                 raise TransferFailed(f"a transfer with {session} failed earlier: reset the session first")
+            self._ensure_started()
             self._num_running += 1
             self._contacted.add(session)
         try:
@@ -196,8 +218,13 @@ class MooncakeTransport:
         """Destroy the engine and start a fresh one with the same memory. Other sessions continue on it.
 
         Without effect on a session that this engine never met: several ranks of one dead replica cost one restart.
+        Where no engine starts the session stays refused, and another reset() tries again.
         """
         with self._lock:
+            if self._is_closed:
+                return
+            if self._engine is None:
+                self._ensure_started()
             if session not in self._contacted:
                 return
             if not self._lock.wait_for(
@@ -216,33 +243,58 @@ class MooncakeTransport:
 
     def close(self) -> None:
         """Destroy the engine; memory is unregistered with it."""
-        self._engine = None
+        self._engine, self._is_closed = None, True
         self._held, self._registered = {}, []
 
     def _restart(self) -> None:
         if self._link == "nvlink":
             torch.cuda.synchronize()
         self._engine = None
-        self._failed.clear()
-        self._contacted.clear()
         self._start()
-        self._register_ranges(self._registered)
+
+    def _ensure_started(self) -> None:
+        """Start an engine where there is none, unless that failed a moment ago. Raises TransportError."""
+        if self._engine is not None:
+            return
+        if self._down is not None and time.monotonic() < self._down[0] + DOWN_S:
+            raise TransferFailed(f"the {self._link} link is down since its engine did not start: {self._down[1]}")
+        self._start()
 
     def _start(self) -> None:
-        """Make the engine under an environment that leaves it no other link, then look at what it found."""
+        """Make an engine and register what is held. Until both are done there is none, and nothing is forgotten."""
+        if self._is_closed:
+            raise TransferFailed(f"the {self._link} link was closed")
+        ranges = merge_ranges(list(set(self._held.values())))
+        try:
+            self._engine = self._make_engine()
+            self._register_ranges(ranges)
+        except BaseException as e:
+            self._engine, self._down = None, (time.monotonic(), str(e))
+            raise
+        self._registered, self._down = ranges, None
+        self._session = f"{self._host}:{self._engine.get_rpc_port()}"
+        self._failed.clear()
+        self._contacted.clear()
+
+    def _make_engine(self) -> Any:
+        """An engine under an environment that leaves it no other link; what it found is looked at."""
         for name, value in _environment(self._link, self._native_timeout_s).items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        engine = engine_module().TransferEngine()
-        code = engine.initialize(self._host, "P2PHANDSHAKE", "rdma" if self._link == "rdma" else "tcp", "")
-        if code != 0:
-            raise TransferFailed(f"Mooncake did not start on {self._host} over {self._link}: code {code}")
+        module = engine_module()
+        for num_left in reversed(range(NUM_TRIES)):
+            engine = module.TransferEngine()
+            code = engine.initialize(self._host, "P2PHANDSHAKE", "rdma" if self._link == "rdma" else "tcp", "")
+            if code == 0:
+                break
+            if num_left == 0:
+                raise TransferFailed(f"Mooncake did not start on {self._host} over {self._link}: code {code}")
+            time.sleep(random.uniform(0.2, 1.0) * RETRY_S)  # others that start now have drawn the same port
         if self._link == "rdma" and not _topology_devices(engine.get_local_topology()):
             raise LinkMismatch("weight_sync.transport=rdma, but Mooncake finds no RDMA device; choose tcp or nvlink")
-        self._engine = engine
-        self._session = f"{self._host}:{engine.get_rpc_port()}"
+        return engine
 
     def _register_ranges(self, ranges: Sequence[MemoryRange]) -> None:
         if ranges:

@@ -306,7 +306,10 @@ def test_a_base_that_is_sent_again_has_the_watermark_for_itself(monkeypatch):
     endpoints = [publish.EndpointThread(engine) for engine in engines]
     base, slots = (endpoint.address for endpoint in endpoints)
     try:
+        frozen: list[bool] = []
+        monkeypatch.setattr("trainer.rank.freeze_heap", lambda: frozen.append(rank._publisher._is_connected))
         rank.connect([base], transport, [slots])
+        assert frozen == [True], "once the plan is there"
         assert rank.publish().num_committed == 1
         rank.reconnect(0, slots, base)
         rank._policy_version = 2

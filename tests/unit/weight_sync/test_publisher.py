@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -191,6 +193,46 @@ def test_a_traced_publish_writes_one_process_a_rank_and_replica(world: World, tm
     arriving = phases[2]
     for event in writes:
         assert arriving["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= arriving["ts"] + arriving["dur"]
+
+
+def test_a_timeline_that_cannot_be_written_costs_no_publish(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "traces").write_text("a file where the folder should be")
+    assert committed(world.publisher.publish(0, trace=tmp_path / "traces" / "publish.json")) == [True, True]
+    assert "timeline cannot be written" in caplog.text
+    assert len(world.publisher._open_sessions) == 4, "a replica that dies now can be let go"
+
+
+def test_links_that_a_publish_opened_are_known_even_if_its_end_failed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: object) -> None:
+        raise RuntimeError("no socket")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transaction, "finish", breaks)
+        with pytest.raises(WeightSyncError, match="RuntimeError: no socket"):
+            world.publisher.publish(0)
+    assert len(world.publisher._open_sessions) == 4
+
+
+def test_a_callers_garbage_is_still_collected() -> None:
+    """A heap frozen in the caller's process would keep whatever was alive then and is reached by a cycle."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+    world, mine = World(1), Cycle()
+    frozen, ref = gc.get_freeze_count(), weakref.ref(mine)
+    world.connect()
+    assert committed(world.publisher.publish(0)) == [True]
+    world.close()
+    del mine
+    gc.collect()
+    assert ref() is None
+    assert gc.get_freeze_count() == frozen
 
 
 def test_an_excluded_replica_is_neither_asked_nor_waited_for(world: World) -> None:

@@ -1,0 +1,182 @@
+"""An engine that does not start again: the link is down, says so, and heals with its next use. Mooncake is a fake."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from conf.schema import TransportKind
+from weight_sync.errors import TransferFailed, TransportError
+from weight_sync.transport import mooncake
+from weight_sync.transport.mooncake import MooncakeTransport
+
+
+class FakeMooncake:
+    """Engines that start, register and transfer as they are told to; each takes another port."""
+
+    def __init__(self) -> None:
+        self.start_codes: list[int] = []
+        """Of the next starts; 0 when there are none."""
+        self.register_codes: list[int] = []
+        self.transfer_codes: list[int] = []
+        self.num_started = 0
+        self.registered: list[set[int]] = []
+        """Addresses, by engine that started."""
+
+    def TransferEngine(self) -> SimpleNamespace:
+        known: set[int] = set()
+
+        def initialize(*_: str) -> int:
+            code = self.start_codes.pop(0) if self.start_codes else 0
+            if code == 0:
+                self.num_started += 1
+                self.registered.append(known)
+            return code
+
+        def register(addresses: list[int], sizes: list[int]) -> int:
+            code = self.register_codes.pop(0) if self.register_codes else 0
+            known.update(addresses if code == 0 else ())
+            return code
+
+        def unregister(addresses: list[int]) -> int:
+            known.difference_update(addresses)
+            return 0
+
+        def transfer(*_: object) -> int:
+            return self.transfer_codes.pop(0) if self.transfer_codes else 0
+
+        return SimpleNamespace(
+            initialize=initialize,
+            get_rpc_port=lambda: 15000 + self.num_started,
+            batch_register_memory=register,
+            batch_unregister_memory=unregister,
+            batch_transfer_sync_write=transfer,
+            batch_transfer_sync_read=transfer,
+        )
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMooncake]:
+    made = FakeMooncake()
+    environment = {name: value for name, value in os.environ.items() if name.startswith("MC_")}
+    monkeypatch.setattr(mooncake, "engine_module", lambda: made)
+    monkeypatch.setattr(mooncake, "RETRY_S", 0.0)
+    monkeypatch.setattr(mooncake, "DOWN_S", 0.0)
+    yield made
+    for name in [name for name in os.environ if name.startswith("MC_")]:
+        del os.environ[name]
+    os.environ.update(environment)
+
+
+def write(transport: MooncakeTransport, data: torch.Tensor, session: str = "peer:1") -> None:
+    transport.write(session, [data.data_ptr()], [1 << 40], [data.numel()], timeout_s=5.0)
+
+
+def linked(fake: FakeMooncake) -> tuple[MooncakeTransport, torch.Tensor]:
+    """A link whose session with peer:1 has failed."""
+    transport, data = MooncakeTransport(TransportKind.tcp), torch.zeros(64, dtype=torch.uint8)
+    transport.register([data])
+    fake.transfer_codes = [-1]
+    with pytest.raises(TransferFailed, match="code -1"):
+        write(transport, data)
+    return transport, data
+
+
+def test_a_port_that_is_taken_is_tried_again(fake: FakeMooncake) -> None:
+    fake.start_codes = [-1, -1, 0]
+    assert MooncakeTransport(TransportKind.tcp).session == "127.0.0.1:15001"
+    fake.start_codes = [-1] * mooncake.NUM_TRIES
+    with pytest.raises(TransferFailed, match="did not start"):
+        MooncakeTransport(TransportKind.tcp)
+
+
+@pytest.mark.parametrize("what", ["start", "register"])
+def test_a_restart_that_fails_is_tried_again_by_reset_and_forgets_nothing(fake: FakeMooncake, what: str) -> None:
+    transport, data = linked(fake)
+    for _ in range(2):
+        fake.start_codes, fake.register_codes = ([-1] * 3, []) if what == "start" else ([], [-7])
+        with pytest.raises(TransportError, match=r"did not start|registering 1 ranges"):
+            transport.reset("peer:1")
+    with pytest.raises(TransferFailed, match="reset the session first"):
+        write(transport, data)
+    transport.reset("peer:1")
+    write(transport, data)
+    assert fake.registered[-1] == {data.data_ptr()}
+
+
+def test_a_link_that_is_down_is_a_transport_error_until_a_transfer_starts_it(fake: FakeMooncake) -> None:
+    transport, data = linked(fake)
+    fake.start_codes = [-1] * 9
+    with pytest.raises(TransportError):
+        transport.reset("peer:1")
+    with pytest.raises(TransportError, match="did not start"):
+        write(transport, data, "peer:2")
+    with pytest.raises(TransportError, match="did not start"):
+        assert transport.session
+    before = fake.num_started
+    write(transport, data, "peer:2")
+    assert fake.num_started == before + 1
+    assert fake.registered[-1] == {data.data_ptr()}
+    write(transport, data)  # what had failed went with the old engine
+
+
+def test_a_link_that_went_down_a_moment_ago_is_not_tried_by_everyone(
+    fake: FakeMooncake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, data = linked(fake)
+    monkeypatch.setattr(mooncake, "DOWN_S", 60.0)
+    fake.start_codes = [-1] * 3
+    with pytest.raises(TransportError):
+        transport.reset("peer:1")
+    with pytest.raises(TransferFailed, match=r"link is down.*did not start"):
+        write(transport, data, "peer:2")
+    transport.renew()
+    write(transport, data, "peer:2")
+
+
+def test_renew_that_failed_names_no_session_until_one_is_there(fake: FakeMooncake) -> None:
+    transport, data = linked(fake)
+    old = transport.session
+    fake.start_codes = [-1] * 3
+    with pytest.raises(TransportError):
+        transport.renew()
+    assert transport.session != old
+    assert fake.registered[-1] == {data.data_ptr()}
+
+
+def test_memory_that_is_freed_while_the_link_is_down_is_not_registered_again(fake: FakeMooncake) -> None:
+    transport, data = linked(fake)
+    other = torch.zeros(64, dtype=torch.uint8)
+    transport.register([other])
+    fake.start_codes = [-1] * 3
+    with pytest.raises(TransportError):
+        transport.reset("peer:1")
+    transport.unregister([other])
+    transport.reset("peer:1")
+    assert fake.registered[-1] == {data.data_ptr()}
+    with pytest.raises(TransferFailed, match="not in registered memory"):
+        write(transport, other)
+
+
+def test_memory_that_could_not_be_unregistered_is_not_registered_again(fake: FakeMooncake) -> None:
+    transport, data = linked(fake)
+    other = torch.zeros(64, dtype=torch.uint8)
+    transport.register([other])
+    transport._engine.batch_unregister_memory = lambda _: -1
+    transport.unregister([other])
+    transport.reset("peer:1")
+    assert fake.registered[-1] == {data.data_ptr()}
+
+
+def test_a_closed_link_stays_closed(fake: FakeMooncake) -> None:
+    transport, data = linked(fake)
+    transport.close()
+    before = fake.num_started
+    transport.reset("peer:1")
+    with pytest.raises(TransferFailed, match="closed"):
+        write(transport, data, "peer:2")
+    assert fake.num_started == before
