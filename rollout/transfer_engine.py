@@ -7,7 +7,7 @@
       <-- ZMQ: rank, endpoint or error ---------------------------  report it to the sender, signed with its key
       pause, start_weight_update   ----->   on every rank  ----->   the endpoint may begin
       Begin, writes, Commit  ------------- ZMQ and the link ----->   this rank is DIRTY, VERIFIED, CLEAN(v)
-      finish_weight_update         ----->   on every rank  ----->   refused unless this rank is CLEAN
+      finish_weight_update         ----->   on every rank  ----->   refused unless it became CLEAN since the start
       resume
 
 Every rank is a replica of its own to the publisher: vLLM hands a backend one rank and no way to call the others. The
@@ -152,6 +152,8 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         super().__init__(*args, **kwargs)
         self._thread: _EndpointThread | None = None
         self._handler: _Handler | None = None
+        self._epoch_before: int | None = None
+        """The endpoint's epoch when the update that is under way was started; None: none is."""
 
     def init_transfer_engine(self, init_info: SlipstreamInitInfo) -> None:
         """Record, register, open an endpoint, and tell the sender. Again is allowed: an earlier sender is forgotten.
@@ -191,30 +193,37 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
 
     def start_weight_update(self) -> None:
         """From here on the endpoint may begin."""
-        if self._handler is None:
+        if self._handler is None or self._thread is None:
             raise EngineError("start_weight_update before init_weight_transfer_engine")
+        self._epoch_before = self._thread.endpoint.state.epoch
         self._handler.is_open = True
 
     def finish_weight_update(self) -> None:
-        """Refused unless every byte of one version was proven on this rank.
+        """Refused unless every byte of one version was proven on this rank since start_weight_update.
 
         Raises:
             EngineError: It was not. The weights are not of one version: do not resume; abort, then push again.
         """
-        assert self._handler is not None
-        assert self._thread is not None
+        if self._handler is None or self._thread is None or self._epoch_before is None:
+            raise EngineError(
+                "finish_weight_update, but no weight update is under way: none was started, or it is over"
+            )
         state = self._thread.endpoint.state
         if not state.is_serving:
             raise EngineError(
                 f"finish_weight_update, but this rank is {state.phase} (version {state.version}): it holds no committed"
                 " version and must not serve; push again"
             )
-        self._handler.is_open = False
+        if state.epoch <= self._epoch_before:  # CLEAN by an earlier update; other ranks may hold what came in this one
+            raise EngineError(
+                f"finish_weight_update, but this rank received nothing in this update: it holds version {state.version}"
+                f" of an earlier one (epoch {state.epoch}) and must not serve; push again"
+            )
+        self._end_update()
 
     def receive_weights(self, update_info: SlipstreamUpdateInfo) -> None:
         """Always an error: weights are written one-sided. It ends an update that failed, on both releases."""
-        if self._handler is not None:
-            self._handler.is_open = False
+        self._end_update()  # also where this rank has committed: it serves what the next update brings
         raise EngineError(
             f"weight update given up: {update_info.abort}"
             if update_info.abort
@@ -226,7 +235,14 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         """Close the endpoint. Idempotent."""
         if self._thread is not None:
             self._thread.close()
+        self._end_update()
         self._thread, self._handler = None, None
+
+    def _end_update(self) -> None:
+        """Nothing may begin, or be finished, before the next start_weight_update."""
+        self._epoch_before = None
+        if self._handler is not None:
+            self._handler.is_open = False
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:

@@ -27,7 +27,6 @@ from torch import Tensor
 from conf.schema import LoraConfig
 from trainer.errors import CheckpointError
 from trainer.fused import deinterleave, interleave
-from trainer.loading import INDEX_FILE, SINGLE_FILE
 from trainer.lora import Linear
 from trainer.moe.experts import Experts
 from trainer.packed import is_packed
@@ -35,11 +34,13 @@ from trainer.parallel import local_part, whole
 from trainer.quantization import BlockFp8
 from trainer.weight_source import TrainerWeightSource
 from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
+from weight_sync.safetensors_files import INDEX_NAME
 
 if TYPE_CHECKING:
     from trainer.model.decoder import Decoder
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+SINGLE_FILE = "model.safetensors"
 PREFIX = "base_model.model."
 ReadTensor = Callable[[str, tuple[int, ...]], Tensor]
 """(name, expected shape) -> the stored tensor."""
@@ -253,7 +254,7 @@ def save_merged(decoder: Decoder, folder: Path | str, hf_config: dict[str, Any])
         if len(files) > 1:
             weight_map = {m.name: _numbered(n, len(files)) for n, metas in enumerate(files, start=1) for m in metas}
             index = {"metadata": {"total_size": sum(map(_num_bytes, tensors))}, "weight_map": weight_map}
-            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+            (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
         config = {"architectures": [decoder.spec.hf_architecture], **hf_config, "dtype": dtype, "torch_dtype": dtype}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _wait_for_rank_0(decoder)

@@ -9,7 +9,6 @@ parameter, index in the whole parameter), with the same bits on every kind of de
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from conf.errors import ConfigError
 from conf.schema import Init, ModelConfig
 from trainer.block_scales import dequantized
 from trainer.errors import CheckpointError
@@ -32,11 +32,11 @@ from trainer.quantization import SCALE_SUFFIX
 from trainer.shards import local_shards
 from weight_sync.integrity import splitmix64_
 from weight_sync.layout import Region
+from weight_sync.safetensors_files import read_index
 
 if TYPE_CHECKING:
     from trainer.model.decoder import Decoder
 
-INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS_A_WORD = 8
 INT4_RMS, E2M1_RMS = 4.64, 2.93
@@ -83,14 +83,12 @@ class CheckpointReader:
     def __init__(self, folder: Path | str, spec: ModelSpec) -> None:
         self._folder = Path(folder)
         self._shapes = {meta.name: meta.shape for meta in spec.checkpoint_tensors("float32")}
-        self._files: dict[str, Any] = {}
-        index = self._folder / INDEX_FILE
-        if index.is_file():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif (self._folder / SINGLE_FILE).is_file():
-            self._file_of = dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
-        else:
-            raise CheckpointError(f"model.path: {self._folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+        self._files: dict[Path, Any] = {}
+        try:
+            index = read_index(self._folder, "model.path")
+        except ConfigError as error:  # of this machine's files; those of the controller's were looked at before
+            raise CheckpointError(str(error)) from error
+        self._file_of = {name: stored.path for name, stored in index.items()}
 
     def names(self) -> set[str]:
         """Every tensor in the folder."""
@@ -112,12 +110,12 @@ class CheckpointReader:
             raise CheckpointError(f"{self._folder}: {tensor} is FP8 without {scales}; only block-FP8 can be read")
         return dequantized(values, self._open(self._file_of[scales]).get_tensor(scales), region)
 
-    def _open(self, file: str) -> Any:
+    def _open(self, file: Path) -> Any:
         if file not in self._files:
             try:
-                self._files[file] = safe_open(self._folder / file, framework="pt", device="cpu")
+                self._files[file] = safe_open(file, framework="pt", device="cpu")
             except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{self._folder / file} cannot be read as safetensors: {error}") from error
+                raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
         return self._files[file]
 
 

@@ -154,9 +154,20 @@ class Checkpoint:
         source.missing = f"CHECKPOINT={self._folder} was not read whole: call read() again"
         before = _stamps(self._plans)
         self.num_bytes_read = 0
+        jobs = [job for number, plan in enumerate(self._plans) for job in self._jobs(number, plan)]
+        has_failed = threading.Event()
+
+        def run(job: Callable[[], None]) -> None:
+            if has_failed.is_set():  # nobody waits for the rest of a checkpoint that is refused
+                return
+            try:
+                job()
+            except BaseException:
+                has_failed.set()
+                raise
+
         with ThreadPoolExecutor(self._num_threads, "weight-sync-read") as pool:
-            futures = [pool.submit(job) for number, plan in enumerate(self._plans) for job in self._jobs(number, plan)]
-            for future in futures:
+            for future in [pool.submit(run, job) for job in jobs]:
                 future.result()
         if _stamps(self._plans) != before:
             raise ConfigError(f"CHECKPOINT={self._folder} changed while it was read; read it again")

@@ -1,8 +1,9 @@
 """Where the tensors of a safetensors checkpoint lie on disk, by its headers alone: no weights are read.
 
 Owns: the index of a folder, whole or refused with the reason (a missing shard, an interrupted download, a Git LFS
-pointer in a file's place). Does not own reading the data (`checkpoint.py`) nor what a model needs
-(`orchestrator/model_files.py`). Knows no torch.
+pointer in a file's place). Does not own reading the data (`checkpoint.py`, `trainer/loading.py`) nor what a model needs
+(`orchestrator/model_files.py`). Knows no torch. Invariant: each tensor is of one file, the one that the folder's index
+names, or the only one that holds it.
 
 A safetensors file is 8 bytes (length N of the header, little endian), N bytes of JSON {tensor: {dtype, shape,
 data_offsets}}, then the data (https://huggingface.co/docs/safetensors). Its size therefore follows from its header.
@@ -47,7 +48,8 @@ class StoredTensor:
 
 
 def read_index(folder: Path, option: str, hint: str = "") -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint folder: those of its index, or of all its safetensors files without one.
+    """Every tensor of a checkpoint folder: those of its index, each in the file that it names; without an index, those
+    of all its safetensors files.
 
     Args:
         folder: Holds the files.
@@ -55,12 +57,20 @@ def read_index(folder: Path, option: str, hint: str = "") -> dict[str, StoredTen
         hint: What else a user can do who has no weights.
 
     Raises:
-        ConfigError: no safetensors file, a shard is missing, or a file is not whole.
+        ConfigError: no safetensors file, a shard is missing or lacks a tensor, a file is not whole, or two files hold
+            tensors of one name and no index says which counts.
     """
-    found: dict[str, StoredTensor] = {}
-    for path in _shards(folder, option, hint):
-        found |= read_header(path)
-    return found
+    weight_map = _weight_map(folder, option)
+    if weight_map is None:
+        return _without_index(folder, option, hint)
+    headers = {file: read_header(folder / file) for file in sorted(set(weight_map.values()))}
+    lacking = [name for name, file in weight_map.items() if name not in headers[file]]
+    if lacking:
+        raise ConfigError(
+            f"{folder / INDEX_NAME} says that {lacking[0]} is in {weight_map[lacking[0]]}, which does not hold it"
+            f"{f' ({len(lacking) - 1} more are missing so)' if len(lacking) > 1 else ''}; download both again"
+        )
+    return {name: headers[file][name] for name, file in weight_map.items()}
 
 
 def tensor_metas(stored: Mapping[str, StoredTensor]) -> tuple[TensorMeta, ...]:
@@ -83,50 +93,90 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     Raises:
         ConfigError: the file is not safetensors, or is cut short.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        if start.startswith(b"version "):
-            raise ConfigError(f"{path} is a Git LFS pointer, not weights; fetch the file itself (git lfs pull)")
-        header_bytes = int.from_bytes(start, "little")
-        if len(start) < 8 or header_bytes > min(size, _MAX_HEADER_BYTES):
-            raise ConfigError(f"{path} is not a whole safetensors file ({size} bytes); download it again")
-        try:
-            header: dict[str, Any] = json.loads(file.read(header_bytes))
-        except ValueError as error:
-            raise ConfigError(f"{path} has no readable safetensors header; download it again") from error
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            header_bytes = int.from_bytes(start, "little")
+            text = file.read(header_bytes) if header_bytes <= min(size, _MAX_HEADER_BYTES) else b""
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    if start.startswith(b"version "):
+        raise ConfigError(f"{path} is a Git LFS pointer, not weights; fetch the file itself (git lfs pull)")
+    if len(start) < 8 or header_bytes > min(size, _MAX_HEADER_BYTES):
+        raise ConfigError(f"{path} is not a whole safetensors file ({size} bytes); download it again")
+    try:
+        header: Any = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} has no readable safetensors header; download it again") from error
+    if not isinstance(header, dict):
+        raise ConfigError(f"{path} has a {type(header).__name__} for a safetensors header; download it again")
     header.pop("__metadata__", None)
     data = 8 + header_bytes
-    end = data + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    tensors: dict[str, StoredTensor] = {}
+    end = data
+    for name, entry in header.items():
+        dtype, shape, first, last = _checked(path, name, entry)
+        tensors[name] = StoredTensor(path, data + first, shape, dtype)
+        end = max(end, data + last)
     if size < end:
         raise ConfigError(f"{path} is cut short: {size} of {end} bytes; download it again")
-    tensors: dict[str, StoredTensor] = {}
-    for name, entry in header.items():
-        shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
-        element = DTYPE_BYTES.get(DTYPES.get(entry["dtype"], ""))
-        if element is not None and last - first != prod(shape) * element:
-            raise ConfigError(f"{path}: {name} has {last - first} bytes, its shape and format need another number")
-        tensors[name] = StoredTensor(path, data + first, shape, entry["dtype"])
     return tensors
 
 
-def _shards(folder: Path, option: str, hint: str) -> list[Path]:
-    """Files of the index, or every safetensors file when there is no index."""
+def _checked(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Of a header's entry: format, shape, and the first byte and the one past the last, which fit them."""
+    try:
+        dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, first, last - first)):
+            raise ValueError("a number is no size")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: {name} needs dtype, shape and data_offsets in the header, got {str(entry)[:200]}; download the "
+            "file again"
+        ) from error
+    element = DTYPE_BYTES.get(DTYPES.get(dtype, ""))
+    if element is not None and last - first != prod(shape) * element:
+        raise ConfigError(f"{path}: {name} has {last - first} bytes, its shape and format need another number")
+    return dtype, shape, first, last
+
+
+def _without_index(folder: Path, option: str, hint: str) -> dict[str, StoredTensor]:
+    """The tensors of every safetensors file. Which of two of one name counts, nobody could say."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ConfigError(f"{option}={folder} holds no .safetensors file; give a folder with weights{hint}")
+    found: dict[str, StoredTensor] = {}
+    for path in paths:
+        for name, tensor in read_header(path).items():
+            if name in found:
+                raise ConfigError(
+                    f"{option}={folder}: {name} is in {found[name].path.name} and in {path.name}, and there is no "
+                    f"{INDEX_NAME} to say which counts; remove one of the files, or add the index"
+                )
+            found[name] = tensor
+    return found
+
+
+def _weight_map(folder: Path, option: str) -> dict[str, str] | None:
+    """Tensor -> file of the index, all of which are there; None without an index."""
     index = folder / INDEX_NAME
     if not index.is_file():
-        found = sorted(folder.glob("*.safetensors"))
-        if not found:
-            raise ConfigError(f"{option}={folder} holds no .safetensors file; give a folder with weights{hint}")
-        return found
+        return None
     try:
-        names: set[str] = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{index} is not a safetensors index: {error}") from error
-    missing = sorted(name for name in names if not (folder / name).is_file())
+        weight_map: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{index} is not a safetensors index: {type(error).__name__}: {error}") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ConfigError(
+            f"{index} is not a safetensors index: weight_map must be an object of tensors and their files"
+        )
+    files = sorted(set(weight_map.values()))
+    missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise ConfigError(
-            f"{option}={folder} lacks {len(missing)} of {len(names)} shards "
+            f"{option}={folder} lacks {len(missing)} of {len(files)} shards "
             f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); "
             "download the rest"
         )
-    return [folder / name for name in sorted(names)]
+    return weight_map

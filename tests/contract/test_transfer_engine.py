@@ -146,6 +146,41 @@ def test_weights_arrive_between_start_and_finish_and_at_no_other_time(served: Se
         sender.close()
 
 
+def test_an_update_in_which_nothing_arrived_cannot_be_finished_by_what_the_update_before_left(served: Served) -> None:
+    endpoint = served.attach(weights(1)).endpoint
+    sender = Sender(register_tensors(weights(1)), [endpoint], key=KEY, device="cpu")
+    try:
+        served.backend.start_weight_update()
+        assert sender.update(0).num_committed == 1
+        served.backend.finish_weight_update()
+        with pytest.raises(EngineError, match="no weight update is under way"):
+            served.backend.finish_weight_update()
+        served.backend.start_weight_update()
+        with pytest.raises(EngineError, match=r"received nothing in this update: it holds version 0 of an earlier one"):
+            served.backend.finish_weight_update()
+        assert sender.update(1).num_committed == 1
+        served.backend.finish_weight_update()
+    finally:
+        sender.close()
+
+
+def test_a_rank_that_committed_an_update_that_is_given_up_needs_another_one(served: Served) -> None:
+    endpoint = served.attach(weights(1)).endpoint
+    sender = Sender(register_tensors(weights(1)), [endpoint], key=KEY, device="cpu")
+    try:
+        served.backend.start_weight_update()
+        assert sender.update(0).num_committed == 1
+        with pytest.raises(EngineError, match="given up: another rank broke"):
+            served.backend.update_weights({"abort": "another rank broke"})
+        with pytest.raises(EngineError, match="no weight update is under way"):
+            served.backend.finish_weight_update()
+        served.backend.start_weight_update()
+        with pytest.raises(EngineError, match="received nothing in this update"):
+            served.backend.finish_weight_update()
+    finally:
+        sender.close()
+
+
 @pytest.mark.parametrize("turned", [-1, 3], ids=["all layers alike", "one layer not"])
 def test_an_expected_layout_is_taken_where_it_is_proven_and_every_layer_is_recorded_where_it_is_not(
     turned: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 
 import pytest
@@ -24,6 +25,7 @@ from trainer.loading import (
 )
 from trainer.model.spec import ModelSpec
 from weight_sync.layout import Region
+from weight_sync.safetensors_files import INDEX_NAME
 
 SPEC = ModelSpec.from_hf_config(MIXED)
 
@@ -81,10 +83,24 @@ def test_tensors_of_multi_token_prediction_are_counted_apart(tmp_path):
 
 
 def test_a_folder_without_weights_or_with_a_broken_file_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="has neither"):
+    with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
         CheckpointReader(tmp_path, SPEC)
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
-    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+    with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
+        CheckpointReader(tmp_path, SPEC)
+
+
+def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
+    name, region = "model.norm.weight", Region((0,), (64,))
+    save_file({name: torch.full((64,), 2.0)}, tmp_path / "model-1.safetensors")
+    save_file({name: torch.full((64,), 3.0), "other": torch.zeros(1)}, tmp_path / "model-2.safetensors")
+    with pytest.raises(CheckpointError, match=r"model-1\.safetensors and in model-2\.safetensors"):
+        CheckpointReader(tmp_path, SPEC)
+    weight_map = {name: "model-1.safetensors", "other": "model-2.safetensors"}
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    assert CheckpointReader(tmp_path, SPEC).read(name, region).unique().tolist() == [2.0]
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {**weight_map, "other": "model-1.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"says that other is in model-1\.safetensors, which does not hold it"):
         CheckpointReader(tmp_path, SPEC)
 
 

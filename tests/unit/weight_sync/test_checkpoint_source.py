@@ -162,6 +162,17 @@ def test_a_source_is_there_before_its_bytes_and_refuses_a_publish_until_all_are_
         source.begin(1)
 
 
+def test_after_a_file_that_cannot_be_read_no_other_one_is(tmp_path: Path) -> None:
+    save(tmp_path, {"a": torch.arange(8.0), "b": torch.zeros(3)})
+    part = Checkpoint(tmp_path, num_threads=1)
+    part.read()
+    first = tmp_path / "model-00001-of-00002.safetensors"
+    first.write_bytes(first.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="was cut short while it was read"):
+        part.read()
+    assert part.num_bytes_read == 0
+
+
 def test_another_model_cannot_refresh_and_a_vanished_file_is_named(tmp_path: Path) -> None:
     first, other = tmp_path / "first", tmp_path / "other"
     for folder, width in ((first, 4), (other, 6)):
@@ -183,3 +194,46 @@ def test_formats_that_cannot_cross_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mask has format BOOL; formats that can be published: F32"):
         Checkpoint(tmp_path)
     assert set(read_index(tmp_path, "x")) == {"mask"}
+
+
+def test_an_index_decides_which_file_holds_a_tensor_and_without_one_a_name_is_in_one_file(tmp_path: Path) -> None:
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    save_file({"w": torch.ones(4)}, tmp_path / first)
+    save_file({"w": torch.zeros(4), "v": torch.ones(2)}, tmp_path / second)
+    with pytest.raises(ConfigError, match=f"w is in {first} and in {second}, and there is no {INDEX_NAME}"):
+        Checkpoint(tmp_path)
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"w": first, "v": second}}))
+    part = Checkpoint(tmp_path)
+    part.read()
+    out = torch.empty(4)
+    part.source.read("w", Region((0,), (4,)), out)
+    assert out.tolist() == [1.0] * 4
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"w": first, "v": first}}))
+    with pytest.raises(ConfigError, match=f"says that v is in {first}, which does not hold it"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["[]", '{"weight_map": 3}', '{"weight_map": {"w": 3}}', '{"weight_map": ["w"]}'])
+def test_an_index_of_another_kind_is_named(index: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX_NAME).write_text(index)
+    with pytest.raises(ConfigError, match=f"{INDEX_NAME} is not a safetensors index"):
+        read_index(tmp_path, "x")
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ([1], "has a list for a safetensors header"),
+        ({"w": {"dtype": "F32", "shape": [1]}}, "w needs dtype, shape and data_offsets"),
+        ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [-4, 4]}}, "w needs dtype, shape and data_offsets"),
+        ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}, "w needs dtype, shape and data_offsets"),
+        ({"w": {"dtype": "F32", "shape": 4, "data_offsets": [0, 4]}}, "w needs dtype, shape and data_offsets"),
+        ({"w": 7}, "w needs dtype, shape and data_offsets"),
+        ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "w has 4 bytes"),
+    ],
+)
+def test_a_header_that_describes_no_tensor_is_named(header: object, message: str, tmp_path: Path) -> None:
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(ConfigError, match=message):
+        read_index(tmp_path, "x")
