@@ -37,7 +37,6 @@ def check_all(config: RunConfig) -> None:
     check_data_is_given(config)
     check_tokenizer_is_given(config)
     if config.algorithm.objective is Objective.policy:
-        check_batch_divides_over_ranks(config)
         check_prompt_and_response_fit(config)
         check_transport_fits_device(config)
         check_expert_parallel_engine_has_gpus(config)
@@ -81,19 +80,6 @@ def check_tokenizer_is_given(config: RunConfig) -> None:
     if config.model.tokenizer is None and config.model.path is None:
         raise ConfigError(
             "model.tokenizer is required when model.path is null; give a folder, or model.tokenizer=characters"
-        )
-
-
-def check_batch_divides_over_ranks(config: RunConfig) -> None:
-    """Every trainer rank gets the same number of samples."""
-    algorithm, num_ranks = config.algorithm, config.trainer.num_ranks
-    num_samples = algorithm.groups_per_step * algorithm.group_size
-    if num_samples % num_ranks:
-        raise ConfigError(
-            f"batch not divisible: algorithm.groups_per_step * algorithm.group_size = {algorithm.groups_per_step} * "
-            f"{algorithm.group_size} = {num_samples} samples cannot be split evenly over "
-            f"trainer.num_ranks={num_ranks}; "
-            f"make the product a multiple of {num_ranks}"
         )
 
 

@@ -72,13 +72,6 @@ def test_contradictory_options_are_both_named(refuse: Refuse) -> None:
     assert "weight_sync.transport=nvlink contradicts cluster.device=cpu" in message
 
 
-def test_batch_not_divisible(refuse: Refuse) -> None:
-    message = refuse("algorithm.groups_per_step=3", "algorithm.group_size=3")
-    assert "batch not divisible" in message
-    assert "3 * 3 = 9 samples" in message
-    assert "trainer.num_ranks=2" in message
-
-
 def test_missing_model_folder(refuse: Refuse, tmp_path: Path) -> None:
     message = refuse("model=checkpoint", f"model.path={tmp_path}/absent", "trainer.ep_size=1")
     assert f"model.path={tmp_path}/absent: no such folder" in message
