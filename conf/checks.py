@@ -7,7 +7,7 @@ Options that contradict nothing and have no effect are a table of their own: `co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from conf.errors import ConfigError
@@ -25,6 +25,7 @@ from conf.schema import (
     TransportKind,
 )
 from conf.schema.rules import divisors
+from conf.tensor_parallel import check_tp_size_fits_model, has_dense_layers, head_dim_of, num_experts_of, one_of
 
 CPU_ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that vLLM's CPU attention has kernels for (vLLM 0.32, `cpu_attn.py`)."""
@@ -37,7 +38,6 @@ def check_all(config: RunConfig) -> None:
     check_data_is_given(config)
     check_tokenizer_is_given(config)
     if config.algorithm.objective is Objective.policy:
-        check_batch_divides_over_ranks(config)
         check_prompt_and_response_fit(config)
         check_transport_fits_device(config)
         check_expert_parallel_engine_has_gpus(config)
@@ -56,7 +56,13 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     check_packed_experts_stay_frozen(config, hf_config)
     if config.algorithm.objective is Objective.policy:
         check_engine_takes_merged_weights(config, hf_config)
-        check_tp_size_divides_heads("rollout.tp_size", config.rollout.tp_size, hf_config)
+        check_expert_parallel_engine_has_experts(config, hf_config)
+        check_tp_size_fits_model(
+            "rollout.tp_size",
+            config.rollout.tp_size,
+            hf_config,
+            is_expert_parallel=config.rollout.enable_expert_parallel,
+        )
         check_head_dim_on_cpu(config, hf_config)
         check_fp8_engine_has_gpus(config, hf_config)
         check_adapters_beside_experts_have_gpu_engines(config, hf_config)
@@ -81,19 +87,6 @@ def check_tokenizer_is_given(config: RunConfig) -> None:
     if config.model.tokenizer is None and config.model.path is None:
         raise ConfigError(
             "model.tokenizer is required when model.path is null; give a folder, or model.tokenizer=characters"
-        )
-
-
-def check_batch_divides_over_ranks(config: RunConfig) -> None:
-    """Every trainer rank gets the same number of samples."""
-    algorithm, num_ranks = config.algorithm, config.trainer.num_ranks
-    num_samples = algorithm.groups_per_step * algorithm.group_size
-    if num_samples % num_ranks:
-        raise ConfigError(
-            f"batch not divisible: algorithm.groups_per_step * algorithm.group_size = {algorithm.groups_per_step} * "
-            f"{algorithm.group_size} = {num_samples} samples cannot be split evenly over "
-            f"trainer.num_ranks={num_ranks}; "
-            f"make the product a multiple of {num_ranks}"
         )
 
 
@@ -166,6 +159,15 @@ def check_adapters_beside_experts_have_gpu_engines(config: RunConfig, hf_config:
         )
 
 
+def check_expert_parallel_engine_has_experts(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Only experts can be split so."""
+    if config.rollout.enable_expert_parallel and not num_experts_of(hf_config):
+        raise ConfigError(
+            f"rollout.enable_expert_parallel=true needs a mixture of experts, and model_type="
+            f"{hf_config.get('model_type')} has none; set rollout.enable_expert_parallel=false"
+        )
+
+
 def check_ep_size_fits_experts(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     """Every ep_rank of the trainer holds at least one expert."""
     ep_size, num_experts = config.trainer.ep_size, num_experts_of(hf_config)
@@ -178,17 +180,7 @@ def check_ep_size_fits_experts(config: RunConfig, hf_config: Mapping[str, Any]) 
         allowed = [size for size in divisors(config.trainer.num_ranks) if size <= num_experts]
         raise ConfigError(
             f"trainer.ep_size={ep_size} is more than the model's {num_experts} experts; with trainer.num_ranks="
-            f"{config.trainer.num_ranks} it can be {_one_of(allowed)}"
-        )
-
-
-def check_tp_size_divides_heads(option: str, tp_size: int, hf_config: Mapping[str, Any]) -> None:
-    """Every tensor-parallel rank of an engine holds the same number of attention heads."""
-    num_heads = hf_config.get("num_attention_heads")
-    if isinstance(num_heads, int) and num_heads % tp_size:
-        raise ConfigError(
-            f"{option}={tp_size} does not divide the model's {num_heads} attention heads; it can be "
-            f"{_one_of(divisors(num_heads))}"
+            f"{config.trainer.num_ranks} it can be {one_of(allowed)}"
         )
 
 
@@ -218,13 +210,11 @@ def check_head_dim_on_cpu(config: RunConfig, hf_config: Mapping[str, Any]) -> No
                 "choose another model, or cluster.device=cuda"
             )
         return
-    heads, hidden = hf_config.get("num_attention_heads"), hf_config.get("hidden_size")
-    derived = hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else None
-    head_dim = hf_config.get("head_dim") or derived
-    if isinstance(head_dim, int) and head_dim not in CPU_ENGINE_HEAD_DIMS:
+    head_dim = head_dim_of(hf_config)
+    if head_dim is not None and head_dim not in CPU_ENGINE_HEAD_DIMS:
         raise ConfigError(
             f"the model's head_dim={head_dim} has no attention kernel in the CPU engine, which has "
-            f"{_one_of(CPU_ENGINE_HEAD_DIMS)}; "
+            f"{one_of(CPU_ENGINE_HEAD_DIMS)}; "
             "choose another model, or cluster.device=cuda"
         )
 
@@ -314,15 +304,8 @@ def check_lora_adapts_something(config: RunConfig, hf_config: Mapping[str, Any])
     lora, is_moe = config.trainer.lora, num_experts_of(hf_config) > 0
     if config.trainer.mode is TrainMode.full or lora.attention:
         return
-    has_dense_layers = not is_moe or any(
-        (
-            hf_config.get("mlp_only_layers"),
-            hf_config.get("decoder_sparse_step", 1) != 1,
-            hf_config.get("first_k_dense_replace"),
-            hf_config.get("n_shared_experts"),
-        )
-    )
-    if not (lora.experts and is_moe) and not (lora.mlp and has_dense_layers):
+    has_mlp = has_dense_layers(hf_config) or hf_config.get("n_shared_experts")
+    if not (lora.experts and is_moe) and not (lora.mlp and has_mlp):
         raise ConfigError(
             "trainer.lora.attention=false leaves nothing to adapt: this model has "
             f"{'experts' if is_moe else 'a dense feed-forward'} only; set "
@@ -340,15 +323,3 @@ def check_expert_rank_has_kernels(config: RunConfig, hf_config: Mapping[str, Any
             f"routed experts take adapters of rank {MAX_EXPERT_RANK} at most, got {lora.rank}; set "
             f"trainer.lora.expert_rank={MAX_EXPERT_RANK} or lower, or trainer.lora.experts=false"
         )
-
-
-def num_experts_of(hf_config: Mapping[str, Any]) -> int:
-    """Routed experts of a layer, by the name the architecture uses for them; 0 for a dense model."""
-    for key in ("num_experts", "n_routed_experts", "num_local_experts"):
-        if isinstance(value := hf_config.get(key), int):
-            return value
-    return 0
-
-
-def _one_of(values: Sequence[int]) -> str:
-    return ", ".join(str(value) for value in values)

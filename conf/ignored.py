@@ -1,14 +1,15 @@
 """Options that have no effect in a run, and why: a table, one row for each reason.
 
-Presets may set what a run does not use; a user may not. Pure: it sees a RunConfig and the names that a user typed.
+Presets may set what a run does not use; a user may not. Pure: it sees a RunConfig, the names that a user typed, and
+config.json where it is known: rows about an architecture wait for it.
 Does not own options that contradict each other (`conf/checks.py`). Caller: `conf/load.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from conf.errors import ConfigError
 from conf.options import options_by_name
@@ -22,6 +23,7 @@ from conf.schema import (
     SyncMode,
     TrainMode,
 )
+from conf.tensor_parallel import num_experts_of
 
 READ_BY_POLICY_ALONE = (
     "rollout.",
@@ -57,17 +59,20 @@ class Ignored(NamedTuple):
     cure: str
 
 
-def check_no_override_is_ignored(config: RunConfig, names: Iterable[str]) -> None:
+def check_no_override_is_ignored(
+    config: RunConfig, names: Iterable[str], hf_config: Mapping[str, Any] | None = None
+) -> None:
     """An option that the user typed has an effect in this run.
 
     Args:
         config: The composed run.
         names: Dotted names from the command line, groups included.
+        hf_config: config.json of the model; None: not read yet.
 
     Raises:
         ConfigError: One has none.
     """
-    reasons = [reason for reason in reasons_of(config) if reason.applies]
+    reasons = [reason for reason in reasons_of(config, hf_config) if reason.applies]
     for name in names:
         if name not in options_by_name():
             continue
@@ -76,8 +81,12 @@ def check_no_override_is_ignored(config: RunConfig, names: Iterable[str]) -> Non
                 raise ConfigError(f"{name} has no effect with {reason.by_what}; {reason.cure}")
 
 
-def reasons_of(config: RunConfig) -> tuple[Ignored, ...]:
+def reasons_of(config: RunConfig, hf_config: Mapping[str, Any] | None) -> tuple[Ignored, ...]:
     """Every reason, whether it applies to this run or not."""
+    return (*_reasons_of_options(config), *_reasons_of_model(hf_config or {}, is_known=hf_config is not None))
+
+
+def _reasons_of_options(config: RunConfig) -> tuple[Ignored, ...]:
     cluster, model, algorithm, reward = config.cluster, config.model, config.algorithm, config.reward
     is_sft = algorithm.objective is Objective.sft
     return (
@@ -86,6 +95,18 @@ def reasons_of(config: RunConfig) -> tuple[Ignored, ...]:
             config.trainer.mode is TrainMode.full,
             "trainer.mode=full",
             "remove it, or set trainer.mode=lora",
+        ),
+        Ignored(
+            "trainer.lora.attention_rank",
+            not config.trainer.lora.attention,
+            "trainer.lora.attention=false",
+            "remove one of the two",
+        ),
+        Ignored(
+            "trainer.lora.expert_rank",
+            not config.trainer.lora.experts,
+            "trainer.lora.experts=false",
+            "remove one of the two",
         ),
         Ignored(
             READ_BY_POLICY_ALONE,
@@ -135,6 +156,12 @@ def reasons_of(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or start more workers",
         ),
         Ignored(
+            ("rollout.max_restarts", "rollout.restart_backoff_s"),
+            not config.weight_sync.enabled,
+            "weight_sync.enabled=false, which restarts no worker",
+            "remove it, or choose weight_sync=standard",
+        ),
+        Ignored(
             "rollout.gpu_memory_utilization",
             cluster.device is Device.cpu,
             "cluster.device=cpu",
@@ -157,6 +184,24 @@ def reasons_of(config: RunConfig) -> tuple[Ignored, ...]:
             algorithm.ratio_baseline is RatioBaseline.trainer,
             "algorithm.ratio_baseline=trainer, whose ratio is 1 in the one update of a step",
             "remove it, or set algorithm.ratio_baseline=rollout algorithm.tis_max=0",
+        ),
+    )
+
+
+def _reasons_of_model(hf_config: Mapping[str, Any], *, is_known: bool) -> tuple[Ignored, ...]:
+    kind = hf_config.get("model_type")
+    return (
+        Ignored(
+            "model.mla_norm_eps",
+            is_known and hf_config.get("kv_lora_rank") is None,
+            f"model_type={kind}, which has no latent attention",
+            "remove it",
+        ),
+        Ignored(
+            ("trainer.lora.expert_rank", "trainer.combine", "trainer.train_router"),
+            is_known and not num_experts_of(hf_config),
+            f"model_type={kind}, which has no experts",
+            "remove it",
         ),
     )
 

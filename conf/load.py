@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from conf.options import (
     show,
 )
 from conf.register import register_schema, schema_node
-from conf.schema import RunConfig
+from conf.schema import Init, RunConfig
 
 
 def load_run_config(overrides: Sequence[str], config_dir: Path | None = None) -> RunConfig:
@@ -73,9 +73,21 @@ def load_run_config(overrides: Sequence[str], config_dir: Path | None = None) ->
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain_foreign(error)) from error
     assert isinstance(config, RunConfig)
-    check_no_override_is_ignored(config, [override.key_or_group for override in parsed])
+    is_model_known = config.model.init is Init.random and config.model.path is None
+    names = [override.key_or_group for override in parsed]
+    check_no_override_is_ignored(config, names, config.model.hf_config if is_model_known else None)
     check_all(config)
     return config
+
+
+def check_model_reads_overrides(config: RunConfig, overrides: Sequence[str], hf_config: Mapping[str, Any]) -> None:
+    """The last of `load_run_config`'s checks again, for a model whose config.json has been read since.
+
+    Raises:
+        ConfigError: An override has no effect on such a model.
+    """
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    check_no_override_is_ignored(config, [override.key_or_group for override in parsed], hf_config)
 
 
 def resolved_yaml(config: RunConfig) -> str:

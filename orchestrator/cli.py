@@ -136,7 +136,7 @@ def _train(words: list[str]) -> int:
         return EXIT_OK
 
     with _names_missing_packages():
-        from conf.load import load_run_config, resolved_yaml
+        from conf.load import check_model_reads_overrides, load_run_config, resolved_yaml
 
     config = load_run_config(overrides, flags.config_dir)
     if flags.cfg == "job":
@@ -145,8 +145,10 @@ def _train(words: list[str]) -> int:
 
     from orchestrator import environment
     from orchestrator.preflight import run_preflight
+    from orchestrator.prepare import resolve_hf_config
 
     report = run_preflight(config)
+    check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))
     if flags.dry_run:
         width = max(len(fact.subject) for fact in report.facts)
         for fact in report.facts:
@@ -200,10 +202,12 @@ def _plan(words: list[str]) -> int:
         print(cli_help.plan())
         return EXIT_OK
     with _names_missing_packages():
-        from conf.load import load_run_config
+        from conf.load import check_model_reads_overrides, load_run_config
         from orchestrator import plan_command, plan_report
+        from orchestrator.prepare import resolve_hf_config
 
     config = load_run_config(overrides, flags.config_dir)
+    check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))
     hardware = plan_command.Hardware(
         rates=plan_command.link_rates(
             nic_gb_s=flags.nic_gb_s, nvlink_gb_s=flags.nvlink_gb_s, hbm_gb_s=flags.hbm_gb_s, op_us=flags.op_us

@@ -28,9 +28,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from conf.checks import check_tp_size_divides_heads
 from conf.errors import ConfigError
 from conf.schema import Device, DType
+from conf.tensor_parallel import check_tp_size_fits_model
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PushError
 from orchestrator.machine import count_gpus, is_port_free, list_rdma_nics
@@ -132,7 +132,9 @@ class Push:
         self._options = options
         self._began = time.monotonic()
         self._hf_config = read_hf_config(options.checkpoint, "CHECKPOINT")
-        check_tp_size_divides_heads("--tp", options.tp_size, self._hf_config)
+        check_tp_size_fits_model(
+            "--tp", options.tp_size, self._hf_config, is_expert_parallel=options.enable_expert_parallel
+        )
         self._tensors = tensor_metas(read_index(options.checkpoint, "CHECKPOINT"))
         self._device = Device(resolve_device(Device.auto))
         self._gpus = _visible_gpus(self._device)

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.checks import check_tp_size_divides_heads
 from conf.errors import ConfigError
 from conf.schema import Device, DType
+from conf.tensor_parallel import check_tp_size_fits_model
 from orchestrator.model_files import read_hf_config
 from rollout.errors import EngineError
 from rollout.offline_layout import cached_file, engine_version, offline_layouts
@@ -97,7 +97,7 @@ def record(
     if dtype not in list(DType):
         raise ConfigError(f"--dtype must be one of {', '.join(DType)}, got {dtype!r}")
     hf_config = read_hf_config(model, "MODEL")
-    check_tp_size_divides_heads("--tp", tp_size, hf_config)
+    check_tp_size_fits_model("--tp", tp_size, hf_config, is_expert_parallel=enable_expert_parallel)
     tensors, source = _tensors(model, hf_config, dtype)
     options: dict[str, Any] = {
         "tp_size": tp_size,

@@ -33,7 +33,9 @@ class RolloutConfig:
     num_workers: int = 1
     """Engines (replicas)."""
     tp_size: int = 1
-    """Tensor-parallel size of one engine; a replica uses tp_size devices."""
+    """Tensor-parallel size of one engine; a replica uses tp_size devices. Divides attention heads, feed-forwards and
+    the vocabulary; divides key/value heads, or is a multiple of them. With block-FP8 a rank holds whole blocks.
+    """
     enable_expert_parallel: bool = False
     """Split experts, not their rows, over the tensor-parallel ranks. GPU only."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -62,7 +64,9 @@ class RolloutConfig:
     weight_sync.enabled=false.
     """
     restart_backoff_s: float = 1.0
-    """Pause before the first restart of a worker; doubles with every further one."""
+    """Pause before the first restart of a worker, also before one that was asked for; doubles with every further one.
+    Ignored when weight_sync.enabled=false.
+    """
 
     def __post_init__(self) -> None:
         at_least(

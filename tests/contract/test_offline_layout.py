@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.checkpoints import CONFIGS
+from fakes.checkpoints import CONFIGS, FOR_GPUS
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from conf.tensor_parallel import tp_problem
+from orchestrator.prepare import engine_checkpoint
 from orchestrator.record_command import layouts_digest, record
 from rollout.engine_options import engine_arguments, engine_environment
 from rollout.errors import EngineError
@@ -31,6 +33,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**CONFIGS["qwen3_tied"], "torch_dtype": "bfloat16"},
     "qwen3_moe": {**CONFIGS["qwen3_moe"], "torch_dtype": "bfloat16"},
 }
+
+ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
+FP8 = {
+    "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", *ROUTERS],
+}  # fmt: skip
 
 
 def offline(model: str, cache: Path, *, tp_size: int = 1, expert_parallel: bool = False, device: Device = Device.cpu):
@@ -122,6 +130,29 @@ def test_what_the_engine_cannot_build_is_an_error_that_says_why(tmp_path: Path) 
     with pytest.raises(EngineError, match=r"RecordError: .*o_proj"):
         offline_layouts(MODELS["qwen3"], missing, device=Device.cpu, cache=tmp_path, **options)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "tp_size", "expert_parallel"),
+    [
+        ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}, 2, False),
+        ("glm4_moe", {"moe_intermediate_size": 62}, 4, True),  # the shared expert is cut in any case
+        ("qwen3_moe", {**FOR_GPUS["qwen3_moe"], "quantization_config": FP8}, 4, False),
+    ],
+)
+def test_sizes_that_are_refused_are_those_that_the_engine_cannot_build(
+    model: str, changes: dict[str, Any], tp_size: int, expert_parallel: bool, tmp_path: Path
+) -> None:
+    """The largest size that is allowed can be built; the one that is refused cannot."""
+    pytest.importorskip("vllm")
+    config = {**CONFIGS[model], **changes, "torch_dtype": "bfloat16"}
+    assert tp_problem(tp_size, config, is_expert_parallel=expert_parallel) is not None
+    sizes = [n for n in (1, 2, 3, 4, 6) if tp_problem(n, config, is_expert_parallel=expert_parallel) is None]
+    options: dict[str, Any] = {"enable_expert_parallel": expert_parallel, "dtype": DType.bfloat16}
+    tensors = engine_checkpoint(config, DType.bfloat16)
+    with pytest.raises(EngineError, match="cannot be recorded"):
+        offline_layouts(config, tensors, tp_size=tp_size, device=Device.cuda, cache=tmp_path, **options)
+    assert offline_layouts(config, tensors, tp_size=sizes[-1], device=Device.cuda, cache=tmp_path, **options)
 
 
 def forget_loaders(model: Any) -> int:

@@ -7,13 +7,9 @@ import re
 import pytest
 
 from conf.errors import ConfigError
-from conf.load import load_run_config
+from conf.load import check_model_reads_overrides, load_run_config
 
 CASES = [
-    (
-        ["trainer.num_ranks=2", "trainer.ep_size=2", "algorithm.groups_per_step=3", "algorithm.group_size=5"],
-        "batch not divisible.*15 samples.*multiple of 2",
-    ),
     (
         ["trainer.num_ranks=16", "trainer.ep_size=16", "algorithm.groups_per_step=16"],
         "trainer.ep_size=16 is more than the model's 8 experts.*can be 1, 2, 4, 8",
@@ -88,6 +84,29 @@ CASES = [
         ["algorithm.clip_high=0.3"],
         "algorithm.clip_high has no effect with algorithm.ratio_baseline=trainer.*set algorithm.ratio_baseline=rollout",
     ),
+    (
+        ["weight_sync=disabled", "rollout.max_restarts=5"],
+        "rollout.max_restarts has no effect with weight_sync.enabled=false.*weight_sync=standard",
+    ),
+    (["weight_sync=disabled", "rollout.restart_backoff_s=5"], "rollout.restart_backoff_s has no effect"),
+    (["model.mla_norm_eps=hf"], "model.mla_norm_eps has no effect with model_type=qwen3_moe, which has no latent"),
+    (
+        ["model=tiny_qwen3", "trainer.ep_size=1", "trainer.lora.expert_rank=4"],
+        "trainer.lora.expert_rank has no effect with model_type=qwen3, which has no experts",
+    ),
+    (["model=tiny_qwen3", "trainer.ep_size=1", "trainer.combine=hf_eager"], "trainer.combine has no effect"),
+    (
+        ["model=tiny_qwen3", "trainer.ep_size=1", "trainer=full", "trainer.train_router=true"],
+        "trainer.train_router has no effect with model_type=qwen3",
+    ),
+    (
+        ["trainer.lora.attention=false", "trainer.lora.attention_rank=4"],
+        "trainer.lora.attention_rank has no effect with trainer.lora.attention=false",
+    ),
+    (
+        ["trainer.lora.experts=false", "trainer.lora.expert_rank=4"],
+        "trainer.lora.expert_rank has no effect with trainer.lora.experts=false",
+    ),
     (["run.seed=-1"], "run.seed must be >= 0, got -1"),
     (["run.seed=9223372036854775808"], r"run.seed must be < 2\*\*63, got 9223372036854775808"),
     (["data.max_prompt_tokens=0"], "data.max_prompt_tokens must be >= 1, got 0"),
@@ -112,6 +131,18 @@ def test_contradictions_are_refused(words: list[str], message: str) -> None:
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
+def test_options_of_a_checkpoint_are_judged_once_its_config_is_read() -> None:
+    words = ["model=checkpoint", "model.path=/x", "data=letters", "trainer.combine=hf_eager", "model.mla_norm_eps=hf"]
+    config = load_run_config(words)
+    check_model_reads_overrides(config, words, {"model_type": "kimi_k2", "kv_lora_rank": 512, "n_routed_experts": 8})
+    for hf_config, message in (
+        ({"model_type": "glm4_moe", "n_routed_experts": 8}, "model.mla_norm_eps has no effect"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "trainer.combine has no effect"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_model_reads_overrides(config, words, hf_config)
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -123,9 +154,13 @@ def test_contradictions_are_refused(words: list[str], message: str) -> None:
         ["algorithm=dapo", "algorithm.clip_high=0.3"],
         ["algorithm.max_staleness_steps=0"],
         ["trainer.num_ranks=4", "trainer.ep_size=2"],
+        ["trainer.num_ranks=2", "algorithm.groups_per_step=3", "algorithm.group_size=5"],  # packing goes by cost
+        ["trainer.num_ranks=4", "algorithm.groups_per_step=1", "algorithm.group_size=2"],  # two ranks get nothing
         ["rollout.tp_size=2"],
         ["model=tiny_qwen3", "trainer.ep_size=1", "trainer.lora.attention=false"],
         ["model=tiny_deepseek_v3"],
+        ["model=tiny_deepseek_v3", "model.mla_norm_eps=hf", "trainer.lora.expert_rank=4", "trainer.combine=hf_eager"],
+        ["weight_sync=disabled", "rollout.sampling.max_tokens=3"],
         ["model=tiny_deepseek_v3", "trainer.lora.attention=false", "trainer.lora.experts=false"],  # the dense ones
     ],
 )

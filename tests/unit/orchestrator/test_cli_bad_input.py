@@ -72,13 +72,6 @@ def test_contradictory_options_are_both_named(refuse: Refuse) -> None:
     assert "weight_sync.transport=nvlink contradicts cluster.device=cpu" in message
 
 
-def test_batch_not_divisible(refuse: Refuse) -> None:
-    message = refuse("algorithm.groups_per_step=3", "algorithm.group_size=3")
-    assert "batch not divisible" in message
-    assert "3 * 3 = 9 samples" in message
-    assert "trainer.num_ranks=2" in message
-
-
 def test_missing_model_folder(refuse: Refuse, tmp_path: Path) -> None:
     message = refuse("model=checkpoint", f"model.path={tmp_path}/absent", "trainer.ep_size=1")
     assert f"model.path={tmp_path}/absent: no such folder" in message
@@ -89,6 +82,23 @@ def test_model_folder_without_config(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "empty" / "tokenizer.json").write_text("{}")
     message = refuse("model=checkpoint", "model.path=empty", "model.tokenizer=characters")
     assert "model.path=empty has no config.json" in message
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_option_that_a_model_on_disk_does_not_read(
+    refuse: Refuse, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_run_config(["experiment=quickstart_adapter"]).model.hf_config
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    words = ["model=checkpoint", "model.init=random", "model.path=model", "model.tokenizer=characters"]
+    words += ["trainer.ep_size=1", "trainer.combine=hf_eager"]
+    if command == "train":
+        message = refuse(*words)
+    else:
+        assert main(["plan", "experiment=quickstart", *words]) == 2
+        message = capsys.readouterr().err
+    assert "trainer.combine has no effect with model_type=qwen3, which has no experts; remove it" in message
 
 
 def test_config_of_a_model_that_is_no_object(refuse: Refuse, tmp_path: Path) -> None:

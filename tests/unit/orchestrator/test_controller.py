@@ -69,6 +69,15 @@ async def test_every_step_has_one_row_and_all_prompts_are_used_once(tmp_path: Pa
     assert {row["step"] for row in samples if row["kind"] == "training"} == {1, 4}
 
 
+@pytest.mark.parametrize("num_ranks", [4, 9])
+async def test_samples_need_not_divide_over_ranks(tmp_path: Path, num_ranks: int) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=2))
+    loop.trainer.num_ranks = num_ranks
+    await loop.run()
+    assert [len(samples) for _, samples in loop.trainer.trained] == [6, 6]
+    assert [row["trainer/num_microbatches"] for row in loop.rows] == [None, 1, 1]
+
+
 async def test_step_that_is_not_finite_publishes_nothing_and_is_counted(tmp_path: Path) -> None:
     loop = Loop(tmp_path, make_config(num_steps=4))
     loop.trainer.not_finite = {1}

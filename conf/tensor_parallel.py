@@ -1,0 +1,193 @@
+"""What the tensor-parallel size of an engine can be: what vLLM cuts over an engine's ranks, and how evenly it must.
+
+    heads            tp divides num_attention_heads
+    key/value heads  tp divides num_key_value_heads, or is a multiple of them: ranks then hold copies. gpt-oss: divides.
+                     Latent attention has none.
+    feed-forwards    tp divides their width: dense layers, shared experts, and routed experts unless ranks hold whole
+                     ones (expert parallel; gpt-oss: all the same)
+    vocabulary       tp divides vocab_size, padded to multiples of 64
+    block-FP8        what one rank holds of each of these is whole blocks of 128, apart from the vocabulary, and what
+                     conversion left out
+
+Owns these rules, as vLLM 0.32 asserts them when it builds a model (`QKVParallelLinear`, `FusedMoEConfig`,
+`VocabParallelEmbedding`, `validate_fp8_block_shape`): late there, and some without a word. Does not own what an
+architecture is: fields of the wrong type are passed over here, trainer/model/families.py refuses them.
+Pure. Callers: conf/checks.py, and the commands that take a size of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from conf.errors import ConfigError
+from conf.schema.rules import divisors
+
+VOCABULARY_PADDING = 64
+"""Rows of vLLM's vocabulary come in multiples of this (`DEFAULT_VOCAB_PADDING_SIZE`)."""
+FP8_BLOCK = 128
+
+
+class Width(NamedTuple):
+    """Columns that ranks share. Example: Width("intermediate_size=18432", 18432, 16, ("gate_proj", "up_proj"))."""
+
+    what: str
+    """With its value, for people."""
+    size: int
+    num_parts: int
+    modules: tuple[str, ...]
+    """Parts of the names of the layers that have it."""
+
+
+def check_tp_size_fits_model(
+    option: str, tp_size: int, hf_config: Mapping[str, Any], *, is_expert_parallel: bool = False
+) -> None:
+    """The engine can build its ranks of this model.
+
+    Args:
+        option: How the size was given: "rollout.tp_size", "--tp".
+        tp_size: Ranks of one engine.
+        hf_config: config.json of the model, with the engine's quantization_config.
+        is_expert_parallel: Whether ranks hold whole experts.
+
+    Raises:
+        ConfigError: It cannot; says which size could.
+    """
+    problem = tp_problem(tp_size, hf_config, is_expert_parallel=is_expert_parallel)
+    if problem is None:
+        return
+    sizes = divisors(_size(hf_config, "num_attention_heads") or 1)
+    allowed = [size for size in sizes if tp_problem(size, hf_config, is_expert_parallel=is_expert_parallel) is None]
+    whole_experts = [size for size in sizes if tp_problem(size, hf_config, is_expert_parallel=True) is None]
+    cures = [f"it can be {one_of(allowed)}"] if allowed else []
+    if len(whole_experts) > len(allowed):
+        cures.append(f"with expert parallelism it can be {one_of(whole_experts)}")
+    if not cures:
+        is_fp8 = fp8_skipped(hf_config) is not None
+        cures.append(f"no size fits; {'give a model in another format' if is_fp8 else 'choose another model'}")
+    raise ConfigError(f"{option}={tp_size} {problem}; {'; '.join(cures)}")
+
+
+def tp_problem(tp_size: int, hf_config: Mapping[str, Any], *, is_expert_parallel: bool) -> str | None:
+    """The first rule that this size breaks, as the rest of a sentence; None when it breaks none."""
+    heads, kv_heads = _size(hf_config, "num_attention_heads"), num_kv_heads_of(hf_config)
+    if heads is not None and heads % tp_size:
+        return f"does not divide the model's {heads} attention heads"
+    if kv_heads is not None and kv_heads % tp_size:
+        if hf_config.get("model_type") == "gpt_oss":
+            return f"does not divide the model's {kv_heads} key/value heads"
+        if tp_size % kv_heads:
+            return f"neither divides the model's {kv_heads} key/value heads nor is a multiple of them"
+    widths = [*_feed_forwards(hf_config, tp_size, is_expert_parallel=is_expert_parallel)]
+    for width in widths:
+        if width.size % width.num_parts:
+            return f"does not divide {width.what}"
+    vocab_size = _size(hf_config, "vocab_size")
+    if vocab_size is not None:
+        num_rows = -(-vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING
+        if num_rows % tp_size:
+            return f"does not divide the vocabulary's {num_rows} rows (vocab_size={vocab_size}, padded)"
+    skipped = fp8_skipped(hf_config)
+    if skipped is None:
+        return None
+    for width in [*widths, *_projections(hf_config, tp_size)]:
+        part = width.size // width.num_parts
+        if part % FP8_BLOCK and not any(name in module for module in skipped for name in width.modules):
+            return f"leaves a rank {part} of {width.what}, and block-FP8 comes in blocks of {FP8_BLOCK}"
+    return None
+
+
+def num_experts_of(hf_config: Mapping[str, Any]) -> int:
+    """Routed experts of a layer, by the name the architecture uses for them; 0 for a dense model."""
+    for key in ("num_experts", "n_routed_experts", "num_local_experts"):
+        if isinstance(value := hf_config.get(key), int):
+            return value
+    return 0
+
+
+def num_kv_heads_of(hf_config: Mapping[str, Any]) -> int | None:
+    """Key/value heads of grouped-query attention; None for latent attention, and where it is not known."""
+    if hf_config.get("kv_lora_rank") is not None:
+        return None
+    return _size(hf_config, "num_key_value_heads") or _size(hf_config, "num_attention_heads")
+
+
+def fp8_skipped(hf_config: Mapping[str, Any]) -> Sequence[str] | None:
+    """Modules that block-FP8 leaves out; None for engines in another format."""
+    quantization = hf_config.get("quantization_config") or {}
+    if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
+        return None
+    return quantization.get("modules_to_not_convert") or ()
+
+
+def one_of(values: Sequence[int]) -> str:
+    """Allowed numbers, for people."""
+    return ", ".join(str(value) for value in values)
+
+
+def has_dense_layers(hf_config: Mapping[str, Any]) -> bool:
+    """Whether a layer has one feed-forward for all tokens in place of routed experts."""
+    if not num_experts_of(hf_config):
+        return True
+    return any(
+        (
+            hf_config.get("mlp_only_layers"),
+            hf_config.get("decoder_sparse_step", 1) != 1,
+            hf_config.get("first_k_dense_replace"),
+        )
+    )
+
+
+def _feed_forwards(hf_config: Mapping[str, Any], tp_size: int, *, is_expert_parallel: bool) -> Iterator[Width]:
+    dense, width = _size(hf_config, "intermediate_size"), _size(hf_config, "moe_intermediate_size")
+    if hf_config.get("model_type") == "gpt_oss":  # its only width is the experts', and is cut in any case
+        if dense is not None:
+            yield Width(f"the experts' intermediate_size={dense}", dense, tp_size, (".experts",))
+        return
+    if dense is not None and has_dense_layers(hf_config):
+        names = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+        yield Width(f"the dense feed-forward's intermediate_size={dense}", dense, tp_size, names)
+    if width is None or not num_experts_of(hf_config):
+        return
+    if num_shared := _size(hf_config, "n_shared_experts"):
+        names = ("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj")
+        what = f"the shared experts' {num_shared} * moe_intermediate_size={width}"
+        yield Width(what, num_shared * width, tp_size, names)
+    parts = 1 if is_expert_parallel else tp_size
+    yield Width(f"the routed experts' moe_intermediate_size={width}", width, parts, (".experts",))
+
+
+def _projections(hf_config: Mapping[str, Any], tp_size: int) -> Iterator[Width]:
+    """Widths of an attention that divide already, and that blocks may not."""
+    heads, kv_heads = _size(hf_config, "num_attention_heads"), num_kv_heads_of(hf_config)
+    if heads is None:
+        return
+    if kv_heads is not None:
+        head_dim = head_dim_of(hf_config)
+        if head_dim is not None:
+            yield Width(f"the queries' {heads} heads of {head_dim}", heads * head_dim, tp_size, ("q_proj", "o_proj"))
+            what = f"the keys' {kv_heads} heads of {head_dim}"
+            yield Width(what, kv_heads * head_dim, min(tp_size, kv_heads), ("k_proj", "v_proj"))
+        return
+    sizes = [_size(hf_config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    if (rank := _size(hf_config, "q_lora_rank")) is not None:
+        yield Width(f"q_lora_rank={rank}", rank, 1, ("q_a_proj", "kv_a_proj_with_mqa"))
+    if tp_size > 1 and all(sizes):
+        nope, turning, value = (size or 0 for size in sizes)
+        for name, size in (("q_b_proj", nope + turning), ("kv_b_proj", nope + value), ("o_proj", value)):
+            yield Width(f"{name}'s {heads} heads of {size}", heads * size, tp_size, (name,))
+
+
+def head_dim_of(hf_config: Mapping[str, Any]) -> int | None:
+    """Elements of a head of grouped-query attention, where the config says enough."""
+    if (given := _size(hf_config, "head_dim")) is not None:
+        return given
+    if hf_config.get("model_type") == "qwen3":
+        return 128
+    heads, hidden = _size(hf_config, "num_attention_heads"), _size(hf_config, "hidden_size")
+    return hidden // heads if heads is not None and hidden is not None else None
+
+
+def _size(hf_config: Mapping[str, Any], key: str) -> int | None:
+    value = hf_config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
