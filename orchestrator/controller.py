@@ -293,7 +293,7 @@ class Controller:
 
     async def _sample(self, prompt: Prompt, n: int) -> Group:
         rollouts = await self.rooms.supervisor.generate_group(prompt, n)
-        rewards, _ = await self.rooms.rewards.score_group(prompt, rollouts)
+        rewards = await self.rooms.rewards.score_group(prompt, rollouts)
         self._num_generated += 1
         return Group(prompt, rollouts, rewards)
 

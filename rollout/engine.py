@@ -127,11 +127,6 @@ class Engine:
         """Since the start, unfinished responses included."""
 
     @property
-    def num_in_flight(self) -> int:
-        """Requests that are not finished."""
-        return len(self._stamps)
-
-    @property
     def is_alive(self) -> bool:
         """Whether the engine's process runs and its outputs are handled."""
         return self._llm is not None and not self._llm.errored

@@ -5,7 +5,7 @@ publish, seeds, and text. Does not own the engine's mechanics (`engine.py`), the
 (`weight_sync.receiver`, in the engine's processes) nor the control socket (`weight_sync.endpoint`, which calls the
 handler methods below one at a time).
 Invariant: generate_group() starts requests in phase CLEAN only; tokens are stamped with the version that sampled them.
-Callers: the Ray actor around it (generate_group, health, offer, pull, adopt), the endpoint (describe ... abort).
+Callers: the Ray actor around it (generate_group, offer, pull, adopt), the endpoint (describe ... abort).
 
     pause(v)     no new groups; the engine stands still
     begin(v)     every rank DIRTY -> addresses to write to; KV blocks are dropped while bytes arrive
@@ -31,7 +31,7 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -51,26 +51,6 @@ from weight_sync.protocol import Bound, EngineRank, Expected, Phase, VersionStat
 from weight_sync.recovery import Offer, Pulled, slowest
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerHealth:
-    """A rollout worker at one moment. Example: WorkerHealth("clean", 12, 13, True, 48, 120_345, 2, 26_112)."""
-
-    phase: str
-    """Place in the protocol: dirty, verified or clean."""
-    version: int
-    """Policy version that is served (clean) or being written; -1 before the first publish."""
-    epoch: int
-    is_alive: bool
-    """Whether the engine's process runs."""
-    num_requests_in_flight: int
-    num_generated_tokens: int
-    """Since the start, unfinished responses included."""
-    num_aborted_groups: int
-    """Groups that a publish with pause_mode=abort ended and that were sampled again here."""
-    num_kv_blocks: int
-    """Size of the engine's KV cache; a restarted engine should find as many as the one before."""
 
 
 class RolloutWorker:
@@ -123,7 +103,6 @@ class RolloutWorker:
         self._serving = asyncio.Event()
         self._clearing: asyncio.Task[None] | None = None
         """Drops the KV blocks of the weights before; over before the engine resumes."""
-        self._num_aborted_groups = 0
 
     # -- for the controller ------------------------------------------------------------------------------------------
 
@@ -221,7 +200,6 @@ class RolloutWorker:
                     f"the engine aborted requests of prompt {prompt.prompt_id} although nobody asked it to"
                 )
             # pause_mode=abort ended the group; its siblings should be of one version, so all of them start anew.
-            self._num_aborted_groups += 1
             await self._serving.wait()
 
     async def offer(self) -> list[Offer]:
@@ -298,19 +276,6 @@ class RolloutWorker:
     async def base_wanted_at(self) -> str:
         """Where the base must be sent before any version of the adapter; "" once it has arrived, and without slots."""
         return "" if self._replica is None or self._state.is_serving else self._endpoint.address
-
-    def health(self) -> WorkerHealth:
-        """What the controller's supervisor wants to know; never blocks."""
-        return WorkerHealth(
-            phase=str(self._state.phase),
-            version=self._state.version if self._replica is None else self._replica.version,
-            epoch=self._state.epoch,
-            is_alive=self._engine.is_alive,
-            num_requests_in_flight=self._engine.num_in_flight,
-            num_generated_tokens=self._engine.num_generated_tokens,
-            num_aborted_groups=self._num_aborted_groups,
-            num_kv_blocks=self._engine.num_kv_blocks,
-        )
 
     async def stop(self) -> None:
         """Close the endpoint and end the engine. Idempotent."""

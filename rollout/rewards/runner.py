@@ -1,6 +1,6 @@
 """Rewards in processes of their own, so that a user's function can fail in every way and cost one sample each time.
 
-Owns: the reward processes, their deadlines and replacement, and the count of failures. Does not own what a reward is
+Owns: the reward processes, their deadlines and replacement. Does not own what a reward is
 (`function.py`) nor what a missing reward means (the advantage leaves the sample out).
 Invariant: score_group() returns one entry per rollout, in order, whatever the reward does.
 Callers: orchestrator.run makes it, the controller calls it.
@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -77,26 +76,13 @@ class RewardRunner:
         for process in self._processes:
             self._free.put_nowait(process)
 
-    async def score_group(
-        self, prompt: Prompt, rollouts: Sequence[Rollout]
-    ) -> tuple[list[float | None], dict[str, int]]:
-        """Score the siblings of one prompt.
-
-        Returns:
-            Rewards, one per rollout, None where the reward failed; and how often it failed, by kind ("raised",
-            "timeout", "died", "not_a_number").
-        """
+    async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float | None]:
+        """Rewards of the siblings of one prompt; None where the reward failed, of which the log tells the kind."""
         outcomes = await asyncio.gather(*(self._score(prompt, rollout.text) for rollout in rollouts))
-        failures: Counter[str] = Counter()
-        rewards: list[float | None] = []
         for kind, value in outcomes:
-            if kind == "score":
-                rewards.append(value)
-                continue
-            rewards.append(None)
-            failures[kind] += 1
-            self._report_once(kind, value, prompt)
-        return rewards, dict(failures)
+            if kind != "score":
+                self._report_once(kind, value, prompt)
+        return [value if kind == "score" else None for kind, value in outcomes]
 
     async def close(self) -> None:
         """Kill the processes. Idempotent."""

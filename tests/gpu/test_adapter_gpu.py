@@ -144,7 +144,7 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
         task = asyncio.create_task(
             worker.generate_group(PROMPT, 1, sampling=SamplingConfig(max_tokens=400, stop_at_eos=False), seed=3)
         )
-        while worker.health().num_generated_tokens < 20:
+        while worker._engine.num_generated_tokens < 20:
             await asyncio.sleep(0.002)
         for version in (2, 3, 4):
             draw(trainer, version)

@@ -127,9 +127,9 @@ class Setup:
 
     async def start_long(self, n: int = 1) -> asyncio.Task[list[Rollout]]:
         """A group that is being sampled when this returns."""
-        before = self.worker.health().num_generated_tokens
+        before = self.worker._engine.num_generated_tokens
         task = asyncio.create_task(self.worker.generate_group(PROMPT, n, sampling=LONG, seed=3))
-        while self.worker.health().num_generated_tokens < before + 5:
+        while self.worker._engine.num_generated_tokens < before + 5:
             await asyncio.sleep(0.005)
         return task
 

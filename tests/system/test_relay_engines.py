@@ -162,11 +162,11 @@ async def test_every_version_is_written_once_and_all_replicas_hold_the_same_byte
     first = await setup.publish()
     assert first.num_relayed == NUM_WORKERS - 1
     await setup.assert_equal(setup.handles)
-    before = [handle.worker.health().num_generated_tokens for handle in setup.handles]
+    before = [handle.worker._engine.num_generated_tokens for handle in setup.handles]
     flying = [
         asyncio.create_task(handle.worker.generate_group(PROMPT, 1, sampling=LONG, seed=7)) for handle in setup.handles
     ]
-    while any(h.worker.health().num_generated_tokens < n + 5 for h, n in zip(setup.handles, before, strict=True)):
+    while any(h.worker._engine.num_generated_tokens < n + 5 for h, n in zip(setup.handles, before, strict=True)):
         await asyncio.sleep(0.002)
     for _ in range(3):
         report = await setup.publish()
