@@ -192,6 +192,7 @@ def run_engine(config: dict[str, Any], device: str, args: argparse.Namespace, pi
 async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, pipe: Connection) -> None:
     """Obeys: ("start", has_adapter), ("begin", seconds from flip to flip or None), ("settle",), ("end",), ("stop",)."""
     from conf.schema import BusySlot, Device, DType, RolloutConfig, SamplingConfig, SyncMode, WeightSyncConfig
+    from orchestrator.prepare import save_character_tokenizer
     from rollout.engine_options import engine_environment
     from rollout.worker import RolloutWorker
     from trainer.model.spec import ModelSpec
@@ -199,6 +200,7 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
     os.environ.update(engine_environment(Device(device)))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
+        save_character_tokenizer(Path(folder), vocab_size=64)
         worker = RolloutWorker(
             Path(folder),
             config=RolloutConfig(max_model_len=2048, sampling=SamplingConfig(max_tokens=1024, stop_at_eos=False)),

@@ -165,9 +165,11 @@ def build_worker(spec: EngineSpec, folder: Path) -> Any:
     """The product's rollout worker, with the bench's extension in its engine."""
     import rollout.worker
     from conf.schema import DType, RolloutConfig, SamplingConfig, WeightSyncConfig
+    from orchestrator.prepare import save_character_tokenizer
     from trainer.model.spec import ModelSpec
 
     (folder / "config.json").write_text(json.dumps(spec.hf_config))
+    save_character_tokenizer(folder, vocab_size=64)
     is_gpu = spec.device == "cuda"
     memory: dict[str, Any] = {"kv_cache_bytes": KV_CACHE_BYTES} if is_gpu else {}
     if is_gpu and spec.is_colocated:

@@ -37,6 +37,7 @@ from orchestrator.prepare import (
     CHARACTERS,
     TextEncoder,
     check_character_vocabulary,
+    check_holds_tokenizer,
     engine_checkpoint,
     has_chat_template,
     resolve_hf_config,
@@ -141,8 +142,7 @@ def check_tokenizer(config: RunConfig) -> Fact:
     option = "model.path" if config.model.tokenizer is None else "model.tokenizer"
     if not folder.is_dir():
         raise ConfigError(f"{option}={folder}: no such folder; give one that holds a tokenizer")
-    if not _holds_tokenizer(folder):
-        raise ConfigError(f"{option}={folder} holds no tokenizer.json; give model.tokenizer=FOLDER")
+    check_holds_tokenizer(option, folder)
     TextEncoder(folder)
     return Fact("tokenizer", str(folder))
 
@@ -150,8 +150,6 @@ def check_tokenizer(config: RunConfig) -> Fact:
 def check_data(config: RunConfig) -> Fact:
     """Every row of both files can be read and is short enough; prompts have the column that the reward reads."""
     is_sft = config.algorithm.objective is Objective.sft
-    if config.model.tokenizer != CHARACTERS and not _holds_tokenizer(_tokenizer_folder(config)):
-        return Fact("prompts", "not read")  # check_tokenizer or check_model reports why there is no tokenizer
     try:
         encoder = _RowEncoder(config)
     except ConfigError:
@@ -343,10 +341,6 @@ CHECKS: tuple[Callable[[RunConfig], Fact], ...] = (
 
 def _tokenizer_folder(config: RunConfig) -> Path:
     return Path(config.model.tokenizer or config.model.path or "")
-
-
-def _holds_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
 
 class _RowEncoder:

@@ -57,7 +57,7 @@ class RolloutWorker:
     """See the module's docstring. All methods belong to one event loop.
 
     Args:
-        folder: Model folder: config.json, generation_config.json and a tokenizer; no weights.
+        folder: Model folder: config.json, generation_config.json and tokenizer.json; no weights.
         config: The engine's sizes, parallelism and sampling.
         weight_sync: Link, pause mode, deadlines.
         dtype: Format of weights and activations.
@@ -68,6 +68,9 @@ class RolloutWorker:
         host: Address under which trainer ranks reach this worker.
         adapters: Slots of the engine, when weight_sync.mode=adapter. Base weights then come once, over endpoint() or
             from disk, and policy versions over adapter_endpoint().
+
+    Raises:
+        EngineError: The folder has no tokenizer.json, or it is damaged.
     """
 
     def __init__(
@@ -96,8 +99,7 @@ class RolloutWorker:
         """The folder of the slots' sockets, and our ends of them."""
         self._engine = Engine(folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters)
         self._endpoint = ReplicaEndpoint(self, key, host=host)
-        self._tokenizer_file = folder / "tokenizer.json"
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._ranks: list[EngineRank] = []
         self._state = VersionState()
         self._serving = asyncio.Event()
@@ -117,8 +119,6 @@ class RolloutWorker:
                 that cannot be published.
             WeightSyncError: The layout cannot be recorded, or the link cannot be had.
         """
-        if self._tokenizer_file.is_file():
-            self._tokenizer = Tokenizer.from_file(str(self._tokenizer_file))
         base = None if self._adapters is None else self._adapters.base
         if base is not None and not base.is_dir():
             raise EngineError(f"model.path={base}: no such folder on this machine, whose engine must load it (INT4)")
@@ -348,6 +348,12 @@ class RolloutWorker:
         await self._engine.call_ranks("slipstream_abort", epoch, reason)
 
     def _decode(self, rollout: Rollout) -> str:
-        if self._tokenizer is None:
-            return ""
         return self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+
+
+def _read_tokenizer(file: Path) -> Tokenizer:
+    """Without one every response would be an empty text, and rewards would judge that."""
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as e:  # the only class that `tokenizers` raises
+        raise EngineError(f"no response can be made text: {file} cannot be read: {e}") from e

@@ -23,6 +23,7 @@ import torch
 from fakes.vllm_oracle import vllm_loads
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
+from orchestrator.prepare import save_character_tokenizer
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker
@@ -165,6 +166,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
     model_folder = folder / "model"
     model_folder.mkdir()
     (model_folder / "config.json").write_text(json.dumps(checkpoints.config.to_dict()))
+    save_character_tokenizer(model_folder, vocab_size=64)
     source = CheckpointSource(checkpoints.tensors(0))
     key = b"k" * 32
     sync = WeightSyncConfig(watermark_bytes=1 << 20, timeout_s=30.0)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from conf.load import load_run_config
 from conf.schema import Device, LoraConfig, RunConfig, SamplingConfig
+from orchestrator.prepare import save_character_tokenizer
 from rollout.types import AdapterSlotsSpec, Prompt
 from trainer.adapter_names import adapter_tensors, target_modules
 from trainer.adapter_source import AdapterSource
@@ -116,6 +117,7 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(config.model.hf_config))
+    save_character_tokenizer(model, vocab_size=64)
     slots = slots_of(config)
     assert "experts" in slots.target_modules
     worker = RolloutWorker(

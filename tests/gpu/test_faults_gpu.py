@@ -34,6 +34,7 @@ import torch
 
 from bench.runs import environment
 from conf.schema import Device, DType, LoraConfig, RolloutConfig, SamplingConfig, TrainerConfig, WeightSyncConfig
+from orchestrator.prepare import save_character_tokenizer
 from weight_sync.publish_report import PublishReport
 from weight_sync.publisher import Publisher
 from weight_sync.recovery import Offer
@@ -261,6 +262,7 @@ def stage() -> Iterator[Stage]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(CONFIG))
+        save_character_tokenizer(folder, vocab_size=64)
         started = [EngineProcess(number, folder) for number in (HEALTHY, VICTIM, VICTIM, VICTIM)]
         engines, successors = started[:2], started[2:]
         try:

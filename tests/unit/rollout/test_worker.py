@@ -14,6 +14,7 @@ import pytest
 
 import rollout.worker
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
+from orchestrator.prepare import save_character_tokenizer
 from rollout.engine import ABORTED
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
@@ -95,7 +96,15 @@ def make(
     monkeypatch: pytest.MonkeyPatch, folder: Path, adapters: AdapterSlotsSpec | None = None, **sync: Any
 ) -> tuple[RolloutWorker, NotingEngine]:
     monkeypatch.setattr(rollout.worker, "Engine", NotingEngine)
-    worker = RolloutWorker(
+    save_character_tokenizer(folder, vocab_size=64)
+    worker = worker_of(folder, adapters, **sync)
+    engine = worker._engine
+    assert isinstance(engine, NotingEngine)
+    return worker, engine
+
+
+def worker_of(folder: Path, adapters: AdapterSlotsSpec | None = None, **sync: Any) -> RolloutWorker:
+    return RolloutWorker(
         folder,
         config=RolloutConfig(sampling=SamplingConfig(max_tokens=8)),
         weight_sync=WeightSyncConfig(**sync),
@@ -106,9 +115,6 @@ def make(
         key=b"k" * 16,
         adapters=adapters,
     )
-    engine = worker._engine
-    assert isinstance(engine, NotingEngine)
-    return worker, engine
 
 
 async def publish(worker: RolloutWorker, version: int, epoch: int) -> None:
@@ -117,6 +123,19 @@ async def publish(worker: RolloutWorker, version: int, epoch: int) -> None:
     await asyncio.sleep(0)  # bytes arrive
     await worker.verify(version, epoch, "digest", [EXPECTED] * 2)
     await worker.commit(version, epoch)
+
+
+async def test_a_response_is_text_and_a_folder_without_a_tokenizer_is_refused(monkeypatch, tmp_path):
+    worker, _ = make(monkeypatch, tmp_path)
+    await publish(worker, 0, 1)
+    (rollout,) = await worker.generate_group(PROMPT, 1)
+    assert (rollout.token_ids, rollout.text) == ([7], "c")  # 5 is "a"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(EngineError, match=r"no response can be made text: .*tokenizer\.json"):
+        worker_of(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(EngineError, match=r"no response can be made text: .*tokenizer\.json"):
+        worker_of(tmp_path)
 
 
 async def test_start_describes_every_rank_and_stop_ends_the_engine(monkeypatch, tmp_path):
