@@ -115,6 +115,7 @@ def check_model(config: RunConfig) -> Fact:
     spec = ModelSpec.from_hf_config(hf_config)
     if config.algorithm.objective is Objective.policy:
         check_packed_base_reaches_engines(config, hf_config)
+        _check_cache_holds_a_sequence(config, spec)
     check_architecture(config, hf_config)
     engine_checkpoint(hf_config, model.dtype)
     tensors = spec.checkpoint_tensors(model.dtype.value)
@@ -127,6 +128,20 @@ def check_model(config: RunConfig) -> Fact:
     return Fact(
         "model", f"{spec.family}: {spec.num_layers} layers{experts}, {_count(num_parameters)} parameters, {origin}"
     )
+
+
+def _check_cache_holds_a_sequence(config: RunConfig, spec: ModelSpec) -> None:
+    """An engine refuses a KV cache without room for its longest sequence. Where no size is given the device decides."""
+    rollout = config.rollout
+    if rollout.kv_cache_bytes is None:
+        return
+    needed = spec.sequence_cache_bytes(rollout.max_model_len, config.model.dtype.value, rollout.tp_size)
+    if rollout.kv_cache_bytes < needed:
+        raise ConfigError(
+            f"rollout.kv_cache_bytes={rollout.kv_cache_bytes} holds no sequence of "
+            f"rollout.max_model_len={rollout.max_model_len} tokens, which takes {needed} bytes; give a multiple of "
+            "that, for as many at once, lower rollout.max_model_len, or set rollout.kv_cache_bytes=null"
+        )
 
 
 def check_tokenizer(config: RunConfig) -> Fact:
