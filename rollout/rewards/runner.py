@@ -8,6 +8,8 @@ Callers: orchestrator.run makes it, the controller calls it.
     score_group --sample--> free process --> score
                               |  raised, not_a_number: the process goes on
                               +- timeout, died:        the process is killed and replaced by the next call
+
+No wait is without a deadline: reward.timeout_s for what is sent and received, END_TIMEOUT_S for the end of a process.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import logging
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -36,6 +40,8 @@ TIMEOUT = "timeout"
 DIED = "died"
 START_TIMEOUT_S = 120.0
 """Longest import of a reward's module, in seconds; some import a whole framework."""
+END_TIMEOUT_S = 1.0
+"""How long a process may take to end: after its connection closed, before it is killed; and once it is killed."""
 
 
 def check_reward(config: RewardConfig) -> None:
@@ -137,6 +143,8 @@ class _RewardProcess:
     def start(self) -> None:
         """Start the process and wait for it to be ready. Raises RewardError if the reward cannot be set up."""
         mine, theirs = socket.socketpair()
+        mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(self._config.timeout_s))
+        mine.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(self._config.timeout_s))
         self._connection = Connection(mine.detach())
         path = os.pathsep.join([os.getcwd(), *(entry for entry in sys.path if entry)])
         with theirs, open(self._log_path or os.devnull, "ab") as output:
@@ -175,19 +183,41 @@ class _RewardProcess:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            if _wait(self._process) is None:  # a device or a file system holds it; its successor need not wait
+                logger.warning("reward process %d was killed and has not ended yet", self._process.pid)
             self._process = None
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _exchange(self, message: Any, timeout_s: float) -> tuple[str, Any]:
-        assert self._connection is not None
+        """One message and its answer. No part of it can last: not a process that reads nothing, nor half an answer."""
+        assert self._connection is not None and self._process is not None
+        process = self._process  # kill() may come from close() meanwhile
+        deadline = time.monotonic() + timeout_s
         try:
             self._connection.send(message)
-            if not self._connection.poll(timeout_s):
+            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 return TIMEOUT, f"no score within reward.timeout_s={timeout_s:g} seconds"
             return self._connection.recv()
+        except BlockingIOError:  # the socket's own timeout
+            return TIMEOUT, f"the reward process read no sample within reward.timeout_s={timeout_s:g} seconds"
         except (EOFError, OSError):
-            code = self._process.wait() if self._process is not None else None
+            code = _wait(process)
+            if code is None:
+                return DIED, "the reward closed its connection to the run: close no descriptor that you did not open"
             return DIED, f"the reward process ended (exit status {code}) while it scored a sample"
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int | None:
+    """Exit status; None if the process goes on."""
+    try:
+        return process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _timeval(seconds: float) -> bytes:
+    """C's struct timeval."""
+    whole = int(seconds)
+    return struct.pack("ll", whole, max(1, int(1e6 * (seconds - whole))))

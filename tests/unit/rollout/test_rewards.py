@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import textwrap
 from pathlib import Path
@@ -15,7 +16,7 @@ from rollout.rewards.runner import RewardRunner, check_reward
 from rollout.types import Prompt, Rollout
 
 REWARDS = """
-    import os, sys, time
+    import os, signal, sys, threading, time
 
     def length(prompt, response, fields):
         return len(response)
@@ -32,6 +33,11 @@ REWARDS = """
             os._exit(3)
         if response == "sys.exit":
             sys.exit(4)
+        if response == "close":
+            os.closerange(3, 64)
+            time.sleep(60)
+        if response == "stop later":
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()
         if response == "string":
             return "1.0"
         if response == "nan":
@@ -97,6 +103,32 @@ async def test_each_failure_costs_one_sample_and_is_counted(rewards_module, capl
         assert told == ["raised", "timeout", "died", "raised", "not_a_number", "not_a_number"]
         assert any("exit status 3" in record.message for record in caplog.records)
         assert await runner.score_group(PROMPT, rollouts("ok")) == [0.5]
+    finally:
+        await runner.close()
+
+
+async def test_a_reward_that_closes_its_connection_holds_its_place_for_seconds_at_most(rewards_module, caplog):
+    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave", timeout_s=5.0))
+    await runner.start()
+    try:
+        async with asyncio.timeout(20):
+            assert await runner.score_group(PROMPT, rollouts("close", "ok")) == [None, 0.5]
+        assert "close no descriptor that you did not open" in caplog.text
+    finally:
+        await runner.close()
+
+
+async def test_a_process_that_reads_nothing_is_replaced_when_its_time_is_up(rewards_module, caplog):
+    """A sample larger than what a socket buffers is written no further than its reader reads."""
+    large = Prompt(1, (1,), "p", {"answer": "x" * (1 << 23)})
+    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave", timeout_s=1.0))
+    await runner.start()
+    try:
+        assert await runner.score_group(large, rollouts("stop later")) == [0.5]
+        await asyncio.sleep(1.0)
+        async with asyncio.timeout(30):
+            assert await runner.score_group(large, rollouts("ok", "ok")) == [None, 0.5]
+        assert "read no sample within reward.timeout_s=1 seconds" in caplog.text
     finally:
         await runner.close()
 
