@@ -88,9 +88,9 @@ class Load:
     async def start(self, has_adapter: bool) -> None:
         """Requests of random lengths, each followed by another one; returns when all are at work."""
         await self.stop()
-        before = self._worker.health().num_generated_tokens
+        before = self._worker._engine.num_generated_tokens
         self._tasks = [asyncio.create_task(self._keep_sampling(i, has_adapter)) for i in range(self._args.requests)]
-        while self._worker.health().num_generated_tokens - before < 2 * self._args.requests * self._args.max_tokens:
+        while self._worker._engine.num_generated_tokens - before < 2 * self._args.requests * self._args.max_tokens:
             await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
@@ -120,7 +120,7 @@ class Load:
         if flip_every_s is not None:
             self._flipping = asyncio.create_task(self._flip(flip_every_s))
         self._gaps, self._versions, self._late, self._collected = [], set(), [0.0], [0.0]
-        self._num_before, self._began = self._worker.health().num_generated_tokens, time.monotonic()
+        self._num_before, self._began = self._worker._engine.num_generated_tokens, time.monotonic()
 
     def end(self) -> dict[str, Any]:
         """What came in the phase."""
@@ -128,7 +128,7 @@ class Load:
             self._flipping.cancel()
             self._flipping = None
         seconds = time.monotonic() - self._began
-        num_tokens = self._worker.health().num_generated_tokens - self._num_before
+        num_tokens = self._worker._engine.num_generated_tokens - self._num_before
         gaps, late = sorted(self._gaps), sorted(self._late)
         at = {f"itl_p{p}_ms": 1000 * gaps[min(len(gaps) - 1, len(gaps) * p // 100)] for p in (50, 99)} if gaps else {}
         failed = [str(task.exception()) for task in self._tasks if task.done() and not task.cancelled()]
@@ -192,6 +192,7 @@ def run_engine(config: dict[str, Any], device: str, args: argparse.Namespace, pi
 async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, pipe: Connection) -> None:
     """Obeys: ("start", has_adapter), ("begin", seconds from flip to flip or None), ("settle",), ("end",), ("stop",)."""
     from conf.schema import BusySlot, Device, DType, RolloutConfig, SamplingConfig, SyncMode, WeightSyncConfig
+    from orchestrator.prepare import save_character_tokenizer
     from rollout.engine_options import engine_environment
     from rollout.worker import RolloutWorker
     from trainer.model.spec import ModelSpec
@@ -199,6 +200,7 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
     os.environ.update(engine_environment(Device(device)))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
+        save_character_tokenizer(Path(folder), vocab_size=64)
         worker = RolloutWorker(
             Path(folder),
             config=RolloutConfig(max_model_len=2048, sampling=SamplingConfig(max_tokens=1024, stop_at_eos=False)),

@@ -165,9 +165,11 @@ def build_worker(spec: EngineSpec, folder: Path) -> Any:
     """The product's rollout worker, with the bench's extension in its engine."""
     import rollout.worker
     from conf.schema import DType, RolloutConfig, SamplingConfig, WeightSyncConfig
+    from orchestrator.prepare import save_character_tokenizer
     from trainer.model.spec import ModelSpec
 
     (folder / "config.json").write_text(json.dumps(spec.hf_config))
+    save_character_tokenizer(folder, vocab_size=64)
     is_gpu = spec.device == "cuda"
     memory: dict[str, Any] = {"kv_cache_bytes": KV_CACHE_BYTES} if is_gpu else {}
     if is_gpu and spec.is_colocated:
@@ -232,7 +234,7 @@ async def settle(worker: Any, num_requests: int) -> float:
         late = sum(len(now[request]) <= tokens for request, tokens in before.items() if request in now)
         return not late and len(now) >= 0.9 * num_requests
 
-    while worker.health().phase == "clean" and not is_settled():
+    while worker._state.phase == "clean" and not is_settled():
         if time.monotonic() > began + SETTLE_S:
             raise TimeoutError(f"{num_requests} requests were not at work within {SETTLE_S:g} s")
         await asyncio.sleep(0.01)
@@ -251,7 +253,7 @@ async def obey(worker: Any, probe: Any, order: str, *args: Any) -> Any:
     if order == "settle":
         return await settle(worker, args[0])
     if order == "tokens":
-        return worker.health().num_generated_tokens
+        return worker._engine.num_generated_tokens
     if order == "nccl_init":
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 

@@ -38,6 +38,7 @@ from orchestrator.prepare import (
     CHARACTERS,
     TextEncoder,
     check_character_vocabulary,
+    check_holds_tokenizer,
     engine_checkpoint,
     has_chat_template,
     resolve_hf_config,
@@ -115,6 +116,7 @@ def check_model(config: RunConfig) -> Fact:
     spec = ModelSpec.from_hf_config(hf_config)
     if config.algorithm.objective is Objective.policy:
         check_packed_base_reaches_engines(config, hf_config)
+        _check_cache_holds_a_sequence(config, spec)
     check_architecture(config, hf_config)
     engine_checkpoint(hf_config, model.dtype)
     tensors = spec.checkpoint_tensors(model.dtype.value)
@@ -152,6 +154,20 @@ def check_initial_adapter(config: RunConfig) -> Fact:
     return Fact("starts from", lora.init_from)
 
 
+def _check_cache_holds_a_sequence(config: RunConfig, spec: ModelSpec) -> None:
+    """An engine refuses a KV cache without room for its longest sequence. Where no size is given the device decides."""
+    rollout = config.rollout
+    if rollout.kv_cache_bytes is None:
+        return
+    needed = spec.sequence_cache_bytes(rollout.max_model_len, config.model.dtype.value, rollout.tp_size)
+    if rollout.kv_cache_bytes < needed:
+        raise ConfigError(
+            f"rollout.kv_cache_bytes={rollout.kv_cache_bytes} holds no sequence of "
+            f"rollout.max_model_len={rollout.max_model_len} tokens, which takes {needed} bytes; give a multiple of "
+            "that, for as many at once, lower rollout.max_model_len, or set rollout.kv_cache_bytes=null"
+        )
+
+
 def check_tokenizer(config: RunConfig) -> Fact:
     """A tokenizer is where the options say."""
     if config.model.tokenizer == CHARACTERS:
@@ -165,8 +181,7 @@ def check_tokenizer(config: RunConfig) -> Fact:
     option = "model.path" if config.model.tokenizer is None else "model.tokenizer"
     if not folder.is_dir():
         raise ConfigError(f"{option}={folder}: no such folder; give one that holds a tokenizer")
-    if not _holds_tokenizer(folder):
-        raise ConfigError(f"{option}={folder} holds no tokenizer.json; give model.tokenizer=FOLDER")
+    check_holds_tokenizer(option, folder)
     TextEncoder(folder)
     return Fact("tokenizer", str(folder))
 
@@ -174,8 +189,6 @@ def check_tokenizer(config: RunConfig) -> Fact:
 def check_data(config: RunConfig) -> Fact:
     """Every row of both files can be read and is short enough; prompts have the column that the reward reads."""
     is_sft = config.algorithm.objective is Objective.sft
-    if config.model.tokenizer != CHARACTERS and not _holds_tokenizer(_tokenizer_folder(config)):
-        return Fact("prompts", "not read")  # check_tokenizer or check_model reports why there is no tokenizer
     try:
         encoder = _RowEncoder(config)
     except ConfigError:
@@ -368,10 +381,6 @@ CHECKS: tuple[Callable[[RunConfig], Fact], ...] = (
 
 def _tokenizer_folder(config: RunConfig) -> Path:
     return Path(config.model.tokenizer or config.model.path or "")
-
-
-def _holds_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
 
 class _RowEncoder:

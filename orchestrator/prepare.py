@@ -47,8 +47,12 @@ ALPHABET = (
 )
 """Printable ASCII, the characters that small tasks use first."""
 
+TOKENIZER_FILE = "tokenizer.json"
+"""What prompts and responses are read with, by `tokenizers`."""
+_OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json")
+"""What transformers converts to TOKENIZER_FILE."""
 _TOKENIZER_FILES = (
-    "tokenizer.json",
+    TOKENIZER_FILE,
     "tokenizer_config.json",
     "tokenizer.model",
     "special_tokens_map.json",
@@ -179,25 +183,38 @@ def has_chat_template(folder: Path) -> bool:
     return isinstance(description, dict) and bool(description.get("chat_template"))
 
 
+def check_holds_tokenizer(option: str, folder: Path) -> None:
+    """Raise ConfigError unless the folder has tokenizer.json: prompts, responses and offsets are read with it alone."""
+    if (folder / TOKENIZER_FILE).is_file():
+        return
+    older = [name for name in _OLDER_TOKENIZERS if (folder / name).is_file()]
+    if older:
+        raise ConfigError(
+            f"{option}={folder} has {older[0]} and no {TOKENIZER_FILE}, which responses are made text with; convert it "
+            "with transformers: AutoTokenizer.from_pretrained(FOLDER, use_fast=True).save_pretrained(FOLDER)"
+        )
+    raise ConfigError(f"{option}={folder} holds no {TOKENIZER_FILE}; give model.tokenizer=FOLDER")
+
+
 class TextEncoder:
-    """Text or chat messages to token ids. Plain text needs only `tokenizers`; chat templates load transformers."""
+    """Text or chat messages to token ids. Plain text needs only `tokenizers`; chat templates load transformers.
+
+    Args:
+        folder: With tokenizer.json (check_holds_tokenizer).
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tokenizer: Tokenizer | None = None
-        if (folder / "tokenizer.json").is_file():
-            try:
-                self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            except Exception as error:  # the only class that `tokenizers` raises
-                raise ConfigError(
-                    f"{folder / 'tokenizer.json'} is not a tokenizer ({error}); copy the model's own, whole"
-                ) from error
-        self._slow: Any = None
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        except Exception as error:  # the only class that `tokenizers` raises
+            raise ConfigError(
+                f"{folder / TOKENIZER_FILE} is not a tokenizer ({error}); copy the model's own, whole"
+            ) from error
+        self._templates: Any = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text."""
-        if self._tokenizer is None:
-            return list(self._transformers().encode(text, add_special_tokens=add_special_tokens))
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
@@ -216,11 +233,6 @@ class TextEncoder:
 
     def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
         """(token ids, place of each token's first character in `text`; -1 for a special token that was added)."""
-        if self._tokenizer is None:
-            raise ConfigError(
-                f"the tokenizer in {self._folder} has no tokenizer.json, whose offsets fine-tuning needs; convert it "
-                "with transformers: AutoTokenizer.from_pretrained(FOLDER, use_fast=True).save_pretrained(FOLDER)"
-            )
         encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         places = [-1 if first == last else first for first, last in encoded.offsets]
         return encoded.ids, places
@@ -231,11 +243,11 @@ class TextEncoder:
         return str(template(list(messages), tokenize=False, add_generation_prompt=is_open))
 
     def _transformers(self) -> Any:
-        if self._slow is None:
+        if self._templates is None:
             from transformers import AutoTokenizer
 
-            self._slow = AutoTokenizer.from_pretrained(self._folder)
-        return self._slow
+            self._templates = AutoTokenizer.from_pretrained(self._folder)
+        return self._templates
 
 
 def read_all_prompts(config: DataConfig, encoder: TextEncoder) -> tuple[list[Prompt], list[Prompt]]:
@@ -261,11 +273,7 @@ def _copy_tokenizer(config: ModelConfig, folder: Path) -> None:
     source = Path(config.tokenizer or config.path or "")
     if not (config.tokenizer or config.path):
         raise ConfigError("model.tokenizer is required when model.path is null; give a folder, or `characters`")
-    copied = 0
+    check_holds_tokenizer("model.tokenizer" if config.tokenizer else "model.path", source)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-            copied += 1
-    if not copied:
-        option = "model.tokenizer" if config.tokenizer else "model.path"
-        raise ConfigError(f"{option}={source} holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES[:3])}, ...)")

@@ -52,9 +52,7 @@ class Prompts(Protocol):
 class Rewards(Protocol):
     """Judges responses; None where the judge failed (rollout.rewards.runner.RewardRunner)."""
 
-    async def score_group(
-        self, prompt: Prompt, rollouts: Sequence[Rollout]
-    ) -> tuple[list[float | None], dict[str, int]]: ...
+    async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float | None]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ class Sampler:
 
     async def _sample(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> Group:
         rollouts = await self._rooms.supervisor.generate_group(prompt, n, sampling)
-        rewards, _ = await self._rooms.rewards.score_group(prompt, rollouts)
+        rewards = await self._rooms.rewards.score_group(prompt, rollouts)
         self.num_generated += 1
         return Group(prompt, rollouts, rewards)
 

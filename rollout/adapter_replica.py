@@ -77,12 +77,6 @@ class AdapterReplica:
         """Requests ended because a publish needed their slot, and sampled on under a newer version."""
 
     @property
-    def version(self) -> int:
-        """Version that new requests use; -1 before the first commit."""
-        newest = self._table.newest
-        return -1 if newest is None else newest.version
-
-    @property
     def num_ranks(self) -> int:
         """Ranks of the engine."""
         return len(self._ranks)

@@ -39,6 +39,7 @@ from rollout.engine_options import SOCKETS_VARIABLE, engine_arguments, engine_en
 from rollout.errors import EngineDied, EngineError, error_class
 from rollout.lifeline import OWNER_VARIABLE
 from rollout.slots import Adapter
+from rollout.start_log import OutputSince, why_it_failed
 from rollout.types import AdapterSlotsSpec, Rollout
 
 if TYPE_CHECKING:
@@ -127,11 +128,6 @@ class Engine:
         """Since the start, unfinished responses included."""
 
     @property
-    def num_in_flight(self) -> int:
-        """Requests that are not finished."""
-        return len(self._stamps)
-
-    @property
     def is_alive(self) -> bool:
         """Whether the engine's process runs and its outputs are handled."""
         return self._llm is not None and not self._llm.errored
@@ -168,11 +164,12 @@ class Engine:
         if own:
             self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
             os.environ[SOCKETS_VARIABLE] = self._sockets.name
+        output = OutputSince()
         try:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
         except Exception as e:  # the edge to vLLM: pydantic, ValueError, RuntimeError, EngineDeadError
             self._drop_sockets()
-            raise EngineError(f"the engine did not start: {type(e).__name__}: {e}") from e
+            raise EngineError(f"the engine did not start: {why_it_failed(e, output.read())}") from e
         finally:
             if own:  # another engine of this process has a folder of its own
                 del os.environ[SOCKETS_VARIABLE]

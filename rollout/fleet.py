@@ -8,7 +8,6 @@ engine processes watch it (`lifeline`), and stop() ends the whole process group.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from rollout.engine_options import CPU_KV_CACHE_BYTES, SOCKETS_VARIABLE, engine_
 from rollout.errors import EngineError
 from rollout.lifeline import OWNER_VARIABLE
 from rollout.served import ServedEngine
+from rollout.start_log import cause_in
 from rollout.vllm_plugin import BACKEND
 
 STOP_TIMEOUT_S = 15.0
@@ -121,21 +121,6 @@ class ServerProcess:
                 continue
         self._process.poll()
         self._sockets.cleanup()
-
-
-def cause_in(log: str) -> str:
-    """The line of a failed server's log that says why: of its last error, or of the one that this refers to.
-
-    An engine that does not come up says so in a process of its own; the server then ends with "See root cause above".
-    A validation error of pydantic has its text in the line after.
-    """
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [at for at, line in enumerate(lines) if re.search(r"\w(Error|Exception)\b", line)]
-    causes = [at for at in errors if "root cause above" not in lines[at]]
-    if not errors:
-        return lines[-1] if lines else "it said nothing"
-    at = (causes or errors)[-1]
-    return " ".join(lines[at : at + 2]) if "validation error" in lines[at] else lines[at]
 
 
 def server_environment(device: Device, gpus: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:

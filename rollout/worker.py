@@ -5,7 +5,7 @@ publish, seeds, and text. Does not own the engine's mechanics (`engine.py`), the
 (`weight_sync.receiver`, in the engine's processes) nor the control socket (`weight_sync.endpoint`, which calls the
 handler methods below one at a time).
 Invariant: generate_group() starts requests in phase CLEAN only; tokens are stamped with the version that sampled them.
-Callers: the Ray actor around it (generate_group, health, offer, pull, adopt), the endpoint (describe ... abort).
+Callers: the Ray actor around it (generate_group, offer, pull, adopt), the endpoint (describe ... abort).
 
     pause(v)     no new groups; the engine stands still
     begin(v)     every rank DIRTY -> addresses to write to; KV blocks are dropped while bytes arrive
@@ -31,7 +31,7 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -53,31 +53,11 @@ from weight_sync.recovery import Offer, Pulled, slowest
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerHealth:
-    """A rollout worker at one moment. Example: WorkerHealth("clean", 12, 13, True, 48, 120_345, 2, 26_112)."""
-
-    phase: str
-    """Place in the protocol: dirty, verified or clean."""
-    version: int
-    """Policy version that is served (clean) or being written; -1 before the first publish."""
-    epoch: int
-    is_alive: bool
-    """Whether the engine's process runs."""
-    num_requests_in_flight: int
-    num_generated_tokens: int
-    """Since the start, unfinished responses included."""
-    num_aborted_groups: int
-    """Groups that a publish with pause_mode=abort ended and that were sampled again here."""
-    num_kv_blocks: int
-    """Size of the engine's KV cache; a restarted engine should find as many as the one before."""
-
-
 class RolloutWorker:
     """See the module's docstring. All methods belong to one event loop.
 
     Args:
-        folder: Model folder: config.json, generation_config.json and a tokenizer; no weights.
+        folder: Model folder: config.json, generation_config.json and tokenizer.json; no weights.
         config: The engine's sizes, parallelism and sampling.
         weight_sync: Link, pause mode, deadlines.
         dtype: Format of weights and activations.
@@ -88,6 +68,9 @@ class RolloutWorker:
         host: Address under which trainer ranks reach this worker.
         adapters: Slots of the engine, when weight_sync.mode=adapter. Base weights then come once, over endpoint() or
             from disk, and policy versions over adapter_endpoint().
+
+    Raises:
+        EngineError: The folder has no tokenizer.json, or it is damaged.
     """
 
     def __init__(
@@ -116,14 +99,12 @@ class RolloutWorker:
         """The folder of the slots' sockets, and our ends of them."""
         self._engine = Engine(folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters)
         self._endpoint = ReplicaEndpoint(self, key, host=host)
-        self._tokenizer_file = folder / "tokenizer.json"
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._ranks: list[EngineRank] = []
         self._state = VersionState()
         self._serving = asyncio.Event()
         self._clearing: asyncio.Task[None] | None = None
         """Drops the KV blocks of the weights before; over before the engine resumes."""
-        self._num_aborted_groups = 0
 
     # -- for the controller ------------------------------------------------------------------------------------------
 
@@ -138,8 +119,6 @@ class RolloutWorker:
                 that cannot be published.
             WeightSyncError: The layout cannot be recorded, or the link cannot be had.
         """
-        if self._tokenizer_file.is_file():
-            self._tokenizer = Tokenizer.from_file(str(self._tokenizer_file))
         base = None if self._adapters is None else self._adapters.base
         if base is not None and not base.is_dir():
             raise EngineError(f"model.path={base}: no such folder on this machine, whose engine must load it (INT4)")
@@ -221,7 +200,6 @@ class RolloutWorker:
                     f"the engine aborted requests of prompt {prompt.prompt_id} although nobody asked it to"
                 )
             # pause_mode=abort ended the group; its siblings should be of one version, so all of them start anew.
-            self._num_aborted_groups += 1
             await self._serving.wait()
 
     async def offer(self) -> list[Offer]:
@@ -299,19 +277,6 @@ class RolloutWorker:
         """Where the base must be sent before any version of the adapter; "" once it has arrived, and without slots."""
         return "" if self._replica is None or self._state.is_serving else self._endpoint.address
 
-    def health(self) -> WorkerHealth:
-        """What the controller's supervisor wants to know; never blocks."""
-        return WorkerHealth(
-            phase=str(self._state.phase),
-            version=self._state.version if self._replica is None else self._replica.version,
-            epoch=self._state.epoch,
-            is_alive=self._engine.is_alive,
-            num_requests_in_flight=self._engine.num_in_flight,
-            num_generated_tokens=self._engine.num_generated_tokens,
-            num_aborted_groups=self._num_aborted_groups,
-            num_kv_blocks=self._engine.num_kv_blocks,
-        )
-
     async def stop(self) -> None:
         """Close the endpoint and end the engine. Idempotent."""
         self._serving.clear()
@@ -383,6 +348,12 @@ class RolloutWorker:
         await self._engine.call_ranks("slipstream_abort", epoch, reason)
 
     def _decode(self, rollout: Rollout) -> str:
-        if self._tokenizer is None:
-            return ""
         return self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+
+
+def _read_tokenizer(file: Path) -> Tokenizer:
+    """Without one every response would be an empty text, and rewards would judge that."""
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as e:  # the only class that `tokenizers` raises
+        raise EngineError(f"no response can be made text: {file} cannot be read: {e}") from e

@@ -63,8 +63,8 @@ class ModelConfig:
     `dtype` in any case, and a publish quantizes what it merged.
     """
     tokenizer: str | None = None
-    """Folder of a tokenizer, or `characters`: one token per printable character, made on the spot. null: the one in
-    `path`.
+    """Folder with tokenizer.json, or `characters`: one token per printable character, made on the spot. null: the one
+    in `path`.
     """
 
     def __post_init__(self) -> None:

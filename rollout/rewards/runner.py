@@ -1,6 +1,6 @@
 """Rewards in processes of their own, so that a user's function can fail in every way and cost one sample each time.
 
-Owns: the reward processes, their deadlines and replacement, and the count of failures. Does not own what a reward is
+Owns: the reward processes, their deadlines and replacement. Does not own what a reward is
 (`function.py`) nor what a missing reward means (the advantage leaves the sample out).
 Invariant: score_group() returns one entry per rollout, in order, whatever the reward does.
 Callers: orchestrator.run makes it, the controller calls it.
@@ -8,6 +8,8 @@ Callers: orchestrator.run makes it, the controller calls it.
     score_group --sample--> free process --> score
                               |  raised, not_a_number: the process goes on
                               +- timeout, died:        the process is killed and replaced by the next call
+
+No wait is without a deadline: reward.timeout_s for what is sent and received, END_TIMEOUT_S for the end of a process.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import logging
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
-from collections import Counter
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -37,6 +40,8 @@ TIMEOUT = "timeout"
 DIED = "died"
 START_TIMEOUT_S = 120.0
 """Longest import of a reward's module, in seconds; some import a whole framework."""
+END_TIMEOUT_S = 1.0
+"""How long a process may take to end: after its connection closed, before it is killed; and once it is killed."""
 
 
 def check_reward(config: RewardConfig) -> None:
@@ -77,26 +82,13 @@ class RewardRunner:
         for process in self._processes:
             self._free.put_nowait(process)
 
-    async def score_group(
-        self, prompt: Prompt, rollouts: Sequence[Rollout]
-    ) -> tuple[list[float | None], dict[str, int]]:
-        """Score the siblings of one prompt.
-
-        Returns:
-            Rewards, one per rollout, None where the reward failed; and how often it failed, by kind ("raised",
-            "timeout", "died", "not_a_number").
-        """
+    async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float | None]:
+        """Rewards of the siblings of one prompt; None where the reward failed, of which the log tells the kind."""
         outcomes = await asyncio.gather(*(self._score(prompt, rollout.text) for rollout in rollouts))
-        failures: Counter[str] = Counter()
-        rewards: list[float | None] = []
         for kind, value in outcomes:
-            if kind == "score":
-                rewards.append(value)
-                continue
-            rewards.append(None)
-            failures[kind] += 1
-            self._report_once(kind, value, prompt)
-        return rewards, dict(failures)
+            if kind != "score":
+                self._report_once(kind, value, prompt)
+        return [value if kind == "score" else None for kind, value in outcomes]
 
     async def close(self) -> None:
         """Kill the processes. Idempotent."""
@@ -151,6 +143,8 @@ class _RewardProcess:
     def start(self) -> None:
         """Start the process and wait for it to be ready. Raises RewardError if the reward cannot be set up."""
         mine, theirs = socket.socketpair()
+        mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(self._config.timeout_s))
+        mine.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(self._config.timeout_s))
         self._connection = Connection(mine.detach())
         path = os.pathsep.join([os.getcwd(), *(entry for entry in sys.path if entry)])
         with theirs, open(self._log_path or os.devnull, "ab") as output:
@@ -189,19 +183,41 @@ class _RewardProcess:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            if _wait(self._process) is None:  # a device or a file system holds it; its successor need not wait
+                logger.warning("reward process %d was killed and has not ended yet", self._process.pid)
             self._process = None
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _exchange(self, message: Any, timeout_s: float) -> tuple[str, Any]:
-        assert self._connection is not None
+        """One message and its answer. No part of it can last: not a process that reads nothing, nor half an answer."""
+        assert self._connection is not None and self._process is not None
+        process = self._process  # kill() may come from close() meanwhile
+        deadline = time.monotonic() + timeout_s
         try:
             self._connection.send(message)
-            if not self._connection.poll(timeout_s):
+            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 return TIMEOUT, f"no score within reward.timeout_s={timeout_s:g} seconds"
             return self._connection.recv()
+        except BlockingIOError:  # the socket's own timeout
+            return TIMEOUT, f"the reward process read no sample within reward.timeout_s={timeout_s:g} seconds"
         except (EOFError, OSError):
-            code = self._process.wait() if self._process is not None else None
+            code = _wait(process)
+            if code is None:
+                return DIED, "the reward closed its connection to the run: close no descriptor that you did not open"
             return DIED, f"the reward process ended (exit status {code}) while it scored a sample"
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int | None:
+    """Exit status; None if the process goes on."""
+    try:
+        return process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _timeval(seconds: float) -> bytes:
+    """C's struct timeval."""
+    whole = int(seconds)
+    return struct.pack("ll", whole, max(1, int(1e6 * (seconds - whole))))

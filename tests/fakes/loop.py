@@ -227,12 +227,8 @@ class FakeRewards:
 
     fails = False
 
-    async def score_group(
-        self, prompt: Prompt, rollouts: Sequence[Rollout]
-    ) -> tuple[list[float | None], dict[str, int]]:
-        if self.fails:
-            return [None] * len(rollouts), {"raised": len(rollouts)}
-        return [float(rollout.text == "right") for rollout in rollouts], {}
+    async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float | None]:
+        return [None if self.fails else float(rollout.text == "right") for rollout in rollouts]
 
 
 class FakePrompts:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
 from fakes.vllm_oracle import ONLY_THE_LIKELIEST
+from orchestrator.prepare import save_character_tokenizer
 from rollout.types import Prompt
 from rollout.worker import RolloutWorker
 from weight_sync.publisher import Publisher
@@ -36,12 +37,13 @@ async def publish_twice(
     """Publish to engines, zero their weights, publish again, and sample greedily.
 
     Args:
-        folder: config.json of the engines' model.
+        folder: config.json of the engines' model; a tokenizer is added.
         source: The trainer's one rank.
         config: Of each engine.
         device: Of both sides.
         num_workers: Engines.
     """
+    save_character_tokenizer(folder, vocab_size=64)
     sync = WeightSyncConfig(watermark_bytes=64 << 20, timeout_s=60.0)
     workers = [
         RolloutWorker(

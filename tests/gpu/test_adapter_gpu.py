@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from conf.load import load_run_config
 from conf.schema import Device, LoraConfig, RunConfig, SamplingConfig
+from orchestrator.prepare import save_character_tokenizer
 from rollout.types import AdapterSlotsSpec, Prompt
 from trainer.adapter_names import adapter_tensors, target_modules
 from trainer.adapter_source import AdapterSource
@@ -116,6 +117,7 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(config.model.hf_config))
+    save_character_tokenizer(model, vocab_size=64)
     slots = slots_of(config)
     assert "experts" in slots.target_modules
     worker = RolloutWorker(
@@ -144,7 +146,7 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
         task = asyncio.create_task(
             worker.generate_group(PROMPT, 1, sampling=SamplingConfig(max_tokens=400, stop_at_eos=False), seed=3)
         )
-        while worker.health().num_generated_tokens < 20:
+        while worker._engine.num_generated_tokens < 20:
             await asyncio.sleep(0.002)
         for version in (2, 3, 4):
             draw(trainer, version)

@@ -34,6 +34,7 @@ import torch
 
 from bench.runs import environment
 from conf.schema import Device, DType, LoraConfig, RolloutConfig, SamplingConfig, TrainerConfig, WeightSyncConfig
+from orchestrator.prepare import save_character_tokenizer
 from weight_sync.publish_report import PublishReport
 from weight_sync.publisher import Publisher
 from weight_sync.recovery import Offer
@@ -121,8 +122,8 @@ async def serve(utilization: float, folder: str, pipe: Connection) -> None:
     while True:
         method, *args = await asyncio.to_thread(pipe.recv)
         try:
-            if method == "health":
-                pipe.send(worker.health())
+            if method == "num_kv_blocks":
+                pipe.send(worker._engine.num_kv_blocks)
             elif method == "digests":
                 pipe.send((await worker._engine.call_ranks("slipstream_read_params"))[0])
             elif method == "sample":
@@ -261,6 +262,7 @@ def stage() -> Iterator[Stage]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(CONFIG))
+        save_character_tokenizer(folder, vocab_size=64)
         started = [EngineProcess(number, folder) for number in (HEALTHY, VICTIM, VICTIM, VICTIM)]
         engines, successors = started[:2], started[2:]
         try:
@@ -320,7 +322,7 @@ def start_again(stage: Stage, name: str, num_blocks: int) -> str:
     successor.send("start")
     endpoint = successor.get(START_TIMEOUT_S)
     stage.note(f"{name}: started again, s", time.monotonic() - began)
-    share = successor.ask("health").num_kv_blocks / num_blocks
+    share = successor.ask("num_kv_blocks") / num_blocks
     stage.note(f"{name}: KV blocks found again, share", share)
     assert share >= 0.98
     return endpoint
@@ -347,7 +349,7 @@ def recover_from_the_peer(stage: Stage, name: str, endpoint: str) -> None:
 
 
 def test_a_worker_killed_mid_publish_costs_itself_and_comes_back_whole_from_its_peer(stage: Stage) -> None:
-    num_blocks = stage.engines[VICTIM].ask("health").num_kv_blocks
+    num_blocks = stage.engines[VICTIM].ask("num_kv_blocks")
     assert num_blocks > 0
     lose_the_victim(stage, signal.SIGKILL)
     recover_from_the_peer(stage, "SIGKILL", start_again(stage, "SIGKILL", num_blocks))
@@ -380,7 +382,7 @@ def test_a_peer_passes_versions_on_over_one_link(stage: Stage) -> None:
 
 def test_a_worker_stopped_mid_publish_costs_itself_and_its_death_leaves_nothing_mapped(stage: Stage) -> None:
     """Nothing on the trainer's link, nor on that of an engine that reads from it."""
-    num_blocks = stage.engines[VICTIM].ask("health").num_kv_blocks
+    num_blocks = stage.engines[VICTIM].ask("num_kv_blocks")
     lose_the_victim(stage, signal.SIGSTOP)
     recover_from_the_peer(stage, "SIGSTOP", start_again(stage, "SIGSTOP", num_blocks))
     stage.assert_same_weights()

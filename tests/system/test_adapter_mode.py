@@ -22,6 +22,7 @@ from fakes.vllm_oracle import vllm_serves_adapter
 
 from conf.load import load_run_config
 from conf.schema import BusySlot, Device, RunConfig, SamplingConfig
+from orchestrator.prepare import save_character_tokenizer
 from rollout.engine import Engine
 from rollout.engine_options import engine_arguments
 from rollout.errors import ReplicaNotServing
@@ -127,9 +128,9 @@ class Setup:
 
     async def start_long(self, n: int = 1) -> asyncio.Task[list[Rollout]]:
         """A group that is being sampled when this returns."""
-        before = self.worker.health().num_generated_tokens
+        before = self.worker._engine.num_generated_tokens
         task = asyncio.create_task(self.worker.generate_group(PROMPT, n, sampling=LONG, seed=3))
-        while self.worker.health().num_generated_tokens < before + 5:
+        while self.worker._engine.num_generated_tokens < before + 5:
             await asyncio.sleep(0.005)
         return task
 
@@ -141,6 +142,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
     model_folder = folder / "model"
     model_folder.mkdir()
     (model_folder / "config.json").write_text(json.dumps(config.model.hf_config))
+    save_character_tokenizer(model_folder, vocab_size=64)
     tensors = tuple(ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
     worker = RolloutWorker(
         model_folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,

@@ -21,6 +21,7 @@ import torch
 from system.test_adapter_mode import KEY, PROMPT, SHORT, config_of, slots_of
 
 from conf.schema import Device
+from orchestrator.prepare import save_character_tokenizer
 from rollout.errors import ReplicaNotServing
 from rollout.types import Rollout
 from rollout.worker import RolloutWorker
@@ -114,6 +115,7 @@ async def refuses(worker: RolloutWorker, why: str = "samples only from a committ
 async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup]:
     folder, config = tmp_path_factory.mktemp("model"), config_of()
     (folder / "config.json").write_text(json.dumps(config.model.hf_config))
+    save_character_tokenizer(folder, vocab_size=64)
     trainer = TrainerRank(
         model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
         weight_sync=replace(config.weight_sync, timeout_s=TIMEOUT_S), seed=3, num_steps=4, rank=0, world_size=1,

@@ -21,6 +21,7 @@ from system.test_adapter_recovery import engines
 
 from conf.load import load_run_config
 from conf.schema import Device, SamplingConfig
+from orchestrator.prepare import save_character_tokenizer
 from orchestrator.relay import publish_by_relay
 from orchestrator.replicas import ReplicaState
 from orchestrator.supervisor import Supervisor
@@ -130,6 +131,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
     sync = replace(config.weight_sync, timeout_s=TIMEOUT_S)
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(config.model.hf_config))
+    save_character_tokenizer(folder, vocab_size=64)
     trainer = TrainerRank(
         model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
         weight_sync=sync, seed=3, num_steps=4, rank=0, world_size=1,
@@ -162,11 +164,11 @@ async def test_every_version_is_written_once_and_all_replicas_hold_the_same_byte
     first = await setup.publish()
     assert first.num_relayed == NUM_WORKERS - 1
     await setup.assert_equal(setup.handles)
-    before = [handle.worker.health().num_generated_tokens for handle in setup.handles]
+    before = [handle.worker._engine.num_generated_tokens for handle in setup.handles]
     flying = [
         asyncio.create_task(handle.worker.generate_group(PROMPT, 1, sampling=LONG, seed=7)) for handle in setup.handles
     ]
-    while any(h.worker.health().num_generated_tokens < n + 5 for h, n in zip(setup.handles, before, strict=True)):
+    while any(h.worker._engine.num_generated_tokens < n + 5 for h, n in zip(setup.handles, before, strict=True)):
         await asyncio.sleep(0.002)
     for _ in range(3):
         report = await setup.publish()

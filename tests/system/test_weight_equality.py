@@ -21,6 +21,7 @@ from fakes.vllm_oracle import vllm_loads
 
 from conf.load import load_run_config
 from conf.schema import Device, RunConfig
+from orchestrator.prepare import save_character_tokenizer
 
 KEY = b"k" * 32
 NUM_RANKS = 2
@@ -103,6 +104,7 @@ async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(model: str
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config.model.hf_config))
+    save_character_tokenizer(folder, vocab_size=64)
     tensors = tuple(ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
     trainer = TrainerProcesses(model)
     worker = RolloutWorker(

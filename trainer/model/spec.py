@@ -15,7 +15,7 @@ from typing import Any
 
 from conf.schema import MlaNormEps
 from trainer.moe.activation import SWIGLU, ExpertActivation
-from weight_sync.layout import TensorMeta
+from weight_sync.layout import DTYPE_BYTES, TensorMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,10 @@ class GqaSpec:
         """Factor of q . k."""
         return self.head_dim**-0.5
 
+    def cached_elements(self, tp_size: int) -> int:
+        """What a layer on one rank of an engine caches of a token: keys and values; of one head at least."""
+        return 2 * max(1, self.num_kv_heads // tp_size) * self.head_dim
+
     def linears(self, hidden: int) -> tuple[LinearShape, ...]:
         """Every projection, in checkpoint order."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -155,6 +159,10 @@ class MlaSpec:
     def qk_head_dim(self) -> int:
         """Elements of a query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def cached_elements(self, tp_size: int) -> int:
+        """What a layer on one rank of an engine caches of a token: latent and turned dims, the same on all ranks."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
     def linears(self, hidden: int) -> tuple[LinearShape, ...]:
         """Every projection, in checkpoint order."""
@@ -276,6 +284,19 @@ class ModelSpec:
     def is_moe_layer(self, layer: int) -> bool:
         """Whether the feed-forward of this layer is a mixture of experts."""
         return self.moe is not None and self.moe.layers[layer]
+
+    def sequence_cache_bytes(self, num_tokens: int, dtype: str, tp_size: int) -> int:
+        """KV cache of one sequence on one rank of an engine, before it is rounded up to blocks. A layer with a sliding
+        window keeps no more than that.
+
+        Args:
+            num_tokens: Prompt and response.
+            dtype: Of activations, name as in weight_sync.layout.DTYPE_BYTES.
+            tp_size: Ranks of the engine.
+        """
+        windows = self.attention.windows if isinstance(self.attention, GqaSpec) else ()
+        kept = [min(num_tokens, window or num_tokens) for window in windows or (None,) * self.num_layers]
+        return sum(kept) * self.attention.cached_elements(tp_size) * DTYPE_BYTES[dtype]
 
     def checkpoint_tensors(self, dtype: str) -> list[TensorMeta]:
         """Every tensor of the Hugging Face checkpoint, in a fixed order; tied embeddings have no lm_head.weight.

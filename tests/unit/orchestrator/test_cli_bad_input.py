@@ -114,6 +114,15 @@ def test_tokenizer_that_is_none(refuse: Refuse, tmp_path: Path) -> None:
     assert "tokens/tokenizer.json is not a tokenizer (Model missing" in refuse("model.tokenizer=tokens")
 
 
+def test_tokenizer_of_an_older_format(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "vocab.json").write_text("{}")
+    message = refuse("model.tokenizer=tokens")
+    assert "model.tokenizer=tokens has vocab.json and no tokenizer.json" in message
+    assert "AutoTokenizer.from_pretrained(FOLDER, use_fast=True).save_pretrained(FOLDER)" in message
+    assert "problems" not in message
+
+
 def test_size_with_a_unit_is_told_in_bytes(refuse: Refuse) -> None:
     message = refuse("weight_sync.watermark_bytes=1.5GiB")
     assert "got '1.5GiB'. Write bytes: weight_sync.watermark_bytes=1610612736" in message

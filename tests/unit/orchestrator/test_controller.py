@@ -275,8 +275,7 @@ async def test_dynamic_sampling_replaces_groups_that_tell_nothing(tmp_path: Path
     score = loop.rewards.score_group
 
     async def every_third_is_flat(prompt, rollouts):  # type: ignore[no-untyped-def]
-        rewards, failures = await score(prompt, rollouts)
-        return ([1.0] * len(rollouts) if prompt.prompt_id % 3 == 0 else rewards), failures
+        return [1.0] * len(rollouts) if prompt.prompt_id % 3 == 0 else await score(prompt, rollouts)
 
     loop.rewards.score_group = every_third_is_flat  # type: ignore[method-assign]
     await loop.run()

@@ -45,7 +45,6 @@ def _read(folder: Path, rows: list[dict], config: DataConfig | None = None):
 def _taught_text(folder: Path, conversation) -> str:
     encoder = TextEncoder(folder)
     taught = [token for token, is_taught in zip(conversation.token_ids, conversation.is_taught) if is_taught]
-    assert encoder._tokenizer is not None
     return encoder._tokenizer.decode(taught, skip_special_tokens=False)
 
 

@@ -185,6 +185,17 @@ def test_full_training_of_packed_experts_is_refused(checkpoint: Path) -> None:
         check_packed_experts_stay_frozen(load_run_config(words_for(checkpoint, "trainer.mode=full")), config)
 
 
+def test_a_kv_cache_too_small_for_one_sequence_is_refused(checkpoint: Path) -> None:
+    config = load_run_config(words_for(checkpoint))
+    spec = ModelSpec.from_hf_config(json.loads((checkpoint / "config.json").read_text()))
+    needed = spec.sequence_cache_bytes(64, config.model.dtype.value, 1)
+    message = rf"kv_cache_bytes={needed - 1} holds no sequence of rollout\.max_model_len=64 .* takes {needed} bytes"
+    with pytest.raises(PreflightError, match=message):
+        run_preflight(load_run_config(words_for(checkpoint, f"rollout.kv_cache_bytes={needed - 1}")))
+    for enough in (str(needed), "null"):
+        run_preflight(load_run_config(words_for(checkpoint, f"rollout.kv_cache_bytes={enough}")))
+
+
 def test_one_cause_is_reported_once(tmp_path: Path) -> None:
     with pytest.raises(PreflightError) as caught:
         run_preflight(load_run_config(words_for(tmp_path / "absent")))

@@ -101,10 +101,20 @@ def test_an_exported_model_has_its_tokenizer(tmp_path: Path) -> None:
         ({"hf_config": TINY | {"vocab_size": None}}, "vocab_size must be a positive whole number"),
         ({"hf_config": TINY | {"vocab_size": 3}}, "vocab_size >= 5, got 3"),
         ({"tokenizer": None}, "model.tokenizer is required"),
-        ({"tokenizer": "/nowhere"}, "holds no tokenizer"),
+        ({"tokenizer": "/nowhere"}, r"model\.tokenizer=/nowhere holds no tokenizer\.json"),
         ({"path": "/nowhere"}, "model.path=/nowhere: no such folder"),
     ],
 )
 def test_mistakes_name_the_option(tmp_path: Path, changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare_model(tiny(**changes), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+def test_a_tokenizer_of_an_older_format_is_refused_with_the_way_to_convert_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / name).write_text("{}")
+    with pytest.raises(
+        ConfigError, match=rf"has {name} and no tokenizer\.json.*AutoTokenizer\.from_pretrained\(FOLDER"
+    ):
+        prepare_model(tiny(tokenizer=str(tmp_path / "tokens")), tmp_path / "model")

@@ -14,7 +14,7 @@ from fakes.sharded_checkpoints import TINY, save_checkpoint
 from orchestrator import cli_help, record_command
 from orchestrator.cli import main
 from rollout import fleet
-from rollout.fleet import ServerOptions, cause_in, serve_command, server_environment
+from rollout.fleet import ServerOptions, serve_command, server_environment
 from weight_sync.layout import DestLayout, Param
 
 
@@ -141,28 +141,6 @@ def test_a_server_starts_with_dummy_weights_our_backend_and_the_users_words_last
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["PYTHONPATH"].endswith(":/theirs")
-
-
-@pytest.mark.parametrize(
-    ("log", "why"),
-    [
-        ("", "it said nothing"),
-        ("INFO all is well\nkilled\n", "killed"),
-        (
-            "(EngineCore) ValueError: Available memory is less than desired\nTraceback (most recent call last):\n"
-            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n",
-            "(EngineCore) ValueError: Available memory is less than desired",
-        ),
-        (
-            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
-            "  Value error, max_model_len (100000) is greater [type=value_error]\n    For further information\n",
-            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig "
-            "Value error, max_model_len (100000) is greater [type=value_error]",
-        ),
-    ],
-)
-def test_a_server_that_ended_is_quoted_with_what_ended_it(log: str, why: str) -> None:
-    assert cause_in(log) == why
 
 
 def test_record_reports_digests_sizes_and_the_cache(

@@ -60,8 +60,8 @@ async def test_prompts_that_tell_nothing_end_the_run_with_its_state_saved(tmp_pa
     score = loop.rewards.score_group
 
     async def solved_at_version_2(prompt, rollouts):  # type: ignore[no-untyped-def]
-        rewards, failures = await score(prompt, rollouts)
-        return ([1.0] * len(rollouts) if loop.world.version >= 2 else rewards), failures
+        rewards = await score(prompt, rollouts)
+        return [1.0] * len(rollouts) if loop.world.version >= 2 else rewards
 
     loop.rewards.score_group = solved_at_version_2  # type: ignore[method-assign]
     with pytest.raises(TrainingStopped, match=r"15 groups in a row had equal rewards \(1 in the last one\)"):

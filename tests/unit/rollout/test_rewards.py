@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import textwrap
 from pathlib import Path
@@ -15,7 +16,7 @@ from rollout.rewards.runner import RewardRunner, check_reward
 from rollout.types import Prompt, Rollout
 
 REWARDS = """
-    import os, sys, time
+    import os, signal, sys, threading, time
 
     def length(prompt, response, fields):
         return len(response)
@@ -32,6 +33,11 @@ REWARDS = """
             os._exit(3)
         if response == "sys.exit":
             sys.exit(4)
+        if response == "close":
+            os.closerange(3, 64)
+            time.sleep(60)
+        if response == "stop later":
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()
         if response == "string":
             return "1.0"
         if response == "nan":
@@ -90,12 +96,39 @@ async def test_each_failure_costs_one_sample_and_is_counted(rewards_module, capl
     try:
         texts = ["ok", "raise", "hang", "exit", "sys.exit", "string", "nan", "print", "raise", "ok"]
         with caplog.at_level(logging.WARNING, "rollout.rewards.runner"):
-            rewards, failures = await runner.score_group(PROMPT, rollouts(*texts))
+            rewards = await runner.score_group(PROMPT, rollouts(*texts))
         assert rewards == [0.5, None, None, None, None, None, None, 0.5, None, 0.5]
-        assert failures == {"raised": 3, "timeout": 1, "died": 1, "not_a_number": 2}
-        assert sum("KeyError" in record.message for record in caplog.records) == 1  # twice raised, once in the log
+        told = [record.message.partition("(")[2].partition(")")[0] for record in caplog.records]
+        # KeyError (twice raised, once told) and SystemExit; a string and a number that is none
+        assert told == ["raised", "timeout", "died", "raised", "not_a_number", "not_a_number"]
         assert any("exit status 3" in record.message for record in caplog.records)
-        assert await runner.score_group(PROMPT, rollouts("ok")) == ([0.5], {})
+        assert await runner.score_group(PROMPT, rollouts("ok")) == [0.5]
+    finally:
+        await runner.close()
+
+
+async def test_a_reward_that_closes_its_connection_holds_its_place_for_seconds_at_most(rewards_module, caplog):
+    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave", timeout_s=5.0))
+    await runner.start()
+    try:
+        async with asyncio.timeout(20):
+            assert await runner.score_group(PROMPT, rollouts("close", "ok")) == [None, 0.5]
+        assert "close no descriptor that you did not open" in caplog.text
+    finally:
+        await runner.close()
+
+
+async def test_a_process_that_reads_nothing_is_replaced_when_its_time_is_up(rewards_module, caplog):
+    """A sample larger than what a socket buffers is written no further than its reader reads."""
+    large = Prompt(1, (1,), "p", {"answer": "x" * (1 << 23)})
+    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave", timeout_s=1.0))
+    await runner.start()
+    try:
+        assert await runner.score_group(large, rollouts("stop later")) == [0.5]
+        await asyncio.sleep(1.0)
+        async with asyncio.timeout(30):
+            assert await runner.score_group(large, rollouts("ok", "ok")) == [None, 0.5]
+        assert "read no sample within reward.timeout_s=1 seconds" in caplog.text
     finally:
         await runner.close()
 
@@ -105,8 +138,8 @@ async def test_exceptions_that_quote_the_response_are_of_one_kind(rewards_module
     await runner.start()
     try:
         with caplog.at_level(logging.WARNING, "rollout.rewards.runner"):
-            _, failures = await runner.score_group(PROMPT, rollouts("cannot parse 1", "cannot parse 2", "raise"))
-        assert failures == {"raised": 3}
+            rewards = await runner.score_group(PROMPT, rollouts("cannot parse 1", "cannot parse 2", "raise"))
+        assert rewards == [None, None, None]
         assert [("ValueError" in one.message, "KeyError" in one.message) for one in caplog.records] == [
             (True, False),
             (False, True),
@@ -119,7 +152,7 @@ async def test_a_missing_answer_column_costs_samples_not_the_run():
     runner = RewardRunner(RewardConfig(answer_key="solution"))
     await runner.start()
     try:
-        assert await runner.score_group(PROMPT, rollouts("a")) == ([None], {"raised": 1})
+        assert await runner.score_group(PROMPT, rollouts("a")) == [None]
     finally:
         await runner.close()
 
@@ -129,9 +162,8 @@ async def test_several_processes_keep_the_order_of_rollouts(rewards_module):
     await runner.start()
     try:
         texts = ["x" * (i % 7) for i in range(40)]
-        rewards, failures = await runner.score_group(PROMPT, rollouts(*texts))
+        rewards = await runner.score_group(PROMPT, rollouts(*texts))
         assert rewards == [float(len(text)) for text in texts]
-        assert failures == {}
     finally:
         await runner.close()
 

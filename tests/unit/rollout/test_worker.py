@@ -14,6 +14,7 @@ import pytest
 
 import rollout.worker
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
+from orchestrator.prepare import save_character_tokenizer
 from rollout.engine import ABORTED
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
@@ -42,8 +43,6 @@ class NotingEngine:
         self.cleared = asyncio.Event()
         self.cleared.set()
         self.is_alive = True
-        self.num_in_flight = 0
-        self.num_generated_tokens = 0
         self.num_kv_blocks = 7
 
     async def start(self) -> None:
@@ -97,7 +96,15 @@ def make(
     monkeypatch: pytest.MonkeyPatch, folder: Path, adapters: AdapterSlotsSpec | None = None, **sync: Any
 ) -> tuple[RolloutWorker, NotingEngine]:
     monkeypatch.setattr(rollout.worker, "Engine", NotingEngine)
-    worker = RolloutWorker(
+    save_character_tokenizer(folder, vocab_size=64)
+    worker = worker_of(folder, adapters, **sync)
+    engine = worker._engine
+    assert isinstance(engine, NotingEngine)
+    return worker, engine
+
+
+def worker_of(folder: Path, adapters: AdapterSlotsSpec | None = None, **sync: Any) -> RolloutWorker:
+    return RolloutWorker(
         folder,
         config=RolloutConfig(sampling=SamplingConfig(max_tokens=8)),
         weight_sync=WeightSyncConfig(**sync),
@@ -108,9 +115,6 @@ def make(
         key=b"k" * 16,
         adapters=adapters,
     )
-    engine = worker._engine
-    assert isinstance(engine, NotingEngine)
-    return worker, engine
 
 
 async def publish(worker: RolloutWorker, version: int, epoch: int) -> None:
@@ -119,6 +123,19 @@ async def publish(worker: RolloutWorker, version: int, epoch: int) -> None:
     await asyncio.sleep(0)  # bytes arrive
     await worker.verify(version, epoch, "digest", [EXPECTED] * 2)
     await worker.commit(version, epoch)
+
+
+async def test_a_response_is_text_and_a_folder_without_a_tokenizer_is_refused(monkeypatch, tmp_path):
+    worker, _ = make(monkeypatch, tmp_path)
+    await publish(worker, 0, 1)
+    (rollout,) = await worker.generate_group(PROMPT, 1)
+    assert (rollout.token_ids, rollout.text) == ([7], "c")  # 5 is "a"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(EngineError, match=r"no response can be made text: .*tokenizer\.json"):
+        worker_of(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(EngineError, match=r"no response can be made text: .*tokenizer\.json"):
+        worker_of(tmp_path)
 
 
 async def test_start_describes_every_rank_and_stop_ends_the_engine(monkeypatch, tmp_path):
@@ -131,7 +148,7 @@ async def test_start_describes_every_rank_and_stop_ends_the_engine(monkeypatch, 
     finally:
         await worker.stop()
     assert engine.calls == ["start", "slipstream_describe", "warm up", "shutdown"]
-    assert not worker.health().is_alive
+    assert not worker._engine.is_alive
 
 
 async def test_an_engine_that_cannot_be_described_is_ended(monkeypatch, tmp_path):
@@ -154,7 +171,7 @@ async def test_a_publish_pauses_before_bytes_change_and_moves_the_version_before
         "version 3",
         "resume",
     ]
-    assert (worker.health().phase, worker.health().version, worker.health().epoch) == ("clean", 3, 1)
+    assert (worker._state.phase, worker._state.version, worker._state.epoch) == ("clean", 3, 1)
     (rollout,) = await worker.generate_group(PROMPT, 1)
     assert rollout.policy_versions == [3]
 
@@ -232,10 +249,10 @@ async def test_a_failed_step_leaves_the_engine_paused_and_dirty_until_a_later_pu
     await worker.abort(2, "failed")
     assert "resume" not in engine.calls
     assert engine.version == 0
-    assert worker.health().phase == "dirty"
+    assert worker._state.phase == "dirty"
     engine.failing = ""
     await publish(worker, 1, 3)
-    assert worker.health().phase == "clean"
+    assert worker._state.phase == "clean"
     assert engine.version == 1
 
 
@@ -248,7 +265,7 @@ async def test_steps_out_of_order_are_refused(monkeypatch, tmp_path):
     await worker.begin(1, 3, "digest", ())
     with pytest.raises(ProtocolError):
         await worker.commit(1, 3)
-    assert worker.health().phase == "dirty"
+    assert worker._state.phase == "dirty"
 
 
 async def test_a_group_that_a_publish_aborted_is_sampled_again_under_the_new_version(monkeypatch, tmp_path):
@@ -262,7 +279,7 @@ async def test_a_group_that_a_publish_aborted_is_sampled_again_under_the_new_ver
     await worker.pause(1, 2, "digest")
     await worker.begin(1, 2, "digest", ())
     engine.gate.set()
-    while worker.health().num_aborted_groups == 0:
+    while engine.finish_reasons:
         await asyncio.sleep(0)
     assert not group.done()
     await worker.verify(1, 2, "digest", [EXPECTED] * 2)
@@ -292,7 +309,7 @@ async def test_a_recovery_pauses_reads_and_serves_only_when_it_is_adopted(monkey
     engine.calls = []
     try:
         assert await worker.pull([OFFER, OFFER]) == Pulled(200, 0.5, 0.25)
-        assert worker.health().phase == "verified"
+        assert worker._state.phase == "verified"
         with pytest.raises(ReplicaNotServing):
             await worker.generate_group(PROMPT, 1)
         with pytest.raises(ReplicaNotServing):
@@ -301,7 +318,7 @@ async def test_a_recovery_pauses_reads_and_serves_only_when_it_is_adopted(monkey
         assert sorted(engine.calls[1:3]) == ["clear", "slipstream_pull"]
         assert engine.calls[::3] == ["pause keep", "slipstream_adopt"]
         assert engine.calls[4:] == ["version 3", "resume"]
-        assert (worker.health().phase, worker.health().version, worker.health().epoch) == ("clean", 3, 7)
+        assert (worker._state.phase, worker._state.version, worker._state.epoch) == ("clean", 3, 7)
         await worker.release([OFFER, OFFER])
         assert engine.calls[-1] == "slipstream_release"
         assert await worker.offer() == [OFFER, OFFER]
@@ -320,13 +337,13 @@ async def test_a_recovery_that_fails_leaves_the_worker_dirty_until_a_publish(mon
         engine.failing = "slipstream_pull"
         with pytest.raises(IntegrityError):
             await worker.pull([OFFER, OFFER])
-        assert worker.health().phase == "dirty"
+        assert worker._state.phase == "dirty"
         assert worker._endpoint.state.epoch == 7, "a publisher that comes later learns it, and begins a later one"
         with pytest.raises(ProtocolError):
             await worker.adopt(3, 7)
         engine.failing = ""
         await publish(worker, 4, 8)
-        assert worker.health().phase == "clean"
+        assert worker._state.phase == "clean"
     finally:
         await worker.stop()
 

@@ -205,3 +205,30 @@ def test_a_misspelt_field_is_refused_and_the_right_one_named(wrong, right):
     hf_config = {**AutoConfig.for_model("qwen3_moe").to_dict(), "model_type": "qwen3_moe", wrong: 1}
     with pytest.raises(ConfigError, match=f"hf_config.{wrong} is .* Did you mean {right}"):
         check_spelling(hf_config, [wrong])
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "num_bytes"),
+    [
+        # keys and values of 2 heads of 16 in 2 layers, float32, 100 tokens
+        (1, 100 * 2 * (2 * 2 * 16) * 4),
+        (2, 100 * 2 * (2 * 1 * 16) * 4),
+        (4, 100 * 2 * (2 * 1 * 16) * 4),  # two ranks share a head, each with all of it
+    ],
+)
+def test_a_sequence_takes_keys_and_values_of_every_layer(tp_size, num_bytes):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    assert ModelSpec.from_hf_config({**DENSE, **sizes}).sequence_cache_bytes(100, "float32", tp_size) == num_bytes
+
+
+def test_latents_are_cached_once_and_windows_bound_what_a_layer_keeps():
+    latent = ModelSpec.from_hf_config(DEEPSEEK)
+    assert isinstance(latent.attention, MlaSpec)
+    width = latent.attention.kv_lora_rank + latent.attention.qk_rope_head_dim
+    assert latent.sequence_cache_bytes(100, "bfloat16", 2) == 100 * latent.num_layers * width * 2
+
+    spec = ModelSpec.from_hf_config(GPT_OSS)
+    windows = spec.attention.windows
+    kept = sum(1000 if window is None else window for window in windows)
+    assert 0 < kept < 1000 * spec.num_layers
+    assert spec.sequence_cache_bytes(1000, "bfloat16", 1) == kept * spec.attention.cached_elements(1) * 2

@@ -1,0 +1,119 @@
+"""What an engine that did not come up wrote is found, and the line that says why is in the error. No vLLM."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import make_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from conf.schema import Device, DType, RolloutConfig
+from rollout.engine import Engine
+from rollout.errors import EngineError
+from rollout.start_log import OutputSince, cause_in
+
+REFERRAL = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+
+
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [
+        ("", "it said nothing"),
+        ("INFO all is well\nkilled\n", "killed"),
+        (
+            "(EngineCore) ValueError: Available memory is less than desired\nTraceback (most recent call last):\n"
+            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n",
+            "(EngineCore) ValueError: Available memory is less than desired",
+        ),
+        (
+            "(Worker_TP1) ERROR torch.OutOfMemoryError: CUDA out of memory\n"
+            "(EngineCore) EngineDeadError: EngineCore failed. See stack trace (above) for the root cause.\n",
+            "(Worker_TP1) ERROR torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        (
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+            "  Value error, max_model_len (100000) is greater [type=value_error]\n    For further information\n",
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig "
+            "Value error, max_model_len (100000) is greater [type=value_error]",
+        ),
+    ],
+)
+def test_an_engine_that_ended_is_quoted_with_what_ended_it(log: str, why: str) -> None:
+    assert cause_in(log) == why
+
+
+def test_output_is_what_was_written_since_to_files_each_once(tmp_path: Path) -> None:
+    both = os.open(tmp_path / "both", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    same, other = os.dup(both), os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    reading, writing = os.pipe()
+    try:
+        os.write(both, b"ValueError: of before\n")
+        output = OutputSince([both, same, other, writing])
+        assert output.read() == "\n"
+        os.write(same, b"first\n")
+        os.write(other, b"second\n")
+        os.write(writing, b"third\n")
+        assert output.read() == "first\n\nsecond\n"
+    finally:
+        for descriptor in (both, same, other, reading, writing):
+            os.close(descriptor)
+
+
+@contextmanager
+def stderr_at(path: str) -> Iterator[None]:
+    """As Ray redirects a worker."""
+    kept, opened = os.dup(2), os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(opened, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(opened)
+
+
+def engine_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path, log: bytes, error: Exception) -> Engine:
+    """Its start writes `log` to stderr and raises."""
+
+    class AsyncLLM:
+        @staticmethod
+        def from_engine_args(_: Any) -> None:
+            os.write(2, log)
+            raise error
+
+    arguments = ModuleType("vllm.engine.arg_utils")
+    arguments.__dict__["AsyncEngineArgs"] = make_dataclass("AsyncEngineArgs", [])
+    client = ModuleType("vllm.v1.engine.async_llm")
+    client.__dict__["AsyncLLM"] = AsyncLLM
+    for name in ("vllm", "vllm.engine", "vllm.v1", "vllm.v1.engine"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for module in (arguments, client):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    engine = Engine(folder, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
+    engine._arguments = {}
+    return engine
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_an_engine_that_fails_in_another_process_is_quoted_where_stderr_is_a_file(monkeypatch, tmp_path, is_file):
+    (tmp_path / "stderr").write_text("RuntimeError: of the engine before\n")
+    log = b"Process EngineCore:\nValueError: No available memory for the cache blocks.\n"
+    engine = engine_that_fails(monkeypatch, tmp_path, log, RuntimeError(REFERRAL))
+    with stderr_at(str(tmp_path / "stderr") if is_file else os.devnull), pytest.raises(EngineError) as caught:
+        engine._build()
+    told = "; the engine's process said: ValueError: No available memory for the cache blocks." if is_file else ""
+    assert str(caught.value) == f"the engine did not start: RuntimeError: {REFERRAL}{told}"
+
+
+def test_an_error_that_says_why_itself_is_not_joined_by_a_line_of_the_log(monkeypatch, tmp_path):
+    error = ValueError("max_model_len (100000) is greater than the model's")
+    engine = engine_that_fails(monkeypatch, tmp_path, b"ImportError: of an optional package\n", error)
+    with stderr_at(str(tmp_path / "stderr")), pytest.raises(EngineError) as caught:
+        engine._build()
+    assert str(caught.value) == f"the engine did not start: ValueError: {error}"
