@@ -35,8 +35,8 @@ class ControlGroup:
         Args:
             rendezvous: "tcp://host:port", where rank 0 will listen, or "file:///path"; unused with one rank.
         """
-        self._rank = rank
-        self._world_size = world_size
+        self.rank = rank
+        self.world_size = world_size
         self.group: dist.ProcessGroup | None = None
         if world_size == 1:
             return
@@ -58,12 +58,12 @@ class ControlGroup:
         if self.group is None:
             return
         mine = torch.frombuffer(bytearray(hashlib.sha256(repr(value).encode()).digest()), dtype=torch.uint8)
-        digests = [torch.empty_like(mine) for _ in range(self._world_size)]
+        digests = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(digests, mine, group=self.group)
         others = [rank for rank, digest in enumerate(digests) if not torch.equal(digest, mine)]
         # Every rank sees every digest, so that all raise and none is left waiting in the next collective.
         if others:
-            raise TrainerError(f"rank {self._rank}: ranks {others} hold other {what} than this rank's {value!r}")
+            raise TrainerError(f"rank {self.rank}: ranks {others} hold other {what} than this rank's {value!r}")
 
     def sum(self, value: int) -> int:
         """Sum over ranks."""

@@ -1,7 +1,8 @@
 """TrainerRank: one process of the trainer. Loads its part of the policy, trains it, publishes it, saves it.
 
 Owns the order of collectives inside one rank and the policy version, which rises by one with every update that
-took place. Does not own the loop (orchestrator/controller.py), Ray, or metrics: what it measures it returns.
+took place. Does not own the way to engines (delivery.py), the loop (orchestrator/controller.py), Ray, or metrics:
+what it measures it returns.
 
     load -> ( forward_backward* -> optimizer_step -> publish )*      save_* and load_state between steps; then shutdown
                     |                    |
@@ -21,7 +22,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +34,14 @@ from conf.schema import (
     Init,
     ModelConfig,
     Objective,
-    SyncMode,
     TrainerConfig,
     TrainMode,
     WeightSyncConfig,
 )
 from trainer.adapter_io import load_adapter, save_adapter, save_merged
-from trainer.adapter_source import AdapterSource
 from trainer.checkpoint_state import read_rank_state, state_layout, write_rank_state
 from trainer.control import ControlGroup
+from trainer.delivery import Delivery
 from trainer.errors import LayoutError, TrainerError
 from trainer.loading import load_weights, open_reader
 from trainer.logprobs import token_logprobs
@@ -56,13 +55,9 @@ from trainer.quantization import BlockFp8
 from trainer.reference import ReferencePolicy
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 from trainer.warm_up import made_up_samples
-from trainer.weight_source import TrainerWeightSource
-from weight_sync.errors import ReplicaError
-from weight_sync.heap import freeze_heap
 
 if TYPE_CHECKING:
     from weight_sync.publish_report import PublishReport
-    from weight_sync.publisher import Publisher
     from weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -117,8 +112,7 @@ class TrainerRank:
         self._local_loss = 0.0
         self._state_layout = state_layout(model, trainer, hf_config, self._device.type)
         self._decoder: Decoder | None = None
-        self._publisher: Publisher | None = None
-        self._transport: Transport | None = None
+        self._delivery: Delivery | None = None
 
     @property
     def policy_version(self) -> int:
@@ -156,15 +150,10 @@ class TrainerRank:
             if self._algorithm.kl_coef > 0
             else None
         )
-        self._base_source: TrainerWeightSource | None = None
-        self._source: TrainerWeightSource | AdapterSource | None = None
-        quantization = BlockFp8.from_hf_config(self._hf_config)
-        if self._weight_sync.mode is SyncMode.adapter:
-            if not report.num_packed_bytes:  # engines load four-bit weights themselves
-                self._base_source = TrainerWeightSource(decoder, self._rank, quantization, is_merged=False)
-            self._source = AdapterSource(decoder, self._rank, self._trainer.lora)
-        elif not report.num_packed_bytes:  # fine-tuning publishes nothing
-            self._source = TrainerWeightSource(decoder, self._rank, quantization)
+        self._delivery = Delivery(
+            decoder, self._control, self._weight_sync, BlockFp8.from_hf_config(self._hf_config), lora,
+            is_packed=bool(report.num_packed_bytes), key=self._sync_key, host=self._host, device=self._device,
+        )  # fmt: skip
         num_trainable = self._control.sum(sum(shard.values.numel() for shard in self._shards))
         return {
             "rank": self._rank,
@@ -331,97 +320,20 @@ class TrainerRank:
     def connect(
         self, endpoints: list[str], transport: Transport | None = None, adapter_endpoints: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Meet the rollout workers at these ZMQ endpoints and build the transfer plan. Returns its summary.
-
-        Args:
-            transport: the link to write over; by default Mooncake's, as weight_sync.transport asks.
-            adapter_endpoints: of the same workers' adapter slots. With weight_sync.mode=adapter the frozen base goes to
-                `endpoints` here, once (unless it is packed), and publish() writes to these.
-
-        Raises:
-            ReplicaError: a worker did not take the base.
-        """
-        self._loaded()
-        if self._source is None:
-            raise LayoutError(
-                f"rank {self._rank}: packed experts cannot be written into engines; set weight_sync.mode=adapter"
-            )
-        self._control.agree("endpoints", (endpoints, list(adapter_endpoints)))
-        if len(adapter_endpoints) != (len(endpoints) if self._weight_sync.mode is SyncMode.adapter else 0):
-            raise TrainerError(
-                f"rank {self._rank}: {len(endpoints)} endpoints and {len(adapter_endpoints)} of adapter slots came to "
-                f"weight_sync.mode={self._weight_sync.mode}"
-            )
-        if transport is None:
-            from weight_sync.transport.mooncake import MooncakeTransport
-
-            transport = MooncakeTransport(
-                self._weight_sync.transport,
-                device=self._device.type,
-                host=self._host,
-                timeout_s=self._weight_sync.timeout_s,
-            )
-        self._transport = transport
-        if self._base_source is not None:
-            self._send_base(endpoints)
-        self._publisher = self._make_publisher(self._source, transport)
-        summary = self._publisher.connect(list(adapter_endpoints) or endpoints)
-        freeze_heap()  # the plan lives as long as this process does
-        return asdict(summary)
-
-    def _send_base(self, endpoints: list[str]) -> None:
-        """The frozen base is version 0 of every engine's own weights, for good."""
-        if self._base_source is None or self._transport is None:
-            raise TrainerError(f"rank {self._rank}: engines take no base apart from adapters in this run")
-        publisher = self._make_publisher(self._base_source, self._transport)
-        try:
-            publisher.connect(endpoints)
-            report = publisher.publish(0)
-        finally:
-            publisher.close()
-        failed = [f"{replica.endpoint}: {replica.error}" for replica in report.replicas if not replica.committed]
-        if failed:
-            raise ReplicaError(f"the base weights did not reach every engine: {'; '.join(failed)}")
-        logger.info("base weights sent: %d bytes in %.2f s", report.num_bytes, report.total_s)
-
-    def _make_publisher(self, source: TrainerWeightSource | AdapterSource, transport: Transport) -> Publisher:
-        from weight_sync.publisher import Publisher
-
-        return Publisher(
-            source,
-            transport,
-            rank=self._rank,
-            world_size=self._world_size,
-            group=self._control.group,
-            config=self._weight_sync,
-            key=self._sync_key,
-            device=self._device,
-        )
+        """Meet the rollout workers and build the transfer plan (see Delivery.connect). Returns its summary."""
+        return self._to_engines().connect(endpoints, transport, adapter_endpoints)
 
     def publish(self, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
         """Write the current policy version into every connected engine but those excluded (see Publisher.publish)."""
-        if self._publisher is None:
-            raise TrainerError(f"rank {self._rank}: publish() before connect()")
-        return self._publisher.publish(self._policy_version, exclude=exclude, trace=trace)
+        return self._to_engines().publish(self._policy_version, exclude=exclude, trace=trace)
 
     def disconnect(self, replicas: Sequence[int]) -> None:
         """Close the links to engines that are dead (see Publisher.disconnect)."""
-        if self._publisher is not None:
-            self._publisher.disconnect(replicas)
+        self._to_engines().disconnect(replicas)
 
     def reconnect(self, replica: int, endpoint: str, base_endpoint: str = "") -> None:
-        """Meet an engine that was started again (see Publisher.reconnect).
-
-        Args:
-            endpoint: of its adapter slots, where it has them.
-            base_endpoint: where its base goes first; "" when it has it, from a peer, or has none apart.
-        """
-        if self._publisher is None:
-            raise TrainerError(f"rank {self._rank}: reconnect() before connect()")
-        if base_endpoint:
-            self._publisher.release()  # the two share one watermark
-            self._send_base([base_endpoint])
-        self._publisher.reconnect(replica, endpoint)
+        """Meet an engine that was started again (see Delivery.reconnect)."""
+        self._to_engines().reconnect(replica, endpoint, base_endpoint)
 
     # ------------------------------------------------------------------------------------------------------------ save
 
@@ -484,12 +396,8 @@ class TrainerRank:
 
     def shutdown(self) -> None:
         """Leave the link and the process group. Idempotent; the rank is of no use afterwards."""
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        if self._delivery is not None:
+            self._delivery.close()
         self._control.leave()
 
     # --------------------------------------------------------------------------------------------------------- helpers
@@ -498,6 +406,11 @@ class TrainerRank:
         if self._decoder is None:
             raise TrainerError(f"rank {self._rank}: call load() first")
         return self._decoder
+
+    def _to_engines(self) -> Delivery:
+        if self._delivery is None:
+            raise TrainerError(f"rank {self._rank}: call load() first")
+        return self._delivery
 
     def _drop_gradients(self) -> None:
         for _, param in self._trainable:

@@ -199,7 +199,7 @@ async def test_an_engine_that_loads_its_base_from_disk_serves_like_one_that_was_
         device=Device.cpu, seed=2, tensors=(), key=KEY,
         adapters=dataclasses.replace(slots_of(config), base=setup.folder / "base"),
     )  # fmt: skip
-    source, transport = setup.trainer._source, setup.trainer._transport
+    source, transport = setup.trainer._delivery.source, setup.trainer._delivery._transport
     assert source is not None
     assert transport is not None
     publisher = setup.trainer._make_publisher(source, transport)

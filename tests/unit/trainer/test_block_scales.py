@@ -76,7 +76,7 @@ def quantized_by_hand(weight: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 def merged_in_float32(rank: TrainerRank) -> dict[str, torch.Tensor]:
     """Every weight before it is quantized."""
     values: dict[str, torch.Tensor] = {}
-    source = rank._source
+    source = rank._delivery.source
     source.begin(0)
     for name, held in source._held.items():
         (one,) = held
@@ -155,7 +155,7 @@ def test_vllm_reads_it_as_its_own_format(exported):
 @given(data=st.data())
 def test_any_rectangle_and_any_join_is_bitwise_a_slice_of_the_export(exported, data):
     rank, export = exported
-    metas = rank._source.layout().tensors
+    metas = rank._delivery.source.layout().tensors
     first = data.draw(st.integers(0, len(metas) - 1))
     reads: list[PackedRead] = []
     offset = 0
@@ -173,9 +173,9 @@ def test_any_rectangle_and_any_join_is_bitwise_a_slice_of_the_export(exported, d
                 reads.append(PackedRead(meta.name, region, axes, meta.dtype, offset))
                 offset += -(-reads[-1].num_bytes // 4) * 4
     slot = torch.zeros(offset, dtype=torch.uint8)
-    rank._source.begin(0)
-    rank._source.compile_reads(reads)(slot)()
-    rank._source.end()
+    rank._delivery.source.begin(0)
+    rank._delivery.source.compile_reads(reads)(slot)()
+    rank._delivery.source.end()
     for read in reads:
         window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
         assert np.array_equal(as_bytes(read.view(slot)), as_bytes(export[read.tensor][window])), read
@@ -187,17 +187,17 @@ def test_values_and_scales_of_a_stack_of_experts_are_one_run_each(exported, tp_s
     for suffix in ("_proj.weight", "_proj.weight_scale_inv"):
         reads: list[PackedRead] = []
         offset = 0
-        for meta in rank._source.layout().tensors:
+        for meta in rank._delivery.source.layout().tensors:
             if ".mlp.experts." in meta.name and "down" not in meta.name and meta.name.endswith(suffix):
                 region = Region((0, 0), (meta.shape[0] // tp_size, meta.shape[1]))
                 reads.append(PackedRead(meta.name, region, (0, 1), meta.dtype, offset))
                 offset += reads[-1].num_bytes
         assert len(reads) == 8
-        assert len(rank._source.joined(reads)) == 1
+        assert len(rank._delivery.source.joined(reads)) == 1
         slot = torch.zeros(offset, dtype=torch.uint8)
-        rank._source.begin(0)
-        rank._source.compile_reads(reads)(slot)()
-        rank._source.end()
+        rank._delivery.source.begin(0)
+        rank._delivery.source.compile_reads(reads)(slot)()
+        rank._delivery.source.end()
         for read in reads:
             wanted = export[read.tensor][: read.region.shape[0]]
             assert np.array_equal(as_bytes(read.view(slot)), as_bytes(wanted)), read
@@ -206,12 +206,12 @@ def test_values_and_scales_of_a_stack_of_experts_are_one_run_each(exported, tp_s
 def test_what_an_engine_keeps_in_another_format_is_refused(exported):
     rank, _ = exported
     name = "model.layers.0.mlp.up_proj.weight"
-    rank._source.begin(0)
+    rank._delivery.source.begin(0)
     with pytest.raises(LayoutError, match="does not hold it in FP8"):
-        rank._source.read(name, Region((0, 0), (1, 1)), torch.empty(1, 1))
-    rank._source.end()
+        rank._delivery.source.read(name, Region((0, 0), (1, 1)), torch.empty(1, 1))
+    rank._delivery.source.end()
     with pytest.raises(LayoutError, match=r"outside begin\(\) and end\(\)"):
-        rank._source.read(name + SCALE_SUFFIX, Region((0, 0), (1, 1)), torch.empty(1, 1))
+        rank._delivery.source.read(name + SCALE_SUFFIX, Region((0, 0), (1, 1)), torch.empty(1, 1))
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int
     fill_adapters(made, world_size)
     made.save_merged(folder / "merged")
     merged = {} if world_size > 1 else merged_in_float32(made)
-    source = made._source
+    source = made._delivery.source
     held = source.begin(0)
     read = {}
     for shard in source.layout().shards:

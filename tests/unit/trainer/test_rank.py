@@ -299,15 +299,16 @@ def test_a_base_that_is_sent_again_has_the_watermark_for_itself(monkeypatch):
         most = max(most, len(transport._held))
 
     monkeypatch.setattr(transport, "register", count)
-    rank._weight_sync = WeightSyncConfig(mode=SyncMode.adapter, watermark_bytes=1 << 16, timeout_s=10.0)
-    rank._sync_key = publish.KEY
-    rank._source, rank._base_source = (publish.DictSource(0, num_ranks=1) for _ in range(2))  # type: ignore[assignment]
+    delivery = rank._delivery
+    delivery._config = WeightSyncConfig(mode=SyncMode.adapter, watermark_bytes=1 << 16, timeout_s=10.0)
+    delivery._key = publish.KEY
+    delivery.source, delivery.base_source = (publish.DictSource(0, num_ranks=1) for _ in range(2))  # type: ignore[assignment]
     engines = [publish.PlainEngine([MemoryTransport(fabric) for _ in range(2)]) for _ in range(2)]
     endpoints = [publish.EndpointThread(engine) for engine in engines]
     base, slots = (endpoint.address for endpoint in endpoints)
     try:
         frozen: list[bool] = []
-        monkeypatch.setattr("trainer.rank.freeze_heap", lambda: frozen.append(rank._publisher._is_connected))
+        monkeypatch.setattr("trainer.delivery.freeze_heap", lambda: frozen.append(delivery._publisher._is_connected))
         rank.connect([base], transport, [slots])
         assert frozen == [True], "once the plan is there"
         assert rank.publish().num_committed == 1

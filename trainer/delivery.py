@@ -1,0 +1,187 @@
+"""A trainer rank's way to the engines: what it has to give, the link, and the publishers over it.
+
+    weight_sync.mode   what is given                    where to
+    merged             weights with adapters merged in  the workers' endpoints, every version
+    adapter            the base, without adapters       the workers' endpoints, once; a packed one engines load
+                       A and B alone                    their adapter endpoints, every version
+
+Owns: which source is published where, and when the base is sent. Does not own the sources (weight_source.py,
+adapter_source.py), the protocol (weight_sync.publisher), or the version (rank.py). Invariant: the two publishers of
+adapter mode share one watermark, so one holds memory at a time. Caller: TrainerRank; every method but disconnect and
+close is collective over the trainer's ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from conf.schema import LoraConfig, SyncMode, WeightSyncConfig
+from trainer.adapter_source import AdapterSource
+from trainer.control import ControlGroup
+from trainer.errors import LayoutError, TrainerError
+from trainer.model.decoder import Decoder
+from trainer.quantization import BlockFp8
+from trainer.weight_source import TrainerWeightSource
+from weight_sync.errors import ReplicaError
+from weight_sync.heap import freeze_heap
+
+if TYPE_CHECKING:
+    from weight_sync.publish_report import PublishReport
+    from weight_sync.publisher import Publisher
+    from weight_sync.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+
+class Delivery:
+    """See the module's docstring.
+
+    Args:
+        decoder: Loaded and sharded.
+        control: This rank among the others.
+        config: Section weight_sync.
+        quantization: The format that engines want projections in; None: the decoder's own.
+        lora: Of the adapters; read in adapter mode.
+        is_packed: Whether experts are packed: no engine is sent these.
+        key: Signs the control messages of a publish.
+        host: Address under which engines' links reach this rank.
+        device: Of the weights.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        control: ControlGroup,
+        config: WeightSyncConfig,
+        quantization: BlockFp8 | None,
+        lora: LoraConfig,
+        *,
+        is_packed: bool,
+        key: bytes,
+        host: str,
+        device: torch.device,
+    ) -> None:
+        self._control = control
+        self._rank = control.rank
+        self._config = config
+        self._key = key
+        self._host = host
+        self._device = device
+        self._publisher: Publisher | None = None
+        self._transport: Transport | None = None
+        self.base_source: TrainerWeightSource | None = None
+        self.source: TrainerWeightSource | AdapterSource | None = None
+        """Of every version; None where nothing can be published."""
+        if config.mode is SyncMode.adapter:
+            if not is_packed:
+                self.base_source = TrainerWeightSource(decoder, self._rank, quantization, is_merged=False)
+            self.source = AdapterSource(decoder, self._rank, lora)
+        elif not is_packed:  # fine-tuning publishes nothing
+            self.source = TrainerWeightSource(decoder, self._rank, quantization)
+
+    def connect(
+        self, endpoints: list[str], transport: Transport | None = None, adapter_endpoints: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Meet the rollout workers at these ZMQ endpoints and build the transfer plan. Returns its summary.
+
+        Args:
+            transport: the link to write over; by default Mooncake's, as weight_sync.transport asks.
+            adapter_endpoints: of the same workers' adapter slots. With weight_sync.mode=adapter the frozen base goes to
+                `endpoints` here, once (unless it is packed), and publish() writes to these.
+
+        Raises:
+            ReplicaError: a worker did not take the base.
+        """
+        if self.source is None:
+            raise LayoutError(
+                f"rank {self._rank}: packed experts cannot be written into engines; set weight_sync.mode=adapter"
+            )
+        self._control.agree("endpoints", (endpoints, list(adapter_endpoints)))
+        if len(adapter_endpoints) != (len(endpoints) if self._config.mode is SyncMode.adapter else 0):
+            raise TrainerError(
+                f"rank {self._rank}: {len(endpoints)} endpoints and {len(adapter_endpoints)} of adapter slots came to "
+                f"weight_sync.mode={self._config.mode}"
+            )
+        self._transport = transport or self._open_link()
+        if self.base_source is not None:
+            self._send_base(endpoints)
+        self._publisher = self._make_publisher(self.source, self._transport)
+        summary = self._publisher.connect(list(adapter_endpoints) or endpoints)
+        freeze_heap()  # the plan lives as long as this process does
+        return asdict(summary)
+
+    def publish(self, version: int, *, exclude: Sequence[int], trace: Path | None) -> PublishReport:
+        """Write `version` into every connected engine but those excluded (see Publisher.publish)."""
+        if self._publisher is None:
+            raise TrainerError(f"rank {self._rank}: publish() before connect()")
+        return self._publisher.publish(version, exclude=exclude, trace=trace)
+
+    def disconnect(self, replicas: Sequence[int]) -> None:
+        """Close the links to engines that are dead (see Publisher.disconnect)."""
+        if self._publisher is not None:
+            self._publisher.disconnect(replicas)
+
+    def reconnect(self, replica: int, endpoint: str, base_endpoint: str) -> None:
+        """Meet an engine that was started again (see Publisher.reconnect).
+
+        Args:
+            endpoint: of its adapter slots, where it has them.
+            base_endpoint: where its base goes first; "" when it has it, from a peer, or has none apart.
+        """
+        if self._publisher is None:
+            raise TrainerError(f"rank {self._rank}: reconnect() before connect()")
+        if base_endpoint:
+            self._publisher.release()  # the two share one watermark
+            self._send_base([base_endpoint])
+        self._publisher.reconnect(replica, endpoint)
+
+    def close(self) -> None:
+        """Leave the link. Idempotent."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    def _send_base(self, endpoints: list[str]) -> None:
+        """The frozen base is version 0 of every engine's own weights, for good."""
+        if self.base_source is None or self._transport is None:
+            raise TrainerError(f"rank {self._rank}: engines take no base apart from adapters in this run")
+        publisher = self._make_publisher(self.base_source, self._transport)
+        try:
+            publisher.connect(endpoints)
+            report = publisher.publish(0)
+        finally:
+            publisher.close()
+        failed = [f"{replica.endpoint}: {replica.error}" for replica in report.replicas if not replica.committed]
+        if failed:
+            raise ReplicaError(f"the base weights did not reach every engine: {'; '.join(failed)}")
+        logger.info("base weights sent: %d bytes in %.2f s", report.num_bytes, report.total_s)
+
+    def _open_link(self) -> Transport:
+        from weight_sync.transport.mooncake import MooncakeTransport
+
+        return MooncakeTransport(
+            self._config.transport, device=self._device.type, host=self._host, timeout_s=self._config.timeout_s
+        )
+
+    def _make_publisher(self, source: TrainerWeightSource | AdapterSource, transport: Transport) -> Publisher:
+        from weight_sync.publisher import Publisher
+
+        return Publisher(
+            source,
+            transport,
+            rank=self._rank,
+            world_size=self._control.world_size,
+            group=self._control.group,
+            config=self._config,
+            key=self._key,
+            device=self._device,
+        )
