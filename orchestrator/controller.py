@@ -144,7 +144,7 @@ class Controller:
             clock.lap("rollout/wait_s")
 
             samples = build_samples(batch.groups, config.algorithm, self._shuffle_rng)
-            denominators = denominators_of(samples, self.policy_version)  # of the whole batch, for every microbatch
+            denominators = denominators_of(samples, self.policy_version, config.rollout.sampling.max_tokens)
             plan = pack([s.num_tokens for s in samples], trainer.num_ranks, config.trainer.max_microbatch_tokens)
             loss = await trainer.forward_backward(
                 [[[samples[i] for i in indices] for indices in microbatches] for microbatches in plan], denominators

@@ -185,10 +185,11 @@ class TrainerRank:
         """
         samples = made_up_samples(lengths, self._loaded().spec.vocab_size, self._policy_version)
         num_counted = sum(sample.num_valid_tokens for sample in samples)
+        denominators = Denominators(num_counted, len(lengths), self._policy_version, num_possible_tokens=num_counted)
         started = time.perf_counter()
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             try:
-                stats = self.forward_backward([samples], Denominators(num_counted, len(lengths), self._policy_version))
+                stats = self.forward_backward([samples], denominators)
             except torch.OutOfMemoryError as error:
                 raise TrainerError(
                     f"rank {self._rank}: a microbatch of {sum(lengths)} tokens does not fit {self._device}: lower "

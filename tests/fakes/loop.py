@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from conf.schema import RolloutConfig
 from rollout.types import Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 from weight_sync.errors import PlanMismatch
@@ -109,6 +110,7 @@ class FakeTrainer:
         assert len({len(microbatches) for microbatches in microbatches_by_rank}) == 1
         samples = [s for rank in microbatches_by_rank for microbatch in rank for s in microbatch]
         assert denominators.num_sequences == len(samples)
+        assert denominators.num_possible_tokens == RolloutConfig().sampling.max_tokens * len(samples)
         self.trained.append((denominators.policy_version, samples))
         self.world.diary.append(("train", denominators.policy_version))
         await asyncio.sleep(0)
