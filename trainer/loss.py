@@ -137,8 +137,6 @@ def policy_loss(
         "policy/ratio_sum": exact_N.exp(),
         "policy/num_clipped_low": clipped_low_N,
         "policy/num_clipped_high": clipped_high_N,
-        "policy/advantage_sum": advantages_N,
-        "policy/staleness_sum": tokens.staleness_N,
         "tis/weight_sum": weight_N,
         "tis/num_truncated": truncated_N,
         "kl/ref_k3_sum": kl_N,
