@@ -39,6 +39,7 @@ def check_all(config: RunConfig) -> None:
     check_tokenizer_is_given(config)
     if config.algorithm.objective is Objective.policy:
         check_prompt_and_response_fit(config)
+        check_some_responses_end_by_themselves(config)
         check_transport_fits_device(config)
         check_expert_parallel_engine_has_gpus(config)
         check_adapter_mode_has_an_adapter(config)
@@ -102,6 +103,15 @@ def check_prompt_and_response_fit(config: RunConfig) -> None:
             f"data.max_prompt_tokens={prompt} plus rollout.sampling.max_tokens={response} is {prompt + response} "
             "tokens, more than "
             f"rollout.max_model_len={limit}; set rollout.max_model_len={prompt + response}, or shorten one of the two"
+        )
+
+
+def check_some_responses_end_by_themselves(config: RunConfig) -> None:
+    """Something is left to train on."""
+    if config.algorithm.mask_truncated and not config.rollout.sampling.stop_at_eos:
+        raise ConfigError(
+            "algorithm.mask_truncated=true contradicts rollout.sampling.stop_at_eos=false, with which every response "
+            "ends by length; set algorithm.mask_truncated=false, or rollout.sampling.stop_at_eos=true"
         )
 
 

@@ -1,7 +1,8 @@
 """Group advantages, and the trainable samples made from them. Pure numpy; randomness comes in as a generator.
 
 Owns: rewards -> advantages -> `trainer.types.Sample`. Does not own: what a response is worth, or the loss.
-Invariants: a rollout without a reward never reaches the trainer; a group's advantages sum to zero (up to rounding).
+Invariants: a rollout without a reward never reaches the trainer; a group's advantages sum to zero (up to rounding),
+those of its samples need not: algorithm.mask_truncated leaves some out.
 Caller: the controller's train loop.
 """
 
@@ -19,11 +20,13 @@ _STD_EPS = 1e-6
 
 
 def group_advantages(rewards: Sequence[float | None], scale: AdvantageScale) -> list[float | None]:
-    """How much better each sibling is than its group (GRPO, arXiv:2402.03300, 4.1.2; Dr. GRPO, arXiv:2503.20783).
+    """How much better each sibling is than its group (GRPO, arXiv:2402.03300, 4.1.2; Dr. GRPO, arXiv:2503.20783; RLOO,
+    arXiv:2402.14740).
 
     Args:
         rewards: one per rollout; None where the reward failed. Those count neither in the mean nor in the deviation.
-        scale: std divides by the group's (population) standard deviation + 1e-6; none does not.
+        scale: std divides by the group's (population) standard deviation + 1e-6; none does not; leave_one_out compares
+            with the mean of the others: r_i - (S - r_i) / (n - 1) = n / (n - 1) * (r_i - S / n), S the sum of all n.
 
     Returns:
         One per rollout, None where the reward is None. All zeros when the rewards are equal: nothing to compare.
@@ -31,8 +34,11 @@ def group_advantages(rewards: Sequence[float | None], scale: AdvantageScale) -> 
     known = np.array([reward for reward in rewards if reward is not None], dtype=np.float64)
     if not is_informative(rewards):
         return [None if reward is None else 0.0 for reward in rewards]
-    divisor = known.std() + _STD_EPS if scale is AdvantageScale.std else 1.0
     mean = known.mean()
+    if scale is AdvantageScale.std:
+        divisor = known.std() + _STD_EPS
+    else:
+        divisor = (len(known) - 1) / len(known) if scale is AdvantageScale.leave_one_out else 1.0
     return [None if reward is None else float((reward - mean) / divisor) for reward in rewards]
 
 
@@ -42,7 +48,8 @@ def is_informative(rewards: Sequence[float | None]) -> bool:
 
 
 def build_samples(groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng: np.random.Generator) -> list[Sample]:
-    """Samples of one batch, in group order; rollouts without a reward and empty responses are left out.
+    """Samples of one batch, in group order; rollouts without a reward and empty responses are left out, and with
+    `algorithm.mask_truncated` those that ended by length, after they counted in their group's advantages.
 
     `shuffle_rng` is used only by the control experiment `algorithm.shuffle_advantages`, which permutes the advantages
     among the siblings of each group: same rewards, same lengths, same loss scale, and nothing to learn from.
@@ -50,7 +57,13 @@ def build_samples(groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng:
     samples: list[Sample] = []
     for group in groups:
         advantages = group_advantages(group.rewards, config.advantage_scale)
-        kept = [i for i, advantage in enumerate(advantages) if advantage is not None and group.rollouts[i].token_ids]
+        kept = [
+            i
+            for i, (advantage, rollout) in enumerate(zip(advantages, group.rollouts, strict=True))
+            if advantage is not None
+            and rollout.token_ids
+            and not (config.mask_truncated and rollout.finish_reason == "length")
+        ]
         values = np.array([advantages[i] for i in kept], dtype=np.float32)
         if config.shuffle_advantages:
             values = shuffle_rng.permutation(values)
@@ -58,12 +71,19 @@ def build_samples(groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng:
     return samples
 
 
-def denominators_of(samples: Sequence[Sample], policy_version: int) -> Denominators:
-    """What every rank divides its losses by: counts over the batch, so that no layout weighs a token differently."""
+def denominators_of(samples: Sequence[Sample], policy_version: int, max_response_tokens: int = 0) -> Denominators:
+    """What every rank divides its losses by: counts over the batch, so that no layout weighs a token differently.
+
+    Args:
+        samples: the whole batch.
+        policy_version: the version about to be trained.
+        max_response_tokens: rollout.sampling.max_tokens; fine-tuning has none.
+    """
     return Denominators(
         num_valid_tokens=sum(sample.num_valid_tokens for sample in samples),
         num_sequences=len(samples),
         policy_version=policy_version,
+        num_possible_tokens=len(samples) * max_response_tokens,
     )
 
 

@@ -172,9 +172,10 @@ class Controller:
 
     async def _update(self, samples: list[Sample], record: StepRecord, clock: Stopwatch) -> None:
         """Gradients of a batch, and the optimizer's step."""
-        trainer = self.rooms.trainer
-        denominators = denominators_of(samples, self.policy_version)  # of the whole batch, for every microbatch
-        plan = pack([s.num_tokens for s in samples], trainer.num_ranks, self.config.trainer.max_microbatch_tokens)
+        trainer, config = self.rooms.trainer, self.config
+        # Of the whole batch, for every microbatch.
+        denominators = denominators_of(samples, self.policy_version, config.rollout.sampling.max_tokens)
+        plan = pack([s.num_tokens for s in samples], trainer.num_ranks, config.trainer.max_microbatch_tokens)
         record.loss = await trainer.forward_backward(
             [[[samples[i] for i in indices] for indices in microbatches] for microbatches in plan], denominators
         )

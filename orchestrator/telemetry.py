@@ -74,6 +74,7 @@ METRICS: dict[str, str] = {
     "loss/kl": "mean k3 to the reference policy (0 when algorithm.kl_coef=0)",
     "loss/clip_fraction": "tokens whose ratio was clipped",
     "loss/ratio_mean": "mean exp(trainer - rollout log-probability)",
+    "loss/tis_weight_mean": "mean importance weight, after the cut; 1 when algorithm.ratio_baseline=rollout",
     "loss/tis_truncated_fraction": "tokens whose importance weight was cut to algorithm.tis_max",
     "sft/nll": "algorithm=sft: mean negative log-likelihood of the taught tokens, in nats",
     "sft/epoch": "algorithm=sft: passes over data.path that are complete",
@@ -99,6 +100,7 @@ METRICS: dict[str, str] = {
     "trainer/optimizer_s": "seconds of the optimizer step",
     "trainer/tokens_per_s_per_rank": "prompt and response tokens over those seconds and ranks",
     "trainer/num_microbatches": "microbatches of one rank",
+    "trainer/peak_device_bytes": "most GPU memory of one rank in forward and backward; null on CPUs",
     "step/total_s": "seconds of the step, waits included",
 }
 
@@ -163,6 +165,7 @@ def loss_metrics(stats: Sequence[LossStats]) -> dict[str, Value]:
             "loss/total": sums["loss/total_sum"],
             "sft/nll": mean("sft/nll_sum"),
             "policy/entropy": mean("policy/entropy_sum"),
+            "trainer/peak_device_bytes": maxima.get("memory/peak_device_bytes"),
         }
     clipped = sums["policy/num_clipped_low"] + sums["policy/num_clipped_high"]
     return {
@@ -176,7 +179,9 @@ def loss_metrics(stats: Sequence[LossStats]) -> dict[str, Value]:
         "loss/kl": mean("kl/ref_k3_sum"),
         "loss/clip_fraction": clipped / sums["policy/num_tokens"],
         "loss/ratio_mean": mean("policy/ratio_sum"),
+        "loss/tis_weight_mean": mean("tis/weight_sum"),
         "loss/tis_truncated_fraction": mean("tis/num_truncated"),
+        "trainer/peak_device_bytes": maxima.get("memory/peak_device_bytes"),
     }
 
 

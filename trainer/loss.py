@@ -18,6 +18,8 @@ sg = stop-gradient:
     + kl_coef * (exp(x) - x - 1),   x = log ref - log pi       GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4)
     token normalization      sum_t L_t / (counted tokens of the batch)                      DAPO, eq. 8
     sequence normalization   sum_i (1 / |o_i|) sum_t L_t / (sequences of the batch)         GRPO, eq. 3
+    constant normalization   sum_t L_t / (sequences of the batch * longest possible)        Dr. GRPO (Liu et al. 2025,
+                             arXiv:2503.20783)
     mismatch KL(mu || pi)    mean of exp(d) - d - 1 ("k3", http://joschu.net/blog/kl-approx.html), apart for
                              staleness 0 and > 0
 
@@ -135,8 +137,6 @@ def policy_loss(
         "policy/ratio_sum": exact_N.exp(),
         "policy/num_clipped_low": clipped_low_N,
         "policy/num_clipped_high": clipped_high_N,
-        "policy/advantage_sum": advantages_N,
-        "policy/staleness_sum": tokens.staleness_N,
         "tis/weight_sum": weight_N,
         "tis/num_truncated": truncated_N,
         "kl/ref_k3_sum": kl_N,
@@ -177,10 +177,14 @@ def sft_loss(
 
 
 def _token_shares(sequence_lengths_N: Tensor, normalization: Normalization, denominators: Denominators) -> Tensor:
-    """What each token's loss is multiplied by; float32. The shares of the whole batch add up to 1."""
+    """What each token's loss is multiplied by; float32. The shares of the whole batch add up to 1, constant ones to at
+    most 1.
+    """
     if normalization is Normalization.sequence:
         return 1.0 / (sequence_lengths_N.float() * denominators.num_sequences)
-    return torch.full_like(sequence_lengths_N, 1.0 / denominators.num_valid_tokens, dtype=torch.float32)
+    is_constant = normalization is Normalization.constant
+    divisor = denominators.num_possible_tokens if is_constant else denominators.num_valid_tokens
+    return torch.full_like(sequence_lengths_N, 1.0 / divisor, dtype=torch.float32)
 
 
 class LossAccumulator:

@@ -133,7 +133,8 @@ class Microbatch:
     """Samples laid end to end: T tokens of S sequences, of which N predictions count.
 
     Example, two samples [7 8 9] and [4 5] whose last two and last one tokens count:
-    token_ids 7 8 9 4 5, positions 0 1 2 0 1, cu_seqlens 0 3 5, predictor_rows 0 1 3, targets 8 9 5, sequence_ids 0 0 1.
+    token_ids 7 8 9 4 5, positions 0 1 2 0 1, cu_seqlens 0 3 5, predictor_rows 0 1 3, targets 8 9 5,
+    sequence_lengths 2 2 1.
     """
 
     token_ids: np.ndarray
@@ -154,18 +155,6 @@ class Microbatch:
     """[N] int64; counted tokens of the sequence that the n-th token belongs to."""
     staleness: np.ndarray
     """[N] int64; steps between the version that is trained and the oldest version in the token's sample."""
-    num_sequences: int
-    """Sequences with at least one counted token."""
-
-    num_samples: int
-    """Samples; 0 for an empty microbatch, which carries one dummy token so that every collective of a step
-    still runs.
-    """
-
-    @property
-    def num_tokens(self) -> int:
-        """T, prompts and responses; the dummy token of an empty microbatch is not counted."""
-        return len(self.token_ids) if self.num_samples else 0
 
 
 def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
@@ -173,7 +162,8 @@ def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
     row t - 1.
 
     Args:
-        samples: members of one microbatch; none gives a single token 0 of which nothing counts.
+        samples: members of one microbatch; none gives a single token 0 of which nothing counts, so that every
+            collective of a step still runs.
         policy_version: the version about to be trained.
 
     Raises:
@@ -185,7 +175,7 @@ def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
     if not samples:
         floats, ints = np.zeros(0, np.float32), np.zeros(0, np.int64)
         one = np.zeros(1, np.int64)
-        return Microbatch(one, one, np.array([0, 1], np.int32), ints, ints, floats, floats, ints, ints, 0, 0)
+        return Microbatch(one, one, np.array([0, 1], np.int32), ints, ints, floats, floats, ints, ints)
 
     cu_seqlens = np.cumsum([0] + [sample.num_tokens for sample in samples])
     counted = [np.flatnonzero(sample.loss_mask) for sample in samples]
@@ -204,8 +194,6 @@ def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
         advantages=gather([sample.advantages for sample in samples], np.float32),
         sequence_lengths=np.repeat(num_counted, num_counted),
         staleness=np.repeat(np.array([policy_version - sample.oldest_version for sample in samples]), num_counted),
-        num_sequences=int((num_counted > 0).sum()),
-        num_samples=len(samples),
     )
 
 

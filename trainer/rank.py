@@ -187,10 +187,11 @@ class TrainerRank:
         """
         samples = made_up_samples(lengths, self._loaded().spec.vocab_size, self._policy_version)
         num_counted = sum(sample.num_valid_tokens for sample in samples)
+        denominators = Denominators(num_counted, len(lengths), self._policy_version, num_possible_tokens=num_counted)
         started = time.perf_counter()
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             try:
-                stats = self.forward_backward([samples], Denominators(num_counted, len(lengths), self._policy_version))
+                stats = self.forward_backward([samples], denominators)
             except torch.OutOfMemoryError as error:
                 raise TrainerError(
                     f"rank {self._rank}: a microbatch of {sum(lengths)} tokens does not fit {self._device}: lower "
@@ -210,7 +211,7 @@ class TrainerRank:
     # ----------------------------------------------------------------------------------------------------------- train
 
     def forward_backward(self, microbatches: list[list[Sample]], denominators: Denominators) -> LossStats:
-        """Add the gradients of these microbatches to those already there.
+        """Add the gradients of these microbatches to those already there. Peak memory of the device counts from here.
 
         Args:
             microbatches: this rank's, as `trainer.packing.pack` assigned them; empty ones take part with a dummy token.
@@ -219,6 +220,8 @@ class TrainerRank:
         Returns:
             This rank's sums and maxima (see trainer/loss.py); the batch's are their sums and maxima over ranks.
         """
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         stats = self._over(microbatches, denominators, learn=True)
         self._local_loss += stats.sums.get("loss/total_sum", 0.0)
         return stats
@@ -230,7 +233,6 @@ class TrainerRank:
 
     def _over(self, microbatches: list[list[Sample]], denominators: Denominators, *, learn: bool) -> LossStats:
         decoder = self._loaded()
-        started = time.perf_counter()
         self._control.agree("microbatches and denominators", (len(microbatches), denominators))
         if denominators.policy_version != self._policy_version:
             raise TrainerError(
@@ -238,22 +240,16 @@ class TrainerRank:
                 f"came to version {self._policy_version}"
             )
         accumulator = LossAccumulator()
-        counts = {"batch/num_tokens": 0, "batch/num_samples": 0, "batch/num_sequences": 0}
         for samples in microbatches:
             micro = collate(samples, denominators.policy_version)
             part = self._microbatch_loss(decoder, micro, denominators)
             if learn:
                 part.loss.backward()
             accumulator.add(part)
-            counts["batch/num_tokens"] += micro.num_tokens
-            counts["batch/num_samples"] += micro.num_samples
-            counts["batch/num_sequences"] += micro.num_sequences
         stats = accumulator.result()
-        sums = stats.sums | {name: float(count) for name, count in counts.items()}
-        maxima = stats.maxima | {"time/forward_backward_s": time.perf_counter() - started}
         if self._device.type == "cuda":
-            maxima["memory/peak_device_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
-        return LossStats(sums, maxima)
+            stats.maxima["memory/peak_device_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+        return stats
 
     def _microbatch_loss(self, decoder: Decoder, micro: Microbatch, denominators: Denominators) -> PolicyLoss:
         """Forward and loss. The reference runs first, while no activations are held."""

@@ -41,6 +41,8 @@ class Denominators:
     num_sequences: int
     policy_version: int
     """Version that is about to be trained; sample staleness = policy_version - sample.oldest_version."""
+    num_possible_tokens: int = 0
+    """Sequences times the longest response that may be sampled. Read with algorithm.normalization=constant alone."""
 
 
 @dataclass(frozen=True, slots=True)

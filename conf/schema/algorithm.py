@@ -18,12 +18,13 @@ class Objective(StrEnum):
 
 
 class Normalization(StrEnum):
-    """What one token's loss is divided by: the tokens of the whole batch, or first its own sequence's, then the
-    sequences'.
+    """What one token's loss is divided by: the tokens of the whole batch; first its own sequence's, then the
+    sequences'; or what the batch's sequences may hold at most.
     """
 
     token = "token"
     sequence = "sequence"
+    constant = "constant"
 
 
 class RatioBaseline(StrEnum):
@@ -34,10 +35,13 @@ class RatioBaseline(StrEnum):
 
 
 class AdvantageScale(StrEnum):
-    """How group advantages are scaled: by the group's standard deviation (GRPO) or not at all (Dr. GRPO)."""
+    """How group advantages are scaled: by the group's standard deviation (GRPO), not at all (Dr. GRPO), or as rewards
+    against the mean of the others (RLOO).
+    """
 
     std = "std"
     none = "none"
+    leave_one_out = "leave_one_out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +63,19 @@ class AlgorithmConfig:
     on-policy.
     """
     advantage_scale: AdvantageScale = AdvantageScale.std
-    """std: (r - mean) / (std + 1e-6). none: r - mean (Dr. GRPO, arXiv:2503.20783)."""
+    """std: (r - mean) / (std + 1e-6). none: r - mean (Dr. GRPO, arXiv:2503.20783). leave_one_out: r - mean of the
+    siblings' rewards without its own (RLOO, arXiv:2402.14740), which is n / (n - 1) * (r - mean).
+    """
     shuffle_advantages: bool = False
     """Permute advantages within each group: a control that must not learn."""
     normalization: Normalization = Normalization.token
     """token: every response token of the batch weighs the same (DAPO, arXiv:2503.14476). sequence: every response
-    weighs the same.
+    weighs the same. constant: as token, divided by responses * rollout.sampling.max_tokens, so that a batch of short
+    responses makes no larger a step (Dr. GRPO); not with objective=sft.
+    """
+    mask_truncated: bool = False
+    """Responses that end by length keep their reward in the group's mean and deviation, and are not trained on (DAPO's
+    overlong filtering): no loss divides by them. Needs rollout.sampling.stop_at_eos.
     """
     clip_low: float = 0.2
     """Lower clip of the importance ratio: 1 - clip_low. Ignored when ratio_baseline=trainer, whose ratio is 1."""
@@ -101,6 +112,11 @@ class AlgorithmConfig:
             max_staleness_steps=self.max_staleness_steps,
             kl_coef=self.kl_coef,
             max_uninformative_batches=self.max_uninformative_batches,
+        )
+        require(
+            not (self.objective is Objective.sft and self.normalization is Normalization.constant),
+            "algorithm.normalization=constant divides by rollout.sampling.max_tokens, and fine-tuning samples nothing; "
+            "set algorithm.normalization=token or sequence",
         )
         require(0 < self.clip_low < 1, f"algorithm.clip_low must lie in (0, 1), got {self.clip_low}")
         above(0, "algorithm", clip_high=self.clip_high)

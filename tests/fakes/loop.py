@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from conf.schema import AlgorithmConfig, RunConfig, RunSection, SamplingConfig
+from conf.schema import AlgorithmConfig, RolloutConfig, RunConfig, RunSection, SamplingConfig
 from orchestrator.checkpoint import CheckpointStore, fingerprint
 from orchestrator.controller import Controller
 from orchestrator.rooms import Rooms
@@ -120,6 +120,7 @@ class FakeTrainer:
         assert len({len(microbatches) for microbatches in microbatches_by_rank}) == 1
         samples = [s for rank in microbatches_by_rank for microbatch in rank for s in microbatch]
         assert denominators.num_sequences == len(samples)
+        assert denominators.num_possible_tokens == RolloutConfig().sampling.max_tokens * len(samples)
         self.trained.append((denominators.policy_version, samples))
         self.world.diary.append(("train", denominators.policy_version))
         await asyncio.sleep(0)

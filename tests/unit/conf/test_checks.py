@@ -107,6 +107,12 @@ CASES = [
         ["trainer.lora.experts=false", "trainer.lora.expert_rank=4"],
         "trainer.lora.expert_rank has no effect with trainer.lora.experts=false",
     ),
+    (
+        ["algorithm.mask_truncated=true"],
+        "algorithm.mask_truncated=true contradicts rollout.sampling.stop_at_eos=false",
+    ),
+    (["algorithm=sft", "algorithm.normalization=constant"], "algorithm.normalization=constant divides by rollout"),
+    (["algorithm=sft", "algorithm.mask_truncated=true"], "algorithm.mask_truncated has no effect with algorithm=sft"),
     (["run.seed=-1"], "run.seed must be >= 0, got -1"),
     (["run.seed=9223372036854775808"], r"run.seed must be < 2\*\*63, got 9223372036854775808"),
     (["data.max_prompt_tokens=0"], "data.max_prompt_tokens must be >= 1, got 0"),
@@ -161,6 +167,9 @@ def test_options_of_a_checkpoint_are_judged_once_its_config_is_read() -> None:
         ["model=tiny_deepseek_v3"],
         ["model=tiny_deepseek_v3", "model.mla_norm_eps=hf", "trainer.lora.expert_rank=4", "trainer.combine=hf_eager"],
         ["weight_sync=disabled", "rollout.sampling.max_tokens=3"],
+        ["algorithm.mask_truncated=true", "rollout.sampling.stop_at_eos=true"],
+        ["algorithm=dr_grpo"],
+        ["algorithm=rloo"],
         ["model=tiny_deepseek_v3", "trainer.lora.attention=false", "trainer.lora.experts=false"],  # the dense ones
     ],
 )

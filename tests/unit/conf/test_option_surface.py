@@ -87,6 +87,7 @@ OPTIONS = [
     "algorithm.advantage_scale",
     "algorithm.shuffle_advantages",
     "algorithm.normalization",
+    "algorithm.mask_truncated",
     "algorithm.clip_low",
     "algorithm.clip_high",
     "algorithm.ratio_baseline",

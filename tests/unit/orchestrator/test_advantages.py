@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,6 +21,21 @@ def test_advantages_by_hand() -> None:
     advantages = group_advantages([1.0, 0.0, 0.0, 0.0], AdvantageScale.std)
     assert advantages == pytest.approx([0.75 / 0.4330127, *[-0.25 / 0.4330127] * 3], rel=1e-5)
     assert group_advantages([1.0, 0.0, 0.0, 0.0], AdvantageScale.none) == pytest.approx([0.75, -0.25, -0.25, -0.25])
+
+
+def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
+    # 1 against (0 + 0 + 0.5) / 3; 0 against (1 + 0 + 0.5) / 3; 0.5 against 1 / 3. The failed one is nobody's sibling.
+    advantages = group_advantages([1.0, None, 0.0, 0.0, 0.5], AdvantageScale.leave_one_out)
+    assert advantages == [pytest.approx(5 / 6), None, *[pytest.approx(-0.5)] * 2, pytest.approx(1 / 6)]
+
+
+@given(REWARDS)
+def test_leave_one_out_is_the_literal_formula(rewards: list[float | None]) -> None:
+    known = [reward for reward in rewards if reward is not None]
+    advantages = group_advantages(rewards, AdvantageScale.leave_one_out)
+    for reward, advantage in zip(rewards, advantages, strict=True):
+        if reward is not None and len(known) > 1:
+            assert advantage == pytest.approx(reward - (sum(known) - reward) / (len(known) - 1), abs=1e-12)
 
 
 def test_failed_reward_counts_in_nothing() -> None:
@@ -58,6 +75,28 @@ def test_samples_mask_the_prompt_and_leave_out_failures() -> None:
     assert (first.token_ids.dtype, first.loss_mask.dtype, first.advantages.dtype) == (np.int32, bool, np.float32)
     denominators = denominators_of(samples, policy_version=5)
     assert (denominators.num_valid_tokens, denominators.num_sequences, denominators.policy_version) == (5, 2, 5)
+
+
+def test_truncated_responses_count_in_the_baseline_alone() -> None:
+    """Rewards 1, 0, 1, 1, the last two of responses that were cut: mean 3/4, so 1/4 and -3/4 are left; of the first two
+    alone the mean would be 1/2."""
+    group = make_group([1.0, 0.0, 1.0, 1.0], [2, 3, 4, 4])
+    group.rollouts[2:] = [replace(rollout, finish_reason="length") for rollout in group.rollouts[2:]]
+    config = AlgorithmConfig(mask_truncated=True, advantage_scale=AdvantageScale.none)
+    samples = build_samples([group], config, np.random.default_rng(0))
+    assert [sample.num_valid_tokens for sample in samples] == [2, 3]
+    assert [sample.advantages[-1] for sample in samples] == pytest.approx([0.25, -0.75])
+    denominators = denominators_of(samples, policy_version=5, max_response_tokens=4)
+    assert (denominators.num_valid_tokens, denominators.num_sequences) == (5, 2)
+    assert denominators.num_possible_tokens == 2 * 4
+    assert len(build_samples([group], replace(config, mask_truncated=False), np.random.default_rng(0))) == 4
+
+
+def test_a_batch_of_truncated_responses_leaves_nothing_to_divide_by() -> None:
+    group = Group(Prompt(0, (1,), "a"), [Rollout([9], [-0.5], [3], "t", "length")] * 2, [1.0, 0.0])
+    samples = build_samples([group], AlgorithmConfig(mask_truncated=True), np.random.default_rng(0))
+    assert samples == []
+    assert denominators_of(samples, 5, 4).num_possible_tokens == 0
 
 
 def test_shuffled_control_keeps_the_values_of_each_group_and_follows_the_seed() -> None:

@@ -71,6 +71,22 @@ def test_means_do_not_depend_on_how_samples_were_split_over_ranks() -> None:
     assert whole["parity/k3_stale"] == pytest.approx(5.0)
 
 
+def test_weights_are_averaged_over_tokens_and_memory_is_the_fullest_ranks() -> None:
+    first, second = stats(4, 0.5), stats(2, 0.2)
+    first.sums["tis/weight_sum"], second.sums["tis/weight_sum"] = 5.0, 1.0
+    metrics = loss_metrics([first, second])
+    assert metrics["loss/tis_weight_mean"] == pytest.approx(6 / 6)
+    assert metrics["trainer/peak_device_bytes"] is None  # on CPUs
+    for rank, num_bytes in ((first, 7e9), (second, 9e9)):
+        rank.maxima["memory/peak_device_bytes"] = num_bytes
+        rank.sums["tis/weight_sum"] *= 2
+    metrics = loss_metrics([first, second])
+    assert (metrics["loss/tis_weight_mean"], metrics["trainer/peak_device_bytes"]) == (pytest.approx(2.0), 9e9)
+    for rank in (first, second):
+        rank.sums["sft/nll_sum"] = 1.0
+    assert loss_metrics([first, second])["trainer/peak_device_bytes"] == 9e9
+
+
 def test_metric_outside_of_the_catalogue_is_refused() -> None:
     with pytest.raises(AssertionError, match="rewrad/mean"):
         row_of(record(1, extra={"rewrad/mean": 1.0}))

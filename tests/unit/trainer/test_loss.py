@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from fakes.loop import SUMS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,6 +97,18 @@ def test_token_and_sequence_normalization():
     assert grad == pytest.approx([-0.5, -1 / 3, -1 / 3, -1 / 3], rel=1e-6)
 
 
+def test_constant_normalization_knows_nothing_of_lengths():
+    """Sequences of 1 and 3 tokens of 5 that are possible, A = 1 and 2, on-policy: -(1 + 3 * 2) / (2 * 5) = -0.7. A
+    longer batch of the same tokens has a larger loss, in the same unit: two more of A = 2 make -(7 + 4) / 10."""
+    algorithm = AlgorithmConfig(normalization=Normalization.constant)
+    for lengths, advantages, wanted in (([1, 3, 3, 3], [1.0, 2, 2, 2], -0.7), ([1] + [5] * 5, [1.0] + [2] * 5, -1.1)):
+        n = len(lengths)
+        counts = Denominators(num_valid_tokens=n, num_sequences=2, policy_version=0, num_possible_tokens=10)
+        result, grad = run(algorithm, [-1.0] * n, [-1.0] * n, advantages, lengths=lengths, counts=counts)
+        assert result.loss.item() == pytest.approx(wanted, rel=1e-6)
+        assert grad == pytest.approx([-advantage / 10 for advantage in advantages], rel=1e-6)
+
+
 def test_parity_is_reported_apart_for_fresh_and_stale_tokens():
     """d = ln 2 fresh: k3 = 1 - ln 2. d = -ln 2 stale: 0.5 + ln 2 - 1."""
     result, _ = run(
@@ -108,7 +121,6 @@ def test_parity_is_reported_apart_for_fresh_and_stale_tokens():
     assert maxima["parity/max_abs_log_ratio"].item() == pytest.approx(LN(2))
     assert maxima["parity/max_abs_log_ratio_stale"].item() == pytest.approx(LN(2))
     assert sums["policy/entropy_sum"].item() == 7.0
-    assert sums["policy/staleness_sum"].item() == 2
 
 
 def test_k3_of_tiny_log_ratios_keeps_its_digits():
@@ -125,7 +137,13 @@ def test_wild_log_ratios_give_finite_losses_and_gradients(algorithm):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [TRAINER, ROLLOUT, AlgorithmConfig(kl_coef=0.3, normalization=Normalization.sequence)]
+    "algorithm",
+    [
+        TRAINER,
+        ROLLOUT,
+        AlgorithmConfig(kl_coef=0.3, normalization=Normalization.sequence),
+        AlgorithmConfig(kl_coef=0.3, normalization=Normalization.constant),
+    ],
 )
 def test_gradient_is_that_of_a_plain_float64_formula(algorithm):
     """The formulas of the module docstring once more, in the most literal form, differentiated by autograd."""
@@ -134,7 +152,7 @@ def test_gradient_is_that_of_a_plain_float64_formula(algorithm):
     logp = (-1 + 0.4 * draw()).requires_grad_()
     rollout, ref, advantages = -1 + 0.4 * draw(), -1 + 0.4 * draw(), draw()
     lengths = torch.tensor([8] * 8 + [32] * 32)
-    counts = Denominators(num_valid_tokens=40, num_sequences=2, policy_version=0)
+    counts = Denominators(num_valid_tokens=40, num_sequences=2, policy_version=0, num_possible_tokens=100)
     if algorithm.ratio_baseline is RatioBaseline.rollout:
         ratio = torch.exp(logp - rollout)
         surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
@@ -144,6 +162,8 @@ def test_gradient_is_that_of_a_plain_float64_formula(algorithm):
     per_token = -surrogate + algorithm.kl_coef * kl
     if algorithm.normalization is Normalization.sequence:
         want = sum(per_token[lengths == size].mean() for size in (8, 32)) / 2
+    elif algorithm.normalization is Normalization.constant:
+        want = sum(per_token[lengths == size].sum() / 50 for size in (8, 32)) / 2  # 50 tokens at most
     else:
         want = per_token.sum() / n
     (want_grad,) = torch.autograd.grad(want, logp)
@@ -158,7 +178,8 @@ def test_gradient_is_that_of_a_plain_float64_formula(algorithm):
 @given(st.data())
 def test_sums_do_not_depend_on_the_split_into_microbatches_or_ranks(data):
     """Losses, gradients and stats of any partition of the sequences add up to those of the whole."""
-    algorithm = data.draw(st.sampled_from([TRAINER, ROLLOUT, AlgorithmConfig(normalization=Normalization.sequence)]))
+    others = [AlgorithmConfig(normalization=one) for one in (Normalization.sequence, Normalization.constant)]
+    algorithm = data.draw(st.sampled_from([TRAINER, ROLLOUT, *others]))
     sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     owners = [data.draw(st.integers(0, 2)) for _ in sizes]
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -166,7 +187,7 @@ def test_sums_do_not_depend_on_the_split_into_microbatches_or_ranks(data):
     lengths = [size for size in sizes for _ in range(size)]
     owner_of_token = [owner for size, owner in zip(sizes, owners, strict=True) for _ in range(size)]
     staleness = [index % 2 for index in range(sum(sizes))]
-    counts = Denominators(num_valid_tokens=sum(sizes), num_sequences=len(sizes), policy_version=9)
+    counts = Denominators(sum(sizes), len(sizes), policy_version=9, num_possible_tokens=5 * len(sizes))
 
     def part(rows):
         pick = lambda values: [values[row] for row in rows]  # noqa: E731
@@ -195,6 +216,12 @@ def test_sums_do_not_depend_on_the_split_into_microbatches_or_ranks(data):
     assert parts.result().maxima == pytest.approx(whole.result().maxima)
 
 
+def test_sums_are_those_that_a_row_is_made_of():
+    """The list that tests of the rows start from, too."""
+    result, _ = run(TRAINER, [-1.0], [-1.0], [1.0])
+    assert result.sums.keys() == set(SUMS)
+
+
 def test_no_counted_token_gives_a_zero_loss_with_a_graph():
     result, grad = run(TRAINER, [], [], [])
     assert result.loss.item() == 0.0 and grad == []
@@ -206,7 +233,7 @@ def test_nothing_accumulated_is_no_stats():
     assert stats.sums == {} and stats.maxima == {}
 
 
-@pytest.mark.parametrize("normalization", list(Normalization))
+@pytest.mark.parametrize("normalization", [Normalization.token, Normalization.sequence])
 def test_sft_loss_is_cross_entropy_over_the_counted_tokens(normalization):
     """Two sequences of 3 and 1 counted tokens: token weighs each by 1/4, sequence by 1/6, 1/6, 1/6 and 1/2."""
     logits = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)

@@ -273,9 +273,19 @@ def test_a_batch_without_a_sample_changes_no_weight():
     before = [shard.values.clone() for shard in rank._shards]
     stats = rank.forward_backward([], Denominators(num_valid_tokens=0, num_sequences=0, policy_version=0))
     result = rank.optimizer_step()
-    assert stats.sums["batch/num_tokens"] == 0
+    assert stats.sums == {}
     assert (result.is_finite, result.grad_norm, result.policy_version) == (True, 0.0, 1)
     assert all(torch.equal(a, shard.values) for a, shard in zip(before, rank._shards, strict=True))
+
+
+def test_peak_memory_is_the_steps_own(monkeypatch):
+    """A GPU's counter holds the largest value since it was reset: 9 bytes of loading must not show in the step's 4."""
+    rank, held = make_rank(), [9]
+    assert "memory/peak_device_bytes" not in rank.forward_backward([], count([])).maxima
+    rank._device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: held.__setitem__(slice(None), [4]))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: max(held))
+    assert rank.forward_backward([], count([])).maxima == {"memory/peak_device_bytes": 4.0}
 
 
 def test_calls_out_of_order_are_refused():

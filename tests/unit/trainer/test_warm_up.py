@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_helpers import VOCAB, count, fill_adapters, make_rank, make_samples
 
-from conf.schema import AlgorithmConfig, TrainMode
+from conf.schema import AlgorithmConfig, Normalization, TrainMode
 from trainer.errors import TrainerError
 from trainer.packing import pack
 from trainer.rank import TrainerRank
@@ -41,6 +41,11 @@ def test_a_warm_up_changes_nothing_that_lasts(mode: TrainMode) -> None:
     assert (rank.policy_version, rank._local_loss) == (0, 0.0)
     assert all(param.grad is None for _, param in rank._trainable)
     assert all(torch.equal(a, b) for a, b in zip(updated(rank), updated(other), strict=True))
+
+
+def test_a_warm_up_divides_by_what_there_is() -> None:
+    """A constant divisor, too: that of no response is 0."""
+    assert make_rank(algorithm=AlgorithmConfig(normalization=Normalization.constant)).warm_up([7])["seconds"] > 0
 
 
 def test_what_does_not_fit_is_refused_with_the_options_that_need_less(monkeypatch: pytest.MonkeyPatch) -> None:
