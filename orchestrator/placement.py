@@ -189,6 +189,7 @@ class Cluster:
             "tensors": tensors,
             "key": self._sync_key,
             "adapters": adapter_slots(self._config, hf_config),
+            "keep_special_tokens": self._config.reward.keep_special_tokens,
         }
         starts = [self._start_worker(index, f"rollout-{index}") for index in range(rollout.num_workers)]
         self._workers = await self._await_start(starts, "rollout workers")

@@ -48,6 +48,7 @@ class Rollout:
     policy_versions: list[int]
     """Policy version that sampled each token; non-decreasing."""
     text: str
+    """What rewards judge; special tokens are in it with reward.keep_special_tokens alone."""
     finish_reason: str
     """"stop" (end of sequence) or "length"."""
 

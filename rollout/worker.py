@@ -68,6 +68,7 @@ class RolloutWorker:
         host: Address under which trainer ranks reach this worker.
         adapters: Slots of the engine, when weight_sync.mode=adapter. Base weights then come once, over endpoint() or
             from disk, and policy versions over adapter_endpoint().
+        keep_special_tokens: In the text of responses.
 
     Raises:
         EngineError: The folder has no tokenizer.json, or it is damaged.
@@ -86,6 +87,7 @@ class RolloutWorker:
         key: bytes,
         host: str = "127.0.0.1",
         adapters: AdapterSlotsSpec | None = None,
+        keep_special_tokens: bool = False,
     ) -> None:
         self._sampling = config.sampling
         self._sync = weight_sync
@@ -100,6 +102,7 @@ class RolloutWorker:
         self._engine = Engine(folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters)
         self._endpoint = ReplicaEndpoint(self, key, host=host)
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
+        self._skip_special_tokens = not keep_special_tokens
         self._ranks: list[EngineRank] = []
         self._state = VersionState()
         self._serving = asyncio.Event()
@@ -348,7 +351,7 @@ class RolloutWorker:
         await self._engine.call_ranks("slipstream_abort", epoch, reason)
 
     def _decode(self, rollout: Rollout) -> str:
-        return self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode(rollout.token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
 def _read_tokenizer(file: Path) -> Tokenizer:

@@ -51,12 +51,16 @@ class RewardConfig:
 
     kind: str = "exact_match"
     """exact_match, regex, or the import path `package.module:function` of a function (prompt, response, fields) ->
-    float.
+    float. Fields are the row's other columns, and `finish_reason`.
     """
     answer_key: str = "answer"
     """Column with the expected answer; for exact_match and regex."""
     pattern: str = r"(.+)"
     """regex: the first group of the first match in the response is compared with the answer."""
+    keep_special_tokens: bool = False
+    """Leave special tokens in the response that rewards see: the marks of channels and tool calls, and the end of
+    sequence. false: text alone.
+    """
     timeout_s: float = 10.0
     """A reward that takes longer costs its sample: the sample gets no gradient and is counted."""
     num_processes: int = 1
@@ -66,6 +70,11 @@ class RewardConfig:
         require(
             self.kind in ("exact_match", "regex") or ":" in self.kind,
             f"reward.kind must be exact_match, regex or an import path like package.module:function, got {self.kind!r}",
+        )
+        require(
+            not (self.keep_special_tokens and self.kind == "exact_match"),
+            "reward.keep_special_tokens=true contradicts reward.kind=exact_match: with the end-of-sequence token in it "
+            "a response equals no answer; choose reward=regex, or a function",
         )
         above(0, "reward", timeout_s=self.timeout_s)
         at_least(1, "reward", num_processes=self.num_processes)

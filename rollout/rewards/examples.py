@@ -1,7 +1,8 @@
 """Rewards to start from: `reward.kind=rollout.rewards.examples:share_of_answer`, or copy one into a module of your own.
 
-A reward is any importable function (prompt text, response text, the row's other columns) -> float. It runs in a process
-of its own: an exception or a hang costs one sample, not the job.
+A reward is any importable function (prompt text, response text, fields) -> float. Fields are the row's other columns,
+and `finish_reason`: "stop", or "length" for a response that was cut off. It runs in a process of its own: an exception
+or a hang costs one sample, not the job.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ from rollout.rewards.exact_match import exact_match
 from rollout.rewards.regex import regex_match
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
-"""(prompt text, response text, the row's other columns) -> number."""
+"""(prompt text, response text, fields) -> number. Fields: the row's other columns, and FINISH_REASON."""
+FINISH_REASON = "finish_reason"
+"""Field with the rollout's: "stop" or "length"."""
 
 
 def load_reward(config: RewardConfig) -> Reward:

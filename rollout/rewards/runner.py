@@ -1,6 +1,6 @@
 """Rewards in processes of their own, so that a user's function can fail in every way and cost one sample each time.
 
-Owns: the reward processes, their deadlines and replacement. Does not own what a reward is
+Owns: the reward processes, their deadlines and replacement, and what a reward is told. Does not own what a reward is
 (`function.py`) nor what a missing reward means (the advantage leaves the sample out).
 Invariant: score_group() returns one entry per rollout, in order, whatever the reward does.
 Callers: orchestrator.run makes it, the controller calls it.
@@ -32,6 +32,7 @@ from typing import Any
 
 from conf.schema import RewardConfig
 from rollout.errors import RewardError
+from rollout.rewards.function import FINISH_REASON
 from rollout.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class RewardRunner:
 
     async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float | None]:
         """Rewards of the siblings of one prompt; None where the reward failed, of which the log tells the kind."""
-        outcomes = await asyncio.gather(*(self._score(prompt, rollout.text) for rollout in rollouts))
+        outcomes = await asyncio.gather(*(self._score(prompt, rollout) for rollout in rollouts))
         for kind, value in outcomes:
             if kind != "score":
                 self._report_once(kind, value, prompt)
@@ -96,10 +97,11 @@ class RewardRunner:
             process.kill()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _score(self, prompt: Prompt, response: str) -> tuple[str, Any]:
+    async def _score(self, prompt: Prompt, rollout: Rollout) -> tuple[str, Any]:
+        fields = {FINISH_REASON: rollout.finish_reason, **prompt.fields}  # a column of that name stays what it is
         process = await self._free.get()
         try:
-            future = self._threads.submit(process.score, prompt.text, response, prompt.fields)
+            future = self._threads.submit(process.score, prompt.text, rollout.text, fields)
         except RuntimeError as e:
             raise RewardError("the reward runner is closed") from e
         # The process is free when its thread is done, not when the waiter is: a cancelled waiter must not hand out a

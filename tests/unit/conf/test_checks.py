@@ -62,6 +62,10 @@ CASES = [
     (["model.tokenizer=null"], "model.tokenizer is required.*characters"),
     (["reward=exact_match", "reward.pattern=x"], "reward.pattern has no effect with reward.kind=exact_match"),
     (
+        ["reward=exact_match", "reward.keep_special_tokens=true"],
+        "reward.keep_special_tokens=true contradicts reward.kind=exact_match.*choose reward=regex",
+    ),
+    (
         ["cluster.dashboard=false", "cluster.dashboard_port=9000"],
         "cluster.dashboard_port has no effect with cluster.dashboard=false",
     ),

@@ -106,6 +106,7 @@ OPTIONS = [
     "reward.kind",
     "reward.answer_key",
     "reward.pattern",
+    "reward.keep_special_tokens",
     "reward.timeout_s",
     "reward.num_processes",
     "cluster.device",

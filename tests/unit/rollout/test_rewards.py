@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,9 @@ REWARDS = """
             print("x" * (1 << 22))
             print("y" * (1 << 22), file=sys.stderr)
         return 0.5
+
+    def is_complete(prompt, response, fields):
+        return float(fields["finish_reason"] == "stop" and fields["answer"] == "a")
 
     def two_arguments(prompt, response):
         return 1.0
@@ -164,6 +168,19 @@ async def test_several_processes_keep_the_order_of_rollouts(rewards_module):
         texts = ["x" * (i % 7) for i in range(40)]
         rewards = await runner.score_group(PROMPT, rollouts(*texts))
         assert rewards == [float(len(text)) for text in texts]
+    finally:
+        await runner.close()
+
+
+async def test_a_reward_is_told_how_a_response_ended_unless_a_column_has_that_name(rewards_module):
+    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:is_complete"))
+    await runner.start()
+    try:
+        siblings = [Rollout([5], [0.0], [0], "a", reason) for reason in ("stop", "length")]
+        assert await runner.score_group(PROMPT, siblings) == [1.0, 0.0]
+        column = replace(PROMPT, fields={**PROMPT.fields, "finish_reason": "stop"})
+        assert await runner.score_group(column, siblings) == [1.0, 1.0]
+        assert "finish_reason" not in PROMPT.fields
     finally:
         await runner.close()
 

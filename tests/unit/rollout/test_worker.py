@@ -36,6 +36,7 @@ class NotingEngine:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.calls: list[str] = []
         self.version = -1
+        self.token_ids = [7]
         self.failing = ""
         self.finish_reasons: list[str] = []
         self.gate = asyncio.Event()
@@ -85,7 +86,12 @@ class NotingEngine:
         self.calls.append(f"generate {n} max={sampling.max_tokens}")
         await self.gate.wait()
         reason = self.finish_reasons.pop(0) if self.finish_reasons else "stop"
-        return [Rollout([7], [-1.0], [self.version], "", reason) for _ in range(n)]
+        return [
+            Rollout(
+                list(self.token_ids), [-1.0] * len(self.token_ids), [self.version] * len(self.token_ids), "", reason
+            )
+            for _ in range(n)
+        ]
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")
@@ -93,17 +99,19 @@ class NotingEngine:
 
 
 def make(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, adapters: AdapterSlotsSpec | None = None, **sync: Any
+    monkeypatch: pytest.MonkeyPatch, folder: Path, adapters: AdapterSlotsSpec | None = None, **more: Any
 ) -> tuple[RolloutWorker, NotingEngine]:
     monkeypatch.setattr(rollout.worker, "Engine", NotingEngine)
     save_character_tokenizer(folder, vocab_size=64)
-    worker = worker_of(folder, adapters, **sync)
+    worker = worker_of(folder, adapters, **more)
     engine = worker._engine
     assert isinstance(engine, NotingEngine)
     return worker, engine
 
 
-def worker_of(folder: Path, adapters: AdapterSlotsSpec | None = None, **sync: Any) -> RolloutWorker:
+def worker_of(
+    folder: Path, adapters: AdapterSlotsSpec | None = None, *, keep_special_tokens: bool = False, **sync: Any
+) -> RolloutWorker:
     return RolloutWorker(
         folder,
         config=RolloutConfig(sampling=SamplingConfig(max_tokens=8)),
@@ -114,6 +122,7 @@ def worker_of(folder: Path, adapters: AdapterSlotsSpec | None = None, **sync: An
         tensors=[TensorMeta("w", (2,), "float32")],
         key=b"k" * 16,
         adapters=adapters,
+        keep_special_tokens=keep_special_tokens,
     )
 
 
@@ -136,6 +145,15 @@ async def test_a_response_is_text_and_a_folder_without_a_tokenizer_is_refused(mo
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(EngineError, match=r"no response can be made text: .*tokenizer\.json"):
         worker_of(tmp_path)
+
+
+@pytest.mark.parametrize(("keep", "text"), [(False, "c"), (True, "c<eos>")])
+async def test_special_tokens_are_in_the_text_where_they_are_asked_for(monkeypatch, tmp_path, keep, text):
+    worker, engine = make(monkeypatch, tmp_path, keep_special_tokens=keep)
+    engine.token_ids = [7, 2]
+    await publish(worker, 0, 1)
+    (rollout,) = await worker.generate_group(PROMPT, 1)
+    assert (rollout.token_ids, rollout.text) == ([7, 2], text)
 
 
 async def test_start_describes_every_rank_and_stop_ends_the_engine(monkeypatch, tmp_path):
