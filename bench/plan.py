@@ -299,7 +299,7 @@ def message_seconds(plan: TransferPlan) -> dict[str, float]:
     load by load, while the next one is written.
     """
     signer = Signer(bytes(32))
-    facts: dict[str, Any] = {"run_id": signer.run_id, "request_id": 1}
+    facts: dict[str, Any] = {"run_id": signer.run_id, "client": "", "request_id": 1}
     names = {id(params): tuple(params) for params in plan.expected.values()}
     places = Places({dest: names[id(params)] for dest, params in plan.expected.items()})
     sums = Sums(places, np.full((2, places.size), 1 << 40, np.int64))
