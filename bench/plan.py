@@ -44,6 +44,7 @@ from trainer.quantization import BlockFp8  # noqa: E402
 from weight_sync.addresses import AddressBook  # noqa: E402
 from weight_sync.layout import (  # noqa: E402
     Binding,
+    Destination,
     DestLayout,
     Load,
     Param,
@@ -52,7 +53,7 @@ from weight_sync.layout import (  # noqa: E402
     TensorMeta,
 )
 from weight_sync.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
-from weight_sync.links import Destination, LinkRates, place  # noqa: E402
+from weight_sync.links import LinkRates, place  # noqa: E402
 from weight_sync.plan import TransferPlan, build_plan  # noqa: E402
 from weight_sync.protocol import Begin, Begun, Bound, Commit, Expected, Signer, pack, unpack  # noqa: E402
 from weight_sync.simulate import simulate  # noqa: E402

@@ -35,7 +35,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from weight_sync import errors
+from conf.errors import named_error
 from weight_sync.errors import (
     AuthenticationError,
     ProtocolError,
@@ -475,7 +475,7 @@ def _close_socket(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None
 
 def _error_from(reply: Failed, endpoint: str) -> WeightSyncError:
     """The replica's error as one of ours; a class of another package becomes ReplicaError."""
-    cls = getattr(errors, reply.error, None)
-    if isinstance(cls, type) and issubclass(cls, WeightSyncError):
+    cls = named_error(reply.error, WeightSyncError)
+    if cls is not None:
         return cls(f"{endpoint}: {reply.text}")
     return ReplicaError(f"{endpoint}: {reply.error}: {reply.text}")

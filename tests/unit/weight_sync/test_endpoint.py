@@ -14,9 +14,10 @@ import pytest
 import zmq
 from fakes.publish import KEY, EndpointThread, PlainEngine
 
+from conf.errors import ConfigError
 from weight_sync import endpoint as endpoint_module
 from weight_sync.endpoint import ReplicaClients
-from weight_sync.errors import ProtocolError, ReplicaError, StaleEpoch
+from weight_sync.errors import IntegrityError, ProtocolError, ReplicaError, StaleEpoch
 from weight_sync.protocol import Abort, Begin, Begun, Commit, Describe, Described, Message, Signer
 from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 
@@ -184,6 +185,20 @@ def test_a_recorded_answer_is_no_answer_to_another_publisher(clients: list[Repli
     assert answer.own_epoch == 1
     router.close(0)
     context.term()
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [(IntegrityError, IntegrityError), (ConfigError, ReplicaError), (KeyError, ReplicaError)],
+)
+def test_an_error_of_a_replica_keeps_its_class_if_it_is_one_of_the_weight_syncs(
+    replica: Replica, clients: list[ReplicaClients], raised: type[Exception], seen: type[Exception]
+) -> None:
+    clients.append(client := ReplicaClients([replica.address], KEY))
+    replica.engine.fail_on["describe"] = raised("torn")
+    answer = ask(client, Describe)
+    assert type(answer) is seen
+    assert "torn" in str(answer)
 
 
 def test_garbage_is_logged_once_and_then_now_and_then(
