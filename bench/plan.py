@@ -44,6 +44,7 @@ from trainer.quantization import BlockFp8  # noqa: E402
 from weight_sync.addresses import AddressBook  # noqa: E402
 from weight_sync.layout import (  # noqa: E402
     Binding,
+    Destination,
     DestLayout,
     Load,
     Param,
@@ -52,7 +53,7 @@ from weight_sync.layout import (  # noqa: E402
     TensorMeta,
 )
 from weight_sync.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
-from weight_sync.links import Destination, LinkRates, place  # noqa: E402
+from weight_sync.links import LinkRates, place  # noqa: E402
 from weight_sync.plan import TransferPlan, build_plan  # noqa: E402
 from weight_sync.protocol import Begin, Begun, Bound, Commit, Expected, Signer, pack, unpack  # noqa: E402
 from weight_sync.simulate import simulate  # noqa: E402
@@ -299,7 +300,7 @@ def message_seconds(plan: TransferPlan) -> dict[str, float]:
     load by load, while the next one is written.
     """
     signer = Signer(bytes(32))
-    facts: dict[str, Any] = {"run_id": signer.run_id, "request_id": 1}
+    facts: dict[str, Any] = {"run_id": signer.run_id, "client": "", "request_id": 1}
     names = {id(params): tuple(params) for params in plan.expected.values()}
     places = Places({dest: names[id(params)] for dest, params in plan.expected.items()})
     sums = Sums(places, np.full((2, places.size), 1 << 40, np.int64))

@@ -3,8 +3,13 @@
     SlipstreamError            every error that Slipstream raises on purpose
       ConfigError(ValueError)  an option, or a combination of options, that cannot run
 
-Each class is built from one message string, so that it unpickles on the other side of a Ray call.
+Each class is built from one message string, so that it unpickles on the other side of a Ray call. Where there is no
+pickle an error crosses as its class name and its text: named_error makes it again.
 """
+
+from __future__ import annotations
+
+from typing import TypeVar
 
 
 class SlipstreamError(Exception):
@@ -13,3 +18,13 @@ class SlipstreamError(Exception):
 
 class ConfigError(SlipstreamError, ValueError):
     """An option has a value that cannot run. The message names the option, the value, what is allowed and the cure."""
+
+
+E = TypeVar("E", bound=SlipstreamError)
+
+
+def named_error(name: str, base: type[E]) -> type[E] | None:
+    """`base`, or the class below it, of this name; None where this process knows none."""
+    if base.__name__ == name:
+        return base
+    return next((found for below in base.__subclasses__() if (found := named_error(name, below))), None)

@@ -16,10 +16,7 @@ message, so that it unpickles on the other side of a Ray call.
 
 from __future__ import annotations
 
-import sys
-
-import weight_sync.errors
-from conf.errors import ConfigError, SlipstreamError
+from conf.errors import ConfigError, SlipstreamError, named_error
 from weight_sync.errors import ReplicaDirty
 
 
@@ -56,9 +53,5 @@ class ReplicaNotServing(RolloutError, ReplicaDirty):
 
 
 def error_class(name: str) -> type[Exception]:
-    """The class of an error that crossed from an engine rank by name."""
-    for module in (sys.modules[__name__], weight_sync.errors):
-        found = getattr(module, name, None)
-        if isinstance(found, type) and issubclass(found, SlipstreamError):
-            return found
-    return EngineError
+    """The class of an error that crossed from an engine rank by name; one that is not Slipstream's is EngineError."""
+    return named_error(name, SlipstreamError) or EngineError

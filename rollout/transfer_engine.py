@@ -36,9 +36,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-import rollout.errors
-import weight_sync.errors
-from rollout.errors import EngineError
+from rollout.errors import EngineError, error_class
 from rollout.served import RankReport
 from rollout.vllm_plugin import register
 from rollout.weight_receiver import WeightReceiver, timed
@@ -292,8 +290,7 @@ def _result(reply: tuple[str, str, Any]) -> Any:
     """What a WeightReceiver method returned, or its error as its own class."""
     error, text, value = reply
     if error:
-        cls = getattr(rollout.errors, error, None) or getattr(weight_sync.errors, error, None) or EngineError
-        raise cls(text)
+        raise error_class(error)(text)
     return value
 
 

@@ -101,7 +101,31 @@ class LoadTable(Sequence[Load]):
         return (self[index] for index in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
+        if isinstance(other, LoadTable):
+            return self is other or (len(self) == len(other) and self._has_the_loads_of(other))
         return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
+
+    def _has_the_loads_of(self, other: LoadTable) -> bool:
+        """Column by column: at a reconnect a replica's layouts are compared, 140,000 loads a rank."""
+        if not np.array_equal(self.axes, other.axes) or not np.array_equal(self.offset, other.offset):
+            return False
+        own, theirs = np.arange(len(self.names)), np.arange(len(other.names))
+        if self.names != other.names:
+            numbers: dict[str, int] = {}
+            own, theirs = (
+                np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
+                for names in (self.names, other.names)
+            )
+        columns = (own[self.tensor], theirs[other.tensor]), (own[self.param], theirs[other.param])
+        if not all(np.array_equal(mine, other_one) for mine, other_one in columns):
+            return False
+        dims = self.axes & 7
+        width = int(dims.max(initial=0))
+        is_used = np.arange(width) < dims[:, None]
+        return all(
+            np.array_equal(mine[:, :width][is_used], other_one[:, :width][is_used])
+            for mine, other_one in ((self.start, other.start), (self.shape, other.shape), (self.stride, other.stride))
+        )
 
     def __hash__(self) -> int:
         return hash((len(self), self.offset.tobytes()))

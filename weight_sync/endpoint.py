@@ -14,7 +14,10 @@ of its engine ranks together). Does not own what a request does: that is the `Re
       Abort     ------------------------------->  abort()     state DIRTY
 
 One request at a time, in order. A request that fails leaves DIRTY and answers Failed(class name, text). Messages that
-are not signed with the run's key, or were seen before, get no answer: they are counted and logged.
+are not signed with the run's key, or were seen before, get no answer: they are counted, and logged now and then.
+
+Several publishers. Whoever has the key may describe a replica at any time; that changes nothing. The one whose Describe
+came last has it from its first Begin on, and the others are refused (StaleEpoch) until they describe it again.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -31,7 +35,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from weight_sync import errors
+from conf.errors import named_error
 from weight_sync.errors import (
     AuthenticationError,
     ProtocolError,
@@ -62,6 +66,15 @@ logger = logging.getLogger(__name__)
 
 WAIT_LOG_S = 30.0
 """How often a wait says who is late."""
+REJECTED_LOG_S = 10.0
+"""How often messages that got no answer are logged, after the first one."""
+MAX_REQUEST_BYTES = 16 << 20
+"""Of a request. The largest is Commit: 16 bytes, at most, a parameter of an engine rank; 2.7 MB for 128 ranks of
+Kimi-K2. More is not read: whoever reaches the port could fill memory, and the loop that samples would hash it."""
+HEARTBEAT_S, SILENCE_S = 5, 20
+"""A replica is asked for a heartbeat every HEARTBEAT_S, and is gone when it then stays silent for SILENCE_S: a machine
+that vanishes closes no connection. ZMQ's own thread answers, however busy Python is. Replicas ask nothing: a publisher
+whose process stood still for a while would lose all of them."""
 
 
 class ReplicaHandler(Protocol):
@@ -113,13 +126,20 @@ class ReplicaEndpoint:
         self._port = port
         self._incarnation = secrets.token_hex(8)
         self._state = VersionState()
-        self._last_request_id = -1
+        self._last_ids: dict[tuple[str, str], int] = {}
+        """Per client and incarnation that it named: its last request. Nobody without the key adds to it."""
+        self._described: dict[str, int] = {}
+        """Per client: its turn among those that described this replica ..."""
+        self._turn = 0
+        """... and the turn of the one that began last."""
         self._began = 0.0
         self._task: asyncio.Task[None] | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._context: zmq.asyncio.Context | None = None
         self.num_rejected = 0
         """Messages that were not answered: unsigned, malformed or replayed."""
+        self._rejected_log = (0, -math.inf)
+        """What num_rejected was when it was last logged, and when that was."""
 
     @property
     def state(self) -> VersionState:
@@ -142,6 +162,7 @@ class ReplicaEndpoint:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         try:
             if self._port:
                 self._socket.bind(self.address)
@@ -188,14 +209,25 @@ class ReplicaEndpoint:
             if len(frames) != 2:
                 raise ProtocolError(f"a control message has {len(frames)} frames, expected 2")
             request = self._signer.open_request(frames[1])
-            if request.request_id <= self._last_request_id:
-                raise AuthenticationError(f"request {request.request_id} after {self._last_request_id}: a replay")
+            sender = request.client, request.incarnation
+            last = self._last_ids.get(sender, 0)
+            if request.request_id <= last:
+                raise AuthenticationError(f"request {request.request_id} after {last} of one client: a replay")
         except ProtocolError as e:
-            self.num_rejected += 1
-            logger.warning("control message %d ignored: %s", self.num_rejected, e)
+            self._reject(e)
             return None
-        self._last_request_id = request.request_id
+        self._last_ids[sender] = request.request_id
         return request
+
+    def _reject(self, reason: ProtocolError) -> None:
+        """Count it, and say so now and then: who sends garbage must not fill a disk."""
+        self.num_rejected += 1
+        logged, when = self._rejected_log
+        now = time.monotonic()
+        if now >= when + REJECTED_LOG_S:
+            self._rejected_log = self.num_rejected, now
+            num_since = self.num_rejected - logged
+            logger.warning("%d control messages ignored (%d in all): %s", num_since, self.num_rejected, reason)
 
     async def _answer(self, request: Message) -> Message:
         """Do what is asked. Whatever goes wrong becomes Failed, and DIRTY where a transaction was under way."""
@@ -204,8 +236,11 @@ class ReplicaEndpoint:
                 raise StaleEpoch(
                     f"this replica restarted (it is {self._incarnation}, not {request.incarnation}): connect again"
                 )
+            if not isinstance(request, Describe) and self._described.get(request.client, -1) < self._turn:
+                raise StaleEpoch("another publisher, which met this replica later, has begun here: connect again")
             match request:
                 case Describe():
+                    self._described[request.client] = 1 + max(self._described.values(), default=0)
                     return self._reply(Described, request, ranks=tuple(await self._handler.describe()), **self._own())
                 case Begin():
                     return await self._begin(request)
@@ -225,6 +260,7 @@ class ReplicaEndpoint:
 
     async def _begin(self, request: Begin) -> Message:
         self._state = self._state.begin(request.version, request.epoch, request.digest)
+        self._turn = self._described[request.client]
         self._began = time.monotonic()
         await self._handler.pause(request.version, request.epoch, request.digest)
         idle = time.monotonic()
@@ -257,6 +293,7 @@ class ReplicaEndpoint:
     def _reply(self, kind: type[Message], request: Message, **fields: object) -> Message:
         return kind(
             run_id=self._signer.run_id,
+            client=request.client,
             incarnation=self._incarnation,
             request_id=request.request_id,
             epoch=request.epoch,
@@ -269,8 +306,8 @@ class ReplicaEndpoint:
 class ReplicaClients:
     """A publisher's sockets to its replicas. Blocking; used by one thread.
 
-    Requests go to many replicas at once; each answer has its own deadline. A replica whose connection breaks is out
-    at once and for good: its process is gone. One that was started again is another one: replace().
+    Requests go to many replicas at once; each answer has its own deadline. A replica whose connection breaks, or is
+    silent, is out at once and for good: its process is gone. One that was started again is another one: replace().
     """
 
     def __init__(self, endpoints: Sequence[str], key: bytes) -> None:
@@ -283,7 +320,8 @@ class ReplicaClients:
         self._gone: dict[int, str] = {}
         self.answer_s: dict[int, float] = {}
         """Replica -> seconds that its last answer took."""
-        self._request_id = time.time_ns()
+        self._name = secrets.token_hex(8)
+        self._request_id = 0
         try:
             for endpoint in endpoints:
                 socket, monitor = self._connect(endpoint)
@@ -309,6 +347,8 @@ class ReplicaClients:
         """A socket and its monitor."""
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         try:
             socket.connect(endpoint)
@@ -344,12 +384,20 @@ class ReplicaClients:
             self._request_id += 1
             message = kind(
                 run_id=self._signer.run_id,
+                client=self._name,
                 incarnation=self._incarnations[replica],
                 request_id=self._request_id,
                 **common,  # type: ignore[arg-type]
                 **own,  # type: ignore[arg-type]
             )
-            self._sockets[replica].send(self._signer.seal(message))
+            sealed = self._signer.seal(message)
+            if len(sealed) > MAX_REQUEST_BYTES:
+                results[replica] = ProtocolError(
+                    f"{kind.__name__} for {self._endpoints[replica]} has {len(sealed)} bytes, a replica reads at most"
+                    f" {MAX_REQUEST_BYTES}"
+                )
+                continue
+            self._sockets[replica].send(sealed)
             pending[replica] = (self._request_id, time.monotonic() + timeouts_s[replica])
         self._collect(kind.__name__, pending, results)
         return results
@@ -409,7 +457,7 @@ class ReplicaClients:
         except ProtocolError as e:
             logger.warning("a message from %s was ignored: %s", self._endpoints[replica], e)
             return None
-        if replica not in pending or reply.request_id != pending[replica][0]:
+        if replica not in pending or (reply.client, reply.request_id) != (self._name, pending[replica][0]):
             logger.warning("a late %s from %s was ignored", type(reply).__name__, self._endpoints[replica])
             return None
         if isinstance(reply, Failed):
@@ -427,7 +475,7 @@ def _close_socket(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None
 
 def _error_from(reply: Failed, endpoint: str) -> WeightSyncError:
     """The replica's error as one of ours; a class of another package becomes ReplicaError."""
-    cls = getattr(errors, reply.error, None)
-    if isinstance(cls, type) and issubclass(cls, WeightSyncError):
+    cls = named_error(reply.error, WeightSyncError)
+    if cls is not None:
         return cls(f"{endpoint}: {reply.text}")
     return ReplicaError(f"{endpoint}: {reply.error}: {reply.text}")

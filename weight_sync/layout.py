@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
+Destination = tuple[int, int]
+"""An engine rank: (replica, its rank in there)."""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "uint8": 1, "int64": 8}
 """Size of one element, in bytes, of every dtype that may cross."""
 

@@ -7,7 +7,7 @@ Owns: the figures that a simulation assumes, their checks, and the way from one 
     same node:      NVLink of the sender -> NVLink of the receiver
     other node:     NIC of the sender    -> NIC of the receiver          (a GPU whose NIC is lost shares a neighbour's)
 
-Callers: simulate.py, orchestrator/plan_command.py.
+Callers: simulate.py, simulate_relay.py, orchestrator/plan_command.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from weight_sync.errors import PlanError
-
-Destination = tuple[int, int]
-"""(replica, destination rank)."""
+from weight_sync.layout import Destination
 
 IDLE_BEGIN_S, IDLE_COMMIT_S = 2.7e-3, 2.3e-3
 """Beginning and committing where there is no request to stop: measured as LinkRates says, on `--engine plain`."""

@@ -36,11 +36,11 @@ import torch
 
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.integrity import compile_kernels
-from weight_sync.layout import Binding
+from weight_sync.layout import Binding, Destination
 from weight_sync.packing import CompiledReads, Packet, compile_reads, packed_reads, same_bytes
 from weight_sync.plan import Task
 from weight_sync.replay import PipelineResult, Prepared, Replay
-from weight_sync.slots import Destination, Slots
+from weight_sync.slots import Slots
 from weight_sync.source import WeightSource
 from weight_sync.staging import NUM_SLOTS, Staging, aligned, reserved_bytes
 from weight_sync.sums import Places, Sums

@@ -103,18 +103,10 @@ class TransferPlan:
         """`tasks`, as columns."""
         return cast(Mapping[int, TaskTable], self.tasks)
 
-    def tasks_of(self, rank: int) -> Sequence[Task]:
-        """The tasks of one source rank, in schedule order."""
-        return self.tasks[rank]
-
     @property
     def num_tasks(self) -> int:
         """Tasks of all source ranks together."""
         return sum(len(tasks) for tasks in self.tasks.values())
-
-    def expected_bytes(self, replica: int, dest_rank: int) -> Mapping[str, int]:
-        """Parameter -> bytes that a publish writes into it, on one engine rank."""
-        return self.expected[replica, dest_rank]
 
     def summary(self) -> PlanSummary:
         """Totals and balance."""
@@ -185,13 +177,15 @@ def build_plan(
     Args:
         sources: one layout a trainer rank; ranks are distinct, the checkpoint is the same on all.
         replicas: for every replica, one layout an engine rank.
-        max_task_bytes: no task is longer; half of the watermark, so that one is packed while another is written.
+        max_task_bytes: no task is longer; a quarter of a staging slot, so that slots are nearly full (staging.py).
 
     Raises:
-        PlanError: the sides do not fit. Names the tensor, the parameter and the rank.
+        PlanError: the sides do not fit, or one is empty. Names the tensor, the parameter and the rank.
     """
     if max_task_bytes < 1:
         raise PlanError(f"max_task_bytes must be >= 1, got {max_task_bytes}")
+    if not replicas:
+        raise PlanError("there is no replica to plan for")
     holders = find_holders(sources)
     ranks = sorted(source.rank for source in sources)
     destinations = _check_destinations(holders, replicas)

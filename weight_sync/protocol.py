@@ -9,7 +9,9 @@ dataclass on arrival; a layout in it is the bytes of `layout_wire.py`.
       +----- failed -------+----- begin ----------+          DIRTY. A replica serves in CLEAN and in no other phase.
 
 A replica starts DIRTY at epoch 0 (its weights are dummies). Versions may repeat or go back (a trainer resumed from an
-older checkpoint); epochs only grow. Callers: `receiver.py`, `endpoint.py`,
+older checkpoint); epochs only grow. Publishers may follow one another, with no clock in common: whose Describe came
+later takes a replica over with its first Begin, and those before are StaleEpoch there until they describe it again.
+Callers: `receiver.py`, `endpoint.py`,
 `publisher.py` (Describe), `transaction.py` (Begin, Commit, Abort).
 """
 
@@ -159,10 +161,12 @@ class Message:
 
     run_id: str
     """Fingerprint of the run's key."""
+    client: str
+    """Random name that a publisher's end takes when it is made; a reply to another one is no reply."""
     incarnation: str = ""
     """Random name that a replica's endpoint takes at its start; empty in Describe, which asks for it."""
     request_id: int
-    """Grows with every request that one endpoint gets; one that does not is a replay."""
+    """Starts at 1 and grows with every request of one client; one that does not is a replay. No clock has a say."""
     epoch: int = 0
     version: int = -1
     digest: str = ""
@@ -249,9 +253,11 @@ _MAC_BYTES = hashlib.sha256().digest_size
 class Signer:
     """Signs and checks messages with the run's key (HMAC-SHA256 over direction and body, compared in constant time).
 
-    The signed body holds the request id and the endpoint's incarnation, so that a recorded message is refused when it
-    is sent again, sent to another replica or to the same one after a restart. The direction is signed too: a request
-    cannot be played back to its sender as a reply.
+    The signed body holds the client, its request id and the endpoint's incarnation, so that a recorded message is
+    refused when it is sent again, sent to another replica or to the same one after a restart. Describe alone names no
+    incarnation: another endpoint of the run answers a recorded one, once, to nobody's harm, because it changes nothing
+    and its answer names a client that is gone. The direction is signed too: a request cannot be played back to its
+    sender as a reply.
     """
 
     key: bytes = field(repr=False)
@@ -297,7 +303,7 @@ class Signer:
         return message
 
     def _mac(self, is_request: bool, body: bytes) -> bytes:
-        direction = b"slipstream/2 request\0" if is_request else b"slipstream/2 reply\0"
+        direction = b"slipstream/3 request\0" if is_request else b"slipstream/3 reply\0"
         return hmac.digest(self.key, direction + body, "sha256")
 
 

@@ -42,14 +42,13 @@ from weight_sync.addresses import AddressBook, Addresses
 from weight_sync.columns import Ints
 from weight_sync.endpoint import ReplicaClients
 from weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, TransportError, WeightSyncError
-from weight_sync.layout import DestLayout, SourceLayout
+from weight_sync.layout import Destination, DestLayout, SourceLayout
 from weight_sync.meeting import Meeting, attempt, values
 from weight_sync.pipeline import Pipeline
 from weight_sync.plan import PlanSummary, build_plan, rank_plan_from_wire
 from weight_sync.protocol import Describe, Described, Expected, addresses_digest
 from weight_sync.publish_report import PublishReport, joined
 from weight_sync.replay import PipelineResult
-from weight_sync.slots import Destination
 from weight_sync.source import WeightSource
 from weight_sync.sums import Places, Planned, Sums
 from weight_sync.trace import write_trace

@@ -27,8 +27,8 @@ import torch
 
 from weight_sync.columns import Ints
 from weight_sync.errors import TransportError
-from weight_sync.layout import Binding
-from weight_sync.slots import Destination, Filled, Load, Slots
+from weight_sync.layout import Binding, Destination
+from weight_sync.slots import Filled, Load, Slots
 from weight_sync.staging import MAX_LINK_THREADS, NUM_SLOTS
 from weight_sync.sums import Sums
 from weight_sync.trace import Span, Tracer

@@ -35,7 +35,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from weight_sync.errors import PlanError
-from weight_sync.links import Destination, Faults, LinkRates, Placement, Port, nic_of
+from weight_sync.layout import Destination
+from weight_sync.links import Faults, LinkRates, Placement, Port, nic_of
 from weight_sync.plan import TransferPlan
 from weight_sync.staging import MAX_LINK_THREADS, NUM_SLOTS, Staging, aligned
 from weight_sync.tasks import MESH_GROUPS, Task, TaskTable

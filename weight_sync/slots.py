@@ -22,15 +22,12 @@ import torch
 
 from weight_sync.columns import Ints
 from weight_sync.integrity import RangeHashes
-from weight_sync.layout import Binding
+from weight_sync.layout import Binding, Destination
 from weight_sync.packing import CompiledReads, FillSlot, Packet
 from weight_sync.staging import MAX_LINK_THREADS, NUM_SLOTS, max_packets, scratch_bytes
 from weight_sync.sums import Places
 from weight_sync.trace import Tracer
 from weight_sync.transport.base import Transport
-
-Destination = tuple[int, int]
-"""(replica, destination rank)."""
 
 
 @dataclass(frozen=True, slots=True)

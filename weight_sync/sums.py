@@ -24,7 +24,7 @@ import numpy as np
 
 from weight_sync.columns import Ints
 from weight_sync.errors import PlanMismatch, ProtocolError
-from weight_sync.links import Destination
+from weight_sync.layout import Destination
 from weight_sync.protocol import Expected, pack
 from weight_sync.tasks import Task
 

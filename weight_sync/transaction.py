@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from weight_sync.addresses import AddressBook, Addresses
 from weight_sync.endpoint import ReplicaClients
 from weight_sync.errors import ProtocolError
+from weight_sync.layout import Destination
 from weight_sync.protocol import Abort, Begin, Begun, Commit, Committed, Expected
 from weight_sync.publish_report import EXCLUDED, PublishReport, ReplicaReport
 from weight_sync.replay import PipelineResult
-from weight_sync.slots import Destination
 from weight_sync.trace import ReplicaTimes, Span
 
 logger = logging.getLogger(__name__)

@@ -60,7 +60,7 @@ def replay_plan(layout, metas, tensors):
     plan = build_plan(sources, [[layout]], max_task_bytes=5000)
     memory = {p.name: torch.zeros(p.num_elements, dtype=getattr(torch, p.dtype)) for p in layout.params}
     for rank in range(2):
-        for task in plan.tasks_of(rank):
+        for task in plan.tasks[rank]:
             flat = memory[task.param]
             for piece in task.pieces:
                 window = tuple(slice(a, b) for a, b in zip(piece.region.start, piece.region.stop, strict=True))

@@ -28,8 +28,9 @@ from weight_sync.errors import TransferFailed
 MAX_BATCH_ENTRIES = 1024
 """Most pieces in one native batch: Mooncake's TCP lanes refuse 2500, and others met the same bound on RDMA."""
 MAX_BATCH_BYTES = 1 << 30
-"""Most bytes in one native batch: a deadline is looked at between batches alone. A larger piece goes alone: Mooncake's
-TCP link reads pieces of 1.5, 2.5 and 4.5 GiB right; NVLink and RDMA were not tried with them."""
+"""Most bytes in one native batch, which has one deadline: larger synchronous ones ran into it. That is no bound on a
+piece: a larger one goes alone, and Mooncake's TCP link read 1.5, 2.5 and 4.5 GiB right. NVLink and RDMA were not tried
+with such."""
 
 
 class Transport(Protocol):

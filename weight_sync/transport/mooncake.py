@@ -14,7 +14,7 @@ translation of return codes. The only importer of mooncake. Its traps, and what 
 * NVLink exports whole cudaMalloc allocations. CUDA tensors register as the caching allocator's segments that hold them;
   expandable segments are refused with their cure.
 * Registering an overlap fails with -7. Ranges are merged first.
-* More than 2048 pieces in one batch fail. See base.batches().
+* More than 2048 pieces in one batch fail, and batches of several GiB may run into their deadline. See base.batches().
 * Deadlines come from the environment, per process. MC_TRANSFER_TIMEOUT (at least 5 s) and MC_TCP_PROGRESS_TIMEOUT_SEC
   are set from timeout_s. A native call cannot be interrupted: a smaller timeout_s of one write() is looked at between
   batches alone.
@@ -248,7 +248,7 @@ class MooncakeTransport:
 
     def _restart(self) -> None:
         if self._link == "nvlink":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # what still uses the maps; and a context for this thread, see register()
         self._engine = None
         self._start()
 
@@ -258,7 +258,7 @@ class MooncakeTransport:
             return
         if self._down is not None and time.monotonic() < self._down[0] + DOWN_S:
             raise TransferFailed(f"the {self._link} link is down since its engine did not start: {self._down[1]}")
-        self._start()
+        self._restart()
 
     def _start(self) -> None:
         """Make an engine and register what is held. Until both are done there is none, and nothing is forgotten."""

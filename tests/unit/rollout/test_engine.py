@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conf.errors import ConfigError
 from conf.schema import Device, DType, RolloutConfig
 from rollout.engine import Engine, stop_token_ids, warm_up_lengths
 from rollout.engine_options import engine_arguments, engine_environment
@@ -100,7 +101,9 @@ def test_stop_tokens_come_from_the_model_folder(tmp_path, generation, config, ex
 def test_errors_of_engine_ranks_keep_their_class():
     assert error_class("IntegrityError") is IntegrityError
     assert error_class("UnsupportedWeights") is UnsupportedWeights
-    assert error_class("SomethingOfVllm") is EngineError
+    assert error_class("ConfigError") is ConfigError
+    for name in ("SomethingOfVllm", "TYPE_CHECKING", "SlotsBusy ", ""):
+        assert error_class(name) is EngineError
 
 
 async def test_an_engine_that_does_not_run_says_so(tmp_path):

@@ -51,7 +51,7 @@ def test_a_load_serves_all_destinations_alike_and_packs_what_each_gets_of_a_stac
         source, MemoryTransport(MemoryFabric()), device="cpu", watermark_bytes=watermark_bytes, verify_hashes=False
     )
     plan = build_plan([source.layout()], [engine_layouts(spec, tp_size)], max_task_bytes=pipeline.max_task_bytes)
-    pipeline.compile(plan.tasks_of(0))
+    pipeline.compile(plan.tasks[0])
     launches: list[int] = []
     writes: list[int] = []
     sent = [0] * tp_size

@@ -181,7 +181,7 @@ def test_staging_ends_though_the_plan_is_kept(end):
     layout = MirrorEngine(rank._delivery.source.layout().tensors, transport).receivers[0].describe().layout
     pipeline = Pipeline(rank._delivery.source, transport, device="cpu", watermark_bytes=1 << 20, verify_hashes=True)
     plan = build_plan([rank._delivery.source.layout()], [[layout]], max_task_bytes=pipeline.max_task_bytes)
-    pipeline.load(plan.tasks_of(0))
+    pipeline.load(plan.tasks[0])
     pipeline.prepare(0)
     assert pipeline._prepared.filled
     pipeline.cancel()

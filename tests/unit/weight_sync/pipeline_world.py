@@ -9,11 +9,11 @@ import torch
 from fakes.publish import DictSource, PlainEngine, engine_bytes, engine_layout, repacked
 
 from weight_sync.integrity import MIN_SCRATCH_BYTES
-from weight_sync.layout import Binding
+from weight_sync.layout import Binding, Destination
 from weight_sync.pipeline import Pipeline
 from weight_sync.plan import build_plan
 from weight_sync.replay import PipelineResult
-from weight_sync.slots import Destination, Load
+from weight_sync.slots import Load
 from weight_sync.staging import sums_bytes
 from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 
@@ -45,7 +45,7 @@ class World:
         self.plan = build_plan(
             [self.source.layout()], [layouts] * num_replicas, max_task_bytes=self.pipeline.max_task_bytes
         )
-        self.pipeline.load(self.plan.tasks_of(0))
+        self.pipeline.load(self.plan.tasks[0])
         self.budgets_s = dict.fromkeys(range(num_replicas), 5.0)
 
     def bindings(self) -> dict[Destination, Binding]:

@@ -92,7 +92,7 @@ def test_an_engine_holds_what_is_on_disk(world_size: int, stored: torch.dtype, t
     )
     bindings = {(0, rank): receiver.begin(5, 1, plan.digest) for rank, receiver in enumerate(engine.receivers)}
     for rank, pipeline in enumerate(pipelines):
-        pipeline.load(plan.tasks_of(rank))
+        pipeline.load(plan.tasks[rank])
 
     def publish(version: int) -> None:
         expected: list[dict[str, tuple[int, int]]] = [{}, {}]
@@ -105,7 +105,7 @@ def test_an_engine_holds_what_is_on_disk(world_size: int, stored: torch.dtype, t
                     had = expected[rank].get(param, (0, 0))
                     expected[rank][param] = (had[0] + count, (had[1] + total) % 2**64)
         for rank, receiver in enumerate(engine.receivers):
-            own = {name: expected[rank][name] for name in plan.expected_bytes(0, rank)}
+            own = {name: expected[rank][name] for name in plan.expected[0, rank]}
             receiver.verify(version, version - 4, plan.digest, expected_of(own))
             receiver.commit(version, version - 4)
         assert engine.wrong_params(version) == []

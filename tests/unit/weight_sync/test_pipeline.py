@@ -25,7 +25,7 @@ def test_every_byte_arrives_and_is_counted_and_hashed() -> None:
     for rank in range(NUM_RANKS):
         params = world.engines[0].params[rank]
         sums = result.sums[0, rank]
-        assert {name: count for name, (count, _) in sums.items()} == world.plan.expected_bytes(0, rank)
+        assert {name: count for name, (count, _) in sums.items()} == world.plan.expected[0, rank]
         for name, (count, total) in sums.items():
             assert total == hash_bytes(params[name].reshape(-1).view(torch.uint8)[:count])
     assert result.num_bytes == world.plan.summary().num_bytes
@@ -36,7 +36,7 @@ def test_hashes_of_more_packets_than_the_device_has_sums_for(monkeypatch: pytest
     world = World(2)
     most = max(len(load.packets) for load in world.pipeline._slots.loads)
     monkeypatch.setattr(weight_sync.slots, "max_packets", lambda _: -(-most // NUM_SLOTS))
-    world.pipeline.load(world.plan.tasks_of(0))
+    world.pipeline.load(world.plan.tasks[0])
     assert len(world.pipeline._slots._windows) > 2
     for version in (3, 4):
         world.pipeline.prepare(version)
@@ -73,7 +73,7 @@ def test_two_pipelines_of_a_rank_keep_to_one_watermark() -> None:
 
     assert world.run(1).peak_bytes == held_bytes() <= watermark_bytes
     world.pipeline.release()
-    other.load(world.plan.tasks_of(0))
+    other.load(world.plan.tasks[0])
     other.prepare(2)
     assert other.run(2, world.bindings(), world.budgets_s).peak_bytes == held_bytes() <= watermark_bytes
     other.close()
@@ -120,7 +120,7 @@ def test_a_task_larger_than_a_slot_is_refused() -> None:
         world.source, world.transport, device="cpu", watermark_bytes=HASH_BYTES + 128, verify_hashes=True
     )
     with pytest.raises(PlanError, match="does not fit a staging slot"):
-        pipeline.load(plan.tasks_of(0))
+        pipeline.load(plan.tasks[0])
 
 
 def test_a_source_that_holds_more_than_it_declared_fails_the_publish() -> None:
@@ -205,7 +205,7 @@ def test_a_traced_run_has_a_span_for_every_stage_of_every_load() -> None:
 def test_staging_leaves_the_link_with_its_plan_and_with_the_pipeline() -> None:
     world = World()
     (first,) = world.transport.registered
-    world.pipeline.load(world.plan.tasks_of(0)[:1])  # another plan, another staging
+    world.pipeline.load(world.plan.tasks[0][:1])  # another plan, another staging
     (second,) = world.transport.registered
     assert second.num_bytes < first.num_bytes
     world.pipeline.close()

@@ -89,7 +89,7 @@ def test_no_task_passes_the_bound_and_each_source_holds_what_it_sends(system, ma
             held[meta.name] = np.zeros(meta.shape, dtype=bool)
         for shard in source.shards:
             held[shard.tensor][tuple(map(slice, shard.region.start, shard.region.stop))] = True
-        for task in plan.tasks_of(source.rank):
+        for task in plan.tasks[source.rank]:
             assert task.source_rank == source.rank
             for piece in task.pieces:
                 assert held[piece.tensor][tuple(map(slice, piece.region.start, piece.region.stop))].all(), piece
@@ -106,7 +106,7 @@ def test_expected_bytes_are_what_the_tasks_write(system, max_task_bytes):
             for task in all_tasks(plan):
                 if (task.replica, task.dest_rank) == (replica, layout.rank):
                     written[task.param] += task.num_bytes
-            assert plan.expected_bytes(replica, layout.rank) == written
+            assert plan.expected[replica, layout.rank] == written
     summary = plan.summary()
     assert sum(summary.sent_bytes.values()) == sum(summary.received_bytes.values()) == summary.num_bytes
     assert sum(summary.group_bytes.values()) == summary.num_bytes
@@ -121,7 +121,7 @@ def test_a_plan_is_deterministic_and_survives_the_wire(system, max_task_bytes):
     assert plan == again
     for source in sources:
         part = rank_plan_from_wire(msgpack.unpackb(msgpack.packb(plan.to_wire(source.rank))))
-        assert part.tasks == plan.tasks_of(source.rank)
+        assert part.tasks == plan.tasks[source.rank]
         assert (part.digest, part.rank, part.max_task_bytes) == (plan.digest, source.rank, max_task_bytes)
 
 
@@ -181,7 +181,7 @@ def test_like_chunks_of_all_destinations_follow_each_other():
 
 def test_sources_begin_with_different_destinations():
     plan = build_plan(*small_system(num_sources=2, tp_size=2, num_replicas=1), max_task_bytes=1 << 20)
-    assert [plan.tasks_of(rank)[0].dest_rank for rank in (0, 1)] == [0, 1]
+    assert [plan.tasks[rank][0].dest_rank for rank in (0, 1)] == [0, 1]
 
 
 def test_equal_tasks_of_several_replicas_are_neighbours_and_share_their_pieces():
@@ -198,7 +198,7 @@ def test_a_block_of_local_experts_is_one_write():
     tensors = tiny_checkpoint(1, 4, hidden=8, heads=4, kv_heads=2, head_dim=2, inter=4, vocab=8)
     source = SourceLayout(0, tensors, tuple(SourceShard(m.name, shard_rows(m, [0, m.shape[0]])[0]) for m in tensors))
     plan = build_plan([source], [[engine_rank(tensors, 0, 1)]], max_task_bytes=1 << 20)
-    (w13,) = [task for task in plan.tasks_of(0) if task.param.endswith(".w13")]
+    (w13,) = [task for task in plan.tasks[0] if task.param.endswith(".w13")]
     # 4 experts x (gate, up) of 4 x 8 bfloat16
     assert w13.num_bytes == 4 * 2 * 4 * 8 * 2
     assert [piece.tensor.split(".")[5:7] for piece in w13.pieces] == [
@@ -212,7 +212,7 @@ def test_a_row_longer_than_the_bound_is_cut_inside():
     layout = DestLayout(0, (Param("p", (3, 10), "bfloat16"),), (Load("t", whole, (0, 1), "p", 0, (10, 1)),))
     plan = build_plan([SourceLayout(0, (meta,), (SourceShard("t", whole),))], [[layout]], max_task_bytes=12)
     # rows of 20 bytes, bound 12: every row is 6 + 4 elements
-    assert [task.num_bytes for task in plan.tasks_of(0)] == [12, 8] * 3
+    assert [task.num_bytes for task in plan.tasks[0]] == [12, 8] * 3
 
 
 def test_a_scalar_and_a_dim_of_size_one_cross():
@@ -229,7 +229,7 @@ def test_a_scalar_and_a_dim_of_size_one_cross():
         ),
     )
     plan = build_plan([source], [[layout]], max_task_bytes=1 << 20)
-    assert sorted(task.num_bytes for task in plan.tasks_of(0)) == [4, 16]
+    assert sorted(task.num_bytes for task in plan.tasks[0]) == [4, 16]
 
 
 @pytest.mark.parametrize("field", ["bound", "dtype", "fill", "route"])
@@ -267,7 +267,7 @@ def test_the_proof_accepts_what_build_plan_makes():
 def test_a_dropped_task_is_caught(index):
     sources, replicas = small_system()
     plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
-    tasks = list(plan.tasks_of(0))
+    tasks = list(plan.tasks[0])
     lost = tasks.pop(index)
     with pytest.raises(PlanError, match=r"nobody writes|end at byte") as caught:
         prove_coverage(broken(plan, 0, tasks), replicas)
@@ -277,7 +277,7 @@ def test_a_dropped_task_is_caught(index):
 def test_a_repeated_task_is_caught():
     sources, replicas = small_system()
     plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
-    tasks = list(plan.tasks_of(1))
+    tasks = list(plan.tasks[1])
     with pytest.raises(PlanError, match="written twice"):
         prove_coverage(broken(plan, 1, [*tasks, tasks[3]]), replicas)
 
@@ -286,7 +286,7 @@ def test_a_repeated_task_is_caught():
 def test_a_shifted_offset_is_caught(shift):
     sources, replicas = small_system()
     plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
-    tasks = list(plan.tasks_of(0))
+    tasks = list(plan.tasks[0])
     index = next(i for i, task in enumerate(tasks) if task.param.endswith("qkv"))
     tasks[index] = dataclasses.replace(tasks[index], dest_offset_bytes=tasks[index].dest_offset_bytes + shift)
     with pytest.raises(PlanError) as caught:
@@ -297,7 +297,7 @@ def test_a_shifted_offset_is_caught(shift):
 def test_swapped_gate_and_up_are_caught_and_named():
     sources, replicas = small_system()
     plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
-    tasks = list(plan.tasks_of(0))
+    tasks = list(plan.tasks[0])
     index = next(i for i, task in enumerate(tasks) if task.param.endswith("w13"))
     gate, up = tasks[index].pieces[:2]
     swapped = (dataclasses.replace(gate, tensor=up.tensor), dataclasses.replace(up, tensor=gate.tensor))
@@ -309,7 +309,7 @@ def test_swapped_gate_and_up_are_caught_and_named():
 def test_a_piece_with_other_rows_or_another_order_is_caught():
     sources, replicas = small_system()
     plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
-    tasks = list(plan.tasks_of(0))
+    tasks = list(plan.tasks[0])
     index = next(i for i, t in enumerate(tasks) if len(t.pieces) == 1 and t.pieces[0].region.shape == (4, 4))
     (piece,) = tasks[index].pieces
     moved = Region((piece.region.start[0], 4 - piece.region.start[1]), piece.region.shape)
@@ -322,8 +322,8 @@ def test_a_piece_with_other_rows_or_another_order_is_caught():
 def test_a_task_from_a_rank_that_does_not_hold_it_is_caught():
     sources, replicas = small_system()
     plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
-    moved = [dataclasses.replace(task, source_rank=1) for task in plan.tasks_of(0)]
-    wrong = dataclasses.replace(plan, tasks={0: (), 1: (*plan.tasks_of(1), *moved)})
+    moved = [dataclasses.replace(task, source_rank=1) for task in plan.tasks[0]]
+    wrong = dataclasses.replace(plan, tasks={0: (), 1: (*plan.tasks[1], *moved)})
     with pytest.raises(PlanError, match="does not hold it"):
         prove_coverage(wrong, replicas, sources)
 
@@ -424,9 +424,13 @@ def test_an_empty_parameter_an_unknown_dtype_and_a_tiny_bound_are_refused():
             build_plan(sources, [[dataclasses.replace(layout, params=params)]], max_task_bytes=bound)
 
 
-def test_two_ranks_of_one_replica_with_the_same_number_are_refused():
+def test_replicas_that_claim_a_rank_twice_or_have_none_are_refused():
     sources, ((layout,),) = one_matrix()
-    for replicas, pattern in (([[layout, layout]], "claim rank 0"), ([[]], "has no engine rank")):
+    for replicas, pattern in (
+        ([[layout, layout]], "claim rank 0"),
+        ([[]], "has no engine rank"),
+        ([], "no replica to plan for"),
+    ):
         with pytest.raises(PlanError, match=pattern):
             build_plan(sources, replicas, max_task_bytes=64)
 

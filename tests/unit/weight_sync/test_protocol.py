@@ -113,7 +113,10 @@ def test_an_abort_of_a_committed_epoch_changes_nothing() -> None:
 
 
 def messages(signer: Signer) -> list[protocol.Message]:
-    head = {"run_id": signer.run_id, "incarnation": "abc", "request_id": 9, "epoch": 4, "version": 3, "digest": "9f"}
+    head = {
+        "run_id": signer.run_id, "client": "5e", "incarnation": "abc", "request_id": 9, "epoch": 4, "version": 3,
+        "digest": "9f",
+    }  # fmt: skip
     rank = EngineRank(engine_layout(1), Binding("127.0.0.1:15000", {"qk": 1 << 46}), "tcp")
     return [
         protocol.Describe(**head),
@@ -179,9 +182,9 @@ def sealed_as(signer: Signer, body: object) -> bytes:
         [],
         ["Begin"],
         ["Begin", []],
-        ["Begin", ["run", "inc", "not a number", 1, 1, "d", []]],
-        ["Begin", ["run", "inc", True, 1, 1, "d", []]],
-        ["Begin", ["run", "inc", 1, 1, 1, "d", "not a list"]],
+        ["Begin", ["run", "5e", "inc", "not a number", 1, 1, "d", []]],
+        ["Begin", ["run", "5e", "inc", True, 1, 1, "d", []]],
+        ["Begin", ["run", "5e", "inc", 1, 1, 1, "d", "not a list"]],
         ["Committed", []],
         ["os.system", ["true"]],
         [["Begin"], {}],

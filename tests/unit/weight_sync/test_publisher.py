@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
 
 from conf.schema import WeightSyncConfig
 from weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
 from weight_sync.layout import Binding
 from weight_sync.plan import build_plan
-from weight_sync.protocol import Abort, Begin, Bound, Describe, Described, Signer
+from weight_sync.protocol import Bound
 from weight_sync.publish_report import EXCLUDED, PublishReport
 from weight_sync.publisher import Publisher
 from weight_sync.transaction import Transaction
@@ -467,54 +466,6 @@ def test_an_answer_of_too_few_ranks_is_an_error(world: World) -> None:
     assert committed(report) == [False, True]
     assert "has 2 ranks and says where 1 are" in (report.replicas[0].error or "")
     assert len(answers) == 1
-
-
-class RawClient:
-    """A socket that says what it is told to say."""
-
-    def __init__(self, address: str) -> None:
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(address)
-
-    def ask(self, *frames: bytes) -> bytes:
-        self.socket.send_multipart(frames)
-        assert self.socket.poll(10_000), "no answer"
-        return self.socket.recv()
-
-    def close(self) -> None:
-        self.socket.close(0)
-        self.context.term()
-
-
-def test_an_endpoint_ignores_what_is_not_signed_fresh_and_its_own(world: World) -> None:
-    signer, endpoint = Signer(KEY), world.endpoints[0]
-    client = RawClient(endpoint.address)
-    start = 1 << 62
-
-    def head(request_id: int, incarnation: str = "") -> dict:
-        return {"run_id": signer.run_id, "request_id": request_id, "incarnation": incarnation}
-
-    good = signer.seal(Describe(**head(start)))
-    forged = Signer(b"k" * 32).seal(Describe(**head(start)))
-    rejected = endpoint.endpoint.num_rejected
-    for frames in ([b"garbage"], [b""], [forged], [good[:-1]], [good, b"more"], [bytes(100_000)]):
-        client.socket.send_multipart(frames)
-    reply = signer.open_reply(client.ask(good))
-    assert isinstance(reply, Described)
-    assert endpoint.endpoint.num_rejected == rejected + 6
-
-    client.socket.send_multipart([good])  # recorded and sent again
-    stranger = signer.seal(Begin(**head(start + 1, "another incarnation"), version=1, epoch=99, digest="d"))
-    answer = signer.open_reply(client.ask(stranger))
-    assert (getattr(answer, "error", None), endpoint.endpoint.num_rejected) == ("StaleEpoch", rejected + 7)
-    assert endpoint.endpoint.state.epoch == 0
-
-    abort = signer.seal(Abort(**head(start + 2, reply.incarnation), epoch=5, reason="none of ours"))
-    signer.open_reply(client.ask(abort))
-    assert not endpoint.endpoint.state.is_serving
-    client.close()
 
 
 def test_a_taken_port_is_one_clear_error(world: World) -> None:

@@ -118,7 +118,7 @@ def test_a_replica_that_has_every_byte_is_not_blamed_for_slots_that_nobody_needs
     assert set(result.errors) == {1, 2}
     assert world.arrived(0, 1)
     with pytest.raises(TransferTimeout, match="still draining"):  # nor is staging given to another plan
-        world.pipeline.load(world.plan.tasks_of(0))
+        world.pipeline.load(world.plan.tasks[0])
 
 
 def test_a_slot_whose_failed_write_is_being_closed_is_not_lost() -> None:

@@ -102,7 +102,7 @@ def test_no_publish_is_faster_than_its_floors_and_none_passes_the_watermark(plan
     assert found.total_s >= found.write_end_s + found.verify_s + found.commit_s
     assert found.peak_bytes <= STAGING.watermark_bytes
     for rank in found.ranks:
-        assert rank.sent_bytes == sum(task.num_bytes for task in plan.tasks_of(rank.rank))
+        assert rank.sent_bytes == sum(task.num_bytes for task in plan.tasks[rank.rank])
         assert rank.busy_s("write") <= found.write_end_s - found.begin_s + 1e-9
 
 
@@ -141,7 +141,7 @@ def test_stages_of_a_rank_follow_the_pipeline(plan):
         by_stage = {
             name: [i for i in rank.intervals if i.stage == name] for name in ("host_to_device", "prepare", "write")
         }
-        num_destinations = len({(task.replica, task.dest_rank) for task in plan.tasks_of(rank.rank)})
+        num_destinations = len({(task.replica, task.dest_rank) for task in plan.tasks[rank.rank]})
         for stage, intervals in by_stage.items():
             assert [one.load for one in intervals] == list(range(len(intervals)))
             if stage != "write" or num_destinations == 1:  # writes to several do not wait for each other
