@@ -5,9 +5,10 @@
     --to URL     engines that run ----------------------+         ^
                  ranks: read the disk, each its share; plan ------+
 
-Owns: the order of these, progress, what is said at the end. Does not own a rank (`push_rank.py`), a server
-(`rollout.fleet`, `rollout.served`) or the publish. Invariant: an engine is resumed only after every byte of the
-checkpoint was proven in the memory of all its ranks; one that was not stays paused and is named.
+Owns: the order of these, and progress. Does not own a rank (`push_rank.py`), a server (`rollout.fleet`,
+`rollout.served`), the publish, or what is said at the end (`push_report.py`). Invariant: an engine is resumed only
+after every byte of the checkpoint was proven in the memory of all its ranks; one that was not stays paused and is
+named. Until the first rank may write, an engine that served goes on serving whatever fails.
 Callers: `orchestrator.cli`.
 """
 
@@ -24,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,14 +33,14 @@ from conf.errors import ConfigError
 from conf.schema import Device, DType
 from conf.tensor_parallel import check_tp_size_fits_model
 from orchestrator.environment import resolve_device
-from orchestrator.errors import PushError
 from orchestrator.machine import count_gpus, is_port_free, list_rdma_nics
 from orchestrator.model_files import read_hf_config
 from orchestrator.push_rank import RankOptions, RankProcess
+from orchestrator.push_report import PushReport, check_all_serve, describe
 from rollout.errors import EngineError
 from rollout.fleet import ServerOptions, ServerProcess
 from rollout.offline_layout import offline_layouts
-from rollout.served import Rendezvous, ServedEngine
+from rollout.served import LOOPBACK, Rendezvous, ServedEngine, is_own_address
 from weight_sync.layout import DestLayout
 from weight_sync.layout_wire import layouts_digest
 from weight_sync.safetensors_files import read_index, tensor_metas
@@ -85,44 +86,6 @@ class PushOptions:
             raise ConfigError(f"--port {self.port}: engines take one port each from there, and ports end at 65535")
         if self.to and (self.serve_words or self.enable_expert_parallel or self.tp_size != 1):
             raise ConfigError("--tp, --expert-parallel and words after -- shape engines that --start starts, not --to")
-
-
-@dataclass(slots=True)
-class PushReport:
-    """What was done. Seconds count from the command's own start unless they say otherwise."""
-
-    checkpoint: str
-    num_bytes: int
-    num_ranks: int
-    device: str
-    link: str = ""
-    read_s: float = 0.0
-    """Longest read of a rank, by itself."""
-    pinned_bytes: int = 0
-    disk_done_s: float = 0.0
-    engines_up_s: float = 0.0
-    """When the last engine answered; 0 with --to."""
-    attached_s: float = 0.0
-    """When all ranks of the last engine had opened their endpoints."""
-    attach_s: dict[str, float] = field(default_factory=dict)
-    """What that took, by itself, in the slowest engine, and of it the steps of its slowest rank."""
-    expected_s: float = 0.0
-    """When the layouts that started engines should have were known from the model alone; 0: not before they were up."""
-    expected_error: str = ""
-    """Why they were not to be known."""
-    num_expected: int = 0
-    """Engine ranks that have them, so that not every layer was recorded in them."""
-    plan_s: float = 0.0
-    """Planning for those layouts, by itself, in the slowest rank; 0: it was done in connect_s."""
-    connect_s: float = 0.0
-    """Meeting the engines, taking staging memory, and planning where it was not done, in the slowest rank."""
-    publish_s: float = 0.0
-    """From Begin to committed, by itself."""
-    serving_s: float = 0.0
-    """When the last engine was resumed."""
-    publish: dict[str, Any] = field(default_factory=dict)
-    engines: dict[str, str] = field(default_factory=dict)
-    """URL -> "" when it serves the checkpoint, else why not."""
 
 
 class Push:
@@ -171,12 +134,16 @@ class Push:
         if options.start:
             self._start_servers()
             engines = [server.engine for server in self._servers]
+        host = _local_host(engines)
+        for engine in engines:
+            if engine.host == LOOPBACK:  # beside engines of other machines it is reached as they are: one link for all
+                engine.host = host
         num_ranks = options.num_ranks or max(
             1, min(len(self._gpus), options.start * options.tp_size or len(self._gpus))
         )
         report = PushReport(str(options.checkpoint), 0, num_ranks, self._device.value)
         expected = _beside(self._expected_layouts, report) if options.start else None
-        self._start_ranks(num_ranks, _local_host(engines))
+        self._start_ranks(num_ranks, host)
         self._say(len(self._servers))
         endpoints = self._wait_until_ready(engines, expected, report)
         self._say(0)
@@ -278,24 +245,29 @@ class Push:
     def _wait_until_ready(
         self, engines: Sequence[ServedEngine], expected: Future[tuple[DestLayout, ...]] | None, report: PushReport
     ) -> dict[ServedEngine, list[str]]:
-        """All shares read, all engines attached and connected to, whichever takes longer. Returns their endpoints.
+        """All shares read, all engines attached and met by every rank, whichever takes longer. Returns their endpoints.
 
         A started engine is paused as soon as it answers: it holds dummy weights, and nobody must be answered from them.
+        One that serves already goes on serving until all of this has come about.
         """
-        reading, starting = list(self._ranks), list(self._servers)
+        reading, meeting, starting = list(self._ranks), list(self._ranks), list(self._servers)
         layouts: tuple[DestLayout, ...] = ()
         attaching = {engine: _beside(self._attach, engine, layouts) for engine in engines if not starting}
         endpoints: dict[ServedEngine, list[str]] = {}
         next_word = time.monotonic() + PROGRESS_S
-        while reading or not endpoints:
-            for rank in list(reading):
-                if (answer := rank.result(0)) is not None:
-                    num_bytes, seconds, pinned = answer
-                    reading.remove(rank)
-                    report.num_bytes += num_bytes
-                    report.pinned_bytes += pinned
-                    report.read_s = max(report.read_s, seconds)
-                    report.disk_done_s = self._elapsed()
+        while reading or meeting:
+            for rank in self._ranks:
+                match rank.result(0):
+                    case ("read", num_bytes, seconds, pinned):
+                        reading.remove(rank)
+                        report.num_bytes += num_bytes
+                        report.pinned_bytes += pinned
+                        report.read_s = max(report.read_s, seconds)
+                        report.disk_done_s = self._elapsed()
+                    case ("connected", seconds):
+                        meeting.remove(rank)
+                        report.plan_s = max(report.plan_s, seconds.get("plan", 0.0))
+                        report.connect_s = max(report.connect_s, seconds["connect"])
             if starting and expected is not None and expected.done():
                 layouts, expected = expected.result(), None
                 if layouts:
@@ -358,33 +330,30 @@ class Push:
     def _publish(self, endpoints: dict[ServedEngine, list[str]], report: PushReport) -> None:
         """Pause, send to all ranks of all engines at once, then resume the engines whose ranks all committed."""
         started: list[ServedEngine] = []
+        may_be_written = False
         try:
             for engine in endpoints:
                 engine.start()
                 started.append(engine)
+            may_be_written = True
             for rank in self._ranks:
                 rank.publish()
-            results = self._results()
-            report.plan_s = max(seconds.get("plan", 0.0) for seconds, _, _ in results)
-            report.connect_s = max(seconds["connect"] for seconds, _, _ in results)
-            _, published, report.link = results[0]
+            _, published, report.link = self._results()[0]
         except BaseException as e:
             for engine in started:
-                engine.abandon(f"{type(e).__name__}: {e}")
+                (engine.abandon if may_be_written else engine.undo)(f"{type(e).__name__}: {e}")
             raise
         report.publish, report.publish_s = asdict(published), published.total_s
         failed = {replica.endpoint: replica.error for replica in published.replicas if not replica.committed}
         for engine, addresses in endpoints.items():
             errors = [f"rank {number}: {failed[a]}" for number, a in enumerate(addresses) if a in failed]
-            report.engines[engine.url] = "; ".join(errors)
-            if errors:
-                engine.abandon(errors[0])
-            else:
-                engine.finish()
+            report.engines[engine.url] = "; ".join(errors) or _finish(engine)
+            if report.engines[engine.url]:
+                engine.abandon(report.engines[engine.url])
         report.serving_s = self._elapsed()
 
     def _results(self) -> list[Any]:
-        """Every rank's report; the first error of any rank."""
+        """Every rank's last report; the first error of any rank."""
         waiting, found = list(self._ranks), []
         while waiting:
             for rank in list(waiting):
@@ -419,40 +388,13 @@ def run_push(options: PushOptions, *, as_json: bool, stay: bool) -> None:
             push.watch()
 
 
-def describe(report: PushReport) -> str:
-    """The report in words."""
-    lines = [
-        f"{report.checkpoint}: {report.num_bytes / 1e9:.2f} GB, {report.num_ranks} ranks, {report.device}",
-        f"  read      {report.read_s:8.2f} s   {report.num_bytes / max(report.read_s, 1e-9) / 1e9:.2f} GB/s, "
-        f"{report.pinned_bytes / 1e9:.2f} GB page-locked",
-        f"  publish   {report.publish_s:8.2f} s   {report.publish['num_bytes'] / report.publish_s / 1e9:.2f} GB/s "
-        f"over {report.link}",
-    ]
-    if report.engines_up_s:
-        lines.append(
-            f"  disk read after {report.disk_done_s:.2f} s, engines up after {report.engines_up_s:.2f} s, "
-            f"attached after {report.attached_s:.2f} s"
-        )
-    steps = " + ".join(f"{name} {seconds:.2f}" for name, seconds in report.attach_s.items() if name != "whole")
-    lines.append(
-        f"  attach    {report.attach_s['whole']:8.2f} s   of it {steps}; {report.num_expected} ranks as expected"
-        + (f" ({report.expected_error})" if report.expected_error else "")
-    )
-    lines.append(f"  connect   {report.connect_s:8.2f} s   beside {report.plan_s:.2f} s of planning beforehand")
-    lines.append(f"  serving after {report.serving_s:.2f} s")
-    for url, error in report.engines.items():
-        ends = f"DOES NOT SERVE, it stays paused: {error}" if error else "serves the checkpoint, every byte verified"
-        lines.append(f"  {url}  {ends}")
-    return "\n".join(lines)
-
-
-def check_all_serve(report: PushReport) -> None:
-    """Raise PushError unless every engine serves the checkpoint."""
-    failed = [url for url, error in report.engines.items() if error]
-    if failed:
-        raise PushError(
-            f"{len(failed)} of {len(report.engines)} engines did not commit: {', '.join(failed)}; push again"
-        )
+def _finish(engine: ServedEngine) -> str:
+    """Let it serve. Returns why it does not, which is its own affair: the others are finished too."""
+    try:
+        engine.finish()
+    except EngineError as e:
+        return str(e)
+    return ""
 
 
 def _beside(call: Callable[..., T], *args: Any) -> Future[T]:
@@ -478,11 +420,9 @@ def _visible_gpus(device: Device) -> list[str]:
 
 def _local_host(engines: Sequence[ServedEngine]) -> str:
     """This machine's address as the engines see it: loopback when they are here, else that of the route to them."""
-    remote = [engine.host for engine in engines if not engine.host.startswith("127.")]
+    remote = [engine.host for engine in engines if not is_own_address(engine.host)]
     if not remote:
-        return "127.0.0.1"
-    import socket
-
+        return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((remote[0], 9))  # sends nothing: asks the kernel for the route
         return probe.getsockname()[0]

@@ -8,8 +8,11 @@ after the environment says which GPU is its own.
              <-- read --               bytes, seconds, page-locked bytes
              -- connect, endpoints --> meet the engines, take staging memory; plan anew where they are others;
                                        may come before "read"
-             -- publish -->            after "read", with the engines paused
-             <-- done --               seconds of these steps, the publish's report, link; or failed, class, text
+             <-- connected --          seconds of these two steps
+             -- publish -->            after "read" and "connected", with the engines paused
+             <-- done --               the publish's report, link
+
+Instead of any answer: failed, class, text.
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ class RankProcess:
         theirs.close()
 
     def result(self, timeout_s: float) -> Any:
-        """The next answer, or None when there is none yet.
+        """The next answer with its kind in front, or None when there is none yet. Example: ("read", 4096, 0.1, 0).
 
         Raises:
             ConfigError: What the user can repair.
@@ -87,13 +90,14 @@ class RankProcess:
                 raise PushError(f"rank {self.rank} ended with code {self._process.exitcode}")
             return None
         try:
-            kind, *values = self._pipe.recv()
+            answer = self._pipe.recv()
         except EOFError:
             self._process.join(JOIN_TIMEOUT_S)
             raise PushError(f"rank {self.rank} ended with code {self._process.exitcode}") from None
-        if kind == "failed":
-            raise ConfigError(values[1]) if values[0] == "ConfigError" else PushError(f"{values[0]}: {values[1]}")
-        return values
+        if answer[0] == "failed":
+            _, error, text = answer
+            raise ConfigError(text) if error == "ConfigError" else PushError(f"{error}: {text}")
+        return answer
 
     def plan_for(self, layouts: Sequence[tuple[DestLayout, ...]]) -> None:
         """Plan while engines start; all ranks must be told, in the same order as everything else."""
@@ -104,7 +108,7 @@ class RankProcess:
         self._tell("connect", endpoints)
 
     def publish(self) -> None:
-        """After result() had what was read; the next result() has the report."""
+        """After result() had what was read, and that the engines were met; the next result() has the report."""
         self._tell("publish", None)
 
     def _tell(self, order: str, value: Any) -> None:
@@ -180,8 +184,9 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
                     sender.connect(value)
                     if not is_planned:
                         freeze_heap()
+                pipe.send(("connected", seconds))
             else:
-                pipe.send(("done", seconds, sender.update(0), sender.link))
+                pipe.send(("done", sender.update(0), sender.link))
                 return
     finally:
         sender.close()

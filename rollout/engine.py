@@ -30,9 +30,10 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
 from rollout.engine_options import SOCKETS_VARIABLE, engine_arguments, engine_environment
@@ -48,6 +49,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+CALL_TIMEOUT_S = 1800.0
+"""Longest that a call to the engine may take where the caller sets no deadline: a large model is recorded in it."""
+WAIT_LOG_S = 30.0
 SHUTDOWN_TIMEOUT_S = 1.0
 """Grace of the engine's processes after SIGTERM. They hold nothing that must be saved."""
 DRAIN_TIMEOUT_S = 30.0
@@ -122,6 +127,9 @@ class Engine:
         self._adapters: dict[str, Adapter] = {}
         """Of requests in flight that name one; its version is their stamp from the first token to the last."""
         self._stop_token_ids = stop_token_ids(folder)
+        self._hangs = False
+        """Whether a call passed its deadline. What the engine's ranks hold is not known any more, whatever they answer
+        later."""
         self.version = -1
         """Policy version that stamps new tokens; -1 while the weights are dummies."""
         self.num_generated_tokens = 0
@@ -129,8 +137,8 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine's process runs and its outputs are handled."""
-        return self._llm is not None and not self._llm.errored
+        """Whether the engine's process runs, answers, and its outputs are handled."""
+        return self._llm is not None and not self._llm.errored and not self._hangs
 
     @property
     def num_kv_blocks(self) -> int:
@@ -338,25 +346,40 @@ class Engine:
             raise EngineError(f"{request_id} has a log-probability that is not finite; are the weights finite?")
         return Rollout(token_ids, logprobs, list(stamps), "", str(completion.finish_reason))
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Stop stepping. When this returns the device is idle and new requests queue up until resume().
 
         Args:
             mode: keep freezes requests in flight; wait lets them finish; abort ends them.
+            timeout_s: Longest that the step in flight may take; with `wait`, that the requests may.
+
+        Raises:
+            EngineDied: The step took longer.
+            EngineError: Requests took longer. They go on, and a later pause() waits for what is left of them.
         """
         # AsyncLLM.pause_generation() is this call and then a sleep of 20 ms, in the hope that outputs are handled
         # meanwhile; set_version() waits for exactly that.
         core: Any = self._running().engine_core
-        await core.pause_scheduler_async(mode=str(mode), clear_cache=False)
+        call = core.pause_scheduler_async(mode=str(mode), clear_cache=False)
+        if mode is not PauseMode.wait:
+            return await self._in_time(call, "pause", timeout_s)
+        try:
+            await _within(call, "pause", timeout_s)
+        except TimeoutError as e:
+            raise EngineError(
+                f"requests in flight did not end within {timeout_s:g} s; raise weight_sync.timeout_s, or set "
+                "weight_sync.pause_mode=keep"
+            ) from e
 
-    async def clear_cache(self) -> None:
+    async def clear_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Drop all KV blocks. Requests that pause() froze are prefilled again, under the weights they resume with."""
-        if not await self._running().reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+        call = self._running().reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        if not await self._in_time(call, "clear_cache", timeout_s):
             raise EngineError("the engine did not drop its KV blocks: they are of weights that are gone")
 
-    async def resume(self) -> None:
+    async def resume(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Go on with requests in flight and queued ones."""
-        await self._running().resume_generation()
+        await self._in_time(self._running().resume_generation(), "resume", timeout_s)
 
     async def set_version(self, version: int) -> None:
         """Stamp tokens with `version` from now on. Only between pause() and resume().
@@ -376,28 +399,45 @@ class Engine:
             ) from e
         self.version = version
 
-    async def call_ranks(self, method: str, *args: Any) -> list[Any]:
+    async def call_ranks(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
         """Call a method of the worker extension on every rank of the engine.
 
         Args:
             method: Of WeightReceiver.
             args: Plain values and bytes.
+            timeout_s: Longest that all ranks together may take.
 
         Returns:
             Results by rank.
 
         Raises:
             SlipstreamError: The first rank's error, as its own class.
+            EngineDied: A rank did not answer in time; the engine takes no further calls.
             EngineError: The call itself failed.
         """
         try:
-            replies = await self._running().collective_rpc(method, args=args)
+            # Without vLLM's own timeout: the answers of ranks that come after it would be taken for those of the next
+            # call.
+            replies = await self._in_time(self._running().collective_rpc(method, args=args), method, timeout_s)
+        except EngineError:
+            raise
         except Exception as e:  # the edge to vLLM
             raise EngineError(f"{method} failed inside the engine: {type(e).__name__}: {e}") from e
         for error, text, _ in replies:
             if error:
                 raise error_class(error)(text)
         return [result for _, _, result in replies]
+
+    async def _in_time(self, call: Awaitable[T], what: str, timeout_s: float) -> T:
+        """The call's result. An engine that does not answer in time takes no further calls."""
+        try:
+            return await _within(call, what, timeout_s)
+        except TimeoutError as e:
+            self._hangs = True
+            raise EngineDied(
+                f"the engine did not answer {what} within {timeout_s:g} s: a rank of it hangs; this rollout worker must"
+                " be restarted"
+            ) from e
 
     def shutdown(self) -> None:
         """End the engine's processes. Idempotent."""
@@ -420,4 +460,21 @@ class Engine:
             raise EngineError("the engine is not running")
         if self._llm.errored:
             raise EngineDied("the engine's process died; this rollout worker must be restarted")
+        if self._hangs:
+            raise EngineDied("the engine left a call unanswered; this rollout worker must be restarted")
         return self._llm
+
+
+async def _within(call: Awaitable[T], what: str, timeout_s: float) -> T:
+    """The call's result, or TimeoutError; every WAIT_LOG_S a word of what is waited for."""
+    task, began = asyncio.ensure_future(call), time.monotonic()
+    try:
+        while (left_s := began + timeout_s - time.monotonic()) > 0:
+            done, _ = await asyncio.wait([task], timeout=min(WAIT_LOG_S, left_s))
+            if done:
+                return task.result()
+            waited_s = time.monotonic() - began
+            logger.warning("%s: waiting for the engine since %.0f s, at most %g s", what, waited_s, timeout_s)
+    finally:
+        task.cancel()
+    raise TimeoutError

@@ -8,6 +8,7 @@ endpoints are. Does not own the bytes (`weight_sync.api`) nor the engine's side 
       ... weight_sync.api publishes to the endpoints ...
     finish      /finish_weight_update, /resume
     abandon     /update_weights {"abort": reason}: an update that failed is over; the engine stays paused
+    undo        abandon, /resume: the update ended before anything was sent, and the engine served before it
 
 The server must run with VLLM_SERVER_DEV_MODE=1: vLLM has these routes in no other mode. They are not authenticated, and
 the key that signs the update crosses in /init_weight_transfer_engine: both belong into a trusted network.
@@ -16,6 +17,7 @@ the key that signs the update crosses in /init_weight_transfer_engine: both belo
 from __future__ import annotations
 
 import hmac
+import http.client
 import json
 import logging
 import os
@@ -37,6 +39,7 @@ from weight_sync.protocol import unpack
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 HEALTH_TIMEOUT_S = 5.0
 MODES_HINT = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "slipstream"}\''
 
@@ -106,12 +109,17 @@ class ServedEngine:
             raise ConfigError(f"--to takes addresses of vLLM servers such as http://127.0.0.1:8000, got {url!r}")
         self.url = f"{parts.scheme}://{parts.netloc}"
         try:
-            self.host = socket.gethostbyname(str(parts.hostname))
+            host = socket.gethostbyname(str(parts.hostname))
         except OSError as e:
             raise ConfigError(f"--to {url}: there is no host {parts.hostname!r} ({e.strerror})") from e
+        self.host = LOOPBACK if is_own_address(host) else host
+        """Where senders reach its ranks: loopback on this machine, whatever the address that it serves at, so that both
+        ends of a link judge alike whether they share a host."""
         self._timeout_s = timeout_s
         self.attached: list[RankReport] = []
         """What its ranks said last in attach(), by rank."""
+        self._was_serving = False
+        """Whether requests ran when the update that is under way was started."""
 
     def is_healthy(self) -> bool:
         """Whether it answers /health."""
@@ -174,9 +182,19 @@ class ServedEngine:
         self._request("POST", "/pause?mode=keep&clear_cache=true")
 
     def start(self) -> None:
-        """No step runs from here on, and the ranks' endpoints may begin."""
-        self.pause()
-        self._request("POST", "/start_weight_update")
+        """No step runs from here on, and the ranks' endpoints may begin. Where that fails, all is as it was.
+
+        Raises:
+            EngineError: The server refused, or does not answer.
+        """
+        answer = self._request("GET", "/is_paused")
+        self._was_serving = isinstance(answer, dict) and answer.get("is_paused") is False
+        try:
+            self.pause()
+            self._request("POST", "/start_weight_update")
+        except BaseException as e:
+            self.undo(f"{type(e).__name__}: {e}")
+            raise
 
     def finish(self) -> None:
         """All ranks hold one committed version: serve it."""
@@ -189,6 +207,19 @@ class ServedEngine:
             self._request("POST", "/update_weights", {"update_info": {"abort": reason}})
         except EngineError as e:  # always: this is how vLLM ends an update without finishing it
             logger.debug("%s gave up the update: %s", self.url, e)
+
+    def undo(self, reason: str) -> None:
+        """The update ended before a byte was sent: serve on. An engine that stood still before it does so still.
+
+        (The update before may have failed in it: then its weights are of no version.)
+        """
+        self.abandon(reason)
+        if not self._was_serving:
+            return
+        try:
+            self._request("POST", "/resume")
+        except EngineError as e:  # the error that ended the update is the one to report
+            logger.warning("%s could not be resumed: %s", self.url, e)
 
     def call(self, method: str) -> list[Any]:
         """A method of the worker extension on every rank; for tests and for looking into a mismatch."""
@@ -203,10 +234,29 @@ class ServedEngine:
         try:
             with urllib.request.urlopen(request, timeout=timeout_s or self._timeout_s) as answer:
                 text = answer.read()
+            return json.loads(text) if text else None
         except urllib.error.HTTPError as e:
-            said = e.read().decode(errors="replace")[:500]
             hint = f"; {MODES_HINT}" if e.code == 404 else ""
-            raise EngineError(f"{self.url}{path} answered {e.code}: {said}{hint}") from e
-        except (OSError, ValueError) as e:
+            raise EngineError(f"{self.url}{path} answered {e.code}: {_said(e)}{hint}") from e
+        except OSError as e:
             raise EngineError(f"{self.url}{path} cannot be reached: {e}") from e
-        return json.loads(text) if text else None
+        except (http.client.HTTPException, ValueError) as e:  # another kind of server, or an answer that was cut
+            raise EngineError(f"{self.url}{path} gave no answer of a vLLM server: {type(e).__name__}: {e}") from e
+
+
+def is_own_address(host: str) -> bool:
+    """Whether an IPv4 address is one of this machine, the wildcard included."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    """The first words of an answer that is an error; it may be cut."""
+    try:
+        return error.read().decode(errors="replace")[:500]
+    except (http.client.HTTPException, OSError) as e:
+        return type(e).__name__

@@ -33,6 +33,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -51,6 +52,10 @@ from weight_sync.protocol import Bound, EngineRank, Expected, Phase, VersionStat
 from weight_sync.recovery import Offer, Pulled, slowest
 
 logger = logging.getLogger(__name__)
+
+CALL_SLACK_S = 5.0
+"""How much longer than weight_sync.timeout_s, after which the publisher has given this replica up, an engine's rank may
+take before the engine counts as dead."""
 
 
 class RolloutWorker:
@@ -108,6 +113,7 @@ class RolloutWorker:
         self._serving = asyncio.Event()
         self._clearing: asyncio.Task[None] | None = None
         """Drops the KV blocks of the weights before; over before the engine resumes."""
+        self._limit_s = weight_sync.timeout_s + CALL_SLACK_S
 
     # -- for the controller ------------------------------------------------------------------------------------------
 
@@ -216,7 +222,7 @@ class RolloutWorker:
             raise ReplicaNotServing(f"this rollout worker is {self._state.phase}: it has no committed version to give")
         offers: list[Offer] = []
         if self._ranks:
-            offers = [unpack(Offer, reply) for reply in await self._engine.call_ranks("slipstream_offer")]
+            offers = [unpack(Offer, reply) for reply in await self._call_ranks("slipstream_offer")]
         return offers if self._replica is None else [*offers, *await self._replica.offer()]
 
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
@@ -248,9 +254,14 @@ class RolloutWorker:
         self._state = self._state.begin(version, epoch, plan)
         self._endpoint.adopt(self._state)
         self._serving.clear()
-        await self._engine.pause(self._sync.pause_mode)
+        await self._engine.pause(self._sync.pause_mode, timeout_s=self._limit_s)
         self._clear_cache()
-        replies = await self._engine.call_ranks("slipstream_pull", pack(list(offers)), self._sync.timeout_s)
+        replies = await self._engine.call_ranks(
+            "slipstream_pull",
+            pack(list(offers)),
+            self._sync.timeout_s,  # of the read, which ends before the wait for it
+            timeout_s=2 * self._limit_s,
+        )
         self._state = self._state.verified(version, epoch, plan)
         return slowest([unpack(Pulled, reply) for reply in replies])
 
@@ -272,7 +283,7 @@ class RolloutWorker:
     async def release(self, offers: Sequence[Offer]) -> None:
         """Close the links to a peer that was pulled from; without adapter slots, about a second without sampling."""
         if self._replica is None:
-            await self._engine.call_ranks("slipstream_release", pack(list(offers)))
+            await self._call_ranks("slipstream_release", pack(list(offers)))
         else:
             await self._replica.release(offers[len(self._ranks) :])
 
@@ -306,18 +317,18 @@ class RolloutWorker:
         self._state = self._state.begin(version, epoch, digest)
         self._serving.clear()
         hold_collections()
-        await self._engine.pause(self._sync.pause_mode)
+        await self._engine.pause(self._sync.pause_mode, timeout_s=self._limit_s)
 
     async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
         """Every rank gives up its bytes."""
-        replies = await self._engine.call_ranks("slipstream_begin", version, epoch, digest, list(known))
+        replies = await self._call_ranks("slipstream_begin", version, epoch, digest, list(known))
         self._clear_cache()
         return [unpack(Bound, reply) for reply in replies]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
         """Every rank proves its bytes."""
         state = self._state.verified(version, epoch, digest)
-        await self._engine.call_ranks("slipstream_verify", version, epoch, digest, pack(list(expected)))
+        await self._call_ranks("slipstream_verify", version, epoch, digest, pack(list(expected)))
         self._state = state
 
     async def commit(self, version: int, epoch: int) -> None:
@@ -332,9 +343,9 @@ class RolloutWorker:
         self._state = self._state.failed(epoch)  # until all of it is done
         if self._clearing is not None:
             await self._clearing
-        await self._engine.call_ranks(method, version, epoch)
+        await self._call_ranks(method, version, epoch)
         await self._engine.set_version(version)
-        await self._engine.resume()
+        await self._engine.resume(timeout_s=self._limit_s)
         allow_collections()
         self._state = state
         self._serving.set()
@@ -342,13 +353,17 @@ class RolloutWorker:
     def _clear_cache(self) -> None:
         """Start dropping KV blocks, while bytes arrive: no writer need wait for the milliseconds that it takes."""
         if not self._sync.keep_kv:
-            self._clearing = asyncio.create_task(self._engine.clear_cache())
+            self._clearing = asyncio.create_task(self._engine.clear_cache(timeout_s=self._limit_s))
 
     async def abort(self, epoch: int, reason: str) -> None:
         """Stay paused and DIRTY."""
         self._state = self._state.failed(epoch)
         allow_collections()
-        await self._engine.call_ranks("slipstream_abort", epoch, reason)
+        await self._call_ranks("slipstream_abort", epoch, reason)
+
+    async def _call_ranks(self, method: str, *args: Any) -> list[Any]:
+        """Once the engine is up: the endpoint, which waits here, must be able to answer a later publisher."""
+        return await self._engine.call_ranks(method, *args, timeout_s=self._limit_s)
 
     def _decode(self, rollout: Rollout) -> str:
         return self._tokenizer.decode(rollout.token_ids, skip_special_tokens=self._skip_special_tokens)

@@ -12,8 +12,8 @@ report; an engine that did not commit does not serve.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from conf.errors import ConfigError
 from conf.schema import WeightSyncConfig
 from weight_sync.checkpoint import NUM_THREADS, Checkpoint
 from weight_sync.copies import Held
-from weight_sync.errors import WeightSyncError
+from weight_sync.errors import ProtocolError, WeightSyncError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, Region, TensorMeta
 from weight_sync.meeting import Meeting
 from weight_sync.publish_report import PublishReport
@@ -34,9 +34,12 @@ from weight_sync.source import WeightSource
 from weight_sync.tensor_source import TensorSource
 from weight_sync.transport.mooncake import LOOPBACK, MooncakeTransport
 
-RequestHook = Callable[[Literal["start", "finish"]], None]
-"""Called on rank 0 alone: "start" before the first engine is asked to stop serving, "finish" after all committed (and
-not when one did not). This is where an engine behind an API of its own is paused and resumed."""
+Event = Literal["start", "finish"]
+RequestHook = Callable[[Event], None]
+"""Called on rank 0 alone: "start" before an engine is asked to stop serving, "finish" after all endpoints that the hook
+stands for committed (and not when one did not). This is where an engine behind an API of its own is paused and resumed.
+One hook stands for all engines, and ends the update where it raises; of a sequence, each stands for the endpoints at
+its positions, and costs those alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,7 @@ class Sender:
         config = config or WeightSyncConfig()
         kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._meeting = Meeting(rank, world_size, group)
+        self._num_engines = 0
         self._transport = MooncakeTransport(config.transport, device=kind.type, host=host, timeout_s=config.timeout_s)
         self._publisher = Publisher(
             source, self._transport,
@@ -155,6 +159,20 @@ class Sender:
             WeightSyncError: An engine does not answer, or its parameters cannot be filled from these tensors.
         """
         self.plan = self._publisher.connect(engines)
+        self._num_engines = len(engines)
+
+    def reconnect(self, engine: int, endpoint: str) -> None:
+        """An engine was started again: send to it from the next update on. Collective; the others notice nothing.
+
+        Args:
+            engine: Its position among the engines.
+            endpoint: Where it is now.
+
+        Raises:
+            WeightSyncError: The same on every rank: it does not answer, or has another layout than it had. It gets no
+                further update until another reconnect().
+        """
+        self._publisher.reconnect(engine, endpoint)
 
     def plan_for(self, layouts: Sequence[tuple[DestLayout, ...]]) -> None:
         """Plan while engines still start, for the layouts that they are expected to have. Collective.
@@ -174,39 +192,92 @@ class Sender:
         """The link really in use."""
         return self._transport.link
 
-    def update(self, version: int = 0, *, request_hook: RequestHook | None = None) -> PublishReport:
+    def update(
+        self,
+        version: int = 0,
+        *,
+        request_hook: RequestHook | Sequence[RequestHook] | None = None,
+        exclude: Collection[int] = (),
+    ) -> PublishReport:
         """Bring the source's weights to every engine. Collective; nobody may change them meanwhile.
 
         Args:
             version: A number >= 0 of yours; engines report it, and may be sent the same again.
-            request_hook: See RequestHook.
+            request_hook: See RequestHook; a sequence has one for each endpoint, the same for all ranks of an engine.
+            exclude: Positions of engines that are out of service, the same on every rank: nobody waits for them.
 
         Returns:
-            What became of every engine. An engine that failed is an entry, not an exception.
+            What became of every engine. An engine that failed, or whose own hook did, is an entry, not an exception.
 
         Raises:
-            WeightSyncError: The hook raised; the same on every rank.
+            WeightSyncError: The hook of all engines raised, or `exclude` names none; the same on every rank.
         """
-        self._call_hook(request_hook, "start")
-        report = self._publisher.publish(version)
-        if report.num_committed == len(report.replicas):
-            self._call_hook(request_hook, "finish")
-        return report
+        hooks = _Hooks(request_hook, self._num_engines, exclude)
+        refused = self._meeting.on_rank0(hooks.start)
+        report = self._publisher.publish(version, exclude={*exclude, *refused})
+        return self._meeting.on_rank0(lambda: hooks.finish(_with_errors(report, refused)))
 
     def close(self) -> None:
         """Leave the link and drop staging."""
         self._publisher.close()
         self._transport.close()
 
-    def _call_hook(self, hook: RequestHook | None, event: Literal["start", "finish"]) -> None:
-        def call() -> None:
-            try:
-                if hook is not None:
-                    hook(event)
-            except Exception as e:  # the boundary to the caller's own code
-                raise WeightSyncError(f"request_hook({event!r}) failed: {type(e).__name__}: {e}") from e
 
-        self._meeting.on_rank0(call)
+class _Hooks:
+    """Whom to call for which engines. On rank 0."""
+
+    def __init__(
+        self, hook: RequestHook | Sequence[RequestHook] | None, num_engines: int, exclude: Collection[int]
+    ) -> None:
+        self._is_shared = callable(hook)
+        self._hooks = [hook] * num_engines if callable(hook) else list(hook or ())
+        self._num_engines = num_engines if hook is not None else 0
+        self._exclude = exclude
+
+    def start(self) -> dict[int, str]:
+        """Ask all. Returns the engines that refused, and why."""
+        if len(self._hooks) != self._num_engines:
+            raise ProtocolError(f"update() has {len(self._hooks)} request hooks for {self._num_engines} engines")
+        return {
+            number: error
+            for hook, numbers in self._engines().items()
+            if (error := self._call(hook, "start"))
+            for number in numbers
+        }
+
+    def finish(self, report: PublishReport) -> PublishReport:
+        """Call those whose engines all committed. One that fails has an engine that does not serve."""
+        failed: dict[int, str] = {}
+        for hook, numbers in self._engines().items():
+            if all(report.replicas[number].committed for number in numbers) and (error := self._call(hook, "finish")):
+                failed |= dict.fromkeys(numbers, error)
+        return _with_errors(report, failed)
+
+    def _engines(self) -> dict[RequestHook, list[int]]:
+        found: dict[RequestHook, list[int]] = {}
+        for number, hook in enumerate(self._hooks):
+            if number not in self._exclude:
+                found.setdefault(hook, []).append(number)
+        return found
+
+    def _call(self, hook: RequestHook, event: Event) -> str:
+        """ "", or why it failed."""
+        try:
+            hook(event)
+        except Exception as e:  # the boundary to the caller's own code
+            error = f"request_hook({event!r}) failed: {type(e).__name__}: {e}"
+            if self._is_shared:
+                raise WeightSyncError(error) from e
+            return error
+        return ""
+
+
+def _with_errors(report: PublishReport, errors: Mapping[int, str]) -> PublishReport:
+    """The engines at these positions do not serve what was sent, and why."""
+    replicas = list(report.replicas)
+    for number, error in errors.items():
+        replicas[number] = replace(replicas[number], committed=False, error=error)
+    return replace(report, replicas=tuple(replicas))
 
 
 def update(
@@ -215,7 +286,7 @@ def update(
     *,
     key: bytes,
     version: int = 0,
-    request_hook: RequestHook | None = None,
+    request_hook: RequestHook | Sequence[RequestHook] | None = None,
     **options: Any,
 ) -> PublishReport:
     """Connect, bring the weights to every engine once, and disconnect. Options are Sender's.

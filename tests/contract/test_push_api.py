@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -99,6 +99,63 @@ def test_a_hook_that_fails_stops_the_update_and_finish_needs_every_engine(replic
         assert calls == ["start"]
     finally:
         sender.close()
+
+
+def test_a_hook_an_engine_costs_that_engine_alone(replicas: list[Replica]) -> None:
+    calls: list[str] = []
+
+    def hook(name: str, fails: str = "") -> Callable[[str], None]:
+        def call(event: str) -> None:
+            calls.append(f"{event} {name}")
+            if event == fails:
+                raise RuntimeError(f"{name} cannot {event}")
+
+        return call
+
+    sender = Sender(
+        register_tensors(checkpoint(0)), [r.address for r in replicas], key=KEY, device="cpu", config=CONFIG
+    )
+    try:
+        report = sender.update(0, request_hook=[hook("a", "finish"), hook("b")])
+        assert calls == ["start a", "start b", "finish a", "finish b"]
+        assert [replica.committed for replica in report.replicas] == [False, True]
+        assert report.replicas[0].error == "request_hook('finish') failed: RuntimeError: a cannot finish"
+        calls.clear()
+        report = sender.update(0, request_hook=[hook("a", "start"), hook("b")])
+        assert calls == ["start a", "start b", "finish b"]
+        assert [replica.committed for replica in report.replicas] == [False, True]
+        assert report.replicas[0].error == "request_hook('start') failed: RuntimeError: a cannot start"
+        calls.clear()
+        both = hook("both")
+        replicas[1].engine.fail_on["verify"] = RuntimeError("broken")
+        assert sender.update(0, request_hook=[both, both]).num_committed == 1
+        assert calls == ["start both"]  # ranks of one engine: it serves one version on all of them, or none
+        with pytest.raises(WeightSyncError, match="1 request hooks for 2 engines"):
+            sender.update(0, request_hook=[both])
+    finally:
+        sender.close()
+
+
+def test_an_engine_is_left_out_while_it_is_down_and_met_again_where_it_is_then(replicas: list[Replica]) -> None:
+    tensors, calls = checkpoint(1), []
+    sender = Sender(register_tensors(tensors), [r.address for r in replicas], key=KEY, device="cpu", config=CONFIG)
+    successor = Replica()
+    try:
+        assert sender.update(1).num_committed == 2
+        replicas.pop().close()
+        report = sender.update(1, exclude=[1], request_hook=calls.append)
+        assert [(r.committed, r.error) for r in report.replicas] == [(True, None), (False, "excluded by the caller")]
+        assert calls == ["start", "finish"]
+        sender.reconnect(1, successor.address)
+        for name, tensor in checkpoint(2).items():
+            tensors[name].copy_(tensor)
+        assert sender.update(2).num_committed == 2
+        assert [engine.wrong_params(2) for engine in (replicas[0].engine, successor.engine)] == [[], []]
+        with pytest.raises(WeightSyncError, match=r"excludes replicas \[2\]; there are 2"):
+            sender.update(2, exclude=[2])
+    finally:
+        sender.close()
+        successor.close()
 
 
 def test_tensors_that_cannot_be_sent_are_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,6 +30,7 @@ class Api(ThreadingHTTPServer):
         self.reports: list[RankReport] = []
         self.sign_with = KEY
         self.status: dict[str, int] = {}
+        self.answers: dict[str, bytes] = {"/is_paused": b'{"is_paused": false}'}
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -53,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
             socket.close(1000)
         self.send_response(self.server.status.get(self.path, 200))
         self.end_headers()
-        self.wfile.write(b"{}")
+        self.wfile.write(self.server.answers.get(self.path, b"{}"))
 
     def do_GET(self) -> None:
         self.do_POST()
@@ -114,6 +116,7 @@ def test_an_update_pauses_first_and_resumes_last_and_a_failed_one_never_resumes(
     engine.start()
     engine.finish()
     assert [path for path, _ in api.calls] == [
+        "/is_paused",
         "/pause?mode=keep&clear_cache=true",
         "/start_weight_update",
         "/finish_weight_update",
@@ -126,3 +129,54 @@ def test_an_update_pauses_first_and_resumes_last_and_a_failed_one_never_resumes(
     engine.abandon("broken")
     assert [path for path, _ in api.calls] == ["/finish_weight_update", "/update_weights"]
     assert api.calls[-1][1] == {"update_info": {"abort": "broken"}}
+
+
+@pytest.mark.parametrize("is_paused", [b'{"is_paused": false}', b'{"is_paused": true}', b"{}"])
+@pytest.mark.parametrize("refused", ["/start_weight_update", "/pause?mode=keep&clear_cache=true"])
+def test_a_start_that_fails_lets_an_engine_serve_on_that_served_before(
+    refused: str, is_paused: bytes, api: Api
+) -> None:
+    api.answers["/is_paused"] = is_paused
+    api.status = {refused: 500, "/update_weights": 500}
+    with pytest.raises(EngineError, match="answered 500"):
+        ServedEngine(api.url).start()
+    paths = [path for path, _ in api.calls]
+    # One that stood still may hold weights of no version: an update before may have failed.
+    assert paths[-2:] == (["/update_weights", "/resume"] if b"false" in is_paused else [refused, "/update_weights"])
+
+
+def test_an_engine_is_reached_at_loopback_where_it_runs_on_this_machine() -> None:
+    assert ServedEngine("http://0.0.0.0:8000").host == "127.0.0.1"
+    assert ServedEngine("http://127.0.0.2:8000").host == "127.0.0.1"
+    assert ServedEngine("http://192.0.2.1:8000").host == "192.0.2.1"  # TEST-NET-1: nobody's
+    assert ServedEngine("http://0.0.0.0:8000").url == "http://0.0.0.0:8000"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n\xff\xfe",
+        b"HTTP/1.1 500 Oh\r\nContent-Length: 100\r\n\r\nno",
+    ],
+    ids=["another protocol", "cut", "a page", "no text", "a cut error"],
+)
+def test_a_server_of_another_kind_is_no_healthy_engine_and_no_traceback(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        engine = ServedEngine(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+        def serve() -> None:
+            for _ in range(2):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        assert not engine.is_healthy()
+        with pytest.raises(EngineError, match=r"gave no answer of a vLLM server|answered 500"):
+            engine.call("x")
+        thread.join(10)

@@ -12,16 +12,18 @@ from typing import Any
 
 import pytest
 
+import rollout.engine
 import rollout.worker
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from orchestrator.prepare import save_character_tokenizer
-from rollout.engine import ABORTED
+from rollout.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from rollout.worker import RolloutWorker
+from weight_sync.endpoint import ReplicaClients
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from weight_sync.layout import Binding, DestLayout, Param, TensorMeta
-from weight_sync.protocol import Bound, EngineRank, Expected, pack
+from weight_sync.protocol import Begin, Bound, Describe, Described, EngineRank, Expected, pack
 from weight_sync.recovery import Offer, Pulled
 
 PROMPT = Prompt(0, (1, 5), "a")
@@ -52,21 +54,21 @@ class NotingEngine:
     async def warm_up(self, adapter: object = None) -> None:
         self.calls.append("warm up")
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode, *, timeout_s: float) -> None:
         self.calls.append(f"pause {mode}")
 
-    async def clear_cache(self) -> None:
+    async def clear_cache(self, *, timeout_s: float) -> None:
         self.calls.append("clear")
         await self.cleared.wait()
 
-    async def resume(self) -> None:
+    async def resume(self, *, timeout_s: float) -> None:
         self.calls.append("resume")
 
     async def set_version(self, version: int) -> None:
         self.calls.append(f"version {version}")
         self.version = version
 
-    async def call_ranks(self, method: str, *_: Any) -> list[Any]:
+    async def call_ranks(self, method: str, *_: Any, timeout_s: float = 0.0) -> list[Any]:
         self.calls.append(method)
         if method == self.failing:
             raise IntegrityError("rank 1: w does not hold what was sent")
@@ -204,6 +206,65 @@ async def test_no_garbage_collection_starts_while_the_engine_stands_still(monkey
     assert not gc.isenabled()
     await ends[end]()
     assert gc.isenabled()
+
+
+class HangingLlm:
+    """vLLM whose ranks answer nothing from `hangs` on."""
+
+    errored = False
+
+    def __init__(self, hangs: str) -> None:
+        self.engine_core = self
+        self._hangs = hangs
+
+    async def pause_scheduler_async(self, **_: Any) -> None:
+        await self._answer("pause")
+
+    async def collective_rpc(self, method: str, args: Any) -> list[Any]:
+        await self._answer(method)
+        return [("", "", pack(Bound.of(BINDING)))] * 2
+
+    async def _answer(self, method: str) -> None:
+        if method == self._hangs:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hangs", ["pause", "slipstream_begin"])
+async def test_a_rank_that_hangs_costs_one_begin_and_the_endpoint_answers_on(monkeypatch, tmp_path, hangs, caplog):
+    monkeypatch.setattr(rollout.worker, "CALL_SLACK_S", 0.1)
+    monkeypatch.setattr(rollout.engine, "WAIT_LOG_S", 0.05)
+    worker = RolloutWorker(
+        tmp_path, config=RolloutConfig(), weight_sync=WeightSyncConfig(timeout_s=0.1), dtype=DType.float32,
+        device=Device.cpu, seed=0, tensors=[], key=b"k" * 16,
+    )  # fmt: skip
+    monkeypatch.setattr(worker._engine, "_llm", HangingLlm(hangs))
+    address = await worker._endpoint.start()
+    clients = ReplicaClients([address], b"k" * 16)
+
+    def ask(kind: Any, **fields: Any) -> Any:
+        return clients.call(kind, {0: {}}, {0: 10.0}, **fields)[0]
+
+    try:
+        assert isinstance(await asyncio.to_thread(ask, Describe), Described)
+        error = await asyncio.to_thread(ask, Begin, version=0, epoch=1, digest="d", known=())
+        assert "did not answer" in str(error)
+        assert "must be restarted" in str(error)
+        assert gc.isenabled()
+        assert not worker._engine.is_alive
+        assert "waiting for the engine since" in caplog.text
+        assert isinstance(await asyncio.to_thread(ask, Describe), Described)
+    finally:
+        clients.close()
+        await worker._endpoint.close()
+
+
+async def test_requests_that_outlast_a_pause_for_them_do_not_end_the_engine(monkeypatch, tmp_path):
+    engine = Engine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
+    monkeypatch.setattr(engine, "_llm", HangingLlm("pause"))
+    with pytest.raises(EngineError, match=r"requests in flight did not end within 0\.1 s"):
+        await engine.pause(PauseMode.wait, timeout_s=0.1)
+    assert engine.is_alive
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""What `slipstream push` did: the figures of a run, in words, and whether every engine serves.
+
+Callers: push_command.py, which fills it. Plain data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.errors import PushError
+
+
+@dataclass(slots=True)
+class PushReport:
+    """What was done. Seconds count from the command's own start unless they say otherwise."""
+
+    checkpoint: str
+    num_bytes: int
+    num_ranks: int
+    device: str
+    link: str = ""
+    read_s: float = 0.0
+    """Longest read of a rank, by itself."""
+    pinned_bytes: int = 0
+    disk_done_s: float = 0.0
+    engines_up_s: float = 0.0
+    """When the last engine answered; 0 with --to."""
+    attached_s: float = 0.0
+    """When all ranks of the last engine had opened their endpoints."""
+    attach_s: dict[str, float] = field(default_factory=dict)
+    """What that took, by itself, in the slowest engine, and of it the steps of its slowest rank."""
+    expected_s: float = 0.0
+    """When the layouts that started engines should have were known from the model alone; 0: not before they were up."""
+    expected_error: str = ""
+    """Why they were not to be known."""
+    num_expected: int = 0
+    """Engine ranks that have them, so that not every layer was recorded in them."""
+    plan_s: float = 0.0
+    """Planning for those layouts, by itself, in the slowest rank; 0: it was done in connect_s."""
+    connect_s: float = 0.0
+    """Meeting the engines, taking staging memory, and planning where it was not done, in the slowest rank."""
+    publish_s: float = 0.0
+    """From Begin to committed, by itself."""
+    serving_s: float = 0.0
+    """When the last engine was resumed."""
+    publish: dict[str, Any] = field(default_factory=dict)
+    engines: dict[str, str] = field(default_factory=dict)
+    """URL -> "" when it serves the checkpoint, else why not."""
+
+
+def describe(report: PushReport) -> str:
+    """The report in words."""
+    lines = [
+        f"{report.checkpoint}: {report.num_bytes / 1e9:.2f} GB, {report.num_ranks} ranks, {report.device}",
+        f"  read      {report.read_s:8.2f} s   {report.num_bytes / max(report.read_s, 1e-9) / 1e9:.2f} GB/s, "
+        f"{report.pinned_bytes / 1e9:.2f} GB page-locked",
+        f"  publish   {report.publish_s:8.2f} s   {report.publish['num_bytes'] / report.publish_s / 1e9:.2f} GB/s "
+        f"over {report.link}",
+    ]
+    if report.engines_up_s:
+        lines.append(
+            f"  disk read after {report.disk_done_s:.2f} s, engines up after {report.engines_up_s:.2f} s, "
+            f"attached after {report.attached_s:.2f} s"
+        )
+    steps = " + ".join(f"{name} {seconds:.2f}" for name, seconds in report.attach_s.items() if name != "whole")
+    lines.append(
+        f"  attach    {report.attach_s['whole']:8.2f} s   of it {steps}; {report.num_expected} ranks as expected"
+        + (f" ({report.expected_error})" if report.expected_error else "")
+    )
+    lines.append(f"  connect   {report.connect_s:8.2f} s   beside {report.plan_s:.2f} s of planning beforehand")
+    lines.append(f"  serving after {report.serving_s:.2f} s")
+    for url, error in report.engines.items():
+        ends = f"DOES NOT SERVE, it stays paused: {error}" if error else "serves the checkpoint, every byte verified"
+        lines.append(f"  {url}  {ends}")
+    return "\n".join(lines)
+
+
+def check_all_serve(report: PushReport) -> None:
+    """Raise PushError unless every engine serves the checkpoint."""
+    failed = [url for url, error in report.engines.items() if error]
+    if failed:
+        raise PushError(
+            f"{len(failed)} of {len(report.engines)} engines do not serve the checkpoint: {', '.join(failed)}; "
+            "push again"
+        )
