@@ -108,6 +108,7 @@ def _dispatch(words: list[str]) -> int:
         "push": _push,
         "record": _record,
         "doctor": _doctor,
+        "status": _status,
         "recover": _recover,
     }
     if command not in commands:
@@ -349,6 +350,28 @@ def _doctor(words: list[str]) -> int:
     from orchestrator.doctor import run_doctor
 
     return run_doctor(as_json=flags.json)
+
+
+def _status(words: list[str]) -> int:
+    parser = _Parser(prog="slipstream status", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("run", type=Path, nargs="?", default=Path("runs/latest"))
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--curves", action="store_true")
+    flags = parser.parse_args(words)
+    if flags.help:
+        from orchestrator import cli_help
+
+        print(cli_help.status())
+        return EXIT_OK
+    from orchestrator import status_command
+
+    status = status_command.status_of(flags.run)
+    print(json.dumps(status.as_plain(), indent=2) if flags.json else status.as_text())
+    if flags.curves:
+        with _names_missing_packages():
+            print(f"curves: {status_command.draw(flags.run)}", file=sys.stderr)
+    return EXIT_OK
 
 
 def _recover(words: list[str]) -> int:

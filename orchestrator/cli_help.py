@@ -37,6 +37,7 @@ commands
   push      bring a checkpoint on disk into vLLM engines, started here or running
   record    write down how an engine lays out a model; needs no GPU and no weights
   doctor    look at this machine: versions, devices and links, limits, ports
+  status    say where a run stands: its step, its last figures, its last warnings
   recover   restart a rollout worker of a run that goes on
 
 start here
@@ -183,6 +184,23 @@ limits, ports, Ray, Mooncake. Starts nothing that lasts. Every warning comes wit
 exit code: 0 when a run can work here, 1 when something that it needs is missing or broken"""
 
 
+_STATUS = """\
+usage: slipstream status [RUN] [--json] [--curves]
+
+Says where the run in the folder RUN (runs/latest) stands, whether it goes on or has ended: its step and the time left,
+means of its last steps, held-out figures, what failed, its newest checkpoint, the last warnings of its log. Reads files
+alone, so that it works wherever the folder is mounted.
+
+examples
+  slipstream status                       the newest run below ./runs
+  slipstream status runs/NAME --curves    ... and draws curves.png now instead of at the end
+  watch -n 5 slipstream status            a view that stays
+
+  --json      the same for programs
+  --curves    draw RUN/curves.png from the rows so far
+
+exit code: 0, or 2 when RUN is no run folder"""
+
 _RECOVER = """\
 usage: slipstream recover RUN [--worker N]
 
@@ -222,6 +240,11 @@ def record() -> str:
 def doctor() -> str:
     """`slipstream doctor --help`."""
     return _DOCTOR
+
+
+def status() -> str:
+    """`slipstream status --help`."""
+    return _STATUS
 
 
 def recover() -> str:

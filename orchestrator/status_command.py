@@ -1,0 +1,174 @@
+"""Where a run stands, from its folder alone: `slipstream status`.
+
+    config.yaml, metrics.jsonl, run.log, the run's lock --> Status --> text, or JSON
+
+Owns: what is shown, and of how many steps the means are. Does not own: the numbers (telemetry), the lock (requests).
+Invariant: asks nothing of the run, and writes nothing but the picture that it is asked for; a run that writes meanwhile
+is read up to its last whole row.
+Caller: the command line.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from conf.errors import ConfigError
+from conf.schema import Objective
+from orchestrator.requests import is_alive
+from orchestrator.run_folder import RunFolder
+from orchestrator.run_log import format_s
+from orchestrator.telemetry import read_rows
+
+NUM_RECENT = 20
+"""Steps that means are of."""
+NUM_LOG_LINES = 5
+_SHOWN = (
+    ("reward/mean", "reward", ".3f"),
+    ("sft/nll", "nll", ".4f"),
+    ("parity/k3", "k3", ".1e"),
+    ("parity/k3_stale", "k3 of stale tokens", ".1e"),
+    ("policy/entropy", "entropy", ".2f"),
+    ("optim/grad_norm", "gradient norm", ".3g"),
+    ("rollout/wait_s", "wait for a batch, s", ".2f"),
+    ("sync/total_s", "publish, s", ".3f"),
+    ("sync/pause_s", "pause, s", ".3f"),
+    ("step/total_s", "step, s", ".2f"),
+    ("trainer/tokens_per_s_per_rank", "trainer tokens/s a rank", ".0f"),
+    ("rollout/tokens_per_s", "response tokens/s", ".0f"),
+)
+"""(metric, words, format) of the means."""
+_COUNTED = (
+    ("reward/failures", "rewards that failed"),
+    ("rollout/groups_failed", "groups sampled again"),
+    ("rollout/restarts", "workers restarted"),
+    ("optim/skipped", "steps refused"),
+)
+"""(metric, words) of what is added up over the whole run; shown where it is not 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One run at one moment."""
+
+    run: str
+    state: str
+    """running, finished, or stopped."""
+    step: int | None
+    """Optimizer steps done; None before the first row."""
+    num_steps: int
+    since_s: float | None
+    """Seconds since the last row."""
+    left_s: float | None
+    """Of a running one: steps to go times the median of the recent ones."""
+    recent: dict[str, float]
+    """Metric -> its mean over the last NUM_RECENT steps that have it."""
+    held_out: dict[str, float]
+    """eval/reward or eval/nll, by its step: "eval/reward at step 40"."""
+    counts: dict[str, int]
+    """Metric -> its sum over the run."""
+    replicas_serving: int | None
+    checkpoint: int | None
+    """Step of the newest one."""
+    log: tuple[str, ...]
+    """Last warnings and errors of run.log."""
+
+    def as_plain(self) -> dict[str, Any]:
+        """For programs."""
+        return asdict(self)
+
+    def as_text(self) -> str:
+        """For people."""
+        lines = [("run", self.run), ("state", self.state)]
+        if self.step is None:
+            lines.append(("step", f"none of {self.num_steps} yet"))
+        else:
+            since = f", {format_s(self.since_s)} ago" if self.since_s is not None else ""
+            left = f", left {format_s(self.left_s)}" if self.left_s is not None else ""
+            lines.append(("step", f"{self.step} of {self.num_steps}{since}{left}"))
+        lines += [(name, format(self.recent[metric], spec)) for metric, name, spec in _SHOWN if metric in self.recent]
+        lines += [(name.replace("eval/", "held-out "), f"{value:.4g}") for name, value in self.held_out.items()]
+        if self.replicas_serving is not None:
+            lines.append(("replicas serving", str(self.replicas_serving)))
+        lines += [(name, str(self.counts[metric])) for metric, name in _COUNTED if self.counts.get(metric)]
+        lines.append(("checkpoint", "none" if self.checkpoint is None else f"step {self.checkpoint}"))
+        width = max(len(name) for name, _ in lines)
+        text = [f"{name:<{width}}  {value}" for name, value in lines]
+        if self.log:
+            text += ["", "last warnings of run.log", *self.log]
+        return "\n".join(text)
+
+
+def status_of(run: Path) -> Status:
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    folder = RunFolder(run.resolve())
+    if not folder.config.is_file():
+        raise ConfigError(f"{run} is not a run folder; give one like runs/latest")
+    num_steps = int(yaml.safe_load(folder.config.read_text())["run"]["num_steps"])
+    rows = read_rows(folder.metrics)
+    step = int(rows[-1]["step"]) if rows else None
+    is_finished = step is not None and step >= num_steps and (folder.adapter.is_dir() or folder.merged.is_dir())
+    state = "running" if is_alive(folder.root) else "finished" if is_finished else "stopped"
+    recent = {metric: mean for metric, _, _ in _SHOWN if (mean := _recent_mean(rows, metric)) is not None}
+    seconds = [row["step/total_s"] for row in rows[2:][-NUM_RECENT:]]  # without the first step, which compiles kernels
+    is_going_on = state == "running" and step is not None and seconds
+    checkpoints = sorted(folder.checkpoints.glob("step-*"))
+    return Status(
+        run=str(folder.root),
+        state=state,
+        step=step,
+        num_steps=num_steps,
+        since_s=time.time() - folder.metrics.stat().st_mtime if rows else None,
+        left_s=(num_steps - (step or 0)) * statistics.median(seconds) if is_going_on else None,
+        recent=recent,
+        held_out=_held_out(rows),
+        counts={metric: int(sum(row.get(metric) or 0 for row in rows)) for metric, _ in _COUNTED},
+        replicas_serving=next((row["rollout/replicas_serving"] for row in reversed(rows)), None),
+        checkpoint=int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else None,
+        log=_last_warnings(folder.log),
+    )
+
+
+def draw(run: Path) -> Path:
+    """Draw curves.png of a run that goes on, as its end would. Returns the picture's path."""
+    from orchestrator.curves import RL_PANELS, SFT_PANELS, draw_curves
+
+    folder = RunFolder(run.resolve())
+    objective = yaml.safe_load(folder.config.read_text())["algorithm"]["objective"]
+    draw_curves(folder.metrics, folder.curves, SFT_PANELS if objective == Objective.sft else RL_PANELS)
+    return folder.curves
+
+
+def _recent_mean(rows: Sequence[dict[str, Any]], metric: str) -> float | None:
+    values = [row[metric] for row in rows[1:][-NUM_RECENT:] if row.get(metric) is not None]
+    return statistics.fmean(values) if values else None
+
+
+def _held_out(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The first evaluation and the newest one."""
+    found = [
+        (f"{metric} at step {row['step']}", float(row[metric]))
+        for row in rows
+        for metric in ("eval/reward", "eval/nll")
+        if row.get(metric) is not None
+    ]
+    return dict([*found[:1], *found[-1:]])
+
+
+def _last_warnings(log: Path) -> tuple[str, ...]:
+    if not log.is_file():
+        return ()
+    with log.open(errors="replace") as lines:
+        loud = deque((line.rstrip() for line in lines if line[24:26] in ("W ", "E ")), NUM_LOG_LINES)
+    return tuple(loud)

@@ -1,0 +1,80 @@
+"""Locks: a run's folder says where it stands, whether it goes on or not, and a folder that is none is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conf.load import load_run_config
+from orchestrator.cli import main
+from orchestrator.requests import alive
+from orchestrator.run_folder import to_plain
+from orchestrator.status_command import NUM_RECENT, status_of
+from orchestrator.telemetry import METRICS
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A folder of a run of 110 steps."""
+    config = to_plain(asdict(load_run_config(["experiment=quickstart"])))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+def write_rows(run: Path, num_steps: int) -> None:
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(num_steps + 1):
+            row = dict.fromkeys(METRICS) | {"step": step, "step/total_s": 60.0 if step == 1 else 2.0}
+            row |= {"reward/mean": step / 100 if step else None, "rollout/replicas_serving": 2 if step else None}
+            row |= {"eval/reward": step / 200 if step % 20 == 0 else None, "reward/failures": 1 if step else None}
+            file.write(json.dumps(row) + "\n")
+        file.write('{"step": 99')  # being written
+
+
+def test_before_the_first_row(run: Path) -> None:
+    status = status_of(run)
+    assert (status.state, status.step, status.num_steps, status.recent, status.checkpoint) == (
+        "stopped", None, 110, {}, None,
+    )  # fmt: skip
+    assert "none of 110 yet" in status.as_text()
+
+
+def test_a_run_that_goes_on(run: Path) -> None:
+    write_rows(run, 50)
+    (run / "checkpoints" / "step-000050").mkdir(parents=True)
+    (run / "run.log").write_text(
+        "2026-01-31 12:00:00,000 I [step 1 v1] orchestrator.run: fine\n"
+        "2026-01-31 12:00:01,000 W [step 2 v2] orchestrator.supervisor: rollout-0 is out of service\n"
+    )
+    with alive(run):
+        status = status_of(run)
+    assert (status.state, status.step, status.checkpoint, status.replicas_serving) == ("running", 50, 50, 2)
+    assert status.left_s == 120.0, "60 steps of 2 s: the first one, which compiles, does not count"
+    assert status.recent["reward/mean"] == pytest.approx(sum(range(31, 51)) / 100 / NUM_RECENT)
+    assert status.held_out == {"eval/reward at step 0": 0.0, "eval/reward at step 40": 0.2}
+    assert status.counts["reward/failures"] == 50
+    text = status.as_text()
+    assert "50 of 110" in text and "left 2:00" in text and "rewards that failed" in text
+    assert text.splitlines()[-1].endswith("rollout-0 is out of service")
+    assert "fine" not in text and "steps refused" not in text
+
+
+def test_a_run_that_is_over(run: Path) -> None:
+    write_rows(run, 110)
+    assert status_of(run).state == "stopped", "nothing was exported"
+    (run / "adapter").mkdir()
+    status = status_of(run)
+    assert (status.state, status.left_s) == ("finished", None)
+
+
+def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(run, 3)
+    assert main(["status", str(run), "--json", "--curves"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 3
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["status", str(run / "nowhere")]) == 2
+    assert "is not a run folder; give one like runs/latest" in capsys.readouterr().err
