@@ -428,12 +428,12 @@ class ReplicaClients:
                         f"{self._endpoints[replica]} did not answer {verb} within {now - began:.1f} s"
                     )
                     del pending[replica]
+            if not pending:
+                return
             if now >= next_log:
                 late = ", ".join(self._endpoints[replica] for replica in pending)
                 logger.warning("%s: waiting for %s since %.0f s", verb, late, now - began)
                 next_log += WAIT_LOG_S
-            if not pending:
-                return
             wait_s = min(next_log, *(deadline for _, deadline in pending.values())) - now
             for socket, _ in poller.poll(max(1, int(wait_s * 1000) + 1)):
                 replica, is_monitor = owners[socket]
