@@ -3,12 +3,7 @@ overrides.
 
     words --argparse--> flags, overrides --conf.load--> RunConfig --preflight--> --environment--> run.run
 
-Owns: words, exit codes, signals, and what a person sees when something is wrong. Does not own: anything about a run.
-
-    exit code   0 done      1 Slipstream or a library failed; run.log has the traceback
-                2 the user can repair it: one message, no traceback, nothing was trained
-              130 Ctrl-C  143 SIGTERM  129 SIGHUP (the terminal is gone): the run was wound down
-
+Owns: words and flags. Does not own: how a command ends (cli_exit.py), help (cli_help.py), anything about a run.
 Invariant: importing this module loads neither torch, Ray nor vLLM, and `--help` answers at once.
 """
 
@@ -19,23 +14,17 @@ import difflib
 import json
 import os
 import re
-import shlex
-import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from conf.errors import ConfigError, SlipstreamError
+from orchestrator.cli_exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, run_to_an_exit_code, say, signals, tell
 
 if TYPE_CHECKING:
-    from conf.schema import RunConfig
-
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
-
+    pass
 
 _IN_OUR_WORDS = {
     r"^argument (\S+): invalid int value: ": r"\1 must be an integer, got ",
@@ -85,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except ConfigError as error:
-        return _say(error)
+        return say(error)
     except BrokenPipeError:
         # The reader of our output (a pager, head) has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -159,26 +148,8 @@ def _train(words: list[str]) -> int:
     for note in environment.apply(environment.variables_of(report.config)):
         print(note, file=sys.stderr)
     place = ["--config-dir", str(flags.config_dir)] if flags.config_dir else []
-    with _signals() as received:
-        return _run(report.config, overrides, received, [*place, *overrides])
-
-
-def _run(config: RunConfig, overrides: list[str], received: list[int], words: list[str]) -> int:
-    """Train, and turn every way in which that ends into an exit code. `words` start the same run again."""
-    latest = Path(config.run.resume or Path(config.run.dir) / "latest")
-    before = None if config.run.resume else latest.resolve()
-    try:
-        from orchestrator.run import run
-
-        run(config, overrides)
-    except KeyboardInterrupt:
-        _tell(f"\nstopped; processes of the run have ended.\n{_where(latest, before, words)}")
-        return 128 + received[0] if received else EXIT_INTERRUPTED
-    except Exception as error:
-        if isinstance(error, SlipstreamError) and _is_users(error):
-            return _say(error)
-        return _fail(error, _where(latest, before, words))
-    return EXIT_OK
+    with signals() as received:
+        return run_to_an_exit_code(report.config, overrides, received, [*place, *overrides])
 
 
 def _plan(words: list[str]) -> int:
@@ -280,11 +251,11 @@ def _push(words: list[str]) -> int:
         log_dir=flags.log_dir,
         serve_words=tuple(serve_words),
     )
-    with _signals() as received:
+    with signals() as received:
         try:
             run_push(options, as_json=flags.json, stay=not flags.once)
         except KeyboardInterrupt:
-            _tell("\nstopped; engines that were started here have ended.")
+            tell("\nstopped; engines that were started here have ended.")
             return 128 + received[0] if received else EXIT_INTERRUPTED
         except ConfigError:
             raise
@@ -394,39 +365,6 @@ def _recover(words: list[str]) -> int:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGHUP wind the run down as Ctrl-C does; a second one of them ends the process at once.
-
-    They are passed on as SIGINT because asyncio turns only that one into a cancellation, which lets `finally` blocks
-    run, and only where Python's own handler is installed. It is not where SIGINT was ignored at the start, as for a
-    background job (`slipstream train ... &` in a script): hence it is installed here. A SIGHUP that is ignored stays
-    ignored: that is what nohup is for.
-
-    Yields:
-        The signals received so far, Ctrl-C not among them.
-    """
-    received: list[int] = []
-
-    def on_signal(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-        if len(received) > 1:
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
-        signal.raise_signal(signal.SIGINT)
-
-    previous = {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        if signum is signal.SIGTERM or signal.getsignal(signum) is not signal.SIG_IGN:
-            previous[signum] = signal.signal(signum, on_signal)
-    try:
-        yield received
-    finally:
-        for signum, handler in previous.items():
-            if handler is not None:  # None: it belonged to no Python code, and cannot be put back
-                signal.signal(signum, handler)
-
-
-@contextmanager
 def _names_missing_packages() -> Iterator[None]:
     """Turn a failed import of a run's packages into advice."""
     try:
@@ -435,52 +373,6 @@ def _names_missing_packages() -> Iterator[None]:
         raise ConfigError(
             f"this environment lacks {error.name}; run `make setup`, then see: slipstream doctor"
         ) from error
-
-
-def _is_users(error: SlipstreamError) -> bool:
-    """Whether the user can repair it: a wrong option, a wrong line of data, a checkpoint that does not fit the
-    options, a watermark below what the model's publishes need.
-    """
-    from orchestrator.errors import CheckpointError
-    from rollout.errors import DataError
-    from weight_sync.errors import WatermarkError
-
-    return isinstance(error, (ConfigError, DataError, CheckpointError, WatermarkError))
-
-
-def _say(error: SlipstreamError) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return EXIT_USAGE
-
-
-def _fail(error: Exception, where: str) -> int:
-    """An error of our own says what is wrong, and run.log where it was raised; others keep their traceback."""
-    if not isinstance(error, SlipstreamError):
-        _tell("".join(traceback.format_exception(error)).rstrip())
-    _tell(f"error: {type(error).__name__}: {error}\n{where}")
-    return EXIT_FAILED
-
-
-def _tell(text: str) -> None:
-    """To the terminal, if there is one still. That it has gone may be why a run ends: the exit code must say so."""
-    with suppress(OSError):
-        print(text, file=sys.stderr)
-
-
-def _where(latest: Path, before: Path | None, words: Sequence[str]) -> str:
-    """Where to read on and how to go on, once the run has a folder of its own."""
-    folder = latest.resolve()
-    if not latest.exists() or folder == before:
-        return "The run had no folder yet."
-    logs = folder / "ray"
-    said = f"Log: {folder / 'run.log'}" + (f", worker logs: {logs}" if logs.is_dir() else "")
-    complete = sorted((folder / "checkpoints").glob("step-*"))
-    if not complete:
-        return f"{said}\nThere is no checkpoint yet (run.checkpoint_every_steps)."
-    command = shlex.join(
-        ["slipstream", "train", *(word for word in words if not word.startswith("run.resume=")), f"run.resume={folder}"]
-    )
-    return f"{said}\nGo on from step {int(complete[-1].name.removeprefix('step-'))}: {command}"
 
 
 if __name__ == "__main__":

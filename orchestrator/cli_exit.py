@@ -1,0 +1,125 @@
+"""How a command ends: exit codes, signals, and what a person reads then.
+
+    exit code   0 done      1 Slipstream or a library failed; run.log has the traceback
+                2 the user can repair it: one message, no traceback, nothing was trained
+              130 Ctrl-C  143 SIGTERM  129 SIGHUP (the terminal is gone): the run was wound down
+
+Owns: whose mistake an error was, and the words for it. Does not own: a run's own end, which saves and ends processes
+(controller.py, run.py). Invariant: importing this loads neither torch, Ray nor vLLM. Caller: orchestrator.cli.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from conf.errors import ConfigError, SlipstreamError
+
+if TYPE_CHECKING:
+    from conf.schema import RunConfig
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+def run_to_an_exit_code(config: RunConfig, overrides: list[str], received: list[int], words: list[str]) -> int:
+    """Train, and turn every way in which that ends into an exit code. `words` start the same run again."""
+    latest = Path(config.run.resume or Path(config.run.dir) / "latest")
+    before = None if config.run.resume else latest.resolve()
+    try:
+        from orchestrator.run import run
+
+        run(config, overrides)
+    except KeyboardInterrupt:
+        tell(f"\nstopped; processes of the run have ended.\n{_where(latest, before, words)}")
+        return 128 + received[0] if received else EXIT_INTERRUPTED
+    except Exception as error:
+        if isinstance(error, SlipstreamError) and _is_users(error):
+            return say(error)
+        return _fail(error, _where(latest, before, words))
+    return EXIT_OK
+
+
+@contextmanager
+def signals() -> Iterator[list[int]]:
+    """SIGTERM and SIGHUP wind the run down as Ctrl-C does; a second one of them ends the process at once.
+
+    They are passed on as SIGINT because asyncio turns only that one into a cancellation, which lets `finally` blocks
+    run, and only where Python's own handler is installed. It is not where SIGINT was ignored at the start, as for a
+    background job (`slipstream train ... &` in a script): hence it is installed here. A SIGHUP that is ignored stays
+    ignored: that is what nohup is for.
+
+    Yields:
+        The signals received so far, Ctrl-C not among them.
+    """
+    received: list[int] = []
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        if len(received) > 1:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+        signal.raise_signal(signal.SIGINT)
+
+    previous = {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signum is signal.SIGTERM or signal.getsignal(signum) is not signal.SIG_IGN:
+            previous[signum] = signal.signal(signum, on_signal)
+    try:
+        yield received
+    finally:
+        for signum, handler in previous.items():
+            if handler is not None:  # None: it belonged to no Python code, and cannot be put back
+                signal.signal(signum, handler)
+
+
+def _is_users(error: SlipstreamError) -> bool:
+    """Whether the user can repair it: a wrong option, a wrong line of data, a checkpoint that does not fit the
+    options, a watermark below what the model's publishes need.
+    """
+    from orchestrator.errors import CheckpointError
+    from rollout.errors import DataError
+    from weight_sync.errors import WatermarkError
+
+    return isinstance(error, (ConfigError, DataError, CheckpointError, WatermarkError))
+
+
+def say(error: SlipstreamError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _fail(error: Exception, where: str) -> int:
+    """An error of our own says what is wrong, and run.log where it was raised; others keep their traceback."""
+    if not isinstance(error, SlipstreamError):
+        tell("".join(traceback.format_exception(error)).rstrip())
+    tell(f"error: {type(error).__name__}: {error}\n{where}")
+    return EXIT_FAILED
+
+
+def tell(text: str) -> None:
+    """To the terminal, if there is one still. That it has gone may be why a run ends: the exit code must say so."""
+    with suppress(OSError):
+        print(text, file=sys.stderr)
+
+
+def _where(latest: Path, before: Path | None, words: Sequence[str]) -> str:
+    """Where to read on and how to go on, once the run has a folder of its own."""
+    folder = latest.resolve()
+    if not latest.exists() or folder == before:
+        return "The run had no folder yet."
+    logs = folder / "ray"
+    said = f"Log: {folder / 'run.log'}" + (f", worker logs: {logs}" if logs.is_dir() else "")
+    complete = sorted((folder / "checkpoints").glob("step-*"))
+    if not complete:
+        return f"{said}\nThere is no checkpoint yet (run.checkpoint_every_steps)."
+    command = shlex.join(
+        ["slipstream", "train", *(word for word in words if not word.startswith("run.resume=")), f"run.resume={folder}"]
+    )
+    return f"{said}\nGo on from step {int(complete[-1].name.removeprefix('step-'))}: {command}"
