@@ -50,6 +50,8 @@ class Rollout:
     text: str
     finish_reason: str
     """"stop" (end of sequence) or "length"."""
+    num_evictions: int = 0
+    """How often a publish ended its request because it needed the adapter slot that the request read."""
 
 
 @dataclass(frozen=True, slots=True)
