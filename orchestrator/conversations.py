@@ -23,7 +23,7 @@ import numpy as np
 
 from conf.schema import DataConfig
 from rollout.errors import DataError
-from rollout.prompts import read_rows, resolve_path
+from rollout.prompts import check_text, read_rows, resolve_path
 from trainer.types import Sample
 
 
@@ -89,6 +89,7 @@ def _tokenize(row: dict[str, Any], where: str, encoder: ConversationEncoder, con
     text, spans = (
         _chat(row[config.messages_key], where, encoder) if is_chat else _plain(row, where, encoder.end_of_text, config)
     )
+    check_text(text, where)
     # A chat template brings its own special tokens.
     token_ids, places = encoder.encode_with_places(text, config.add_special_tokens and not is_chat)
     taught = [any(first <= place < last for first, last in spans) for place in places]

@@ -89,6 +89,7 @@ METRICS: dict[str, str] = {
     "rollout/tokens_per_s": "response tokens of the batch over seconds of the step",
     "rollout/response_tokens_mean": "mean response length",
     "rollout/truncated_fraction": "responses that ended by length",
+    "rollout/evictions": "requests of these responses that a publish ended for their slot (weight_sync.on_busy_slot)",
     "rollout/groups_failed": "groups sampled again since the last step because their worker failed",
     "rollout/groups_uninformative": "groups replaced since the last step because their rewards were all equal",
     "rollout/replicas_serving": "replicas in service",
@@ -321,6 +322,7 @@ def _rollout_metrics(record: StepRecord) -> dict[str, Value]:
         "rollout/tokens_per_s": num_response_tokens / step_s if step_s else None,
         "rollout/response_tokens_mean": num_response_tokens / len(rollouts),
         "rollout/truncated_fraction": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
+        "rollout/evictions": sum(rollout.num_evictions for rollout in rollouts),
         "trainer/tokens_per_s_per_rank": (num_prompt_tokens + num_response_tokens) / train_s / record.num_ranks
         if train_s
         else None,

@@ -17,13 +17,15 @@ of module must change what the engine says. (An engine that silently ignores the
 fault of this mode, and no hash can see it.) Does not own: the table (slots.py), the engine (engine.py), the proof of
 the bytes (weight_sync).
 Invariants: the engine is never paused; one request reads one slot from its first token to its last, unless its version
-was evicted; a publish that fails costs the version that was being written and nothing else.
+was evicted; a group is evicted any number of times and yet ends; a publish that fails costs the version that was being
+written and nothing else.
 Callers: worker.py (sample, and the way back of a restarted worker), weight_sync.endpoint (the rest, one at a time).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,6 +42,8 @@ from weight_sync.recovery import Offer, Pulled, slowest
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)
+MAX_RESTARTS = 2
+"""How often a group whose version is evicted starts anew; after that its responses go on under newer versions."""
 EVICT_RETRY_S = 0.02
 """Requests that reach the engine while their version is being ended are ended by the next try."""
 
@@ -74,7 +78,7 @@ class AdapterReplica:
         self._writing: int | None = None
         self._is_probed = False
         self.num_evicted_requests = 0
-        """Requests ended because a publish needed their slot, and sampled on under a newer version."""
+        """Requests ended because a publish needed their slot, and sampled anew or on under a newer version."""
 
     @property
     def num_ranks(self) -> int:
@@ -93,41 +97,50 @@ class AdapterReplica:
         """
         if self._table.newest is None:
             raise ReplicaNotServing("this rollout worker has no adapter yet: it samples only from a committed version")
-        if self._config.on_busy_slot is BusySlot.re_prefill:
-            seeds = [None if seed is None else seed + index for index in range(n)]
-            return list(await asyncio.gather(*(self._sample_on(token_ids, sampling, own) for own in seeds)))
-        while True:
+        num_evictions, rollouts = [0] * n, []
+        for _ in range(1 if self._config.on_busy_slot is BusySlot.re_prefill else 1 + MAX_RESTARTS):
             with self._table.lease() as adapter:
                 rollouts = await self._engine.generate_group(token_ids, n, sampling, seed=seed, adapter=adapter)
-            if not any(rollout.finish_reason == ABORTED for rollout in rollouts):
-                return rollouts
-            self._check_evicted()  # siblings are of one version, so all of them start anew
+            is_evicted = [rollout.finish_reason == ABORTED for rollout in rollouts]
+            self._count_evicted(sum(is_evicted))
+            num_evictions = [before + more for before, more in zip(num_evictions, is_evicted, strict=True)]
+            if not any(is_evicted):  # else all of them start anew: siblings are of one version
+                break
+        # A group that outlives its slot whenever it starts would never end: its responses go on from where they are.
+        parts = [replace(part, num_evictions=count) for part, count in zip(rollouts, num_evictions, strict=True)]
+        seeds = [None if seed is None else seed + index for index in range(n)]
+        calls = [self._continue(token_ids, sampling, own, part) for own, part in zip(seeds, parts, strict=True)]
+        return list(await asyncio.gather(*calls))
 
-    async def _sample_on(self, token_ids: Sequence[int], sampling: SamplingConfig, seed: int | None) -> Rollout:
+    async def _continue(
+        self, token_ids: Sequence[int], sampling: SamplingConfig, seed: int | None, so_far: Rollout
+    ) -> Rollout:
         """One response that outlives the eviction of its version: what it has so far is prefilled under the newest."""
-        so_far = Rollout([], [], [], "", ABORTED)
         while so_far.finish_reason == ABORTED:
-            if len(so_far.token_ids) == sampling.max_tokens:
+            num_tokens = len(so_far.token_ids)
+            if num_tokens == sampling.max_tokens:
                 return replace(so_far, finish_reason="length")
-            rest = replace(sampling, max_tokens=sampling.max_tokens - len(so_far.token_ids))
+            rest = replace(sampling, max_tokens=sampling.max_tokens - num_tokens)
+            own = None if seed is None else seed_of_part(seed, num_tokens)
             with self._table.lease() as adapter:
                 prompt = [*token_ids, *so_far.token_ids]
-                (part,) = await self._engine.generate_group(prompt, 1, rest, seed=seed, adapter=adapter)
+                (part,) = await self._engine.generate_group(prompt, 1, rest, seed=own, adapter=adapter)
+            is_evicted = part.finish_reason == ABORTED
+            self._count_evicted(is_evicted)
             so_far = Rollout(
                 so_far.token_ids + part.token_ids,
                 so_far.logprobs + part.logprobs,
                 so_far.policy_versions + part.policy_versions,
                 "",
                 part.finish_reason,
+                so_far.num_evictions + is_evicted,
             )
-            if part.finish_reason == ABORTED:
-                self._check_evicted()
         return so_far
 
-    def _check_evicted(self) -> None:
-        if self._config.on_busy_slot is BusySlot.wait:
+    def _count_evicted(self, num_requests: int) -> None:
+        if num_requests and self._config.on_busy_slot is BusySlot.wait:
             raise EngineError("the engine aborted requests although nobody asked it to")
-        self.num_evicted_requests += 1
+        self.num_evicted_requests += num_requests
 
     # -- weight_sync.endpoint.ReplicaHandler ---------------------------------------------------------------------------
 
@@ -240,3 +253,9 @@ class AdapterReplica:
                 " set weight_sync.mode=merged, where the base is not INT4"
             )
         logger.info("adapters of %s reach the engine's output", ", ".join(kinds))
+
+
+def seed_of_part(seed: int, num_tokens: int) -> int:
+    """Seed of what a response of this seed samples after `num_tokens` tokens: its own would repeat the random numbers
+    that made the first ones."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{num_tokens}".encode()).digest()[:4], "little") >> 1

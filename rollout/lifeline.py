@@ -1,15 +1,19 @@
-"""A process that ends when another one does, however that one ends.
+"""A process that ends when another one does, however that one ends, and whatever this one is doing then.
 
-Owns one watcher thread. A child that is busy with its own work never notices that its parent was killed; the kernel
-does, and a pidfd becomes readable. Callers: reward processes and engine processes, first thing.
+Owns one small process that watches both. A child that is busy with its own work never notices that its parent was
+killed, nor does a thread of it while native code keeps the interpreter (a regular expression that backtracks for ever);
+a signal at the parent's death comes with the end of the thread that started the child, which may be a pool's. The
+kernel tells anybody who holds a pidfd. Callers: reward processes and engine processes, first thing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
-import threading
+import subprocess
+import sys
 from collections.abc import Sequence
 
 OWNER_VARIABLE = "SLIPSTREAM_OWNER_PID"
@@ -23,24 +27,47 @@ def end_with(owner_pid: int, also_kill: Sequence[int] = ()) -> None:
         owner_pid: The process to live with.
         also_kill: Processes to kill first: an intermediate parent that does not watch for itself.
     """
+    with contextlib.ExitStack() as opened:
+        watched = [fd for pid in (*also_kill, os.getpid()) if (fd := _open(pid, opened)) is not None]
+        owner = _open(owner_pid, opened)
+        if owner is None:  # it died before this process was up
+            _kill(watched)
+            return
+        # A session of its own: what is sent to our group, as Ctrl-C, is not for it. It ends with this process.
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, str(owner), *map(str, watched)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(owner, *watched),
+            start_new_session=True,
+        ).returncode = 0  # nobody waits for it, and nobody is to be warned of that
+
+
+def _open(pid: int, opened: contextlib.ExitStack) -> int | None:
+    """A pidfd: a number alone may come to name a stranger. None: there is no such process any more."""
     try:
-        owner_fd = os.pidfd_open(owner_pid)
-    except ProcessLookupError:  # it died before this process was up
-        _kill(also_kill)
-        return
-    threading.Thread(target=_wait_and_kill, args=(owner_fd, also_kill), name="lifeline", daemon=True).start()
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    opened.callback(os.close, fd)
+    return fd
 
 
-def _wait_and_kill(owner_fd: int, also_kill: Sequence[int]) -> None:
+def _watch(owner: int, watched: Sequence[int]) -> None:
+    """In the watching process: until the owner is gone, or the process that is watched for, the last one."""
     poller = select.poll()
-    poller.register(owner_fd, select.POLLIN)
-    poller.poll()
-    _kill(also_kill)
+    for fd in (owner, watched[-1]):
+        poller.register(fd, select.POLLIN)
+    if owner in {fd for fd, _ in poller.poll()}:
+        _kill(watched)
 
 
-def _kill(also_kill: Sequence[int]) -> None:
-    for pid in (*also_kill, os.getpid()):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+def _kill(watched: Sequence[int]) -> None:
+    for fd in watched:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _watch(int(sys.argv[1]), [int(word) for word in sys.argv[2:]])

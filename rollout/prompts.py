@@ -97,6 +97,21 @@ def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from readers[file.suffix](file)
 
 
+def check_text(text: str, where: str) -> None:
+    """Refuse what JSON can say and UTF-8 cannot: half of a surrogate pair, which tokenizers do not take.
+
+    Raises:
+        DataError: Names the place and the character.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise DataError(
+            f"{where}: character {e.start + 1} of the text is {text[e.start]!a}, half of a surrogate pair; an "
+            "escape was cut in two, or is of another encoding"
+        ) from e
+
+
 class Tokenized(Protocol):
     """An item of a stream: its order's digest is over these."""
 
@@ -222,6 +237,7 @@ def _encode(
         raise DataError(f"{where}: no column {key!r} (data.prompt_key); the columns are {columns}")
     value = row[key]
     if isinstance(value, str):
+        check_text(value, where)
         text, token_ids = value, encoder.encode(value, add_special_tokens=add_special_tokens)
     elif (
         isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m and "content" in m for m in value)
@@ -232,6 +248,7 @@ def _encode(
             raise DataError(f"{where}: {e}") from e
         except Exception as e:  # the edge to a tokenizer's own template code
             raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {e}") from e
+        check_text(text, where)
         token_ids = encoder.encode(text, add_special_tokens=False)
     else:
         raise DataError(

@@ -51,6 +51,8 @@ class Rollout:
     """What rewards judge; special tokens are in it with reward.keep_special_tokens alone."""
     finish_reason: str
     """"stop" (end of sequence) or "length"."""
+    num_evictions: int = 0
+    """How often a publish ended its request because it needed the adapter slot that the request read."""
 
 
 @dataclass(frozen=True, slots=True)

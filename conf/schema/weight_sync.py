@@ -17,7 +17,8 @@ class SyncMode(StrEnum):
 
 class BusySlot(StrEnum):
     """What a publish does when requests of older versions read every adapter slot: wait for them, sample them anew
-    under the newest version, or go on with what they have so far under the newest version.
+    under the newest version (a group twice at most; then it goes on), or go on with what they have so far under the
+    newest version.
     """
 
     wait = "wait"

@@ -75,6 +75,7 @@ def test_the_sample_predicts_each_taught_token(folder):
         ({"messages": []}, "non-empty list"),
         ({"messages": [{"role": "user"}]}, "role and content"),
         ({"messages": [{"role": "user", "content": "hello"}]}, "nothing to learn"),
+        ({"prompt": "a", "response": "b\ud83d"}, "half of a surrogate pair"),
         ({"prompt": "a", "response": "b" * 200}, r"data\.max_sequence_tokens allows 100"),
     ],
 )

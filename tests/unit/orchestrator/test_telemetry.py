@@ -36,7 +36,7 @@ def stats(num_tokens: float, k3: float, num_stale: float = 0.0) -> LossStats:
 def record(step: int, **changes: object) -> StepRecord:
     rollouts = [
         Rollout([1, 2], [-1.0, -1.0], [0, 0], "a", "stop"),
-        Rollout([1] * 4, [-1.0] * 4, [0] * 4, "b", "length"),
+        Rollout([1] * 4, [-1.0] * 4, [0] * 4, "b", "length", num_evictions=3),
     ]
     parts: dict = {
         "groups": [Group(Prompt(0, (1, 2, 3), "p"), rollouts, [1.0, None])],
@@ -59,6 +59,7 @@ def test_row_has_every_metric_by_hand() -> None:
     assert row["policy/entropy"] == pytest.approx(1.5)
     assert row["rollout/tokens_per_s"] == 6 / 2.0
     assert row["rollout/truncated_fraction"] == 0.5
+    assert row["rollout/evictions"] == 3
     assert row["trainer/tokens_per_s_per_rank"] == (2 * 3 + 6) / 1.0 / 2
     assert (row["sync/replicas_committed"], row["sync/publish_s"], row["sync/watermark_bytes"]) == (1, 0.06, 1 << 20)
     assert row["eval/reward"] is None

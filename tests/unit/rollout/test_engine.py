@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,27 +127,46 @@ import os, sys, time
 from rollout.lifeline import end_with
 end_with(int(sys.argv[1]), also_kill=[os.getppid()])
 print("up", flush=True)
-time.sleep(600)
+exec(sys.argv[2])
 """
+BUSY = {
+    "asleep": "time.sleep(600)",
+    "in native code": "import re; re.match('(a+)+$', 'a' * 100 + 'b')",  # no other thread runs until it has ended
+}
 CHILD = """
 import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1]])
+subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1], sys.argv[3]])
 time.sleep(600)
 """
 OWNER = """
 import os, subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid()), sys.argv[2]])
+subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid()), *sys.argv[2:]])
 time.sleep(600)
 """
 
 
 @pytest.mark.timeout(60)
-def test_a_process_ends_with_its_owner_and_takes_the_one_in_between_along():
+@pytest.mark.parametrize("busy", BUSY)
+def test_a_process_ends_with_its_owner_and_takes_the_one_in_between_along(busy):
     reader, writer = os.pipe()
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, CHILD, GRANDCHILD], stdout=writer)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, CHILD, GRANDCHILD, BUSY[busy]], stdout=writer)
     os.close(writer)
     with os.fdopen(reader, "rb") as output:
         assert output.readline() == b"up\n"
+        time.sleep(0.5)  # until it is busy
         owner.kill()
         owner.wait()
         assert output.read() == b""  # end of file: every process that held the pipe is gone
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_ends_by_itself_leaves_no_watcher_behind_and_no_word_of_it():
+    code = (
+        "import os; from pathlib import Path; from rollout.lifeline import end_with; end_with(os.getppid());"
+        "print(Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text())"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, timeout=30)
+    assert done.stderr == b""
+    status = Path(f"/proc/{int(done.stdout)}/status")
+    while status.exists() and "State:\tZ" not in status.read_text():
+        time.sleep(0.01)

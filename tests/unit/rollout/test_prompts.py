@@ -65,6 +65,8 @@ def test_parquet_reads_as_jsonl_does(tmp_path, encoder):
         ('{"prompt": []}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list"),
         ('{"prompt": [{"role": "user"}]}', r"a\.jsonl:2: column 'prompt' must be text"),
         ('{"prompt": [{"role": "user", "content": 1}]}', r"a\.jsonl:2: the tokenizer's chat template refuses"),
+        (r'{"prompt": "ab\ud83d"}', r"a\.jsonl:2: character 3 of the text is '\\ud83d', half of a surrogate pair"),
+        (r'{"prompt": [{"role": "u", "content": "\ude00"}]}', r"a\.jsonl:2: character 3 of the text is '\\ude00'"),
         ('{"prompt": "123456789"}', r"a\.jsonl:2: the prompt has 10 tokens, data\.max_prompt_tokens allows 8"),
     ],
 )

@@ -1,0 +1,91 @@
+"""What becomes of a group whose version a publish evicts, over an engine that samples from its seed alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
+from rollout.adapter_replica import MAX_RESTARTS, AdapterReplica
+from rollout.engine import ABORTED
+from rollout.errors import EngineError
+from rollout.slots import Adapter
+from rollout.types import Rollout
+
+SAMPLING = SamplingConfig(max_tokens=12)
+PROMPT = (1, 2, 3)
+
+
+class SeededEngine:
+    """Token i of a request is number i of its seed's stream. `evictions` says after how many tokens each is ended."""
+
+    def __init__(self, evictions: list[int | None]) -> None:
+        self.requests: list[tuple[list[int], int | None]] = []
+        """Prompt and seed of each."""
+        self._evictions = evictions
+        self._version = 0
+
+    async def generate_group(
+        self, token_ids: Any, n: int, sampling: SamplingConfig, *, seed: int | None, adapter: Adapter
+    ) -> list[Rollout]:
+        rollouts: list[Rollout] = []
+        for index in range(n):
+            own = None if seed is None else seed + index
+            self.requests.append((list(token_ids), own))
+            end = self._evictions.pop(0) if self._evictions else None
+            stream = random.Random(own)
+            count = sampling.max_tokens if end is None else end
+            tokens = [stream.randrange(1000) for _ in range(count)]
+            reason = "length" if end is None else ABORTED
+            rollouts.append(Rollout(tokens, [-1.0] * count, [adapter.version] * count, "", reason))
+        return rollouts
+
+
+def make(policy: BusySlot, evictions: list[int | None]) -> tuple[AdapterReplica, SeededEngine]:
+    engine: Any = SeededEngine(evictions)
+    clients: Any = None
+    replica = AdapterReplica(engine, [], clients, 2, WeightSyncConfig(on_busy_slot=policy), lambda: True)
+    replica._table.commit(0, 7)
+    return replica, engine
+
+
+async def test_a_resumed_response_does_not_repeat_the_random_numbers_of_its_beginning() -> None:
+    replica, engine = make(BusySlot.re_prefill, [5, 4, None])
+    (rollout,) = await replica.sample(PROMPT, 1, SAMPLING, seed=11)
+    assert (len(rollout.token_ids), rollout.finish_reason, rollout.num_evictions) == (12, "length", 2)
+    assert engine.requests[1][0] == [*PROMPT, *rollout.token_ids[:5]]
+    assert engine.requests[2][0] == [*PROMPT, *rollout.token_ids[:9]]
+    first, second, third = rollout.token_ids[:5], rollout.token_ids[5:9], rollout.token_ids[9:]
+    assert second[:4] != first[:4]
+    assert third[:3] not in (first[:3], second[:3])
+    again, _ = make(BusySlot.re_prefill, [5, 4, None])
+    assert await again.sample(PROMPT, 1, SAMPLING, seed=11) == [rollout]
+    unseeded, engine = make(BusySlot.re_prefill, [5, None])
+    await unseeded.sample(PROMPT, 1, SAMPLING, seed=None)
+    assert [seed for _, seed in engine.requests] == [None, None]
+
+
+async def test_evictions_are_counted_by_request_and_siblings_start_anew_together() -> None:
+    replica, engine = make(BusySlot.requeue, [5, None, 3])  # of three siblings one was done
+    rollouts = await replica.sample(PROMPT, 3, SAMPLING, seed=11)
+    assert [(len(rollout.token_ids), rollout.num_evictions) for rollout in rollouts] == [(12, 1), (12, 0), (12, 1)]
+    assert replica.num_evicted_requests == 2
+    assert engine.requests == [(list(PROMPT), seed) for seed in (11, 12, 13)] * 2
+
+
+async def test_a_group_that_outlives_every_slot_ends_all_the_same() -> None:
+    evictions = [5] * (1 + MAX_RESTARTS) + [1] * 7  # seven more tokens, one at a time
+    replica, engine = make(BusySlot.requeue, list(evictions))
+    (rollout,) = await replica.sample(PROMPT, 1, SAMPLING, seed=11)
+    assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.policy_versions) == 12
+    assert rollout.finish_reason == "length"
+    assert rollout.num_evictions == replica.num_evicted_requests == len(evictions)
+    assert [len(prompt) for prompt, _ in engine.requests] == [3] * (1 + MAX_RESTARTS) + [8, 9, 10, 11, 12, 13, 14]
+
+
+async def test_an_abort_that_nobody_asked_for_is_an_error() -> None:
+    replica, _ = make(BusySlot.wait, [5])
+    with pytest.raises(EngineError, match="although nobody asked it to"):
+        await replica.sample(PROMPT, 1, SAMPLING, seed=11)
