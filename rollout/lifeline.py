@@ -24,9 +24,11 @@ def end_with(owner_pid: int, also_kill: Sequence[int] = ()) -> None:
     """End this process by SIGKILL as soon as process `owner_pid` is gone.
 
     Args:
-        owner_pid: The process to live with.
+        owner_pid: The process to live with. This one itself: nothing is watched.
         also_kill: Processes to kill first: an intermediate parent that does not watch for itself.
     """
+    if owner_pid == os.getpid():
+        return
     with contextlib.ExitStack() as opened:
         watched = [fd for pid in (*also_kill, os.getpid()) if (fd := _open(pid, opened)) is not None]
         owner = _open(owner_pid, opened)

@@ -255,6 +255,8 @@ def save_merged(decoder: Decoder, folder: Path | str, hf_config: dict[str, Any])
             weight_map = {m.name: _numbered(n, len(files)) for n, metas in enumerate(files, start=1) for m in metas}
             index = {"metadata": {"total_size": sum(map(_num_bytes, tensors))}, "weight_map": weight_map}
             (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+        else:
+            (folder / INDEX_NAME).unlink(missing_ok=True)  # of an earlier model here: it would count, not the new file
         config = {"architectures": [decoder.spec.hf_architecture], **hf_config, "dtype": dtype, "torch_dtype": dtype}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _wait_for_rank_0(decoder)

@@ -170,3 +170,17 @@ def test_a_process_that_ends_by_itself_leaves_no_watcher_behind_and_no_word_of_i
     status = Path(f"/proc/{int(done.stdout)}/status")
     while status.exists() and "State:\tZ" not in status.read_text():
         time.sleep(0.01)
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_is_its_own_owner_ends_alone():
+    """An engine's owner may import what its processes import: its parent must live on."""
+    code = (
+        "import os; from rollout.lifeline import end_with; end_with(os.getpid(), also_kill=[os.getppid()]);"
+        "print(__import__('pathlib').Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text())"
+    )
+    parent = (
+        f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {code!r}]); time.sleep(1); print('on')"
+    )
+    done = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True, text=True, timeout=30)
+    assert done.stdout.split() == ["on"]

@@ -125,7 +125,9 @@ def test_transformers_reproduces_our_logits_from_the_merged_model(hf_config, mod
 
 def test_a_merged_model_has_the_checkpoints_tensors_in_the_models_format(tmp_path):
     decoder = make_decoder(MIXED, dtype=torch.bfloat16)
+    (tmp_path / adapter_io.INDEX_NAME).write_text("of a larger model that was here")
     save_merged(decoder, tmp_path, MIXED)
+    assert not (tmp_path / adapter_io.INDEX_NAME).exists()
     tensors = load_file(tmp_path / "model.safetensors")
     assert {name: tuple(t.shape) for name, t in tensors.items()} == {
         meta.name: meta.shape for meta in decoder.spec.checkpoint_tensors("bfloat16")
