@@ -14,7 +14,7 @@ import pytest
 import torch
 from fakes.checkpoints import CONFIGS, CheckpointSource, write_checkpoint
 from fakes.vllm_oracle import vllm_loads_and_samples
-from fakes.vllm_publish import NUM_TOKENS, PROMPTS, Seen, check, publish_twice
+from fakes.vllm_publish import NUM_TOKENS, PROMPTS, Seen, check, prompts_for, publish_twice
 from safetensors.torch import load_file
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
@@ -50,7 +50,9 @@ def test_a_publish_leaves_what_vllms_loader_makes(
     if model == "deepseek_v3":  # as the product asks for
         arguments["attention_backend"] = "CPU_MLA"
         arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-    check(seen, *vllm_loads_and_samples(folder, "bfloat16", prompts=PROMPTS, max_tokens=NUM_TOKENS, **arguments))
+    split = RolloutConfig(tp_size=tp_size, enable_expert_parallel=expert_parallel)
+    prompts = prompts_for(split, Device.cpu)
+    check(seen, *vllm_loads_and_samples(folder, "bfloat16", prompts=prompts, max_tokens=NUM_TOKENS, **arguments))
     if model == "deepseek_v3":
         assert any(name.endswith("W_UK_T") for name in seen.first[0])
 
