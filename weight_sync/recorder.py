@@ -233,6 +233,8 @@ class _Recorder(TorchDispatchMode):
         source = next((found for found in map(self._source_of, _tensors((args, kwargs))) if found), None)
         if func in _FILLS and source is None:
             return self._fill(func, args, kwargs)
+        if func is aten.zero_.default and source is not None:
+            return self._drop(args[0], source)
         schema = _schema_of(func)
         for name, tensor in _mutated(schema, args, kwargs):
             target = self._param_of(tensor)
@@ -259,6 +261,15 @@ class _Recorder(TorchDispatchMode):
             if self._source_of(leaf) is not source or leaf.dtype != source.dtype or leaf.is_neg() or leaf.is_conj():
                 raise RecordError(f"{source.meta.name}: {func} reinterprets it")
         return result
+
+    def _drop(self, tensor: Tensor, source: _Source) -> Tensor:
+        """`weight.zero_()`, as for a bias that only the first rank adds: the tensor is the constant 0 from here on."""
+        if tensor.numel() != source.base.numel():
+            raise RecordError(f"{source.meta.name}: a part of it is set to 0, the rest is not")
+        storage = tensor.untyped_storage()._cdata
+        del self._sources[storage]
+        self._constants[storage] = (0.0, tensor)
+        return tensor
 
     def _alias(self, func: Any, tensor: Tensor, source: _Source, dtype: torch.dtype | None) -> Tensor:
         """The same rectangle again: the view itself, or, after a cast, the same view of an equal source."""

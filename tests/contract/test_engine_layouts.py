@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.checkpoints import CONFIGS, CheckpointSource, write_checkpoint
+from fakes.checkpoints import CONFIGS, GPT_OSS, CheckpointSource, write_checkpoint
 from fakes.vllm_oracle import vllm_loads_and_samples
 from fakes.vllm_publish import NUM_TOKENS, PROMPTS, Seen, check, prompts_for, publish_twice
 from safetensors.torch import load_file
@@ -55,6 +55,17 @@ def test_a_publish_leaves_what_vllms_loader_makes(
     check(seen, *vllm_loads_and_samples(folder, "bfloat16", prompts=prompts, max_tokens=NUM_TOKENS, **arguments))
     if model == "deepseek_v3":
         assert any(name.endswith("W_UK_T") for name in seen.first[0])
+
+
+def test_a_bias_that_one_rank_adds_is_zero_on_the_others(tmp_path: Path) -> None:
+    """gpt-oss: vLLM sets down_proj's bias to 0 on all ranks but the first, which a publish must leave so."""
+    folder = write_checkpoint(GPT_OSS, tmp_path, seed=3)
+    (seen,) = publish(folder, tp_size=2)
+    hashes, _ = vllm_loads_and_samples(folder, "bfloat16", tensor_parallel_size=2)
+    assert seen.first == seen.again == hashes
+    bias = next(name for name in hashes[0] if name.endswith("w2_bias"))
+    assert hashes[0][bias] != hashes[1][bias]
+    assert seen.zeroed[0][bias] == hashes[1][bias]
 
 
 @pytest.mark.parametrize("model", CONFIGS)

@@ -59,6 +59,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """Architecture -> config.json. DeepSeek-V3 and GLM-4 MoE have a shared expert and a float32 correction bias."""
 
 
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": 512, "hidden_size": 256,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "intermediate_size": 256, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 4,
+    "max_position_embeddings": 512, "rope_theta": 150000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+"""Fused experts with biases, sinks, sliding windows."""
+
+
 def write_checkpoint(config: dict[str, Any], folder: Path, *, seed: int, dtype: str = "bfloat16") -> Path:
     """A folder with config.json and model.safetensors of random weights; correction biases are random and float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -72,8 +81,8 @@ def write_checkpoint(config: dict[str, Any], folder: Path, *, seed: int, dtype: 
     for name, tensor in tensors.items():
         if name.endswith("e_score_correction_bias"):
             tensors[name] = torch.randn(tensor.shape) * 0.1
-        elif tensor.dim() == 1:
-            tensors[name] = torch.randn(tensor.shape).mul(0.1).add(1.0).to(tensor.dtype)  # norms differ, too
+        elif tensor.dim() == 1 or not tensor.any():
+            tensors[name] = torch.randn(tensor.shape).mul(0.1).add(1.0).to(tensor.dtype)  # norms and biases differ, too
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype, "torch_dtype": dtype}))
     return folder

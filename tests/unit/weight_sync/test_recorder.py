@@ -159,6 +159,20 @@ def test_a_constant_set_by_assignment_is_a_fill():
     assert [fill.value for fill in check(loader, numbered(t=(4,)), p=(3, 4)).fills] == [2.0, 3.0]
 
 
+def test_a_tensor_that_all_ranks_but_one_set_to_zero_is_a_fill():
+    """A bias that is added once, whatever the number of ranks whose sums are added up (gpt-oss)."""
+
+    def loader(params: dict[str, Tensor], weights: Weights) -> None:
+        for name, weight in weights:
+            if name == "bias":
+                weight.zero_()
+            params[name].copy_(weight.view(weight.shape))
+
+    layout = check(loader, numbered(bias=(2, 3), w=(4,)), bias=(2, 3), w=(4,))
+    assert [(fill.param, fill.num_elements, fill.value) for fill in layout.fills] == [("bias", 6, 0.0)]
+    assert [load.tensor for load in layout.loads] == ["w"]
+
+
 def test_views_that_split_and_join_dims():
     def loader(params: dict[str, Tensor], weights: Weights) -> None:
         for name, weight in weights:
@@ -270,7 +284,8 @@ def test_an_active_inference_mode_does_not_hide_ops():
         (lambda p, w: p.copy_(w.view(torch.int32)), "t: aten.view.dtype reinterprets"),
         (lambda p, w: p.copy_(torch.zeros(4, 4)), "no part of a checkpoint tensor"),
         (lambda p, w: torch.zeros(4, 4).copy_(w), "that is no parameter"),
-        (lambda p, w: w.zero_(), "writes argument self|writes into it"),
+        (lambda p, w: (w[:2].zero_(), p.copy_(w)), "t: a part of it is set to 0"),
+        (lambda p, w: w.fill_(1.0), "writes argument self"),
         (lambda p, w: w.copy_(p), "writes into it"),
         (lambda p, w: p.copy_(w[0]), "is no rectangle: it repeats"),
         (lambda p, w: p.view(-1)[:8].copy_(w.view(-1)[2:10]), "is no rectangle: it runs across the rows"),
