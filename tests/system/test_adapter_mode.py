@@ -202,7 +202,7 @@ async def test_an_engine_that_loads_its_base_from_disk_serves_like_one_that_was_
     source, transport = setup.trainer._delivery.source, setup.trainer._delivery._transport
     assert source is not None
     assert transport is not None
-    publisher = setup.trainer._make_publisher(source, transport)
+    publisher = setup.trainer._delivery._make_publisher(source, transport)
     await worker.start()
     try:
         with pytest.raises(ReplicaNotServing, match="no adapter yet"):
