@@ -145,9 +145,10 @@ async def _restart(supervisor: Supervisor, worker: int | None) -> tuple[bool, li
         if starting:
             return True, [f"{name} is being restarted already" for name in starting]
         return True, ["no rollout worker is out of service; --worker N restarts one all the same"]
-    num_serving = supervisor.num_serving
+    in_service = {r.index for r in supervisor.replicas if r.state in (ReplicaState.serving, ReplicaState.updating)}
     lines = [await supervisor.restart_now(index) for index in chosen]
-    if num_serving and not supervisor.num_serving:
+    are_taken = all(supervisor.replicas[index].state is ReplicaState.starting for index in chosen)
+    if are_taken and in_service and in_service <= set(chosen):
         lines.append("no other rollout worker serves: sampling stands still until one is back")
     return True, lines
 
