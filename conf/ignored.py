@@ -83,11 +83,16 @@ def check_no_override_is_ignored(
 
 def reasons_of(config: RunConfig, hf_config: Mapping[str, Any] | None) -> tuple[Ignored, ...]:
     """Every reason, whether it applies to this run or not."""
-    return (*_reasons_of_options(config), *_reasons_of_model(hf_config or {}, is_known=hf_config is not None))
+    return (
+        *_reasons_of_training(config),
+        *_reasons_of_sampling(config),
+        *_reasons_of_model(hf_config or {}, is_known=hf_config is not None),
+    )
 
 
-def _reasons_of_options(config: RunConfig) -> tuple[Ignored, ...]:
-    cluster, model, algorithm, reward = config.cluster, config.model, config.algorithm, config.reward
+def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
+    """About what is learnt, and from what."""
+    model, algorithm, reward = config.model, config.algorithm, config.reward
     is_sft = algorithm.objective is Objective.sft
     return (
         Ignored(
@@ -130,6 +135,31 @@ def _reasons_of_options(config: RunConfig) -> tuple[Ignored, ...]:
             f"reward.kind={reward.kind}",
             "remove it: a function gets every column",
         ),
+        Ignored(
+            "algorithm.max_uninformative_batches",
+            not algorithm.drop_zero_variance_groups,
+            "algorithm.drop_zero_variance_groups=false, which drops none",
+            "remove it, or choose algorithm=dapo",
+        ),
+        Ignored(
+            ("run.eval_samples_per_prompt", "rollout.eval_temperature"),
+            config.data.eval_path is None,
+            "data.eval_path=null",
+            "give data.eval_path",
+        ),
+        Ignored(
+            ("algorithm.clip_low", "algorithm.clip_high"),
+            algorithm.ratio_baseline is RatioBaseline.trainer,
+            "algorithm.ratio_baseline=trainer, whose ratio is 1 in the one update of a step",
+            "remove it, or set algorithm.ratio_baseline=rollout algorithm.tis_max=0",
+        ),
+    )
+
+
+def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
+    """About engines, what they are sent, and the machines."""
+    cluster = config.cluster
+    return (
         Ignored("cluster.dashboard_port", not cluster.dashboard, "cluster.dashboard=false", "remove one of the two"),
         Ignored(
             ("cluster.dashboard", "cluster.dashboard_port", "cluster.object_store_bytes"),
@@ -166,24 +196,6 @@ def _reasons_of_options(config: RunConfig) -> tuple[Ignored, ...]:
             cluster.device is Device.cpu,
             "cluster.device=cpu",
             "remove it, or set rollout.kv_cache_bytes",
-        ),
-        Ignored(
-            "algorithm.max_uninformative_batches",
-            not algorithm.drop_zero_variance_groups,
-            "algorithm.drop_zero_variance_groups=false, which drops none",
-            "remove it, or choose algorithm=dapo",
-        ),
-        Ignored(
-            ("run.eval_samples_per_prompt", "run.eval_every_steps", "rollout.eval_temperature"),
-            config.data.eval_path is None,
-            "data.eval_path=null",
-            "give data.eval_path",
-        ),
-        Ignored(
-            ("algorithm.clip_low", "algorithm.clip_high"),
-            algorithm.ratio_baseline is RatioBaseline.trainer,
-            "algorithm.ratio_baseline=trainer, whose ratio is 1 in the one update of a step",
-            "remove it, or set algorithm.ratio_baseline=rollout algorithm.tis_max=0",
         ),
     )
 

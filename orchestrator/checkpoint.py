@@ -75,6 +75,16 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
     )
 
 
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Those of a run folder's `checkpoints`, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if (path / "manifest.json").is_file())
+
+
+def step_of(path: Path | None) -> int:
+    """The step in a checkpoint's name; 0 for None, the start of a run."""
+    return int(path.name.removeprefix("step-")) if path is not None else 0
+
+
 class CheckpointStore:
     """See the module's docstring.
 
@@ -91,12 +101,12 @@ class CheckpointStore:
 
     def newest(self) -> Path | None:
         """The complete checkpoint with the highest step."""
-        complete = self._complete()
+        complete = complete_checkpoints(self._folder)
         return complete[-1] if complete else None
 
     def of_step(self, step: int) -> Path | None:
         """The complete checkpoint of a step, if there is one."""
-        return next((path for path in self._complete() if self.step_of(path) == step), None)
+        return next((path for path in complete_checkpoints(self._folder) if step_of(path) == step), None)
 
     def to_resume(self, resume: str | None) -> Path | None:
         """The checkpoint that run.resume asks for; None when it is not set."""
@@ -106,11 +116,6 @@ class CheckpointStore:
         if newest is None:
             raise CheckpointError(f"run.resume={resume} holds no complete checkpoint under {self._folder}")
         return newest
-
-    @staticmethod
-    def step_of(path: Path | None) -> int:
-        """The step in a checkpoint's name; 0 for None, the start of a run."""
-        return int(path.name.removeprefix("step-")) if path is not None else 0
 
     def begin(self, step: int) -> Path:
         """An empty folder under a temporary name; the trainer's ranks write into its `trainer/`."""
@@ -148,7 +153,7 @@ class CheckpointStore:
             shutil.rmtree(final)
         partial.replace(final)
         _fsync(self._folder)
-        for old in self._complete()[: -self._keep]:
+        for old in complete_checkpoints(self._folder)[: -self._keep]:
             shutil.rmtree(old)
         return final
 
@@ -179,9 +184,6 @@ class CheckpointStore:
             shuffle_rng=raw["shuffle_rng"],
             buffer=BufferState(raw["num_batches"], groups, in_flight),
         )
-
-    def _complete(self) -> list[Path]:
-        return sorted(p for p in self._folder.glob("step-*") if (p / "manifest.json").is_file())
 
     def _check_options(self, path: Path, saved: dict[str, Any]) -> None:
         mine, theirs = dict(flatten(self._options)), dict(flatten(saved))

@@ -111,15 +111,17 @@ def tell(text: str) -> None:
 
 def _where(latest: Path, before: Path | None, words: Sequence[str]) -> str:
     """Where to read on and how to go on, once the run has a folder of its own."""
+    from orchestrator.checkpoint import complete_checkpoints, step_of
+
     folder = latest.resolve()
     if not latest.exists() or folder == before:
         return "The run had no folder yet."
     logs = folder / "ray"
     said = f"Log: {folder / 'run.log'}" + (f", worker logs: {logs}" if logs.is_dir() else "")
-    complete = sorted((folder / "checkpoints").glob("step-*"))
+    complete = complete_checkpoints(folder / "checkpoints")
     if not complete:
         return f"{said}\nThere is no checkpoint yet (run.checkpoint_every_steps)."
     command = shlex.join(
         ["slipstream", "train", *(word for word in words if not word.startswith("run.resume=")), f"run.resume={folder}"]
     )
-    return f"{said}\nGo on from step {int(complete[-1].name.removeprefix('step-'))}: {command}"
+    return f"{said}\nGo on from step {step_of(complete[-1])}: {command}"

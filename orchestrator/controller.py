@@ -50,7 +50,7 @@ from orchestrator.relay import publish_by_relay
 from orchestrator.rooms import Rooms, Stopwatch
 from orchestrator.sampler import Sampler
 from orchestrator.telemetry import StepRecord, Value
-from orchestrator.waiting import finish_first, wait_for
+from orchestrator.waiting import finish_first, last_attempt, wait_for
 from trainer.packing import pack
 from trainer.types import OptimStats, Sample
 from weight_sync.errors import WeightSyncError
@@ -100,7 +100,7 @@ class Controller:
         except asyncio.CancelledError:
             if self._is_whole and self.step > 0:
                 logger.info("told to end: saving step %d first", self.step)
-                await self._try_to_save()
+                await self._save_at_last()
             raise
         finally:
             sampling.cancel()
@@ -296,15 +296,11 @@ class Controller:
         try:
             return await sampling
         except Exception:
-            await self._try_to_save()
+            await self._save_at_last()
             raise
 
-    async def _try_to_save(self) -> None:
-        """On the way out: why the run ends is what is reported."""
-        try:
-            await asyncio.wait_for(self.save(), SAVE_S)
-        except Exception:
-            logger.exception("the run's state could not be saved")
+    async def _save_at_last(self) -> None:
+        await last_attempt(self.save(), "saving the run's state", timeout_s=SAVE_S)
 
     async def _stop_if_hopeless(self) -> None:
         """Refused steps changed nothing: the weights are the last finite step's, and are saved as such."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.schema import Objective, RunConfig, SyncMode, TrainMode
-from orchestrator.checkpoint import CheckpointStore, fingerprint
+from orchestrator.checkpoint import CheckpointStore, fingerprint, step_of
 from orchestrator.controller import RAY_CALL_S, Controller
 from orchestrator.conversations import read_conversations
 from orchestrator.curves import SFT_PANELS, draw_curves
@@ -111,7 +111,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
         stack.push_async_callback(rewards.close)
         cluster = await stack.enter_async_context(Cluster(config, folder))
         await together(rewards.start(), cluster.start(model.hf_config))
-        telemetry = stack.enter_context(_telemetry(config, folder, progress, checkpoints.step_of(resume_from)))
+        telemetry = stack.enter_context(_telemetry(config, folder, progress, step_of(resume_from)))
         supervisor = Supervisor(
             cluster.workers,
             request_timeout_s=config.rollout.request_timeout_s,
@@ -172,7 +172,7 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRes
         progress.say(f"starting {config.trainer.num_ranks} trainer ranks")
         cluster = await stack.enter_async_context(Cluster(config, folder))
         await cluster.start(model.hf_config)
-        telemetry = stack.enter_context(_telemetry(config, folder, progress, checkpoints.step_of(resume_from)))
+        telemetry = stack.enter_context(_telemetry(config, folder, progress, step_of(resume_from)))
         stack.callback(progress.say, "ending the run's processes")
         tuner = Finetuner(config, cluster.trainer, training, held_out, telemetry, checkpoints)
         await tuner.train(resume_from, on_clock=log.context.set)

@@ -25,7 +25,7 @@ from orchestrator.conversations import Conversation
 from orchestrator.errors import TrainingStopped
 from orchestrator.rooms import Stopwatch
 from orchestrator.telemetry import StepRecord, Telemetry, Value
-from orchestrator.waiting import finish_first
+from orchestrator.waiting import finish_first, last_attempt
 from rollout.prompts import Shuffled
 from trainer.packing import pack
 from trainer.types import LossStats, Sample
@@ -81,7 +81,7 @@ class Finetuner:
         except asyncio.CancelledError:
             if self._is_whole and self.step > 0:
                 logger.info("told to end: saving step %d first", self.step)
-                await asyncio.wait_for(self._save(), SAVE_S)
+                await last_attempt(self._save(), "saving the run's state", timeout_s=SAVE_S)
             raise
 
     async def _one_step(self) -> None:

@@ -22,6 +22,7 @@ import yaml
 
 from conf.errors import ConfigError
 from conf.schema import Objective
+from orchestrator.checkpoint import complete_checkpoints, step_of
 from orchestrator.requests import is_alive
 from orchestrator.run_folder import RunFolder
 from orchestrator.run_log import format_s
@@ -123,7 +124,7 @@ def status_of(run: Path) -> Status:
     recent = {metric: mean for metric, _, _ in _SHOWN if (mean := _recent_mean(rows, metric)) is not None}
     seconds = [row["step/total_s"] for row in rows[2:][-NUM_RECENT:]]  # without the first step, which compiles kernels
     is_going_on = state == "running" and step is not None and seconds
-    checkpoints = sorted(folder.checkpoints.glob("step-*"))
+    checkpoints = complete_checkpoints(folder.checkpoints)
     return Status(
         run=str(folder.root),
         state=state,
@@ -135,7 +136,7 @@ def status_of(run: Path) -> Status:
         held_out=_held_out(rows),
         counts={metric: int(sum(row.get(metric) or 0 for row in rows)) for metric, _ in _COUNTED},
         replicas_serving=next((row["rollout/replicas_serving"] for row in reversed(rows)), None),
-        checkpoint=int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else None,
+        checkpoint=step_of(checkpoints[-1]) if checkpoints else None,
         log=_last_warnings(folder.log),
     )
 

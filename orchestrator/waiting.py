@@ -1,6 +1,7 @@
 """The one way this package waits: with a deadline, and saying every 30 seconds what for.
 
-Owns: `wait_for`, `together`, `finish_first`. Does not own: what is awaited, nor what a caller does about a timeout.
+Owns: `wait_for`, `together`, `finish_first`, `last_attempt`. Does not own: what is awaited, nor what a caller
+does about a timeout.
 Invariant: nothing in the controller waits in silence, and nothing waits for ever.
 """
 
@@ -89,3 +90,11 @@ async def finish_first(work: Awaitable[T], what: str, *, timeout_s: float) -> T:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("%s failed while the run was told to end: %s", what, error)
         raise
+
+
+async def last_attempt(work: Awaitable[object], what: str, *, timeout_s: float) -> None:
+    """Await on the way out. What it raises is logged: why the run ends is what is to be reported."""
+    try:
+        await asyncio.wait_for(work, timeout_s)
+    except Exception:
+        logger.exception("%s failed", what)

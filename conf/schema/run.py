@@ -33,7 +33,9 @@ class RunSection:
     keep_checkpoints: int = 2
     """Older checkpoints are removed."""
     eval_every_steps: int = 20
-    """Evaluate on data.eval_path before the first step, this often, and at the end. 0: only first and last."""
+    """Evaluate on data.eval_path before the first step, this often, and at the end. 0: only first and last. As often,
+    responses of training go to samples.jsonl, with data.eval_path or without.
+    """
     eval_samples_per_prompt: int = 1
     """Responses per held-out prompt."""
     tensorboard: bool = True

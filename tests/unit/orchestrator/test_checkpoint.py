@@ -10,7 +10,7 @@ import pytest
 
 from conf.schema import RunConfig, RunSection
 from orchestrator.buffer import BufferState
-from orchestrator.checkpoint import CheckpointStore, RunState, fingerprint
+from orchestrator.checkpoint import CheckpointStore, RunState, fingerprint, step_of
 from orchestrator.errors import CheckpointError
 from rollout.types import Group, Prompt, Rollout
 
@@ -53,7 +53,7 @@ def test_newest_complete_one_is_resumed_and_older_ones_are_removed(tmp_path: Pat
     store.begin(20)  # a crash while writing
     assert store.newest() == tmp_path / "checkpoints" / "step-000015"
     assert [p.name for p in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-000010", "step-000015"]
-    assert store.step_of(store.newest()) == 15
+    assert step_of(store.newest()) == 15
 
 
 def test_crash_before_the_rename_leaves_the_previous_one(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_crash_before_the_rename_leaves_the_previous_one(tmp_path: Path) -> None
     (partial / "trainer" / "rank0.bin").write_bytes(b"half")
     assert store.newest() == tmp_path / "checkpoints" / "step-000005"
     write(store, 10)  # the resumed run reaches the step again
-    assert store.step_of(store.newest()) == 10
+    assert step_of(store.newest()) == 10
 
 
 @pytest.mark.parametrize("name", ["trainer/rank0.bin", "state.json", "groups.jsonl"])

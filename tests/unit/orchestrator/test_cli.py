@@ -175,6 +175,7 @@ def test_a_run_that_ended_early_says_how_to_go_on(
     def run(config: Any, words: list[str]) -> None:
         for name in ("step-000020", "step-000040", ".step-000060.partial"):
             (folder / "checkpoints" / name).mkdir(parents=True)
+            (folder / "checkpoints" / name / "manifest.json").write_text("{}")
         (tmp_path / "runs" / "latest").symlink_to("quickstart-1")
         raise error
 

@@ -45,7 +45,9 @@ def test_before_the_first_row(run: Path) -> None:
 
 def test_a_run_that_goes_on(run: Path) -> None:
     write_rows(run, 50)
-    (run / "checkpoints" / "step-000050").mkdir(parents=True)
+    for step in (50, 60):
+        (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    (run / "checkpoints" / "step-000050" / "manifest.json").write_text("{}")
     (run / "run.log").write_text(
         "2026-01-31 12:00:00,000 I [step 1 v1] orchestrator.run: fine\n"
         "2026-01-31 12:00:01,000 W [step 2 v2] orchestrator.supervisor: rollout-0 is out of service\n"
