@@ -28,6 +28,8 @@ TIMEOUT_S = 5.0
 """Of a publish to one replica, and of a transfer without progress. Mooncake accepts no less."""
 MESSAGE_TIMEOUT_S = 3.0
 """The same where nothing is wrong with the link."""
+PATIENT_S = 30.0
+"""The same where no deadline is what is tried: a process that is gone is noticed at once, however busy the machine."""
 GROUP_TIMEOUT_S = 4.0
 SLACK_S = 12.0
 """What a loaded machine may add. The waits that the bounds exclude are minutes."""
@@ -164,7 +166,7 @@ def proxied() -> Iterator[Cluster]:
 
 def test_a_killed_replica_is_restarted_reads_a_peers_weights_and_rejoins(clusters: Make) -> None:
     """The trainer's ranks do nothing between the two publishes but meet the replica's new process."""
-    cluster = clusters()
+    cluster = clusters(timeout_s=PATIENT_S)
     assert committed(cluster.publish(0)) == [True, True]
     cluster.replicas[0].ask("when_written", signal.SIGKILL)
     assert committed(cluster.publish(1)) == [False, True]
@@ -186,7 +188,7 @@ def test_a_killed_replica_is_restarted_reads_a_peers_weights_and_rejoins(cluster
 
 
 def test_a_peer_that_dies_or_moves_during_a_recovery_leaves_the_restarted_replica_dirty(clusters: Make) -> None:
-    cluster = clusters(num_replicas=3)
+    cluster = clusters(num_replicas=3, timeout_s=PATIENT_S)
     assert committed(cluster.publish(0)) == [True, True, True]
     fresh = cluster.restart_replica(0)
     old = cluster.replicas[1].ask("offer")
