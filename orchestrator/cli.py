@@ -164,7 +164,7 @@ def _plan(words: list[str]) -> int:
     parser.add_argument("--nvlink-gb-s", type=float)
     parser.add_argument("--hbm-gb-s", type=float)
     parser.add_argument("--op-us", type=float)
-    parser.add_argument("--adapter-decode-loss", type=float, default=0.27)
+    parser.add_argument("--adapter-decode-loss", type=float, default=0.19)
     parser.add_argument("--slow-rank", action="append", default=[])
     parser.add_argument("--lost-nic", type=int, action="append", default=[])
     flags, overrides = parser.read_overrides(words)

@@ -94,7 +94,7 @@ flags: the cluster
   --nvlink-gb-s RATE        one-sided writes inside a node; 396
   --hbm-gb-s RATE           device memory traffic of packing, merging and hashing; 3870
   --op-us MICROSECONDS      one entry of a batched write, beside its bytes; 1
-  --adapter-decode-loss F   part of its decode speed that an engine loses by serving an expert adapter; 0.27, of
+  --adapter-decode-loss F   part of its decode speed that an engine loses by serving an expert adapter; 0.19, of
                             vLLM 0.25.1 (bench/adapter_sync.py)
   --slow-rank RANK=FACTOR   a trainer rank whose links and memory are FACTOR times slower; may be given again
   --lost-nic GPU            a GPU without a NIC, which shares its neighbour's; may be given again

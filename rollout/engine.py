@@ -276,6 +276,7 @@ class Engine:
             ignore_eos=not sampling.stop_at_eos,
             seed=seed,
             logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,  # lists of numbers; a dict and an object a token make full collections long
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -337,7 +338,10 @@ class Engine:
             raise EngineError(f"{request_id} ended without an output")
         (completion,) = final.outputs
         token_ids = list(completion.token_ids)
-        logprobs = [entry[token].logprob for token, entry in zip(token_ids, completion.logprobs or [], strict=True)]
+        flat = completion.logprobs
+        if (flat.token_ids if flat else []) != token_ids:
+            raise EngineError(f"{request_id} has log-probabilities of other tokens than it returned")
+        logprobs = list(flat.logprobs) if flat else []
         if completion.finish_reason == ABORTED:
             del stamps[len(token_ids) :]  # tokens that arrived after the request was ended
         if len(stamps) != len(token_ids):
