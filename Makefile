@@ -21,10 +21,10 @@ unit: setup       ## No GPU, network or Ray; under 90 s
 	@$(TEST_ENV) $(PY) -m pytest tests/unit -q -n 2 --dist loadfile
 
 contract: setup   ## Real Mooncake, real vLLM loaders, real processes
-	@$(TEST_ENV) $(PY) -m pytest tests/contract -q
+	@$(TEST_ENV) $(PY) -m pytest tests/contract -q -n 2 --dist loadfile --durations=10
 
 system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
-	@$(TEST_ENV) $(PY) -m pytest tests/system -q
+	@$(TEST_ENV) $(PY) -m pytest tests/system -q --durations=10
 
 lint: setup       ## What pre-commit and CI check
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/lint-imports && .venv/bin/codespell && .venv/bin/hadolint docker/*.Dockerfile && .venv/bin/basedpyright

@@ -15,6 +15,7 @@ from conf.schema import (
     ENGINE_LORA_RANKS,
     MAX_EXPERT_RANK,
     Device,
+    DType,
     EngineFormat,
     Init,
     Objective,
@@ -25,7 +26,14 @@ from conf.schema import (
     TransportKind,
 )
 from conf.schema.rules import divisors
-from conf.tensor_parallel import check_tp_size_fits_model, has_dense_layers, head_dim_of, num_experts_of, one_of
+from conf.tensor_parallel import (
+    check_tp_size_fits_model,
+    fp8_skipped,
+    has_dense_layers,
+    head_dim_of,
+    num_experts_of,
+    one_of,
+)
 
 CPU_ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that vLLM's CPU attention has kernels for (vLLM 0.32, `cpu_attn.py`)."""
@@ -63,9 +71,11 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
             config.rollout.tp_size,
             hf_config,
             is_expert_parallel=config.rollout.enable_expert_parallel,
+            can_split_experts=config.cluster.device is not Device.cpu,
         )
         check_head_dim_on_cpu(config, hf_config)
         check_fp8_engine_has_gpus(config, hf_config)
+        check_fp8_engine_computes_in_two_bytes(config, hf_config)
         check_adapters_beside_experts_have_gpu_engines(config, hf_config)
 
 
@@ -306,6 +316,16 @@ def check_fp8_engine_has_gpus(config: RunConfig, hf_config: Mapping[str, Any]) -
         raise ConfigError(
             f"{asked} (config.json) asks for quantized engines, which need GPUs, and cluster.device=cpu; choose "
             "cluster.device=cuda, or model.engine_format=checkpoint and a model without quantization_config"
+        )
+
+
+def check_fp8_engine_computes_in_two_bytes(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """vLLM's FP8 layers take activations of two bytes (`Fp8Config.get_supported_act_dtypes`)."""
+    is_fp8 = config.model.engine_format is EngineFormat.block_fp8 or fp8_skipped(hf_config) is not None
+    if is_fp8 and config.model.dtype is DType.float32:
+        raise ConfigError(
+            "model.dtype=float32 contradicts block-FP8 engines, which compute in two bytes; set model.dtype=bfloat16, "
+            "or give a model without FP8 (model.engine_format=checkpoint)"
         )
 
 

@@ -186,6 +186,12 @@ def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or start more workers",
         ),
         Ignored(
+            "rollout.enable_expert_parallel",
+            config.rollout.tp_size == 1 and cluster.device is not Device.cpu,
+            "rollout.tp_size=1: one rank holds all experts",
+            "remove it, or set rollout.tp_size",
+        ),
+        Ignored(
             ("rollout.max_restarts", "rollout.restart_backoff_s"),
             not config.weight_sync.enabled,
             "weight_sync.enabled=false, which restarts no worker",

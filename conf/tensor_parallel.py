@@ -40,7 +40,12 @@ class Width(NamedTuple):
 
 
 def check_tp_size_fits_model(
-    option: str, tp_size: int, hf_config: Mapping[str, Any], *, is_expert_parallel: bool = False
+    option: str,
+    tp_size: int,
+    hf_config: Mapping[str, Any],
+    *,
+    is_expert_parallel: bool = False,
+    can_split_experts: bool = True,
 ) -> None:
     """The engine can build its ranks of this model.
 
@@ -49,6 +54,7 @@ def check_tp_size_fits_model(
         tp_size: Ranks of one engine.
         hf_config: config.json of the model, with the engine's quantization_config.
         is_expert_parallel: Whether ranks hold whole experts.
+        can_split_experts: Whether that may be proposed; a CPU's engines cannot.
 
     Raises:
         ConfigError: It cannot; says which size could.
@@ -60,7 +66,7 @@ def check_tp_size_fits_model(
     allowed = [size for size in sizes if tp_problem(size, hf_config, is_expert_parallel=is_expert_parallel) is None]
     whole_experts = [size for size in sizes if tp_problem(size, hf_config, is_expert_parallel=True) is None]
     cures = [f"it can be {one_of(allowed)}"] if allowed else []
-    if len(whole_experts) > len(allowed):
+    if can_split_experts and len(whole_experts) > len(allowed):
         cures.append(f"with expert parallelism it can be {one_of(whole_experts)}")
     if not cures:
         is_fp8 = fp8_skipped(hf_config) is not None

@@ -147,6 +147,9 @@ def _train(words: list[str]) -> int:
         return EXIT_OK
     for note in environment.apply(environment.variables_of(report.config)):
         print(note, file=sys.stderr)
+    for fact in report.facts:
+        if fact.is_warning:
+            print(f"warning: {fact.subject}: {fact.finding}", file=sys.stderr)
     place = ["--config-dir", str(flags.config_dir)] if flags.config_dir else []
     with signals() as received:
         return run_to_an_exit_code(report.config, overrides, received, [*place, *overrides])

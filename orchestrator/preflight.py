@@ -63,6 +63,8 @@ class Fact:
 
     subject: str
     finding: str
+    is_warning: bool = False
+    """Allowed, and seldom what was meant: said at the start of a run, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +235,22 @@ def _check_vocabulary(config: RunConfig, path: str, prompts: Sequence[Prompt | C
         )
 
 
+def check_sampling(config: RunConfig) -> Fact:
+    """How responses are drawn; and that what is learnt from has the probabilities that the trainer computes."""
+    if config.algorithm.objective is Objective.sft:
+        return Fact("responses", "none: supervised fine-tuning")
+    sampling = config.rollout.sampling
+    drawn = f"temperature {sampling.temperature:g}, at most {sampling.max_tokens} tokens"
+    if sampling.top_p == 1:
+        return Fact("responses", drawn)
+    return Fact(
+        "responses",
+        f"{drawn}, rollout.sampling.top_p={sampling.top_p:g}: engines' log-probabilities are of what top_p leaves of "
+        "the distribution and the trainer's are of all of it, so importance weights, ratios and k3 are off; 1 is exact",
+        is_warning=True,
+    )
+
+
 def check_reward_loads(config: RunConfig) -> Fact:
     """The reward can be set up; tried in a process of its own, as in the run."""
     if config.algorithm.objective is Objective.sft:
@@ -369,6 +387,7 @@ CHECKS: tuple[Callable[[RunConfig], Fact], ...] = (
     check_initial_adapter,
     check_tokenizer,
     check_data,
+    check_sampling,
     check_reward_loads,
     check_devices,
     check_link,

@@ -73,6 +73,14 @@ CASES = [
         ["cluster=attached", "cluster.dashboard_port=9000"],
         "cluster.dashboard_port has no effect with cluster.ray_address=auto",
     ),
+    (
+        ["cluster.device=cuda", "rollout.enable_expert_parallel=true"],
+        "rollout.enable_expert_parallel has no effect with rollout.tp_size=1.*set rollout.tp_size",
+    ),
+    (
+        ["cluster.device=cuda", "model.engine_format=block_fp8", "model.dtype=float32"],
+        "model.dtype=float32 contradicts block-FP8 engines.*set model.dtype=bfloat16",
+    ),
     (["rollout.gpu_memory_utilization=0.5"], "rollout.gpu_memory_utilization has no effect with cluster.device=cpu"),
     (
         ["data.eval_path=null", "run.eval_samples_per_prompt=4"],

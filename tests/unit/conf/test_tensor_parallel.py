@@ -97,6 +97,14 @@ def test_sizes_that_engines_can_build_are_allowed(
     check_tp_size_fits_model("--tp", tp_size, config, is_expert_parallel=is_expert_parallel)
 
 
+def test_expert_parallelism_is_proposed_where_engines_can_do_it() -> None:
+    config = {**MOE, "moe_intermediate_size": 100}
+    with pytest.raises(ConfigError, match="with expert parallelism it can be 1, 2, 3"):
+        check_tp_size_fits_model("--tp", 3, config)
+    with pytest.raises(ConfigError, match=r"it can be 1, 2, 4$"):
+        check_tp_size_fits_model("--tp", 3, config, can_split_experts=False)
+
+
 def test_layers_that_conversion_left_out_need_no_blocks() -> None:
     quantization = {**FP8["quantization_config"], "modules_to_not_convert": ["model.layers.0.mlp.gate_proj"]}
     config = {**GQA, "head_dim": 128, "intermediate_size": 192, "quantization_config": quantization}
@@ -123,7 +131,10 @@ def test_key_value_heads_default_to_all_heads() -> None:
             "rollout.tp_size=4 does not divide the routed experts' moe_intermediate_size=62; it can be 1, 2; with",
         ),
         (
-            ["model=tiny_qwen3", "trainer.ep_size=1", "cluster.device=cuda", "rollout.enable_expert_parallel=true"],
+            [
+                *("model=tiny_qwen3", "trainer.ep_size=1", "cluster.device=cuda"),
+                *("rollout.tp_size=2", "rollout.enable_expert_parallel=true"),
+            ],
             "rollout.enable_expert_parallel=true needs a mixture of experts, and model_type=qwen3 has none",
         ),
     ],

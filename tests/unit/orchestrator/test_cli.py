@@ -122,6 +122,16 @@ def test_dry_run_reports_and_starts_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_run_says_at_its_start_what_is_seldom_meant(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_run(monkeypatch, lambda *_: None)
+    assert main([*READY, "rollout.sampling.top_p=0.9"]) == 0
+    assert "warning: responses: temperature 1, at most 4 tokens, rollout.sampling.top_p=0.9" in capsys.readouterr().err
+    assert main([*READY]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_train_sets_the_environment_and_hands_over_config_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, list[str], str | None]] = []
     fake_run(monkeypatch, lambda config, words: calls.append((config, words, os.environ.get("HF_HUB_OFFLINE"))))

@@ -196,6 +196,14 @@ def test_a_kv_cache_too_small_for_one_sequence_is_refused(checkpoint: Path) -> N
         run_preflight(load_run_config(words_for(checkpoint, f"rollout.kv_cache_bytes={enough}")))
 
 
+def test_a_truncated_distribution_is_warned_of(checkpoint: Path) -> None:
+    for top_p, is_warning in ((1.0, False), (0.9, True)):
+        report = run_preflight(load_run_config(words_for(checkpoint, f"rollout.sampling.top_p={top_p}")))
+        (fact,) = (fact for fact in report.facts if fact.subject == "responses")
+        assert fact.is_warning == is_warning
+        assert ("top_p=0.9" in fact.finding) == is_warning
+
+
 def test_one_cause_is_reported_once(tmp_path: Path) -> None:
     with pytest.raises(PreflightError) as caught:
         run_preflight(load_run_config(words_for(tmp_path / "absent")))
