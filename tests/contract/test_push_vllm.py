@@ -188,7 +188,7 @@ def test_a_fleet_starts_from_disk_serves_and_ends_with_the_command(folder: Path)
         if report["expected_s"]:  # in time; a busy host may be late with it
             assert report["expected_s"] < report["engines_up_s"]
             assert report["num_expected"] == 1  # the layout recorded on meta is the engine's, and was planned for
-        assert report["plan_s"] > 0
+            assert report["plan_s"] > 0
         assert set(report["attach_s"]) == {"whole", "record", "link", "register", "describe", "endpoint"}
         assert held(engine) == oracle(folder, folder / "one")
         process.send_signal(signal.SIGTERM)
