@@ -205,7 +205,7 @@ def test_a_peer_that_dies_or_moves_during_a_recovery_leaves_the_restarted_replic
     os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
     assert fresh.ask("pull", offers) in ("TransferFailed", "TransferTimeout")
-    assert time.monotonic() - began < TIMEOUT_S + SLACK_S
+    assert time.monotonic() - began < PATIENT_S + SLACK_S
     assert fresh.ask("wrong", 2)[1].phase is Phase.dirty
     cluster.reconnect(0)
     assert committed(cluster.publish(3)) == [True, True, False]
