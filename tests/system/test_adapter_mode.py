@@ -63,7 +63,7 @@ def config_of() -> RunConfig:
         [
             "experiment=quickstart", "model=tiny_qwen3", "trainer.ep_size=1", "trainer.num_ranks=1",
             "trainer.lora.rank=6", "trainer.lora.alpha=15", "model.dtype=bfloat16", "rollout.max_model_len=1024",
-            "model.hf_config.max_position_embeddings=1024", "weight_sync.mode=adapter", "weight_sync.timeout_s=20",
+            "model.hf_config.max_position_embeddings=1024", "weight_sync.mode=adapter", "weight_sync.timeout_s=100",
         ]
     )  # fmt: skip
 
@@ -120,7 +120,7 @@ class Setup:
         """Choose on_busy_slot."""
         replica = self.worker._replica
         assert replica is not None
-        replica._config = dataclasses.replace(replica._config, on_busy_slot=policy, timeout_s=8.0)
+        replica._config = dataclasses.replace(replica._config, on_busy_slot=policy, timeout_s=60.0)
 
     async def slots(self) -> list[dict[str, str]]:
         """sha256 of every buffer of every slot."""
