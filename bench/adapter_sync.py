@@ -102,7 +102,7 @@ class Trainer:
         """Send the base once, then plan the adapter's publishes."""
         from trainer.adapter_source import AdapterSource
         from trainer.weight_source import TrainerWeightSource
-        from weight_sync.heap import freeze_heap
+        from weight_sync.gc_freeze import freeze_heap
 
         began = time.perf_counter()
         publisher = self._publisher(TrainerWeightSource(self.decoder, 0, is_merged=False))
@@ -126,7 +126,7 @@ class Trainer:
 
     def _publisher(self, source: Any) -> Any:
         from conf.schema import WeightSyncConfig
-        from weight_sync.publisher import Publisher
+        from weight_sync.publish.publisher import Publisher
 
         return Publisher(
             source, self.transport, rank=0, world_size=1, group=None, config=WeightSyncConfig(), key=KEY,

@@ -65,8 +65,8 @@ async def serve_plain(spec: EngineSpec, pipe: Connection) -> None:
     """Parameters in vLLM's layout behind an endpoint."""
     import torch
 
-    from weight_sync.endpoint import ReplicaEndpoint
-    from weight_sync.receiver import Receiver
+    from weight_sync.replica.endpoint import ReplicaEndpoint
+    from weight_sync.replica.receiver import Receiver
     from weight_sync.transport.mooncake import MooncakeTransport
 
     layout = plain_layout(spec.hf_config)
@@ -96,7 +96,7 @@ class PlainReplica:
 
     async def begin(self, version: int, epoch: int, digest: str, known: Any) -> list[Any]:
         """See ReplicaHandler."""
-        from weight_sync.protocol import Bound
+        from weight_sync.replica.protocol import Bound
 
         return [Bound.of(self._receiver.begin(version, epoch, digest), known)]
 

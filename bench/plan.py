@@ -41,7 +41,7 @@ from trainer.adapter_names import adapter_tensors  # noqa: E402
 from trainer.model.spec import ModelSpec  # noqa: E402
 from trainer.offline import adapter_source_layouts, source_layouts  # noqa: E402
 from trainer.quantization import BlockFp8  # noqa: E402
-from weight_sync.addresses import AddressBook  # noqa: E402
+from weight_sync.publish.address_book import AddressBook  # noqa: E402
 from weight_sync.layout import (  # noqa: E402
     Binding,
     Destination,
@@ -52,13 +52,13 @@ from weight_sync.layout import (  # noqa: E402
     SourceLayout,
     TensorMeta,
 )
-from weight_sync.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
-from weight_sync.links import LinkRates, place  # noqa: E402
-from weight_sync.plan import TransferPlan, build_plan  # noqa: E402
-from weight_sync.protocol import Begin, Begun, Bound, Commit, Expected, Signer, pack, unpack  # noqa: E402
-from weight_sync.simulate import simulate  # noqa: E402
-from weight_sync.staging import Staging, reserved_bytes  # noqa: E402
-from weight_sync.sums import Places, Planned, Sums  # noqa: E402
+from weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
+from weight_sync.simulation.links import LinkRates, place  # noqa: E402
+from weight_sync.plan.plan import TransferPlan, build_plan  # noqa: E402
+from weight_sync.replica.protocol import Begin, Begun, Bound, Commit, Expected, Signer, pack, unpack  # noqa: E402
+from weight_sync.simulation.simulate import simulate  # noqa: E402
+from weight_sync.plan.budget import Staging, reserved_bytes  # noqa: E402
+from weight_sync.publish.sums import Places, Planned, Sums  # noqa: E402
 
 T = TypeVar("T")
 FP8, BF16, F32 = "float8_e4m3fn", "bfloat16", "float32"

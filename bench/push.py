@@ -103,7 +103,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> dict[str, float]:
     import torch
 
     from trainer.model.spec import ModelSpec
-    from weight_sync.safetensors_files import INDEX_NAME
+    from weight_sync.disk.safetensors_files import INDEX_NAME
 
     index = folder / INDEX_NAME
     if index.is_file():
@@ -187,7 +187,7 @@ def measure_h2d(device: str, num_bytes: int) -> float | None:
 
 def read_disk(folder: Path, num_threads: int) -> tuple[dict[str, Any], Any]:
     """A cold read, one file of it once more, and the checkpoint that was read, for the publish."""
-    from weight_sync.checkpoint import CHUNK_BYTES, Checkpoint
+    from weight_sync.disk.safetensors_source import CHUNK_BYTES, Checkpoint
 
     resident = drop_cache(folder)
     checkpoint = Checkpoint(folder, num_threads=num_threads)
@@ -225,7 +225,7 @@ def measure_publish(checkpoint: Any, config: dict[str, Any], device: str, args: 
     """Publishes from host memory into plain memory of another process."""
     from conf.schema import WeightSyncConfig
     from weight_sync.api import Sender
-    from weight_sync.heap import freeze_heap
+    from weight_sync.gc_freeze import freeze_heap
 
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()

@@ -87,8 +87,8 @@ def measure_wire(transport: Any, endpoint: str, repeats: int, *, device: Any, ra
     """GB/s of Mooncake's own synchronous write into an engine rank's largest parameter, by size."""
     import torch
 
-    from weight_sync.endpoint import ReplicaClients
-    from weight_sync.protocol import Describe, Described
+    from weight_sync.replica.endpoint import ReplicaClients
+    from weight_sync.replica.protocol import Describe, Described
 
     clients = ReplicaClients([endpoint], KEY)
     reply = clients.call(Describe, {0: {}}, {0: 60.0})[0]
@@ -174,8 +174,8 @@ class _Rank:
     def open_row(self, watermark_bytes: int, endpoint: str) -> dict[str, Any]:
         """Connect under one set of options."""
         from conf.schema import WeightSyncConfig
-        from weight_sync.heap import freeze_heap
-        from weight_sync.publisher import Publisher
+        from weight_sync.gc_freeze import freeze_heap
+        from weight_sync.publish.publisher import Publisher
 
         transport = self._row.enter_context(self.link())
         self.publisher = Publisher(

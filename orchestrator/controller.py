@@ -56,7 +56,7 @@ from trainer.types import OptimStats, Sample
 from weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
-    from weight_sync.publish_report import PublishReport
+    from weight_sync.publish.report import PublishReport
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

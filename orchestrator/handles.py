@@ -24,8 +24,8 @@ from trainer.types import Denominators, LossStats, OptimStats, Sample
 
 if TYPE_CHECKING:
     from conf.schema import SamplingConfig
-    from weight_sync.publish_report import PublishReport
-    from weight_sync.recovery import Offer, Pulled
+    from weight_sync.publish.report import PublishReport
+    from weight_sync.replica.recovery import Offer, Pulled
 
 logger = logging.getLogger(__name__)
 

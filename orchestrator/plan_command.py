@@ -39,11 +39,11 @@ from trainer.offline import (
 from trainer.quantization import BlockFp8
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, SourceLayout
-from weight_sync.links import Faults, LinkRates, Placement, place
-from weight_sync.plan import PlanSummary, TransferPlan, build_plan
-from weight_sync.simulate import Simulation, simulate
-from weight_sync.simulate_relay import neighbours, relay_s, written_alone
-from weight_sync.staging import Staging, reserved_bytes
+from weight_sync.simulation.links import Faults, LinkRates, Placement, place
+from weight_sync.plan.plan import PlanSummary, TransferPlan, build_plan
+from weight_sync.simulation.simulate import Simulation, simulate
+from weight_sync.simulation.simulate_relay import neighbours, relay_s, written_alone
+from weight_sync.plan.budget import Staging, reserved_bytes
 
 SEEN_NIC_BYTES_S = 44e9
 """What others report of a 400 Gb/s NIC in one-sided writes; 50e9 is its line rate."""

@@ -42,8 +42,8 @@ from rollout.fleet import ServerOptions, ServerProcess
 from rollout.offline_layout import offline_layouts
 from rollout.served import LOOPBACK, Rendezvous, ServedEngine, is_own_address
 from weight_sync.layout import DestLayout
-from weight_sync.layout_wire import layouts_digest
-from weight_sync.safetensors_files import read_index, tensor_metas
+from weight_sync.record.layout_wire import layouts_digest
+from weight_sync.disk.safetensors_files import read_index, tensor_metas
 
 T = TypeVar("T")
 POLL_S = 0.05

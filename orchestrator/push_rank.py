@@ -35,7 +35,7 @@ from conf.errors import ConfigError, SlipstreamError
 from conf.schema import TransportKind
 from orchestrator.errors import PushError
 from weight_sync.errors import WeightSyncError
-from weight_sync.heap import freeze_heap
+from weight_sync.gc_freeze import freeze_heap
 from weight_sync.layout import DestLayout
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
 
     from conf.schema import WeightSyncConfig
     from weight_sync.api import Sender
-    from weight_sync.checkpoint import Checkpoint
+    from weight_sync.disk.safetensors_source import Checkpoint
 
     checkpoint = Checkpoint(
         options.checkpoint, rank=rank, world_size=options.world_size, num_threads=options.num_threads

@@ -20,8 +20,8 @@ from rollout.errors import EngineError
 from rollout.offline_layout import cached_file, engine_version, offline_layouts
 from trainer.model.spec import ModelSpec
 from weight_sync.layout import DestLayout, TensorMeta
-from weight_sync.layout_wire import layouts_digest, layouts_to_bytes
-from weight_sync.safetensors_files import read_index, tensor_metas
+from weight_sync.record.layout_wire import layouts_digest, layouts_to_bytes
+from weight_sync.disk.safetensors_files import read_index, tensor_metas
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING
 from orchestrator.replicas import Replica, ReplicaState
 from orchestrator.waiting import wait_for
 from weight_sync.errors import ReplicaDirty, WeightSyncError
-from weight_sync.publish_report import PublishReport, ReplicaReport, joined
+from weight_sync.publish.report import PublishReport, ReplicaReport, joined
 
 if TYPE_CHECKING:
-    from weight_sync.recovery import Pulled
+    from weight_sync.replica.recovery import Pulled
 
 logger = logging.getLogger(__name__)
 

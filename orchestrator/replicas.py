@@ -18,7 +18,7 @@ from rollout.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from conf.schema import SamplingConfig
-    from weight_sync.recovery import Offer, Pulled
+    from weight_sync.replica.recovery import Offer, Pulled
 
 
 class RolloutHandle(Protocol):

@@ -20,7 +20,7 @@ from rollout.types import Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 
 if TYPE_CHECKING:
-    from weight_sync.publish_report import PublishReport
+    from weight_sync.publish.report import PublishReport
 
 
 class TrainerGroup(Protocol):

@@ -43,7 +43,7 @@ from weight_sync.errors import ReplicaDirty
 
 if TYPE_CHECKING:
     from conf.schema import SamplingConfig
-    from weight_sync.recovery import Offer
+    from weight_sync.replica.recovery import Offer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

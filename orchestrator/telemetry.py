@@ -31,7 +31,7 @@ from rollout.types import Group
 from trainer.types import LossStats, OptimStats
 
 if TYPE_CHECKING:
-    from weight_sync.publish_report import PublishReport
+    from weight_sync.publish.report import PublishReport
 
 logger = logging.getLogger(__name__)
 Value = float | int | None

@@ -36,8 +36,8 @@ from rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
 from rollout.slot_channel import SlotClients
 from rollout.slots import PROBE, Adapter, SlotTable
 from rollout.types import Rollout
-from weight_sync.protocol import Bound, EngineRank, Expected, pack, unpack
-from weight_sync.recovery import Offer, Pulled, slowest
+from weight_sync.replica.protocol import Bound, EngineRank, Expected, pack, unpack
+from weight_sync.replica.recovery import Offer, Pulled, slowest
 
 logger = logging.getLogger(__name__)
 

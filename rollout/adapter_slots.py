@@ -33,10 +33,10 @@ from vllm.lora.request import LoRARequest
 
 from rollout.errors import UnsupportedWeights
 from weight_sync.layout import DestLayout, PostLoad, TensorMeta
-from weight_sync.protocol import Bound, EngineRank, Expected, pack, unpack
-from weight_sync.receiver import Receiver
-from weight_sync.recorder import record_layout
-from weight_sync.recovery import Offer, make_offer, pull, release
+from weight_sync.replica.protocol import Bound, EngineRank, Expected, pack, unpack
+from weight_sync.replica.receiver import Receiver
+from weight_sync.record.recorder import record_layout
+from weight_sync.replica.recovery import Offer, make_offer, pull, release
 from weight_sync.transport.base import Transport
 
 _EXPERT_BUFFERS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")

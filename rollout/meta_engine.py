@@ -38,9 +38,9 @@ from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from rollout.engine_options import engine_arguments
 from rollout.post_load import Forms
 from weight_sync.layout import DestLayout, TensorMeta
-from weight_sync.layout_wire import layouts_to_bytes
-from weight_sync.recorder import record_layout
-from weight_sync.repeated_layers import record_repeating
+from weight_sync.record.layout_wire import layouts_to_bytes
+from weight_sync.record.recorder import record_layout
+from weight_sync.record.repeated_layers import record_repeating
 
 _ALLOCATING: frozenset[Callable[..., Any]] = frozenset(
     {torch.empty, torch.empty_strided, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}

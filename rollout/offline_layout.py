@@ -30,7 +30,7 @@ from rollout.engine_options import engine_environment
 from rollout.errors import EngineError
 from rollout.lifeline import OWNER_VARIABLE
 from weight_sync.layout import DestLayout, TensorMeta
-from weight_sync.layout_wire import layouts_from_bytes, layouts_to_bytes
+from weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes
 
 logger = logging.getLogger(__name__)
 

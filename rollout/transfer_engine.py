@@ -40,8 +40,8 @@ from rollout.errors import EngineError, error_class
 from rollout.served import RankReport
 from rollout.vllm_plugin import register
 from rollout.weight_receiver import WeightReceiver, timed
-from weight_sync.endpoint import ReplicaEndpoint
-from weight_sync.protocol import Bound, EngineRank, Expected, pack, unpack
+from weight_sync.replica.endpoint import ReplicaEndpoint
+from weight_sync.replica.protocol import Bound, EngineRank, Expected, pack, unpack
 
 logger = logging.getLogger(__name__)
 

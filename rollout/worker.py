@@ -2,7 +2,7 @@
 
 Owns: when the engine may sample (only while every rank holds one committed version), the order of steps around a
 publish, seeds, and text. Does not own the engine's mechanics (`engine.py`), the proof of the bytes
-(`weight_sync.receiver`, in the engine's processes) nor the control socket (`weight_sync.endpoint`, which calls the
+(`weight_sync.replica.receiver`, in the engine's processes) nor the control socket (`weight_sync.replica.endpoint`, which calls the
 handler methods below one at a time).
 Invariant: generate_group() starts requests in phase CLEAN only; tokens are stamped with the version that sampled them.
 Callers: the Ray actor around it (generate_group, offer, pull, adopt), the endpoint (describe ... abort).
@@ -44,12 +44,12 @@ from rollout.errors import EngineError, ReplicaNotServing
 from rollout.slot_channel import SlotClients
 from rollout.slots import PROBE, Adapter
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
-from weight_sync.endpoint import ReplicaEndpoint
+from weight_sync.replica.endpoint import ReplicaEndpoint
 from weight_sync.errors import PlanMismatch
-from weight_sync.heap import allow_collections, freeze_heap, hold_collections
+from weight_sync.gc_freeze import allow_collections, freeze_heap, hold_collections
 from weight_sync.layout import TensorMeta
-from weight_sync.protocol import Bound, EngineRank, Expected, Phase, VersionState, pack, unpack
-from weight_sync.recovery import Offer, Pulled, slowest
+from weight_sync.replica.protocol import Bound, EngineRank, Expected, Phase, VersionState, pack, unpack
+from weight_sync.replica.recovery import Offer, Pulled, slowest
 
 logger = logging.getLogger(__name__)
 

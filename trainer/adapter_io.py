@@ -34,7 +34,7 @@ from trainer.parallel import local_part, whole
 from trainer.quantization import BlockFp8
 from trainer.weight_source import TrainerWeightSource
 from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
-from weight_sync.safetensors_files import INDEX_NAME
+from weight_sync.disk.safetensors_files import INDEX_NAME
 
 if TYPE_CHECKING:
     from trainer.model.decoder import Decoder

@@ -14,7 +14,7 @@ the last rows of A also writes the zero rows that pad it to the slot's rank.
                             gate rows (or the up rows) of all experts that this rank holds
 
 Shapes: R rows, K columns in the slot, N blocks of a run. Callers: trainer/rank.py; weight_sync.publisher and
-weight_sync.pipeline, through `weight_sync.source.WeightSource` and `weight_sync.packing.CompilingSource`.
+weight_sync.pipeline, through `weight_sync.source.WeightSource` and `weight_sync.publish.packing.CompilingSource`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainer.moe.experts import Experts
 from trainer.parallel import local_address, local_part
 from trainer.shards import local_rows
 from weight_sync.layout import Region, SourceLayout, SourceShard
-from weight_sync.packing import CompiledReads, FillSlot, PackedRead, view_as
+from weight_sync.publish.packing import CompiledReads, FillSlot, PackedRead, view_as
 
 _EXPERT_PARTS = (("gate_proj", "gate_up", 0), ("up_proj", "gate_up", 1), ("down_proj", "down", 0))
 """Checkpoint name, stack of trainer/moe/experts.py, and which part of the stack's rows of B it is."""

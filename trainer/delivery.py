@@ -29,11 +29,11 @@ from trainer.model.decoder import Decoder
 from trainer.quantization import BlockFp8
 from trainer.weight_source import TrainerWeightSource
 from weight_sync.errors import ReplicaError
-from weight_sync.heap import freeze_heap
+from weight_sync.gc_freeze import freeze_heap
 
 if TYPE_CHECKING:
-    from weight_sync.publish_report import PublishReport
-    from weight_sync.publisher import Publisher
+    from weight_sync.publish.report import PublishReport
+    from weight_sync.publish.publisher import Publisher
     from weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class Delivery:
         )
 
     def _make_publisher(self, source: TrainerWeightSource | AdapterSource, transport: Transport) -> Publisher:
-        from weight_sync.publisher import Publisher
+        from weight_sync.publish.publisher import Publisher
 
         return Publisher(
             source,

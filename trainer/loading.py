@@ -32,7 +32,7 @@ from trainer.quantization import SCALE_SUFFIX
 from trainer.shards import local_shards
 from weight_sync.integrity import splitmix64_
 from weight_sync.layout import Region
-from weight_sync.safetensors_files import read_index
+from weight_sync.disk.safetensors_files import read_index
 
 if TYPE_CHECKING:
     from trainer.model.decoder import Decoder

@@ -57,7 +57,7 @@ from trainer.types import Denominators, LossStats, OptimStats, Sample
 from trainer.warm_up import made_up_samples
 
 if TYPE_CHECKING:
-    from weight_sync.publish_report import PublishReport
+    from weight_sync.publish.report import PublishReport
     from weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)

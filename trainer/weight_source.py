@@ -8,7 +8,7 @@ collective: under FSDP2 a rank holds the rows of B that belong to its rows of W,
 FP8 values may lie on several ranks.
 
 Callers: weight_sync.publisher and weight_sync.pipeline, through `weight_sync.source.WeightSource` and
-`weight_sync.packing.CompilingSource`.
+`weight_sync.publish.packing.CompilingSource`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer.quantization import SCALE_SUFFIX, BlockFp8, engine_tensors
 from trainer.runs import RowRun
 from trainer.shards import HeldTensor, gather_lora_a, local_shards, sharded_lora_a
 from weight_sync.layout import Region, SourceLayout, SourceShard
-from weight_sync.packing import CompiledReads, FillSlot, PackedRead, view_as
+from weight_sync.publish.packing import CompiledReads, FillSlot, PackedRead, view_as
 
 
 @dataclass(slots=True)

@@ -23,15 +23,15 @@ from torch import Tensor
 
 from conf.errors import ConfigError
 from conf.schema import WeightSyncConfig
-from weight_sync.checkpoint import NUM_THREADS, Checkpoint
-from weight_sync.copies import Held
+from weight_sync.disk.safetensors_source import NUM_THREADS, Checkpoint
+from weight_sync.disk.copies import Held
 from weight_sync.errors import ProtocolError, WeightSyncError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, Region, TensorMeta
-from weight_sync.meeting import Meeting
-from weight_sync.publish_report import PublishReport
-from weight_sync.publisher import Publisher
+from weight_sync.publish.collectives import Meeting
+from weight_sync.publish.report import PublishReport
+from weight_sync.publish.publisher import Publisher
 from weight_sync.source import WeightSource
-from weight_sync.tensor_source import TensorSource
+from weight_sync.disk.tensor_source import TensorSource
 from weight_sync.transport.mooncake import LOOPBACK, MooncakeTransport
 
 Event = Literal["start", "finish"]

@@ -3,7 +3,7 @@
 A *checkpoint tensor* is named and shaped as in the Hugging Face checkpoint
 (`model.layers.0.mlp.experts.3.up_proj.weight`). Trainer ranks hold rectangles of checkpoint tensors (`SourceShard`). An
 engine rank holds parameters, and each parameter is filled from rectangles of checkpoint tensors (`Load`), as the
-engine's own loader did it once under `weight_sync.recorder`.
+engine's own loader did it once under `weight_sync.record.recorder`.
 
     SourceLayout (one a trainer rank)            DestLayout (one an engine rank)
       SourceShard tensor, region                   Param  name, shape, dtype, post_load

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from conf.errors import SlipstreamError
 from weight_sync.api import register_tensors
 from weight_sync.errors import PlanError
-from weight_sync.meeting import Meeting, attempt, values
+from weight_sync.publish.collectives import Meeting, attempt, values
 
 NUM_RANKS = 3
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "weight_sync.meeting"])
+CONTEXT.set_forkserver_preload(["torch", "weight_sync.publish.collectives"])
 
 
 def raises(error: Exception) -> Any:

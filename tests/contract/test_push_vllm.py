@@ -27,7 +27,7 @@ from rollout.engine_options import engine_environment
 from rollout.errors import EngineError
 from rollout.fleet import SERVER_MODULE
 from rollout.served import Rendezvous, ServedEngine
-from weight_sync.safetensors_files import read_index, tensor_metas
+from weight_sync.disk.safetensors_files import read_index, tensor_metas
 
 pytest.importorskip("vllm")
 REPOSITORY = Path(__file__).parents[2]

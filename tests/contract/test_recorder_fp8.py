@@ -80,7 +80,7 @@ def main(model: str, tp_size: int, expert_parallel: bool, folder: Path) -> None:
     from rollout.meta_engine import as_rank
     from rollout.post_load import Forms
     from weight_sync.layout import PostLoad, TensorMeta
-    from weight_sync.recorder import record_layout
+    from weight_sync.record.recorder import record_layout
 
     write_checkpoint({**CONFIGS[model], **FOR_GPUS[model]}, folder, seed=1)
     quantize_checkpoint(folder)

@@ -46,7 +46,7 @@ def replay_plan(layout, metas, tensors):
     import torch
 
     from weight_sync.layout import Region, SourceLayout, SourceShard
-    from weight_sync.plan import build_plan
+    from weight_sync.plan.plan import build_plan
 
     sources = []
     for rank in range(2):
@@ -85,7 +85,7 @@ def main(model_name: str, folder: str) -> None:
 
     import rollout.weight_receiver  # noqa: F401 - keeps linear weights out of private packed copies, as in every run
     from weight_sync.layout import TensorMeta
-    from weight_sync.recorder import record_layout
+    from weight_sync.record.recorder import record_layout
 
     llm = LLM(
         model=folder,

@@ -22,8 +22,8 @@ from rollout.errors import EngineError
 from rollout.served import RankReport, Rendezvous
 from weight_sync.api import Sender, register_checkpoint, register_tensors, update
 from weight_sync.layout import TensorMeta
-from weight_sync.layout_wire import layouts_digest
-from weight_sync.recorder import record_layout
+from weight_sync.record.layout_wire import layouts_digest
+from weight_sync.record.recorder import record_layout
 
 KEY = b"0123456789abcdef-backend"
 

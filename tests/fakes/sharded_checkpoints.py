@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from fakes.checkpoints import CONFIGS
 from trainer.model.spec import ModelSpec
-from weight_sync.safetensors_files import INDEX_NAME
+from weight_sync.disk.safetensors_files import INDEX_NAME
 
 TINY: dict[str, Any] = {**CONFIGS["qwen3_moe"], "num_experts": 4, "torch_dtype": "bfloat16"}
 

@@ -11,7 +11,7 @@ from fakes.vllm_oracle import ONLY_THE_LIKELIEST
 from orchestrator.prepare import save_character_tokenizer
 from rollout.types import Prompt
 from rollout.worker import RolloutWorker
-from weight_sync.publisher import Publisher
+from weight_sync.publish.publisher import Publisher
 from weight_sync.source import WeightSource
 from weight_sync.transport.mooncake import MooncakeTransport
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from weight_sync.trace import Tracer
+from weight_sync.publish.trace import Tracer
 
 pytestmark = pytest.mark.gpu
 

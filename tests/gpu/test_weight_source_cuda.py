@@ -14,7 +14,7 @@ from trainer.model.decoder import build_decoder
 from trainer.model.spec import ModelSpec
 from trainer.weight_source import TrainerWeightSource
 from weight_sync.layout import Region
-from weight_sync.packing import PackedRead
+from weight_sync.publish.packing import PackedRead
 
 pytestmark = pytest.mark.gpu
 

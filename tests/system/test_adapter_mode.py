@@ -31,7 +31,7 @@ from rollout.worker import RolloutWorker
 from trainer.adapter_names import adapter_tensors, target_modules
 from trainer.model.spec import ModelSpec
 from trainer.rank import TrainerRank
-from weight_sync.publish_report import PublishReport
+from weight_sync.publish.report import PublishReport
 from weight_sync.transport.mooncake import MooncakeTransport
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

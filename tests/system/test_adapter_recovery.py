@@ -28,7 +28,7 @@ from rollout.worker import RolloutWorker
 from trainer.model.spec import ModelSpec
 from trainer.rank import TrainerRank
 from weight_sync.errors import IntegrityError, PlanMismatch, TransportError
-from weight_sync.publisher import PublishReport
+from weight_sync.publish.publisher import PublishReport
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 

@@ -31,8 +31,8 @@ from rollout.worker import RolloutWorker
 from trainer.model.spec import ModelSpec
 from trainer.rank import TrainerRank
 from weight_sync.errors import IntegrityError
-from weight_sync.publish_report import PublishReport
-from weight_sync.recovery import Offer, Pulled
+from weight_sync.publish.report import PublishReport
+from weight_sync.replica.recovery import Offer, Pulled
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 

@@ -25,7 +25,7 @@ from orchestrator.plan_command import Hardware, PlanReport, plan_run
 from rollout.errors import EngineError
 from trainer.model.spec import ModelSpec
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
-from weight_sync.links import Faults
+from weight_sync.simulation.links import Faults
 
 REPOSITORY = Path(__file__).parents[3]
 QUICK = ["experiment=quickstart"]

@@ -22,7 +22,7 @@ from orchestrator.preflight import run_preflight
 from orchestrator.prepare import save_character_tokenizer
 from trainer.model.spec import ModelSpec
 from weight_sync.layout import TensorMeta
-from weight_sync.safetensors_files import INDEX_NAME, read_header
+from weight_sync.disk.safetensors_files import INDEX_NAME, read_header
 
 A = TensorMeta("a.weight", (2, 3), "float32")
 B = TensorMeta("b.weight", (4,), "float32")

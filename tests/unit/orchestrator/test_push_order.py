@@ -15,7 +15,7 @@ from orchestrator.push_command import Push, PushOptions
 from orchestrator.push_report import check_all_serve
 from rollout.errors import EngineError
 from rollout.served import RankReport
-from weight_sync.publish_report import PublishReport, ReplicaReport
+from weight_sync.publish.report import PublishReport, ReplicaReport
 
 REPORT = PublishReport(0, 1, (), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 8, 0, 0, None)
 LINES: list[str] = []

@@ -12,7 +12,8 @@ import pytest
 from conf.schema import Device
 from orchestrator import push_rank
 from orchestrator.push_rank import RankOptions
-from weight_sync import api, checkpoint
+from weight_sync import api
+from weight_sync.disk import safetensors_source as checkpoint
 from weight_sync.errors import PlanError
 
 OPTIONS = RankOptions(

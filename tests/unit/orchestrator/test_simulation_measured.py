@@ -16,10 +16,10 @@ from fakes.vllm_layout import engine_layouts
 from conf.schema import Device, LoraConfig, TrainerConfig
 from trainer.model.spec import ModelSpec
 from trainer.offline import source_layouts, temporary_bytes
-from weight_sync.links import LinkRates, place
-from weight_sync.plan import build_plan
-from weight_sync.simulate import simulate
-from weight_sync.staging import Staging, reserved_bytes
+from weight_sync.simulation.links import LinkRates, place
+from weight_sync.plan.plan import build_plan
+from weight_sync.simulation.simulate import simulate
+from weight_sync.plan.budget import Staging, reserved_bytes
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 BOUND = 0.15

@@ -16,7 +16,7 @@ import zmq
 from rollout.errors import EngineError
 from rollout.served import RankReport, Rendezvous, ServedEngine
 from weight_sync.layout import TensorMeta
-from weight_sync.protocol import pack
+from weight_sync.replica.protocol import pack
 
 KEY = b"k" * 32
 TENSORS = [TensorMeta("w", (2, 3), "bfloat16")]

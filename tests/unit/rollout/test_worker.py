@@ -20,11 +20,11 @@ from rollout.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from rollout.worker import RolloutWorker
-from weight_sync.endpoint import ReplicaClients
+from weight_sync.replica.endpoint import ReplicaClients
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from weight_sync.layout import Binding, DestLayout, Param, TensorMeta
-from weight_sync.protocol import Begin, Bound, Describe, Described, EngineRank, Expected, pack
-from weight_sync.recovery import Offer, Pulled
+from weight_sync.replica.protocol import Begin, Bound, Describe, Described, EngineRank, Expected, pack
+from weight_sync.replica.recovery import Offer, Pulled
 
 PROMPT = Prompt(0, (1, 5), "a")
 EXPECTED = Expected("9f", bytes(8), bytes(8))

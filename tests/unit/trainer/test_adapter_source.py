@@ -22,7 +22,7 @@ from trainer.lora import Adapted
 from trainer.model.spec import ModelSpec
 from trainer.rank import TrainerRank
 from weight_sync.layout import Region
-from weight_sync.packing import PackedRead
+from weight_sync.publish.packing import PackedRead
 
 RANK, SLOT_RANK = 4, 8
 EXPERTS = 4

@@ -31,7 +31,7 @@ from trainer.quantization import (
 )
 from trainer.rank import TrainerRank
 from weight_sync.layout import Region, TensorMeta
-from weight_sync.packing import PackedRead
+from weight_sync.publish.packing import PackedRead
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 CONFIG: dict[str, Any] = {

@@ -10,9 +10,9 @@ from tiny_models import MOE, trainer_config
 from trainer.model.decoder import build_decoder
 from trainer.model.spec import ModelSpec
 from trainer.weight_source import TrainerWeightSource
-from weight_sync.packing import packed_reads
-from weight_sync.pipeline import Pipeline
-from weight_sync.plan import build_plan
+from weight_sync.publish.packing import packed_reads
+from weight_sync.publish.pipeline import Pipeline
+from weight_sync.plan.plan import build_plan
 from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 
 TWO_LAYERS = {

@@ -25,7 +25,7 @@ from trainer.loading import (
 )
 from trainer.model.spec import ModelSpec
 from weight_sync.layout import Region
-from weight_sync.safetensors_files import INDEX_NAME
+from weight_sync.disk.safetensors_files import INDEX_NAME
 
 SPEC = ModelSpec.from_hf_config(MIXED)
 

@@ -9,12 +9,12 @@ import torch
 from fakes.publish import DictSource, engine_layout
 from pipeline_world import HASH_BYTES, NUM_RANKS, SMALL_WATERMARK, World, num_reads
 
-import weight_sync.slots
+import weight_sync.publish.staging_slots
 from weight_sync.errors import PlanError, TransportError, WatermarkError
 from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
-from weight_sync.pipeline import Pipeline
-from weight_sync.plan import build_plan
-from weight_sync.staging import NUM_SLOTS
+from weight_sync.publish.pipeline import Pipeline
+from weight_sync.plan.plan import build_plan
+from weight_sync.plan.budget import NUM_SLOTS
 
 
 def test_every_byte_arrives_and_is_counted_and_hashed() -> None:

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from weight_sync import protocol
+from weight_sync.replica import protocol
 from weight_sync.errors import AuthenticationError, ProtocolError, StaleEpoch
 from weight_sync.layout import Binding
-from weight_sync.protocol import (
+from weight_sync.replica.protocol import (
     Begin,
     Begun,
     Bound,

@@ -12,8 +12,8 @@ from fakes.publish import PlainEngine, engine_bytes, engine_layout, engine_param
 
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from weight_sync.integrity import hash_bytes
-from weight_sync.protocol import Expected
-from weight_sync.receiver import Receiver
+from weight_sync.replica.protocol import Expected
+from weight_sync.replica.receiver import Receiver
 from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 
 DIGEST = "9f" * 32

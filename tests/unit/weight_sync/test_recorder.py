@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weight_sync.errors import RecordError
 from weight_sync.layout import DestLayout, Fill, Load, PostLoad, Region, TensorMeta
-from weight_sync.recorder import record_layout
+from weight_sync.record.recorder import record_layout
 
 Weights = Iterable[tuple[str, Tensor]]
 UNTOUCHED = -7.0

@@ -1,4 +1,4 @@
-"""Promises of weight_sync/recorder.py about loaders that gather experts with torch.stack before they copy."""
+"""Promises of weight_sync/record/recorder.py about loaders that gather experts with torch.stack before they copy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from weight_sync.errors import RecordError
 from weight_sync.layout import DestLayout, Region, TensorMeta
-from weight_sync.recorder import record_layout
+from weight_sync.record.recorder import record_layout
 
 E, R, K = 4, 3, 5
 

@@ -10,9 +10,9 @@ from fakes.publish import PlainEngine, engine_bytes, expected_of, repacked
 
 from weight_sync.errors import IntegrityError, LinkMismatch, PlanMismatch, ReplicaDirty, StaleEpoch, TransferFailed
 from weight_sync.integrity import hash_bytes
-from weight_sync.protocol import pack, unpack
-from weight_sync.receiver import Receiver
-from weight_sync.recovery import Offer, layout_digest, make_offer, pull, release
+from weight_sync.replica.protocol import pack, unpack
+from weight_sync.replica.receiver import Receiver
+from weight_sync.replica.recovery import Offer, layout_digest, make_offer, pull, release
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
 
 DIGEST = "9f" * 32

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from weight_sync.layout import PostLoad, TensorMeta
-from weight_sync.recorder import record_layout
-from weight_sync.repeated_layers import record_repeating
+from weight_sync.record.recorder import record_layout
+from weight_sync.record.repeated_layers import record_repeating
 
 NUM_LAYERS = 7
 

@@ -1,4 +1,4 @@
-"""Promises of weight_sync/sums.py: tables of several ranks add up to what dictionaries would."""
+"""Promises of weight_sync/publish/sums.py: tables of several ranks add up to what dictionaries would."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.protocol import Expected, pack, unpack
-from weight_sync.sums import Places, Planned, Sums
+from weight_sync.replica.protocol import Expected, pack, unpack
+from weight_sync.publish.sums import Places, Planned, Sums
 
 NAMES = ("a", "b", "c")
 ALL = Places({(replica, rank): NAMES for replica in range(2) for rank in range(2)})

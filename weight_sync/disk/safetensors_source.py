@@ -1,0 +1,328 @@
+"""A checkpoint on disk in this rank's host memory: read once by all ranks together, published from there.
+
+Owns: which bytes each rank reads, the memory (pinned where there is CUDA), reading and reading again. Does not own the
+files' index (`safetensors_files.py`) nor copies to a device (`tensor_source.py`).
+
+    files, sorted     |======== 1 ========|==== 2 ====|======= 3 =======|
+    bytes, n ranks    |   rank 0   |   rank 1   |   rank 2   |  rank 3  |     cut between rows: shares differ by a row
+    a rank's share    blocks of at most 1 GiB, each one run of a file and one allocation; tensors lie in it as on disk,
+                      so that neighbours cross to the device in one copy
+
+Blocks are read in chunks by several threads (pread, no copy between) and page-locked as soon as they are full, while
+the next one is read. Page-locking needs memory that is there: pages are touched by the read itself.
+
+Invariant: after read() returned, every byte of the share is that of files which did not change meanwhile.
+Callers: api.py, `orchestrator/push_command.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from conf.errors import ConfigError
+from weight_sync.disk.copies import Held
+from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
+from weight_sync.disk.safetensors_files import DTYPES, StoredTensor, read_index, tensor_metas
+from weight_sync.disk.tensor_source import SCRATCH_BYTES, TensorSource
+
+logger = logging.getLogger(__name__)
+
+BLOCK_BYTES = 1 << 30
+"""What is allocated and page-locked at once; also the most that one copy to a device can be."""
+CHUNK_BYTES = 16 << 20
+"""What one thread reads at once."""
+NUM_THREADS = 8
+_PAGE_BYTES = mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive rows of a tensor on disk (all of a scalar). `region` is in elements of the tensor."""
+
+    tensor: str
+    stored: StoredTensor
+    region: Region
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on disk."""
+        return self.region.num_elements * DTYPE_BYTES[DTYPES[self.stored.dtype]]
+
+    @property
+    def offset(self) -> int:
+        """Of the first byte in the file."""
+        if not self.region.start:
+            return self.stored.offset
+        row = DTYPE_BYTES[DTYPES[self.stored.dtype]] * prod(self.stored.shape[1:])
+        return self.stored.offset + self.region.start[0] * row
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """Rows that are one run of bytes of a file, and go into one allocation."""
+
+    path: Path
+    start: int
+    stop: int
+    rows: tuple[Rows, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReport:
+    """What one rank did in one read()."""
+
+    num_bytes: int
+    seconds: float
+    pinned_bytes: int
+    """Of them, page-locked; 0 without CUDA."""
+
+
+class Checkpoint:
+    """One rank's share of a checkpoint. Use `api.register_checkpoint`.
+
+    Args:
+        folder: Holds safetensors files, with an index when there are several.
+        rank, world_size: Which share is read here.
+        num_threads: Of reading.
+        scratch_bytes: See TensorSource.
+
+    Raises:
+        ConfigError: The folder holds no whole checkpoint. Nothing was read yet.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        num_threads: int = NUM_THREADS,
+        scratch_bytes: int = SCRATCH_BYTES,
+    ) -> None:
+        self._rank, self._world_size, self._num_threads = rank, world_size, num_threads
+        self._folder = Path(folder)
+        index = read_index(self._folder, "CHECKPOINT")
+        self.tensors: tuple[TensorMeta, ...] = tensor_metas(index)
+        """Every tensor of the checkpoint, the same on all ranks."""
+        self._plans = plan_blocks(index, rank, world_size)
+        self._memory: list[mmap.mmap] = []
+        self._blocks: list[Tensor] = []
+        self._pinned: set[int] = set()
+        self._source: TensorSource | None = None
+        self._scratch_bytes = scratch_bytes
+        self._lock = threading.Lock()
+        self.num_bytes = sum(plan.stop - plan.start for plan in self._plans)
+        """Of this rank's share."""
+        self.num_bytes_read = 0
+        """Of the read that runs, or ran last; may be looked at by another thread."""
+
+    @property
+    def source(self) -> TensorSource:
+        """What Publisher takes. Plans may be made for it before read() has ended, a publish is refused until then."""
+        if self._source is None:
+            self._memory = [_allocate(plan) for plan in self._plans]
+            self._blocks = [
+                torch.frombuffer(memory, dtype=torch.uint8)[plan.start % _PAGE_BYTES :]
+                for memory, plan in zip(self._memory, self._plans, strict=True)
+            ]
+            self._source = TensorSource(self._rank, self.tensors, self._held(), scratch_bytes=self._scratch_bytes)
+            self._source.missing = f"CHECKPOINT={self._folder} was not read yet: call read() first"
+        return self._source
+
+    def read(self) -> ReadReport:
+        """Read the share into memory; the first time, page-lock it. Blocks. Not collective. In any one thread.
+
+        Raises:
+            ConfigError: A file is gone, was cut short or changed while it was read.
+        """
+        began = time.monotonic()
+        source = self.source
+        source.missing = f"CHECKPOINT={self._folder} was not read whole: call read() again"
+        before = _stamps(self._plans)
+        self.num_bytes_read = 0
+        jobs = [job for number, plan in enumerate(self._plans) for job in self._jobs(number, plan)]
+        has_failed = threading.Event()
+
+        def run(job: Callable[[], None]) -> None:
+            if has_failed.is_set():  # nobody waits for the rest of a checkpoint that is refused
+                return
+            try:
+                job()
+            except BaseException:
+                has_failed.set()
+                raise
+
+        with ThreadPoolExecutor(self._num_threads, "weight-sync-read") as pool:
+            for future in [pool.submit(run, job) for job in jobs]:
+                future.result()
+        if _stamps(self._plans) != before:
+            raise ConfigError(f"CHECKPOINT={self._folder} changed while it was read; read it again")
+        source.missing = ""
+        pinned = sum(self._blocks[number].numel() for number in self._pinned)
+        return ReadReport(self.num_bytes, time.monotonic() - began, pinned)
+
+    def refresh(self, folder: Path | str | None = None) -> ReadReport:
+        """Read other weights of the same model into the same memory: those of `folder`, or the files as they are now.
+
+        What is connected to `source` stays connected; publish again to send them. Not while a publish runs.
+
+        Raises:
+            ConfigError: The tensors differ in name, shape, format or place.
+        """
+        where = self._folder if folder is None else Path(folder)
+        index = read_index(where, "CHECKPOINT")
+        tensors = tensor_metas(index)
+        plans = plan_blocks(index, self._rank, self._world_size)
+        if tensors != self.tensors or [_place(plan) for plan in plans] != [_place(plan) for plan in self._plans]:
+            raise ConfigError(
+                f"CHECKPOINT={where} lays its tensors out in other files, shapes or formats than the one that was "
+                "registered; register it anew"
+            )
+        self._folder, self._plans = where, plans
+        return self.read()
+
+    def _jobs(self, number: int, plan: BlockPlan) -> list[Callable[[], None]]:
+        """One job a chunk; the one that completes the block page-locks it."""
+        starts = range(plan.start, plan.stop, CHUNK_BYTES)
+        left = [len(starts)]
+
+        def job(start: int) -> None:
+            stop = min(start + CHUNK_BYTES, plan.stop)
+            _read_into(plan.path, start, self._blocks[number][start - plan.start : stop - plan.start])
+            with self._lock:
+                self.num_bytes_read += stop - start
+                left[0] -= 1
+                is_last = left[0] == 0
+            if is_last and number not in self._pinned and torch.cuda.is_available() and _pin(self._memory[number]):
+                self._pinned.add(number)
+
+        return [lambda start=start: job(start) for start in starts]
+
+    def _held(self) -> list[Held]:
+        return [
+            Held(
+                rows.tensor,
+                rows.region,
+                DTYPES[rows.stored.dtype],
+                block[rows.offset - plan.start : rows.offset - plan.start + rows.num_bytes],
+            )
+            for plan, block in zip(self._plans, self._blocks, strict=True)
+            for rows in plan.rows
+        ]
+
+
+def plan_blocks(
+    index: dict[str, StoredTensor], rank: int, world_size: int, *, block_bytes: int = BLOCK_BYTES
+) -> list[BlockPlan]:
+    """The share of one rank. Pure: together the shares of all ranks are every row of every tensor, once."""
+    tensors = sorted(index.items(), key=lambda item: (item[1].path.name, item[1].offset))
+    sizes = [DTYPE_BYTES[DTYPES[stored.dtype]] * prod(stored.shape) for _, stored in tensors]
+    total = sum(sizes)
+    first, last = rank * total // world_size, (rank + 1) * total // world_size
+    plans: list[BlockPlan] = []
+    position = 0
+    for (name, stored), size in zip(tensors, sizes, strict=True):
+        num_rows = stored.shape[0] if stored.shape else 1
+        row = size // num_rows if num_rows else 0
+        if row:
+            # A row belongs to the rank in whose bytes it begins.
+            begin = min(max(-(-(first - position) // row), 0), num_rows)
+            end = min(max(-(-(last - position) // row), 0), num_rows)
+            step = max(1, block_bytes // row)
+            for at in range(begin, end, step):
+                _append(plans, name, stored, at, min(at + step, end), block_bytes)
+        position += size
+    return plans
+
+
+def _append(plans: list[BlockPlan], name: str, stored: StoredTensor, begin: int, end: int, block_bytes: int) -> None:
+    """Put rows behind the last block's, when they follow it in the file and there is room; else open another."""
+    region = (
+        Region((begin,) + (0,) * (len(stored.shape) - 1), (end - begin, *stored.shape[1:]))
+        if stored.shape
+        else Region((), ())
+    )
+    rows = Rows(name, stored, region)
+    last = plans[-1] if plans else None
+    stop = rows.offset + rows.num_bytes
+    if (
+        last is not None
+        and last.path == stored.path
+        and last.stop <= rows.offset < last.stop + _PAGE_BYTES
+        and stop - last.start <= block_bytes
+    ):
+        plans[-1] = BlockPlan(last.path, last.start, stop, (*last.rows, rows))
+    else:
+        plans.append(BlockPlan(stored.path, rows.offset, stop, (rows,)))
+
+
+def _place(plan: BlockPlan) -> object:
+    """What must be equal for the same memory to hold another checkpoint: all but the folder and the values."""
+    rows = [(r.tensor, r.region, r.stored.shape, r.stored.dtype, r.offset - plan.start) for r in plan.rows]
+    return plan.path.name, plan.stop - plan.start, plan.start % _PAGE_BYTES, rows
+
+
+def _allocate(plan: BlockPlan) -> mmap.mmap:
+    """Pages of their own, large ones where the system gives them: fewer to touch and to lock.
+
+    The block begins at the same place of a page as in the file.
+    """
+    pages = mmap.mmap(-1, plan.start % _PAGE_BYTES + plan.stop - plan.start)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def _read_into(path: Path, offset: int, out: Tensor) -> None:
+    """pread until `out` is full. The interpreter's lock is free meanwhile."""
+    view = memoryview(cast(Any, out.numpy()))
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    try:
+        while view:
+            num_bytes = os.preadv(file, [view], offset)
+            if num_bytes == 0:
+                raise ConfigError(f"{path} was cut short while it was read; read it again")
+            view, offset = view[num_bytes:], offset + num_bytes
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read at byte {offset}: {error}") from error
+    finally:
+        os.close(file)
+
+
+def _pin(memory: mmap.mmap) -> bool:
+    """Page-lock memory that torch did not allocate. (torch's own pinned memory is rounded up to a power of two.)
+
+    It is unlocked when nothing refers to the pages any more, tensors over them included.
+    """
+    address, cudart = torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), cast(Any, torch.cuda.cudart())
+    code = int(cudart.cudaHostRegister(address, len(memory), 1))  # 1: for all contexts of this process
+    if code != 0:
+        logger.warning("%d bytes cannot be page-locked (code %d): copies from them will be slow", len(memory), code)
+        return False
+    weakref.finalize(memory, cudart.cudaHostUnregister, address)
+    return True
+
+
+def _stamps(plans: Sequence[BlockPlan]) -> list[tuple[int, int]]:
+    try:
+        stats = [plan.path.stat() for plan in plans]
+    except OSError as error:
+        raise ConfigError(f"the checkpoint cannot be read: {error}") from error
+    return [(stat.st_size, stat.st_mtime_ns) for stat in stats]

@@ -1,0 +1,450 @@
+"""The proof that a plan is right, apart from the code that makes plans.
+
+Owns: checking, from the tasks alone, that every byte of every parameter that is not derived and not a declared fill
+is written exactly once, and with the element that the engine's own loader put there. Does not own: how tasks come
+about; it shares no reasoning with that, only the columns that hold tasks and loads.
+
+The argument, per engine rank:
+  1. loads and fills have as many elements as each parameter, and tasks and fills, sorted by offset, tile it without
+     gap or overlap: so every byte is written once;
+  2. a piece lies inside the region of a load of the same tensor, and the two affine maps (tensor coordinates ->
+     element of the parameter) agree on it: so every byte is the right one. By 1 and 2 the loads do not overlap either;
+  3. the source rank holds every piece that it is to pack.
+What holds for one replica holds for another that has the same layout and gets the same rows.
+
+Callers: plan.py, on every plan that it builds; tests, on plans that were broken on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from weight_sync.plan.columns import Flags, Ints, LoadTable, axes_of, changes, padded, spread, walk_orders, widened
+from weight_sync.errors import PlanError
+from weight_sync.layout import DTYPE_BYTES, DestLayout, Param, PostLoad, Region, SourceLayout
+from weight_sync.plan.tasks import DTYPES, MESH_GROUPS, PieceColumns, Task, TaskTable
+
+if TYPE_CHECKING:
+    from weight_sync.plan.plan import TransferPlan
+
+
+def prove_coverage(
+    plan: TransferPlan, replicas: Sequence[Sequence[DestLayout]], sources: Sequence[SourceLayout] | None = None
+) -> None:
+    """Check a plan against the layouts that it was made for.
+
+    Args:
+        sources: when given, also check that every source rank holds what it is to send.
+
+    Raises:
+        PlanError: at the first thing that is wrong; names the replica, rank, parameter, offset and tensor.
+    """
+    wanted = {(replica, layout.rank): layout for replica, layouts in enumerate(replicas) for layout in layouts}
+    tables = list(plan.tables.values())
+    for table in tables:
+        num_sets = len(table.replica_sets) or 1
+        for pair in np.unique(table.dest_rank * num_sets + table.replicas).tolist():
+            for replica in table.replica_sets[pair % num_sets]:
+                if (replica, pair // num_sets) not in wanted:
+                    raise PlanError(
+                        f"a task of source rank {table.source_rank} goes to replica {replica} rank "
+                        f"{pair // num_sets}, unknown"
+                    )
+    numbering = _Numbering({}, {}, {})
+    for dest_rank in sorted({rank for _, rank in wanted}):
+        rows = _Rows.of(plan, dest_rank, len(replicas), numbering)
+        alike: dict[int, list[int]] = {}
+        for replica, rank in wanted:
+            if rank == dest_rank:
+                alike.setdefault(id(wanted[replica, rank]), []).append(replica)
+        for members in alike.values():
+            _Proof(plan, dest_rank, members, wanted[members[0], dest_rank], rows).run()
+    for where, layout in wanted.items():
+        _check_expected(plan, where, layout)
+    if sources is not None:
+        _prove_held(plan, sources)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbering:
+    """Numbers for names, the same for all tables and loads; lists of names are told apart by identity."""
+
+    params: dict[str, int]
+    tensors: dict[str, int]
+    columns: dict[tuple[int, int], tuple[Sequence[str], Ints]]
+
+    def experts(self) -> Ints:
+        """Whether a tensor belongs to the routed experts."""
+        return np.array([".experts." in name for name in self.tensors], np.int64)
+
+    def column(self, names: Sequence[str], numbers: dict[str, int]) -> Ints:
+        """The number of every name of a list, which is kept: an identity must not be given again."""
+        key = (id(names), id(numbers))
+        if key not in self.columns:
+            column = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
+            self.columns[key] = (names, column)
+        return self.columns[key][1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Every row that goes to engine ranks of one number, of all sources; names numbered anew, the same for all."""
+
+    names: _Numbering
+    param: Ints
+    offset: Ints
+    num_bytes: Ints
+    dtype: Ints
+    group: Ints
+    source: Ints
+    gets: Flags
+    """(rows, replicas); counts twice where a replica is named twice, which the row's own repeats show."""
+    piece_row: Ints
+    pieces: PieceColumns
+
+    @classmethod
+    def of(cls, plan: TransferPlan, dest_rank: int, num_replicas: int, names: _Numbering) -> _Rows:
+        """Collect them."""
+        columns: list[tuple[Any, ...]] = []
+        pieces: list[tuple[Any, ...]] = []
+        num_rows = 0
+        width = max((table.pieces.start.shape[1] for table in plan.tables.values()), default=1)
+        for table in plan.tables.values():
+            own = np.flatnonzero(table.dest_rank == dest_rank)
+            member = np.zeros((len(table.replica_sets), num_replicas), np.int64)
+            for number, members in enumerate(table.replica_sets):
+                np.add.at(member[number], [one for one in members if one < num_replicas], 1)
+            gets = member[table.replicas[own]]
+            for row in own[(gets > 1).any(axis=1)][:1].tolist():
+                raise PlanError(
+                    f"source rank {table.source_rank}: {table.params[int(table.param[row])]}: written twice: a row "
+                    f"names replicas {table.replica_sets[int(table.replicas[row])]}"
+                )
+            columns.append(
+                (
+                    names.column(table.params, names.params)[table.param[own]],
+                    table.dest_offset_bytes[own],
+                    table.num_bytes[own],
+                    table.dtype[own],
+                    table.group[own],
+                    np.full(len(own), table.source_rank),
+                    gets > 0,
+                )
+            )
+            counts = table.num_pieces[own]
+            at, within = spread(counts)
+            taken = table.pieces.take(table.first_piece[own][at] + within)
+            pieces.append(
+                (
+                    at + num_rows,
+                    names.column(taken.names, names.tensors)[taken.tensor],
+                    widened(taken.start, width, 0),
+                    widened(taken.shape, width, 1),
+                    taken.axes,
+                    taken.offset,
+                )
+            )
+            num_rows += len(own)
+        piece_row, *piece_columns = (np.concatenate(column) for column in zip(*pieces))
+        tensor, start, shape, axes, packed = piece_columns
+        param, offset, num_bytes, dtype, group, source, gets = (np.concatenate(column) for column in zip(*columns))
+        own_pieces = PieceColumns(list(names.tensors), tensor, start, shape, axes, packed)
+        return cls(names, param, offset, num_bytes, dtype, group, source, gets, piece_row, own_pieces)
+
+    def task(self, row: int) -> Task:
+        """A row as an object, for messages."""
+        mine = np.flatnonzero(self.piece_row == row)
+        return Task(
+            MESH_GROUPS[int(self.group[row])],
+            int(self.source[row]),
+            int(self.gets[row].argmax()),
+            -1,
+            next(name for name, number in self.names.params.items() if number == self.param[row]),
+            int(self.offset[row]),
+            int(self.num_bytes[row]),
+            DTYPES[int(self.dtype[row])],
+            self.pieces.expanded(int(mine[0]), len(mine)) if len(mine) else (),
+        )
+
+
+class _Proof:
+    """The proof for engine ranks of one layout, equal ranks of several replicas, over the rows that they get."""
+
+    def __init__(
+        self, plan: TransferPlan, dest_rank: int, replicas: Sequence[int], layout: DestLayout, rows: _Rows
+    ) -> None:
+        self.plan, self.dest_rank, self.replicas, self.layout, self.rows = plan, dest_rank, replicas, layout, rows
+        self.loads = LoadTable.of(layout.loads)
+        numbers = {param.name: number for number, param in enumerate(layout.params)}
+        known = np.array([numbers.get(name, -1) for name in rows.names.params], np.int64)
+        own = np.flatnonzero(rows.gets[:, replicas].any(axis=1))
+        param = known[rows.param[own]] if len(own) else own
+        if (param < 0).any():
+            strange = sorted({rows.task(int(row)).param for row in own[param < 0]})
+            name = self.name_of(int(own[param < 0][0]))
+            raise PlanError(f"{name}: tasks write parameters that it does not have: {', '.join(strange)}")
+        order = np.lexsort((rows.offset[own], param))
+        self.own, self.param = own[order], param[order]
+        self.load_param = self.loads.params_in(numbers)
+        self.sizes = np.array([DTYPE_BYTES[one.dtype] for one in layout.params], np.int64)
+        self.derived = np.array([one.post_load is PostLoad.derived for one in layout.params], np.bool_)
+
+    def name_of(self, row: int) -> str:
+        """The first engine rank that gets a row, for messages."""
+        return self.name(next(replica for replica in self.replicas if self.rows.gets[row, replica]))
+
+    def name(self, replica: int) -> str:
+        """How messages call an engine rank."""
+        return f"replica {replica} rank {self.dest_rank}"
+
+    def run(self) -> None:
+        """Check every parameter, and that nothing else is written. Rows do not depend on the replica, ranges do."""
+        for index in np.flatnonzero(self.derived[self.param])[:1].tolist():
+            row = int(self.own[index])
+            name = self.layout.params[int(self.param[index])].name
+            raise PlanError(f"{self.name_of(row)}: {name} is derived, and {self.rows.task(row)} writes it")
+        self.check_counts()
+        self.check_tiling()
+        self.check_rows()
+        self.check_pieces()
+
+    def check_counts(self) -> None:
+        """Step 1: loads and fills have as many elements as each parameter."""
+        params, fills = self.layout.params, self.layout.fills
+        elements = np.array([param.num_elements for param in params], np.int64)
+        numbers = {param.name: number for number, param in enumerate(params)}
+        loaded, filled = np.zeros_like(elements), np.zeros_like(elements)
+        np.add.at(loaded, self.load_param, self.loads.shape.prod(axis=1))
+        np.add.at(filled, [numbers[fill.param] for fill in fills], [fill.num_elements for fill in fills])
+        for index in np.flatnonzero(~self.derived & (loaded + filled != elements))[:1].tolist():
+            tensors = {self.loads.names[i] for i in self.loads.tensor[self.load_param == index].tolist()}
+            raise PlanError(
+                f"{self.name(self.replicas[0])}: {params[index].name} has {elements[index]} elements, its loads bring "
+                f"{loaded[index]} and its fills {filled[index]}; tensors: {', '.join(sorted(tensors)) or 'none'}"
+            )
+
+    def check_tiling(self) -> None:
+        """Step 1: ranges tile, in every replica."""
+        params = self.layout.params
+        numbers = {param.name: number for number, param in enumerate(params)}
+        # Every parameter ends with an empty range: then each range must begin where the one before it ended.
+        kept = np.flatnonzero(~self.derived).tolist()
+        fixed = [(numbers[f.param], f.offset, f.num_elements, False) for f in self.layout.fills]
+        fixed = [one for one in fixed if not self.derived[one[0]]]
+        fixed += [(number, params[number].num_elements, 0, True) for number in kept]
+        columns = np.array(fixed, np.int64).reshape(-1, 4).T
+        size_of = self.sizes[columns[0]]
+        param = np.concatenate([self.param, columns[0]])
+        begin = np.concatenate([self.rows.offset[self.own], columns[1] * size_of])
+        size = np.concatenate([self.rows.num_bytes[self.own], columns[2] * size_of])
+        is_end = np.concatenate([np.zeros(len(self.own), np.bool_), columns[3].astype(np.bool_)])
+        order = np.lexsort((size, begin, is_end, param))
+        param, begin, size, is_end = param[order], begin[order], size[order], is_end[order]
+        row = np.concatenate([self.own, np.full(len(fixed), -1)])[order]
+        gets = np.ones((len(row), len(self.replicas)), np.bool_)
+        gets[row >= 0] = self.rows.gets[row[row >= 0]][:, self.replicas]
+        for replica, taken in zip(self.replicas, np.ascontiguousarray(gets.T)):
+            there = np.flatnonzero(taken)
+            first = changes(param[there])
+            end_before = np.append(0, (begin + size)[there][:-1])
+            for index in np.flatnonzero(begin[there] != np.where(first, 0, end_before))[:1].tolist():
+                at = int(there[index])
+                before = None if first[index] else int(there[index - 1])
+                self.raise_gap(self.name(replica), params[int(param[at])], at, before, begin, size, is_end, row)
+
+    def raise_gap(
+        self, who: str, param: Param, at: int, before: int | None, begin: Ints, size: Ints, is_end: Flags, row: Ints
+    ) -> NoReturn:
+        """Say where ranges do not meet."""
+
+        def named(index: int | None) -> str:
+            if index is None:
+                return "the start"
+            if row[index] < 0:
+                return "a fill"
+            pieces = self.rows.task(int(row[index])).pieces
+            return pieces[0].tensor if pieces else "nothing"
+
+        start, stop = int(begin[at]), 0 if before is None else int(begin[before] + size[before])
+        if is_end[at]:
+            raise PlanError(f"{who}: {param.name}: tasks and fills end at byte {stop} of {param.num_bytes}")
+        kind = "nobody writes" if start > stop else "written twice:"
+        raise PlanError(
+            f"{who}: {param.name}: {kind} bytes {min(start, stop)}..{max(start, stop) - 1} "
+            f"(between {named(before)} and {named(at)})"
+        )
+
+    def check_rows(self) -> None:
+        """Every task has its parameter's dtype, keeps the bound, and begins on an element."""
+        rows, own = self.rows, self.own
+        dtypes = np.array([DTYPES.index(one.dtype) for one in self.layout.params], np.int64)
+        wrong = rows.dtype[own] != dtypes[self.param]
+        wrong |= rows.num_bytes[own] > self.plan.max_task_bytes
+        wrong |= rows.offset[own] % self.sizes[self.param] != 0
+        for index in np.flatnonzero(wrong)[:1].tolist():
+            task = rows.task(int(own[index]))
+            raise PlanError(
+                f"{self.called(int(own[index]))}: {task.num_bytes} bytes of {task.dtype}, the parameter is "
+                f"{self.layout.params[int(self.param[index])].dtype}, the bound {self.plan.max_task_bytes} bytes"
+            )
+
+    def check_pieces(self) -> None:
+        """Step 2: every piece is packed behind the one before it, and is where a load puts it."""
+        rows = self.rows
+        place = np.full(len(rows.num_bytes), -1)
+        place[self.own] = np.arange(len(self.own))
+        mine = np.flatnonzero(place[rows.piece_row] >= 0) if len(rows.piece_row) else rows.piece_row
+        pieces, row = rows.pieces.take(mine), rows.piece_row[mine]
+        start, shape = pieces.start.astype(np.int64), pieces.shape.astype(np.int64)
+        elements = shape.prod(axis=1)
+        size = self.sizes[self.param][place[row]]
+        behind = np.cumsum(elements) - elements
+        first = np.append(True, np.diff(row) != 0)[: len(row)]
+        packed = behind - np.maximum.accumulate(np.where(first, behind, 0))
+        totals = np.bincount(row, elements, minlength=len(rows.num_bytes)).astype(np.int64)[self.own]
+        experts = self.rows.names.experts()
+
+        def fail(wrong: Flags, say: Callable[[int], str]) -> None:
+            for index in np.flatnonzero(wrong)[:1].tolist():
+                raise PlanError(f"{self.called(int(row[index]))}: {say(index)}")
+
+        def tensor(index: int) -> str:
+            return pieces.names[int(pieces.tensor[index])]
+
+        def group(index: int) -> str:
+            return MESH_GROUPS[int(rows.group[row[index]])]
+
+        def block(index: int) -> str:
+            dims = int(pieces.axes[index]) & 7
+            return (
+                f"no load puts {tensor(index)} start {start[index, :dims].tolist()} shape "
+                f"{shape[index, :dims].tolist()} axes {list(axes_of(int(pieces.axes[index])))} at element {at[index]}"
+            )
+
+        fail(
+            pieces.offset != packed,
+            lambda i: f"{tensor(i)} is packed at {pieces.offset[i]}, not at {packed[i]}",
+        )
+        fail(
+            experts[pieces.tensor] != rows.group[row] if len(row) else first,
+            lambda i: f"{tensor(i)} is sent in mesh group {group(i)}",
+        )
+        at = rows.offset[row] // size + packed
+        fail(~self.loaded_at(pieces, start, shape, place[row], at), block)
+        wrong = totals * self.sizes[self.param] != rows.num_bytes[self.own]
+        for index in np.flatnonzero(wrong)[:1].tolist():
+            task = rows.task(int(self.own[index]))
+            packs = int(totals[index] * self.sizes[self.param[index]])
+            raise PlanError(
+                f"{self.called(int(self.own[index]))}: its pieces pack to {packs} bytes, it says {task.num_bytes}"
+            )
+
+    def loaded_at(self, pieces: PieceColumns, start: Ints, shape: Ints, place: Ints, at: Ints) -> Flags:
+        """Whether one of the loads of the piece's tensor into its parameter puts it at element `at`, packed."""
+        loads, width = self.loads, max(start.shape[1], self.loads.start.shape[1])
+        start, shape = widened(start, width, 0), widened(shape, width, 1)
+        names = self.rows.names
+        tensor, load_tensor = pieces.tensor, names.column(loads.names, names.tensors)[loads.tensor]
+        # Loads by (parameter, tensor, lowest element). A load begins at its lowest element, so only those up to `at`
+        # qualify; nearly always it is the last of these.
+        span = len(names.tensors)
+        order = np.lexsort((loads.offset, load_tensor, self.load_param))
+        pair = (self.load_param * span + load_tensor)[order]
+        wanted = self.param[place] * span + tensor
+        pairs, first = np.unique(pair, return_index=True)
+        reach = max(int(loads.offset.max(initial=0)), int(at.max(initial=0))) + 1
+        which = np.minimum(np.searchsorted(pairs, wanted), max(len(pairs) - 1, 0))
+        exists = pairs[which] == wanted if len(pairs) else np.zeros(len(wanted), np.bool_)
+        ranked = np.repeat(np.arange(len(pairs)), np.diff(np.append(first, len(pair)))) * reach + loads.offset[order]
+        last = np.searchsorted(ranked, which * reach + at, side="right") - 1
+
+        found = np.zeros(len(at), np.bool_)
+        open_pieces = np.flatnonzero(exists)
+        while len(open_pieces):
+            candidate = last[open_pieces]
+            open_pieces = open_pieces[candidate >= first[which[open_pieces]]]
+            load = order[last[open_pieces]]
+            found[open_pieces] = _agree(
+                start[open_pieces], shape[open_pieces], pieces.axes[open_pieces], at[open_pieces], loads, load, width
+            )
+            last[open_pieces] -= 1
+            open_pieces = open_pieces[~found[open_pieces]]
+        return found
+
+    def called(self, row: int) -> str:
+        """How messages call a task."""
+        task = self.rows.task(row)
+        where = f"task at byte {task.dest_offset_bytes} of source rank {task.source_rank}"
+        return f"{self.name_of(row)}: {task.param}: {where}"
+
+
+def _agree(start: Ints, shape: Ints, axes: Ints, at: Ints, loads: LoadTable, load: Ints, width: int) -> Flags:
+    """Whether a piece lies inside a load's region and both map it to the same elements of the parameter."""
+    low, size = widened(loads.start, width, 0)[load], widened(loads.shape, width, 1)[load]
+    stride = widened(loads.stride, width, 0)[load]
+    agrees = ((low <= start) & (start + shape <= low + size)).all(axis=1)
+    agrees &= loads.offset[load] + ((start - low) * stride).sum(axis=1) == at
+    agrees &= (axes & 7) == (loads.axes[load] & 7)
+    order = walk_orders(axes, width)
+    inside = np.ones(len(at), np.int64)
+    for position in range(width - 1, -1, -1):
+        dim = order[:, position : position + 1]
+        sizes, steps = (np.take_along_axis(one, dim, axis=1)[:, 0] for one in (shape, stride))
+        agrees &= (sizes == 1) | (steps == inside)
+        inside = inside * sizes
+    return agrees
+
+
+def _check_expected(plan: TransferPlan, where: tuple[int, int], layout: DestLayout) -> None:
+    """What the plan says of every parameter is what its layout needs."""
+    needed = {param.name: param.num_bytes for param in layout.params if param.post_load is not PostLoad.derived}
+    sizes = {param.name: DTYPE_BYTES[param.dtype] for param in layout.params}
+    for fill in layout.fills:
+        if fill.param in needed:
+            needed[fill.param] -= fill.num_elements * sizes[fill.param]
+    if dict(plan.expected.get(where, {})) != needed:
+        raise PlanError(
+            f"replica {where[0]} rank {where[1]}: the expected bytes per parameter differ from what its layout needs"
+        )
+
+
+def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout]) -> None:
+    """Step 3: every source holds what it packs."""
+    held = {source.rank: source for source in sources}
+    for rank, table in plan.tables.items():
+        row, pieces = table.own_pieces
+        shards = held[rank].shards if rank in held else ()
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(shard.tensor for shard in shards))}
+        tensor = np.array([numbers[shard.tensor] for shard in shards], np.int64)
+        order = np.argsort(tensor, kind="stable")
+        low = padded([shard.region.start for shard in shards], 0)[order]
+        high = low + padded([shard.region.shape for shard in shards], 1)[order]
+        width = max(low.shape[1], pieces.start.shape[1])
+        low, high = widened(low, width, 0), widened(high, width, 1)
+        start = widened(pieces.start.astype(np.int64), width, 0)
+        stop = start + widened(pieces.shape.astype(np.int64), width, 1)
+        used, which = np.unique(pieces.tensor, return_inverse=True)
+        wanted = np.array([numbers.get(pieces.names[int(number)], -1) for number in used.tolist()], np.int64)[which]
+        candidate = np.searchsorted(tensor[order], wanted, side="left")
+        last = np.searchsorted(tensor[order], wanted, side="right")
+        todo = np.arange(len(wanted))
+        while len(todo):
+            for index in todo[candidate[todo] >= last[todo]][:1].tolist():
+                _raise_not_held(table, int(row[index]), pieces, index)
+            shard = candidate[todo]
+            inside = ((low[shard] <= start[todo]) & (stop[todo] <= high[shard])).all(axis=1)
+            candidate[todo] += 1
+            todo = todo[~inside]
+
+
+def _raise_not_held(table: TaskTable, row: int, pieces: PieceColumns, index: int) -> NoReturn:
+    (piece,) = pieces.expanded(index, 1)
+    region: Region = piece.region
+    raise PlanError(
+        f"source rank {table.source_rank} is to send {piece.tensor} start {list(region.start)} shape "
+        f"{list(region.shape)} to {table.params[int(table.param[row])]}, and does not hold it"
+    )

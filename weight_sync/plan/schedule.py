@@ -1,0 +1,223 @@
+"""Who sends which chunk, and in which order: the choices of a plan, over columns.
+
+Owns: the choice among several holders, and every source's schedule. Does not own: how chunks come about (chunks.py),
+digests, wire form and proof (plan.py).
+
+    needs      chunks of every group of equal engine ranks                (plan.py cuts them)
+    choose     the only holder, or the one with the least bytes so far; largest first, small ones in parcels
+    schedule   per source: dense before experts, by layer; like chunks of all destinations after each other, rotated
+
+Invariant: every need has exactly one source for each replica. Deterministic: ties go to the lowest rank.
+
+Caller: plan.py.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weight_sync.plan.chunks import Chunks
+from weight_sync.plan.columns import Flags, Ints, changes, starts_of
+from weight_sync.plan.holders import Holders
+from weight_sync.layout import DestLayout
+from weight_sync.plan.tasks import TaskTable
+
+MIN_SHARED_BYTES = 1 << 20
+"""... but never finer than this: below it a write costs its latency, not its bytes. Smaller chunks of one engine rank
+and layer that the same sources hold are given to one of them together, up to so many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Engine ranks that need the same bytes: equal ranks of several replicas."""
+
+    dest_rank: int
+    layout: DestLayout
+    digest: str
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """All chunks that engine ranks need from somebody, in columns."""
+
+    alike: Sequence[Alike]
+    params: tuple[str, ...]
+    member: Ints
+    """Position in `alike`."""
+    chunks: Chunks
+    """Their `param` numbers `params`."""
+    param: Ints
+    offset_bytes: Ints
+    num_bytes: Ints
+    """Of one replica."""
+    dtype: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who sends what: a row per need and source, and the replicas (by number of their set) that it sends to."""
+
+    need: Ints
+    source: Ints
+    """Position among the ranks."""
+    replicas: Ints
+    replica_sets: list[tuple[int, ...]]
+
+
+def choose_sources(needs: Needs, holders: Holders, ranks: list[int]) -> Choice:
+    """Give every need to one holder: the only one, or the one with the least bytes so far (lowest rank on a tie).
+
+    Bytes that leave no choice are counted before any choice is made; choices are made for the largest needs first.
+    """
+    position = {rank: index for index, rank in enumerate(ranks)}
+    only = np.array([position[members[0]] if len(members) == 1 else -1 for members in holders.sets], np.int64)
+    source = only[needs.chunks.holders]
+    is_open = source < 0
+    sizes = np.array([len(one.replicas) for one in needs.alike], np.int64)[needs.member]
+    total = np.zeros(len(ranks), np.int64)
+    np.add.at(total, source[~is_open], (needs.num_bytes * sizes)[~is_open])
+    sets = {one.replicas: 0 for one in needs.alike}
+    sets = {members: number for number, members in enumerate(sets)}
+    whole = np.array([sets[one.replicas] for one in needs.alike], np.int64)
+    rows = [(np.flatnonzero(~is_open), source[~is_open], whole[needs.member[~is_open]])]
+    chosen = _share_out(needs, np.flatnonzero(is_open), holders, position, total.tolist())
+    if chosen:
+        members = np.array([sets.setdefault((replica,), len(sets)) for _, _, replica in chosen], np.int64)
+        rows.append((np.array([need for need, _, _ in chosen]), np.array([who for _, who, _ in chosen]), members))
+    need, sender, replicas = (np.concatenate(column) for column in zip(*rows))
+    return Choice(need, sender, replicas, list(sets))
+
+
+def _share_out(
+    needs: Needs, open_needs: Ints, holders: Holders, position: Mapping[int, int], total: list[int]
+) -> list[tuple[int, int, int]]:
+    """(need, position of the source, replica) of every need with several holders."""
+    chosen: list[tuple[int, int, int]] = []
+    parcels = _parcels(needs, open_needs)
+    jobs = [(size, parcel, replica) for size, parcel, members in parcels for replica in needs.alike[members].replicas]
+    jobs.sort(key=lambda job: -job[0])  # stable, so the order of needs breaks ties
+    heaps: dict[int, list[tuple[int, int]]] = {}
+    for size, parcel, replica in jobs:
+        number = int(needs.chunks.holders[parcel[0]])
+        heap = heaps.get(number)
+        if heap is None:
+            heap = heaps[number] = [(total[position[rank]], position[rank]) for rank in holders.sets[number]]
+            heapq.heapify(heap)
+        # Totals only grow: an entry that another set of holders made stale is pushed down until the top is current.
+        while heap[0][0] != total[heap[0][1]]:
+            heapq.heapreplace(heap, (total[heap[0][1]], heap[0][1]))
+        source = heap[0][1]
+        chosen.extend((need, source, replica) for need in parcel)
+        total[source] += size
+        heapq.heapreplace(heap, (total[source], source))
+    return chosen
+
+
+def _parcels(needs: Needs, open_needs: Ints) -> list[tuple[int, list[int], int]]:
+    """(bytes, needs, position among the alike): what goes to one source as one. Small needs of a layer go together."""
+    parcels: list[tuple[int, list[int], int]] = []
+    open_parcel: dict[tuple[int, int, int, bool], int] = {}
+    chunks = needs.chunks
+    for need in open_needs.tolist():
+        size, member = int(needs.num_bytes[need]), int(needs.member[need])
+        key = (member, int(chunks.holders[need]), int(chunks.layer[need]), bool(chunks.is_expert[need]))
+        index = open_parcel.get(key)
+        if index is not None and parcels[index][0] + size <= MIN_SHARED_BYTES:
+            parcels[index] = (parcels[index][0] + size, [*parcels[index][1], need], member)
+            continue
+        open_parcel[key] = len(parcels)
+        parcels.append((size, [need], member))
+    return parcels
+
+
+def schedule_of(needs: Needs, choice: Choice, ranks: list[int], num_replicas: int) -> dict[int, TaskTable]:
+    """Order every source's rows: dense before experts, then by layer, then what belongs to none.
+
+    Packing many small tensors takes the host longer than writing them takes a link, and the first loads are packed
+    while engines pause: embeddings, few and large, come after the layers' dense tensors.
+
+    Inside a layer like chunks of all destinations follow each other, and source i begins with destination i: every
+    load has bytes for all of them, and no engine rank is hit by all sources at once. Equal chunks of several replicas
+    follow each other, and source i begins with replica i / destinations. Rows of one source and need stay neighbours:
+    their key is the same, and needs sort before turns.
+    """
+    dest_rank = np.array([one.dest_rank for one in needs.alike], np.int64)[needs.member]
+    num_dests = 1 + int(dest_rank.max(initial=0))
+    chunks, source, need = needs.chunks, choice.source, choice.need
+    last = 1 + int(chunks.layer.max(initial=0))
+    layer = np.where(chunks.layer < 0, last, chunks.layer)
+    place, num_places = _places(needs)
+    first_replica = np.arange(len(ranks)) // num_dests % num_replicas
+    lowest = np.array([members[0] for members in choice.replica_sets], np.int64)[choice.replicas]
+    key = (source * 2 + chunks.is_expert[need]) * (last + 1) + layer[need]
+    key = key * num_places + place[need]
+    key = key * num_dests + (dest_rank[need] - source) % num_dests
+    turn = (lowest - first_replica[source]) % num_replicas
+    order = np.lexsort((turn, need, key))
+    source, need = source[order], need[order]
+    replica_sets, replicas, heads = _rotated(choice.replica_sets, choice.replicas[order], source, need, first_replica)
+    source, need = source[heads], need[heads]
+
+    first_piece = starts_of(chunks.num_pieces)
+    edges = np.searchsorted(source, np.arange(len(ranks) + 1))
+    schedule: dict[int, TaskTable] = {}
+    for index, rank in enumerate(ranks):
+        window = slice(edges[index], edges[index + 1])
+        own = need[window]
+        schedule[rank] = TaskTable(
+            rank,
+            needs.params,
+            replica_sets,
+            replicas[window],
+            chunks.is_expert[own].astype(np.int64),
+            dest_rank[own],
+            needs.param[own],
+            needs.offset_bytes[own],
+            needs.num_bytes[own],
+            needs.dtype[own],
+            chunks.num_pieces[own],
+            first_piece[own],
+            chunks.pieces,
+        )
+    return schedule
+
+
+def _places(needs: Needs) -> tuple[Ints, int]:
+    """Where each need stands among all, by parameter and offset; alike for ranks that are cut alike. And how many."""
+    found, place = np.unique(
+        needs.param * (1 + int(needs.offset_bytes.max(initial=0))) + needs.offset_bytes, return_inverse=True
+    )
+    return place, max(1, len(found))
+
+
+def _rotated(
+    sets: list[tuple[int, ...]], replicas: Ints, source: Ints, need: Ints, first_replica: Ints
+) -> tuple[list[tuple[int, ...]], Ints, Flags]:
+    """Join neighbouring rows of one source and need, and let each source begin with its own first replica."""
+    heads = changes(source, need)
+    group = np.cumsum(heads) - 1
+    numbers: dict[tuple[int, ...], int] = {}
+    found = np.empty(int(heads.sum()), np.int64)
+    alone = np.bincount(group, minlength=len(found)) == 1
+    first = first_replica[source]
+    pairs = replicas * (int(first.max(initial=0)) + 1) + first
+    is_alone = alone[group]
+    distinct, which = np.unique(pairs[is_alone], return_inverse=True)
+    own: list[int] = []
+    for pair in distinct.tolist():
+        number, begin = divmod(int(pair), int(first.max(initial=0)) + 1)
+        members: tuple[int, ...] = sets[number]
+        turned: tuple[int, ...] = (*(one for one in members if one >= begin), *(one for one in members if one < begin))
+        own.append(numbers.setdefault(turned, len(numbers)))
+    found[group[is_alone]] = np.array(own, np.int64)[which] if own else which
+    joined: dict[int, tuple[int, ...]] = {}
+    for row in np.flatnonzero(~is_alone).tolist():
+        joined[int(group[row])] = (*joined.get(int(group[row]), ()), *sets[int(replicas[row])])
+    for at, both in joined.items():
+        found[at] = numbers.setdefault(both, len(numbers))
+    return list(numbers), found, heads

@@ -1,0 +1,289 @@
+"""What a plan consists of: tasks, one at a time as objects, and all of a trainer rank's as columns.
+
+Owns: `Task` and its pieces, the columnar form and its bytes. Does not own: how tasks come about (plan.py) or are
+replayed (pipeline.py, which iterates over objects). Invariant: a table is the sequence of its tasks; equal sequences
+have equal bytes.
+
+    row i of a table   bytes that are packed once, and the replicas that get them, in schedule order
+                       first_piece[i] .. + num_pieces[i] are its pieces, in columns that all ranks' tables share
+
+Callers: plan.py, coverage.py, simulate.py; pipeline.py and packing.py for `Task`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+
+from weight_sync.plan.columns import Ints, Narrow, axes_code, axes_of, padded, region_of, spread, starts_of
+from weight_sync.errors import PlanError
+from weight_sync.layout import DTYPE_BYTES, Region
+
+MESH_GROUPS: tuple[str, str] = ("dense", "experts")
+"""Sending order. A tensor belongs to "experts" when its name contains ".experts."."""
+
+DTYPES: tuple[str, ...] = tuple(DTYPE_BYTES)
+"""By number, as columns say it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rectangle of a checkpoint tensor inside a task: permuted by `axes`, row-major, from `offset_elements` on.
+
+    Example: rows 0..31 of an up projection behind 32 x 64 elements of gate:
+    Piece("model.layers.0.mlp.experts.3.up_proj.weight", Region((0, 0), (32, 64)), (0, 1), 2048).
+    """
+
+    tensor: str
+    region: Region
+    axes: tuple[int, ...]
+    offset_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One contiguous range of one parameter of one engine rank, written by one trainer rank with one one-sided write.
+
+    The source packs the pieces, in order and without gaps, cast to `dtype`. Tasks that differ in `replica` alone
+    carry the same bytes; they share the `pieces` object and follow each other in the schedule, so a pipeline may pack
+    and hash them once.
+    """
+
+    mesh_group: str
+    source_rank: int
+    replica: int
+    dest_rank: int
+    param: str
+    dest_offset_bytes: int
+    num_bytes: int
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PieceColumns:
+    """Pieces of many rows. `tensor` numbers `names`; start and shape have one entry per dim of the tensor."""
+
+    names: Sequence[str]
+    tensor: Narrow
+    start: Narrow
+    shape: Narrow
+    axes: Narrow
+    offset: Ints
+
+    def take(self, index: Ints) -> PieceColumns:
+        """Some of them."""
+        columns = (column[index] for column in (self.tensor, self.start, self.shape, self.axes, self.offset))
+        return PieceColumns(self.names, *columns)
+
+    def expanded(self, first: int, count: int) -> tuple[Piece, ...]:
+        """A row's pieces as objects."""
+        window = slice(first, first + count)
+        columns = (column[window].tolist() for column in (self.tensor, self.start, self.shape, self.axes, self.offset))
+        return tuple(
+            Piece(self.names[int(tensor)], region_of(start, shape, axes & 7), axes_of(axes), offset)
+            for tensor, start, shape, axes, offset in zip(*columns)
+        )
+
+
+ROW_COLUMNS = ("replicas", "group", "dest_rank", "param", "dest_offset_bytes", "num_bytes", "dtype", "num_pieces")
+
+
+@dataclass(frozen=True, eq=False)
+class TaskTable(Sequence[Task]):
+    """The tasks of one trainer rank in schedule order, one row per block of bytes."""
+
+    source_rank: int
+    params: Sequence[str]
+    replica_sets: Sequence[tuple[int, ...]]
+    replicas: Ints
+    """Number of the row's replica set."""
+    group: Ints
+    dest_rank: Ints
+    param: Ints
+    dest_offset_bytes: Ints
+    num_bytes: Ints
+    """Of one replica."""
+    dtype: Ints
+    num_pieces: Ints
+    first_piece: Ints
+    pieces: PieceColumns
+
+    def replicas_of(self, number: int) -> tuple[int, ...]:
+        """The replicas of set `number`."""
+        return self.replica_sets[number]
+
+    @classmethod
+    def of(cls, source_rank: int, tasks: Sequence[Task]) -> TaskTable:
+        """The columns of any tasks of one trainer rank; a table is itself."""
+        if isinstance(tasks, cls) and tasks.source_rank == source_rank:
+            return tasks
+        blocks: list[tuple[Task, list[int]]] = []
+        for task in tasks:
+            if task.source_rank != source_rank:
+                raise PlanError(f"source rank {source_rank} is given a task of source rank {task.source_rank}: {task}")
+            if blocks and replace(blocks[-1][0], replica=task.replica) == task:
+                blocks[-1][1].append(task.replica)
+            else:
+                blocks.append((task, [task.replica]))
+        names: dict[str, int] = {}
+        params: dict[str, int] = {}
+        sets: dict[tuple[int, ...], int] = {}
+        rows = [
+            (
+                sets.setdefault(tuple(replicas), len(sets)),
+                MESH_GROUPS.index(task.mesh_group),
+                task.dest_rank,
+                params.setdefault(task.param, len(params)),
+                task.dest_offset_bytes,
+                task.num_bytes,
+                DTYPES.index(task.dtype),
+                len(task.pieces),
+            )
+            for task, replicas in blocks
+        ]
+        columns = np.array(rows, np.int64).reshape(-1, len(ROW_COLUMNS)).T
+        pieces = [piece for task, _ in blocks for piece in task.pieces]
+        return cls(
+            source_rank,
+            tuple(params),
+            tuple(sets),
+            **dict(zip(ROW_COLUMNS, columns)),
+            first_piece=starts_of(columns[-1]),
+            pieces=PieceColumns(
+                tuple(dict.fromkeys(piece.tensor for piece in pieces)),
+                np.array([names.setdefault(piece.tensor, len(names)) for piece in pieces], np.int64),
+                padded([piece.region.start for piece in pieces], 0),
+                padded([piece.region.shape for piece in pieces], 1),
+                np.array([axes_code(piece.axes) for piece in pieces], np.int64),
+                np.array([piece.offset_elements for piece in pieces], np.int64),
+            ),
+        )
+
+    @cached_property
+    def num_replicas(self) -> Ints:
+        """Tasks of each row."""
+        sizes = np.array([len(members) for members in self.replica_sets], np.int64)
+        return sizes[self.replicas] if len(sizes) else np.zeros(0, np.int64)
+
+    @property
+    def own_pieces(self) -> tuple[Ints, PieceColumns]:
+        """The pieces of this rank alone, and the row of each."""
+        row, within = spread(self.num_pieces)
+        return row, self.pieces.take(self.first_piece[row] + within)
+
+    def __len__(self) -> int:
+        return int(self.num_replicas.sum())
+
+    @property
+    def num_rows(self) -> int:
+        """Blocks of bytes that are packed."""
+        return len(self.num_bytes)
+
+    def rows(self, start: int = 0) -> Iterator[tuple[Task, tuple[int, ...]]]:
+        """Every row from `start` on: its first task, and its replicas."""
+        columns = (
+            getattr(self, name)[start:].tolist()
+            for name in ("replicas", "group", "dest_rank", "param", "dest_offset_bytes", "num_bytes", "dtype")
+        )
+        first, count = self.first_piece[start:].tolist(), self.num_pieces[start:].tolist()
+        for members, group, dest_rank, param, offset, size, dtype, a, n in zip(*columns, first, count):
+            replicas = self.replica_sets[members]
+            yield (
+                Task(
+                    MESH_GROUPS[group],
+                    self.source_rank,
+                    replicas[0],
+                    dest_rank,
+                    self.params[int(param)],
+                    offset,
+                    size,
+                    DTYPES[dtype],
+                    self.pieces.expanded(a, n),
+                ),
+                replicas,
+            )
+
+    def __iter__(self) -> Iterator[Task]:
+        for task, replicas in self.rows():
+            yield task
+            for replica in replicas[1:]:
+                yield replace(task, replica=replica)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        position = range(len(self))[index]
+        row = int(np.searchsorted(np.cumsum(self.num_replicas), position, side="right"))
+        task, replicas = next(self.rows(row))
+        return replace(task, replica=replicas[position - int(self.num_replicas[:row].sum())])
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TaskTable):
+            return self.source_rank == other.source_rank and self.to_wire() == other.to_wire()
+        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain data for msgpack: names by number in order of use, columns as little-endian 64-bit numbers."""
+        row, pieces = self.own_pieces
+        names, tensor = _renumbered(pieces.names, pieces.tensor)
+        params, param = _renumbered(self.params, self.param)
+        used, replicas = _renumbered(self.replica_sets, self.replicas)
+        own = {**{name: getattr(self, name) for name in ROW_COLUMNS}, "param": param, "replicas": replicas}
+        num_dims = int((pieces.axes & 7).max(initial=1))
+        columns = (tensor, pieces.axes, pieces.offset, *pieces.start.T[:num_dims], *pieces.shape.T[:num_dims])
+        return {
+            "tensors": names,
+            "params": params,
+            "replica_sets": [list(members) for members in used],
+            "num_rows": self.num_rows,
+            "rows": _to_bytes(list(own.values())),
+            "num_pieces": len(row),
+            "pieces": _to_bytes(columns),
+        }
+
+    @classmethod
+    def from_wire(cls, source_rank: int, wire: Mapping[str, Any]) -> TaskTable:
+        """Inverse of `to_wire`."""
+        columns = _from_bytes(wire["rows"], wire["num_rows"])
+        tensor, axes, offset, *bounds = _from_bytes(wire["pieces"], wire["num_pieces"])
+        half = len(bounds) // 2
+        start, shape = np.stack(bounds[:half], axis=1), np.stack(bounds[half:], axis=1)
+        return cls(
+            source_rank,
+            tuple(wire["params"]),
+            tuple(tuple(members) for members in wire["replica_sets"]),
+            **dict(zip(ROW_COLUMNS, columns)),
+            first_piece=starts_of(columns[-1]),
+            pieces=PieceColumns(tuple(wire["tensors"]), tensor, start, shape, axes, offset),
+        )
+
+
+def _renumbered(names: Sequence[Any], column: Ints) -> tuple[list[Any], Ints]:
+    """The names that a column uses, in order of first use, and the column in their numbers."""
+    used, first, which = np.unique(column, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    return [names[number] for number in used[order].tolist()], rank[which]
+
+
+def _to_bytes(columns: Sequence[Ints]) -> bytes:
+    return np.stack([np.asarray(column, np.int64) for column in columns]).astype("<i8", copy=False).tobytes()
+
+
+def _from_bytes(data: bytes, length: int) -> list[Ints]:
+    numbers = np.frombuffer(data, "<i8").astype(np.int64)
+    if length:
+        return list(numbers.reshape(-1, length))
+    return [numbers] * 8

@@ -1,0 +1,350 @@
+"""One publish of one trainer rank under way: slots in turn, packed by the caller's thread, written by its lanes.
+
+A lane is a thread (of `slots.py`, which has them ready) and the destinations that it writes to, one after the other.
+Lanes do not wait for each other: a link goes on with the next load while another one still sends its part of this one.
+
+Owns the overlap of packing with writing, the time that each replica has, what becomes of one whose link fails, and the
+count of what was sent. Does not own: staging and loads (`slots.py`), which outlive it, nor the schedule (`pipeline.py`,
+its only caller; the picture is there).
+
+Invariants: a slot is packed again only when every write from it is over; a replica that failed gets no further write;
+a failed write is closed while no other one is under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from weight_sync.plan.columns import Ints
+from weight_sync.errors import TransportError
+from weight_sync.layout import Binding, Destination
+from weight_sync.publish.staging_slots import Filled, Load, Slots
+from weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
+from weight_sync.publish.sums import Sums
+from weight_sync.publish.trace import Span, Tracer
+from weight_sync.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+WAIT_LOG_S = 30.0
+"""How often a wait says what it waits for."""
+
+
+@dataclass(slots=True)
+class PipelineResult:
+    """What one rank did in one publish."""
+
+    sums: Sums
+    """Per destination and parameter: bytes written, and the sum of their hashes (0 where hashes are off)."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Per replica that this rank could not serve in full: why."""
+    write_s: dict[int, float] = field(default_factory=dict)
+    """Per replica: seconds of writing to the one of its ranks that took longest."""
+    num_bytes: int = 0
+    """Bytes that crossed, over all replicas."""
+    prepare_s: float = 0.0
+    """Seconds of packing and hashing, the wait for the device included."""
+    busy_write_s: float = 0.0
+    """Seconds during which something was being written."""
+    peak_bytes: int = 0
+    """Most temporary memory held at once."""
+    spans: list[Span] = field(default_factory=list)
+    """What it spent its time on; empty unless asked for."""
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What stands ready before a byte may be written."""
+
+    version: int
+    tracer: Tracer
+    filled: list[Filled] = field(default_factory=list)
+    peak_bytes: int = 0
+    prepare_s: float = 0.0
+    error: Exception | None = None
+
+
+class Replay:
+    """The state of one Pipeline.run: the slots in turn, the lanes, who is out, what was sent.
+
+    Args:
+        slots: What is packed and written.
+        transport: Writes.
+        bindings: Where the live replicas' ranks are.
+        budgets_s: Per replica: the longest that writes to one rank of it may take in all.
+        prepared: The first loads.
+        result: Filled.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        transport: Transport,
+        bindings: Mapping[Destination, Binding],
+        budgets_s: Mapping[int, float],
+        prepared: Prepared,
+        result: PipelineResult,
+    ) -> None:
+        self._slots = slots
+        self._transport = transport
+        self._bindings = bindings
+        self._budgets_s = budgets_s
+        self._prepared = prepared
+        self._tracer = prepared.tracer
+        self._result = result
+        served = [dest for dest in slots.entries if dest in bindings]
+        self._addresses = {dest: slots.entries[dest].addresses(bindings[dest]) for dest in served}
+        self._lane_of = {dest: number % MAX_LINK_THREADS for number, dest in enumerate(served)}
+        self._lanes = [queue.SimpleQueue[_Part | None]() for _ in range(min(len(served), MAX_LINK_THREADS))]
+        """What each lane has to write."""
+        self._door = _Door()
+        self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        """Slots that may be packed; None: there will be none any more."""
+        self._seconds = dict.fromkeys(served, 0.0)
+        """Of writing, to each destination."""
+        self._written: dict[Destination, list[slice]] = {dest: [] for dest in served}
+        """The entries that reached each destination."""
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Send what is prepared, and pack every other load in order while the lanes send those before."""
+        ready = {filled.load.number: filled for filled in self._prepared.filled}
+        loads = [load for load in self._slots.loads if self._wanted(load)]
+        if not loads:
+            return
+        sent = {load.number for load in loads}
+        taken = {filled.slot for number, filled in ready.items() if number in sent}
+        for slot in set(range(NUM_SLOTS)) - taken:
+            self._free.put(slot)
+        lanes: list[Future[float]] = []
+        try:
+            lanes += [thread.submit(self._run_lane, parts) for thread, parts in zip(self._slots.threads, self._lanes)]
+            self._pack_all(loads, ready)
+            self._slots.take_sums()
+        finally:
+            for parts in self._lanes:
+                parts.put(None)
+            errors = [error for lane in lanes if (error := lane.exception()) is not None]
+            self._count()
+        if errors:
+            raise errors[0]
+        self._result.prepare_s += sum(lane.result() for lane in lanes)
+
+    def _pack_all(self, loads: Sequence[Load], ready: Mapping[int, Filled]) -> None:
+        """Every load to its lanes, as slots come back; until there are none any more, or nobody to send to."""
+        for load in loads:
+            filled = ready.get(load.number)
+            if filled is None:
+                if not self._wanted(load):  # who wanted it has failed
+                    continue
+                slot = self._next_slot()
+                if slot is None:
+                    return
+                began = time.monotonic()
+                filled = self._slots.pack(slot, load, self._tracer)
+                self._result.prepare_s += time.monotonic() - began
+            self._hand_over(filled)
+
+    def _wanted(self, load: Load) -> list[Destination]:
+        return [dest for dest in load.batches if dest in self._bindings and dest[0] not in self._result.errors]
+
+    def _next_slot(self) -> int | None:
+        """A slot that may be packed; None when a lane failed, whose error is raised later.
+
+        Raises:
+            TransportError: Every slot is quarantined.
+        """
+        waited_s = 0.0
+        while True:
+            try:
+                slot = self._free.get(timeout=WAIT_LOG_S)
+                if slot is None and len(self._slots.quarantined) == NUM_SLOTS:
+                    raise TransportError("no staging slot is left: earlier failed writes cannot be closed yet")
+                return slot
+            except queue.Empty:
+                waited_s += WAIT_LOG_S
+                logger.warning("packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, self._seconds)
+
+    def _hand_over(self, filled: Filled) -> None:
+        """A packed load to every lane that has a part in it."""
+        parts: dict[int, list[Destination]] = {}
+        for dest in self._wanted(filled.load):
+            parts.setdefault(self._lane_of[dest], []).append(dest)
+        if not parts:
+            self._give_back(filled.slot)
+        load = _OnItsWay(filled, len(parts))
+        for lane, destinations in parts.items():
+            self._lanes[lane].put((load, destinations))
+
+    def _run_lane(self, parts: queue.SimpleQueue[_Part | None]) -> float:
+        """A lane's thread: its parts, in order. Returns its wait for the device. Never leaves packing waiting."""
+        waited_s = 0.0
+        try:
+            self._slots.enter_thread()
+            while (part := parts.get()) is not None:
+                load, destinations = part
+                waited_s += load.wait_until_packed()
+                for dest in destinations:
+                    self._write(load.filled, dest)
+                if load.part_is_over():
+                    self._give_back(load.filled.slot)
+        except BaseException:  # reaches the caller's thread through the future
+            self._free.put(None)
+            raise
+        return waited_s
+
+    def _give_back(self, slot: int) -> None:
+        """Every write from a slot is over."""
+        if slot not in self._slots.quarantined:
+            self._free.put(slot)
+        elif len(self._slots.quarantined) == NUM_SLOTS:
+            self._free.put(None)
+
+    def _write(self, filled: Filled, dest: Destination) -> None:
+        """One session's part of a load, if its replica is still served."""
+        replica, binding, batch = dest[0], self._bindings[dest], filled.load.batches[dest]
+        error: TransportError | None = None
+        with self._door.writing():
+            if replica in self._result.errors:
+                return
+            began = time.monotonic()
+            try:
+                self._transport.write(
+                    binding.session,
+                    batch.sources[filled.slot],
+                    self._addresses[dest][batch.span],
+                    batch.sizes,
+                    timeout_s=max(self._budgets_s[replica] - self._seconds[dest], 0.0),
+                )
+            except TransportError as e:
+                error = e
+            stopped = time.monotonic()
+        self._seconds[dest] += stopped - began
+        if self._tracer.is_on:
+            track = f"write replica {replica} rank {dest[1]}"
+            self._tracer.add(track, f"load {filled.load.number}", began, stopped, bytes=sum(batch.sizes))
+        if error is None:
+            self._written[dest].append(batch.span)
+            return
+        logger.warning("replica %d, rank %d: %s", *dest, error)
+        self._result.errors.setdefault(replica, f"{type(error).__name__}: {error}")
+        self._close_failed(filled.slot, binding.session)
+
+    def _close_failed(self, slot: int, session: str) -> None:
+        """Make sure that nothing of a failed write ever reads its slot again.
+
+        A slot is in nobody's hands meanwhile: this lane's part of its load is not over. It is quarantined only where
+        closing failed, since lanes of other slots ask how many are left.
+        """
+        with self._door.alone():
+            try:
+                self._transport.reset(session)
+            except BaseException as e:
+                self._slots.quarantined.setdefault(slot, []).append(session)
+                if not isinstance(e, TransportError):
+                    raise
+                logger.error("slot %d is quarantined: %s", slot, e)
+
+    def _count(self) -> None:
+        """Add up what was written. The lanes have ended."""
+        self._result.busy_write_s = self._door.busy_s
+        for (replica, _), seconds in self._seconds.items():
+            self._result.write_s[replica] = max(seconds, self._result.write_s.get(replica, 0.0))
+        hashes = self._slots.sums_of_packets()
+        for dest, spans in self._written.items():
+            entries, num_written = self._slots.entries[dest], sum(span.stop - span.start for span in spans)
+            at: slice | Ints = slice(None)
+            if num_written < len(entries.sizes):
+                at = np.concatenate([np.arange(0), *(np.arange(span.start, span.stop) for span in spans)])
+            sizes = entries.sizes[at]
+            self._result.sums.add(entries.columns[at], sizes, hashes[entries.packets[at]])
+            self._result.num_bytes += int(sizes.sum())
+
+
+class _OnItsWay:
+    """A load in its slot: packed when the device says so, over when every lane has written its part."""
+
+    def __init__(self, filled: Filled, num_lanes: int) -> None:
+        self.filled = filled
+        self._num_lanes = num_lanes
+        self._is_packed = filled.ready is None
+        self._lock = threading.Lock()
+
+    def wait_until_packed(self) -> float:
+        """One lane asks the device, the others wait for its answer. Returns the seconds that this one asked."""
+        with self._lock:
+            if self._is_packed:
+                return 0.0
+            began = time.monotonic()
+            assert self.filled.ready is not None
+            self.filled.ready.synchronize()
+            self._is_packed = True
+            return time.monotonic() - began
+
+    def part_is_over(self) -> bool:
+        """A lane has written its part; whether it was the last."""
+        with self._lock:
+            self._num_lanes -= 1
+            return self._num_lanes == 0
+
+
+_Part = tuple[_OnItsWay, Sequence[Destination]]
+"""What one lane writes of a load."""
+
+
+class _Door:
+    """Writes pass it together; who closes a failed one passes alone. Knows how long anybody was writing."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_writing = 0
+        self._is_closing = False
+        self._began = 0.0
+        self.busy_s = 0.0
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around a write."""
+        with self._changed:
+            self._wait_until(lambda: not self._is_closing)
+            if self._num_writing == 0:
+                self._began = time.monotonic()
+            self._num_writing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_writing -= 1
+                if self._num_writing == 0:
+                    self.busy_s += time.monotonic() - self._began
+                    self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """After all writes under way; none begins until this is left."""
+        with self._changed:
+            self._wait_until(lambda: not self._is_closing)
+            self._is_closing = True
+            self._wait_until(lambda: self._num_writing == 0)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_closing = False
+                self._changed.notify_all()
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        waited_s = 0.0
+        while not self._changed.wait_for(is_so, timeout=WAIT_LOG_S):
+            waited_s += WAIT_LOG_S
+            logger.warning("%d writes are under way for %.0f s, and one has failed", self._num_writing, waited_s)

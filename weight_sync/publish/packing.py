@@ -1,0 +1,123 @@
+"""What goes into one staging slot, and how it gets there: reads compiled once, replayed at every publish.
+
+Owns the vocabulary between a pipeline that knows where bytes go in a slot and a source that knows where they come
+from. A plan is static and has tens of thousands of pieces, so what one of them costs in Python is paid at connect: a
+source that can, joins pieces that are neighbours in its own memory and in the slot into few large operations.
+
+Callers: pipeline.py (compiles), slots.py (fills), the weight sources that join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from weight_sync.layout import DTYPE_BYTES, Region
+from weight_sync.plan.plan import Task
+from weight_sync.source import WeightSource
+
+FillSlot = Callable[[], None]
+"""Writes all bytes of one load into a slot, on the current stream; only between begin() and end(). Holds the slot."""
+CompiledReads = Callable[[Tensor], FillSlot]
+"""What fills a slot (flat uint8), any one. Holds none, so that a plan may be kept while staging is given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """Bytes that are packed once, and every task that sends them (they differ in the replica alone)."""
+
+    offset_bytes: int
+    tasks: tuple[Task, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRead:
+    """A rectangle of a checkpoint tensor and its place in a slot: permuted by `axes`, row-major, from `offset_bytes`.
+
+    Example: PackedRead("norm.weight", Region((0,), (64,)), (0,), "bfloat16", 1024).
+    """
+
+    tensor: str
+    region: Region
+    axes: tuple[int, ...]
+    dtype: str
+    offset_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the slot."""
+        return self.region.num_elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the slot holds the rectangle in the tensor's own order."""
+        return self.axes == tuple(range(len(self.axes)))
+
+    def view(self, slot: Tensor) -> Tensor:
+        """The part of a slot that this fills, seen with the shape of the region.
+
+        Packed dim i is tensor dim axes[i], so the view is the inverse permutation of the packed, row-major block.
+        """
+        packed_shape = [self.region.shape[axis] for axis in self.axes]
+        block = view_as(slot, self.offset_bytes, self.dtype, packed_shape)
+        return block if self.is_row_major else block.permute([self.axes.index(dim) for dim in range(len(self.axes))])
+
+
+@runtime_checkable
+class CompilingSource(Protocol):
+    """A WeightSource that plans many reads at once."""
+
+    def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
+        """Turn the reads of one load into one function a slot. Static: may be called before any begin()."""
+        ...
+
+
+def compile_reads(source: WeightSource, reads: Sequence[PackedRead]) -> CompiledReads:
+    """The source's own way to fill a slot, else one read() a piece."""
+    if isinstance(source, CompilingSource):
+        return source.compile_reads(reads)
+
+    def fill(slot: Tensor) -> None:
+        for read in reads:
+            source.read(read.tensor, read.region, read.view(slot))
+
+    return lambda slot: partial(fill, slot)
+
+
+def view_as(slot: Tensor, offset_bytes: int, dtype: str, shape: Sequence[int]) -> Tensor:
+    """A row-major block of a slot."""
+    num_bytes = DTYPE_BYTES[dtype]
+    for size in shape:
+        num_bytes *= size
+    return slot[offset_bytes : offset_bytes + num_bytes].view(getattr(torch, dtype)).view(shape)
+
+
+def packed_reads(packets: Sequence[Packet]) -> list[PackedRead]:
+    """Every piece of a load and its place in the slot."""
+    return [
+        PackedRead(
+            piece.tensor,
+            piece.region,
+            piece.axes,
+            packet.tasks[0].dtype,
+            packet.offset_bytes + piece.offset_elements * DTYPE_BYTES[packet.tasks[0].dtype],
+        )
+        for packet in packets
+        for piece in packet.tasks[0].pieces
+    ]
+
+
+def same_bytes(tasks: Sequence[Task]) -> list[list[Task]]:
+    """Runs of consecutive tasks that differ in the replica alone: packed and hashed once, written once per replica."""
+    groups: list[list[Task]] = []
+    for task in tasks:
+        if groups and replace(groups[-1][0], replica=task.replica) == task:
+            groups[-1].append(task)
+        else:
+            groups.append([task])
+    return groups

@@ -1,0 +1,299 @@
+"""One trainer rank's part of a publish: pack, hash, write, with temporary memory under the watermark.
+
+Owns the cutting of a schedule into slot loads, the account of the watermark, when staging is taken and given back.
+Does not own: staging and its loads (`slots.py`), the overlap of packing with writing and what becomes of a replica
+whose link fails (`replay.py`), which bytes go where (`plan.py`), how a slot is filled (`packing.py`), the values
+(`source.py`), links (`transport/`), or agreement with replicas (`publisher.py`, its only caller).
+
+    schedule:  [t0 t1 t2 | t3 t4 | t5 t6 t7 ...]          a load = consecutive tasks that fit one slot; static, cut once
+
+                      prepare(): while engines pause            run(): once they stand still
+    caller's thread   pack+hash load 0 -> slot 0 | load 1 -> slot 1 | (slot 0 free?) load 2 -> slot 0 | ...
+    lane 0                                                          | its part of load 0   | of load 1 | ...
+    lane 1                                                          | of load 0 | of load 1    | ...
+                                                                      a lane: a thread, one batched write a session
+
+Watermark. Everything temporary counts, and all of it is known before a byte moves:
+
+    staging buffer (two slots) + hash sums and scratch + source.temporary_bytes  <=  watermark_bytes
+
+A rank with two pipelines (adapters, and a base that is sent again) has one watermark: the one at rest is released.
+
+A slot is written after the device finished packing it (links do not order with torch streams) and comes back when
+every write from it is over. "Over" means that write() returned, or that it failed and transport.reset()
+returned; a slot whose failed write cannot be closed is quarantined: it is never packed again until a later reset
+succeeds. A replica whose write failed gets no further task; the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import torch
+
+from weight_sync.errors import PlanError, WatermarkError
+from weight_sync.integrity import compile_kernels
+from weight_sync.layout import Binding, Destination
+from weight_sync.publish.packing import CompiledReads, Packet, compile_reads, packed_reads, same_bytes
+from weight_sync.plan.plan import Task
+from weight_sync.publish.lanes import PipelineResult, Prepared, Replay
+from weight_sync.publish.staging_slots import Slots
+from weight_sync.source import WeightSource
+from weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, reserved_bytes
+from weight_sync.publish.sums import Places, Sums
+from weight_sync.publish.trace import Tracer
+from weight_sync.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+
+class Pipeline:
+    """One rank's staging memory and schedule.
+
+    Args:
+        source: Gives the values.
+        transport: Carries the bytes; staging is registered with it.
+        device: Where staging lives: the device of the trainer's weights.
+        watermark_bytes: Bound on all temporary memory on this rank.
+        verify_hashes: Hash every packed byte.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        transport: Transport,
+        *,
+        device: torch.device | str,
+        watermark_bytes: int,
+        verify_hashes: bool,
+    ) -> None:
+        self._source = source
+        self._transport = transport
+        self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._watermark_bytes = watermark_bytes
+        self._verify_hashes = verify_hashes
+        self._tasks: Sequence[Task] = ()
+        self._compiled: list[tuple[tuple[Packet, ...], CompiledReads]] = []
+        """What a load holds and what fills it, staging or not."""
+        self._places = Places({})
+        self._slot_bytes = 0
+        self._slots: Slots | None = None
+        self._quarantined: dict[int, list[str]] = {}
+        self._is_released = False
+        self._prepared: Prepared | None = None
+
+    @property
+    def max_task_bytes(self) -> int:
+        """Largest task that a plan for this rank should contain: a part of a slot."""
+        return self._limits.max_task_bytes
+
+    @property
+    def _limits(self) -> Staging:
+        """What the watermark leaves; the source may have learnt since what it needs."""
+        return Staging(
+            watermark_bytes=self._watermark_bytes,
+            reserved_bytes=self._reserved_bytes(self._source.temporary_bytes),
+        )
+
+    def _reserved_bytes(self, source_bytes: int) -> int:
+        return reserved_bytes(self._device.type, self._watermark_bytes, source_bytes, verify_hashes=self._verify_hashes)
+
+    def load(self, tasks: Sequence[Task], places: Places | None = None) -> None:
+        """compile(), then allocate()."""
+        self.compile(tasks, places)
+        self.allocate()
+
+    def compile(self, tasks: Sequence[Task], places: Places | None = None) -> None:
+        """Take this rank's schedule and compile what fills its slots, and the hash kernels. No staging. Once a plan.
+
+        Args:
+            tasks: In schedule order.
+            places: Of the results' sums: those that all ranks have, whose sums then add up. None: the tasks' own.
+
+        Raises:
+            PlanError: A task is larger than a slot.
+            TransportError: A failed write out of an earlier plan's staging cannot be closed yet.
+        """
+        limits = self._limits
+        limit = limits.max_slot_bytes
+        for task in tasks:
+            if task.num_bytes > limit:
+                raise PlanError(
+                    f"a task of {task.num_bytes} bytes for {task.param} does not fit a staging slot of {limit} bytes"
+                )
+        total = sum(aligned(group[0].num_bytes) for group in same_bytes(tasks))
+        largest = max((aligned(task.num_bytes) for task in tasks), default=0)
+        self._slot_bytes = limits.slot_bytes(total, largest)
+        self._recover_slots()
+        self._drop_staging()  # of an earlier plan
+        self._tasks, self._places = tasks, Places.of_tasks(tasks) if places is None else places
+        self._compiled = [
+            (packets, compile_reads(self._source, packed_reads(packets)))
+            for packets in _cut(tasks, self._slot_bytes, limits)
+        ]
+        if self._verify_hashes:
+            compile_kernels(self._device)
+
+    def allocate(self) -> None:
+        """Take staging and register it. After compile()."""
+        self._drop_staging()
+        self._slots = Slots(
+            self._compiled,
+            slot_bytes=self._slot_bytes,
+            places=self._places,
+            transport=self._transport,
+            device=self._device,
+            watermark_bytes=self._watermark_bytes,
+            verify_hashes=self._verify_hashes,
+            quarantined=self._quarantined,
+        )
+        self._is_released = False
+
+    def release(self) -> None:
+        """Give back all device memory to another pipeline of this rank, until the next prepare() takes it again.
+
+        Raises:
+            TransportError: A failed write out of staging cannot be closed yet. Nothing is given back.
+        """
+        self._recover_slots()
+        self._drop_staging()
+        self._compiled = []
+        self._is_released = True
+
+    @torch.no_grad()
+    def prepare(self, version: int, *, trace: bool = False) -> None:
+        """Begin the source and pack the first loads, one a slot, before it is known who will receive them.
+
+        Collective in source.begin(). What goes wrong is kept for run(); either that or cancel() must follow.
+        """
+        self._prepared = prepared = Prepared(version, Tracer(self._device, is_on=trace))
+        try:
+            with prepared.tracer.host("gather", "source.begin"):
+                held = self._source.begin(version)
+            if self._is_released:
+                self.load(self._tasks, self._places)
+            if self._slots is None:
+                raise PlanError("a publish before there is a plan")
+            slots = self._slots
+            prepared.peak_bytes = self._account(held, slots)
+            self._recover_slots()
+            began = time.monotonic()
+            slots.begin()
+            for slot, load in enumerate(slots.loads[:NUM_SLOTS]):
+                prepared.filled.append(slots.pack(slot, load, prepared.tracer))
+            prepared.prepare_s = time.monotonic() - began
+        except Exception as e:  # a value for now: the other ranks go on to a collective
+            prepared.error = e
+
+    def cancel(self) -> None:
+        """Drop what prepare() made, where run() will not follow. Rank-local; harmless when nothing is prepared."""
+        if self._prepared is not None:
+            self._prepared.tracer.finish()
+            self._prepared = None
+            self._source.end()
+
+    def run(
+        self, version: int, bindings: Mapping[Destination, Binding], budgets_s: Mapping[int, float]
+    ) -> PipelineResult:
+        """Send `version` to every destination in `bindings`, after prepare(version).
+
+        Args:
+            bindings: Where the live replicas' ranks are. Tasks for replicas without an entry are skipped.
+            budgets_s: Per replica: the longest that writes to it may take in all.
+
+        Returns:
+            What was done. It does not raise for what can be blamed on a replica, nor for a source that raises: then
+            every replica gets that error.
+        """
+        if self._prepared is None or self._prepared.version != version:
+            raise PlanError(f"run(version {version}) without prepare(version {version})")
+        prepared, self._prepared = self._prepared, None
+        result = PipelineResult(Sums(self._places), peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
+        alive = {replica for replica, _ in bindings}
+        try:
+            try:
+                if prepared.error is not None:
+                    raise prepared.error
+                assert self._slots is not None  # as prepare() found
+                Replay(self._slots, self._transport, bindings, budgets_s, prepared, result).replay()
+            finally:
+                result.spans = prepared.tracer.finish()
+                self._source.end()
+        except Exception as e:  # the boundary of this rank's part: peers wait in a collective for its result
+            logger.exception("version %d: this rank's part of the publish failed", version)
+            for replica in alive:
+                result.errors.setdefault(replica, f"{type(e).__name__}: {e}")
+        return result
+
+    def forget(self, session: str) -> None:
+        """A replica failed outside this pipeline (died, refused): close what the link still holds of it."""
+        self._transport.reset(session)
+
+    def close(self) -> None:
+        """Drop staging. The transport stays the caller's."""
+        self.cancel()
+        self._drop_staging()
+
+    def _drop_staging(self) -> None:
+        if self._slots is not None:
+            self._slots.close()
+            self._slots = None
+
+    def _recover_slots(self) -> None:
+        """Try again to close failed writes that an earlier publish could not close.
+
+        Raises:
+            TransportError: One still cannot be closed.
+        """
+        for slot, sessions in list(self._quarantined.items()):
+            for session in sessions:
+                self._transport.reset(session)
+            del self._quarantined[slot]
+
+    def _account(self, held_bytes: int, slots: Slots) -> int:
+        declared = self._source.temporary_bytes
+        if held_bytes > declared:
+            raise WatermarkError(
+                f"the weight source holds {held_bytes} temporary bytes, it declared at most {declared}"
+            )
+        peak = slots.num_bytes + self._reserved_bytes(declared)
+        if peak > self._watermark_bytes:
+            raise WatermarkError(
+                f"a publish would hold {peak} temporary bytes, weight_sync.watermark_bytes={self._watermark_bytes}"
+            )
+        return peak
+
+
+def _cut(tasks: Sequence[Task], slot_bytes: int, limits: Staging) -> list[tuple[Packet, ...]]:
+    """Slot loads in schedule order: each as many packets as fit and may be, aligned."""
+    loads: list[list[list[Task]]] = []
+    used = slot_bytes
+    for group in same_bytes(tasks):
+        if used + group[0].num_bytes > slot_bytes or len(loads[-1]) == limits.max_load_packets(len(loads) - 1):
+            loads.append([])
+            used = 0
+        loads[-1].append(group)
+        used += aligned(group[0].num_bytes)
+    return [_laid_out(groups) for groups in loads]
+
+
+def _laid_out(groups: Sequence[list[Task]]) -> tuple[Packet, ...]:
+    """A load's packets: those of a parameter and a destination after each other, so that one launch fills them.
+
+    The schedule takes destinations in turn, so that every load has bytes for all of them. Their order within a load is
+    free: nothing of it is written before all of it is packed.
+    """
+    turns: dict[tuple[str, int, int], list[list[Task]]] = {}
+    for group in groups:
+        turns.setdefault((group[0].param, group[0].replica, group[0].dest_rank), []).append(group)
+    packets: list[Packet] = []
+    offset = 0
+    for group in chain.from_iterable(turns.values()):
+        packets.append(Packet(offset, tuple(group)))
+        offset += aligned(group[0].num_bytes)
+    return tuple(packets)

@@ -1,0 +1,404 @@
+"""The trainer's end of the weight sync: connect once, then publish a version after every optimizer step.
+
+Owns: the plan's way to every rank, epochs, who is in and who is out, the order of phases, the expected sums. Every
+trainer rank has a Publisher and calls the same methods at the same time; rank 0 alone speaks to the replicas. Does not
+own bytes (`pipeline.py`), how ranks meet (`meeting.py`), what replicas are told and what is made of their answers in a
+publish (`transaction.py`), sockets (`endpoint.py`), or the fence (the caller must not change weights until publish()
+returns).
+
+    rank 0                                    every rank                              replica (each on its own)
+    ------                                    ----------                              -------------------------
+    Begin to all, wait for acks        ->     pipeline: gather, pack first loads      pause, DIRTY
+                                       bcast  who is alive, and where
+                                              pipeline: pack, hash, write  =====>     live parameters change
+                                       gather sums and errors
+    Commit(sums) to those without error ->                                            verify, commit, CLEAN, resume
+    Abort to the others                 ->                                            stay DIRTY
+                                       bcast  report; links of failed replicas are closed
+
+A replica that the caller excludes is not asked, not written to and not waited for; what the links still hold of it is
+closed, as for one that failed. With weight_sync.publish_waves > 1 all of this is done for one group of replicas after
+the other, each wave an epoch of its own. A replica that was started again rejoins by reconnect(), under the same plan.
+
+Invariants. All ranks run the same collectives in the same order whatever fails. A replica's failure is an entry in the
+report, never an exception, and costs the others at most the time spent waiting for it. Each attempt is a new epoch,
+larger than any that a replica has seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from conf.schema import WeightSyncConfig
+from weight_sync.publish.address_book import AddressBook, Addresses
+from weight_sync.plan.columns import Ints
+from weight_sync.replica.endpoint import ReplicaClients
+from weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, TransportError, WeightSyncError
+from weight_sync.layout import Destination, DestLayout, SourceLayout
+from weight_sync.publish.collectives import Meeting, attempt, values
+from weight_sync.publish.pipeline import Pipeline
+from weight_sync.plan.plan import PlanSummary, build_plan, rank_plan_from_wire
+from weight_sync.replica.protocol import Describe, Described, Expected, addresses_digest
+from weight_sync.publish.report import PublishReport, joined
+from weight_sync.publish.lanes import PipelineResult
+from weight_sync.source import WeightSource
+from weight_sync.publish.sums import Places, Planned, Sums
+from weight_sync.publish.trace import write_trace
+from weight_sync.publish.transaction import Transaction
+from weight_sync.transport.base import Transport
+from weight_sync.publish.waves import assign_waves
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """What rank 0 tells all ranks in plan_for()."""
+
+    summary: PlanSummary
+    params: dict[Destination, tuple[str, ...]]
+    """Per engine rank the names of its parameters; ranks of several replicas share one tuple."""
+
+
+class Publisher:
+    """One trainer rank's part in every publish.
+
+    Args:
+        source: This rank's weights.
+        transport: This rank's link.
+        rank, world_size: This rank and the number of trainer ranks.
+        group: A gloo process group over all trainer ranks (object collectives on the CPU); None when there is one rank.
+        config: Watermark, deadline, hashes.
+        key: The run's key.
+        device: Device of the trainer's weights, where staging lives.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        transport: Transport,
+        *,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None,
+        config: WeightSyncConfig,
+        key: bytes,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._source = source
+        self._transport = transport
+        self._meeting = Meeting(rank, world_size, group)
+        self._config = config
+        self._key = key
+        self._pipeline = Pipeline(
+            source, transport, device=device, watermark_bytes=config.watermark_bytes, verify_hashes=config.verify_hashes
+        )
+        self._endpoints: list[str] = []
+        self._digest = ""
+        """Of the plan; empty: there is none."""
+        self._summary: PlanSummary | None = None
+        self._is_connected = False
+        self._places = Places({})
+        """Of every parameter of every replica, the same on all ranks."""
+        self._epoch = 0
+        self._clients: ReplicaClients | None = None
+        # Asks replicas to begin while this rank packs. One call at a time: their sockets are no thread's own.
+        self._asking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync-begin")
+        self._layouts: list[tuple[DestLayout, ...]] = []
+        """Per replica, on rank 0: the layouts that the plan is made for."""
+        self._met: list[tuple[DestLayout, ...]] = []
+        """... and those that the replicas described in connect()."""
+        self._planned: dict[Destination, Planned] = {}
+        """Per engine rank, on rank 0: what it must hold after any publish, but for the hashes."""
+        self._last_sums: dict[Destination, Ints] = {}
+        """Per engine rank that committed: its part of the sums."""
+        self._book = AddressBook()
+        self._open_sessions: dict[Destination, str] = {}
+        """Links of this rank that may be open: to replicas that committed, whether or not they live still."""
+
+    def connect(self, endpoints: Sequence[str]) -> PlanSummary:
+        """Learn every replica's layout, plan unless it is planned for these, take this rank's tasks. Collective.
+
+        Raises:
+            WeightSyncError: The same on every rank: a replica does not answer, links differ, or no plan exists.
+        """
+        meeting = self._meeting
+        self._is_connected = False
+        links = meeting.gather(self._transport.link)
+        addresses, is_planned = meeting.on_rank0(lambda: self._meet(endpoints, set(links)))
+        self._endpoints = list(endpoints)
+        self._last_sums, self._open_sessions, self._book = {}, {}, AddressBook()
+        for replica, own in enumerate(addresses):
+            self._book.learn(replica, own)
+        if not is_planned:
+            self.plan_for(self._met)
+        meeting.everywhere(self._pipeline.allocate)
+        self._is_connected = True
+        assert self._summary is not None
+        return self._summary
+
+    def plan_for(self, layouts: Sequence[tuple[DestLayout, ...]]) -> None:
+        """Plan for replicas that are not there yet; connect() plans anew unless theirs are these. Collective.
+
+        Takes no memory of the device: an engine that starts there may count on all that is free.
+
+        Args:
+            layouts: Per replica, by rank. Those of trainer rank 0 count.
+
+        Raises:
+            WeightSyncError: The same on every rank: no plan exists.
+        """
+        meeting = self._meeting
+        self._digest, self._is_connected = "", False
+        facts = meeting.gather(attempt(lambda: (self._source.layout(), self._pipeline.max_task_bytes)))
+        agreed, own_part = meeting.deal(lambda: self._make_plan(layouts, values(facts)))
+        summary = agreed.summary
+        self._places = Places(agreed.params)
+        meeting.everywhere(lambda: self._pipeline.compile(rank_plan_from_wire(own_part).tasks, self._places))
+        self._digest, self._summary = summary.digest, summary
+        if meeting.rank == 0:
+            logger.info(
+                "weight sync: %d tasks, %d bytes a publish, plan %s",
+                summary.num_tasks,
+                summary.num_bytes,
+                summary.digest[:12],
+            )
+
+    def publish(self, version: int, *, exclude: Collection[int] = (), trace: Path | None = None) -> PublishReport:
+        """Bring `version` to every replica. Collective. Replicas' failures are in the report.
+
+        Args:
+            version: Policy version of the source's weights.
+            exclude: Replicas (positions among the endpoints) that are known to be out of service; the same on every
+                rank. Each one that hangs would cost all others a pause of `timeout_s`, publish after publish.
+            trace: Where rank 0 writes the timeline of all ranks and replicas (see trace.py); None on all ranks or none.
+
+        Raises:
+            ProtocolError: connect() was not called, or `exclude` names a replica that does not exist.
+        """
+        if not self._is_connected:
+            raise ProtocolError("publish() before connect()")
+        unknown = sorted(set(exclude) - set(range(len(self._endpoints))))
+        if unknown:
+            raise ProtocolError(f"publish() excludes replicas {unknown}; there are {len(self._endpoints)}")
+        self.disconnect(exclude)
+        included = [number for number in range(len(self._endpoints)) if number not in exclude]
+        waves = assign_waves(included, self._config.publish_waves) or [[]]
+        reports = [
+            self._publish_wave(version, wave, trace.with_stem(f"{trace.stem}-wave{i}") if trace and i else trace)
+            for i, wave in enumerate(waves)
+        ]
+        return joined(reports, waves)
+
+    def _publish_wave(self, version: int, included: Sequence[int], trace: Path | None) -> PublishReport:
+        """One transaction with the included replicas; the others are reported as excluded."""
+        transaction = self._transaction(version, included) if self._meeting.rank == 0 else None
+        asked = self._asking.submit(transaction.begin, self._params) if transaction is not None else None
+        self._pipeline.prepare(version, trace=trace is not None)
+        try:
+            alive = self._meeting.on_rank0(lambda: _of_rank0(asked).result())
+        except BaseException:
+            self._pipeline.cancel()
+            raise
+        for replica in alive.forgotten:
+            self._book.forget(replica)
+        for replica, fresh in alive.fresh.items():
+            self._book.learn(replica, fresh)
+        bindings = {dest: self._book.binding(dest[0], *bound) for dest, bound in alive.bound.items()}
+        result = self._pipeline.run(version, bindings, alive.budgets_s)
+        self._open_sessions |= {destination: binding.session for destination, binding in bindings.items()}
+        self._meeting.add_up(result.sums.table)
+        results = self._meeting.gather(replace(result, sums=Sums(Places({}))))
+        report = self._meeting.on_rank0(lambda: self._finish(_of_rank0(transaction), results, result.sums, trace))
+        self.disconnect([number for number in included if not report.replicas[number].committed])
+        return report
+
+    def disconnect(self, replicas: Collection[int]) -> None:
+        """Close this rank's links to replicas that are dead: open ones keep their memory pinned. Not collective.
+
+        One that dies between two publishes would stay mapped until the next, and its successor would find no memory.
+        """
+        for destination, session in list(self._open_sessions.items()):
+            if destination[0] not in replicas:
+                continue
+            try:
+                self._pipeline.forget(session)
+                del self._open_sessions[destination]
+            except TransportError as e:  # kept, and tried again at the next occasion
+                logger.error("the link to %s cannot be closed yet: %s", self._endpoints[destination[0]], e)
+
+    def reconnect(self, replica: int, endpoint: str) -> None:
+        """A replica was started again: write to it from the next publish on. Collective; the others notice nothing.
+
+        Raises:
+            WeightSyncError: The same on every rank: it does not answer, or its layout is not the planned one. It gets
+                no further publish.
+        """
+        if not 0 <= replica < len(self._endpoints):
+            raise ProtocolError(f"reconnect() names replica {replica}; there are {len(self._endpoints)}")
+        self.disconnect([replica])
+        self._book.forget(replica)
+        self._book.learn(replica, self._meeting.on_rank0(lambda: self._rejoin(replica, endpoint)))
+        self._endpoints[replica] = endpoint
+
+    def release(self) -> None:
+        """Give back temporary memory until the next publish, for another publisher of these ranks. Collective.
+
+        Raises:
+            WeightSyncError: The same on every rank: a failed write out of it cannot be closed yet.
+        """
+        self._meeting.everywhere(self._pipeline.release)
+
+    def close(self) -> None:
+        """Close sockets and staging. Not collective; the transport and the group stay the caller's."""
+        if self._clients is not None:
+            self._clients.close()
+            self._clients = None
+        self._asking.shutdown()
+        self._pipeline.close()
+
+    # ---- rank 0 ----
+
+    def _meet(self, endpoints: Sequence[str], links: Collection[str]) -> tuple[list[dict[str, Addresses]], bool]:
+        """Ask the replicas. Returns, per replica, its addresses by their digest; and whether the plan is for them."""
+        if self._clients is not None:
+            self._clients.close()
+        self._clients = ReplicaClients(endpoints, self._key)
+        described = self._describe(dict(enumerate(endpoints)), links)
+        self._met = [tuple(item.layout for item in reply.ranks) for reply in described]
+        self._epoch = max([self._epoch, *(reply.own_epoch for reply in described)])
+        return [_addresses_of(reply) for reply in described], bool(self._digest) and self._met == self._layouts
+
+    def _make_plan(
+        self, layouts: Sequence[tuple[DestLayout, ...]], facts: Sequence[tuple[SourceLayout, int]]
+    ) -> tuple[_Agreed, list[dict[str, Any]]]:
+        """Plan. Returns what all ranks must know, and each rank's own part: a plan for a cluster is large."""
+        self._layouts = list(layouts)
+        plan = build_plan(
+            [layout for layout, _ in facts],
+            self._layouts,
+            max_task_bytes=min(limit for _, limit in facts),
+        )
+        distinct = {id(sizes): sizes for sizes in plan.expected.values()}  # ranks of several replicas share one
+        names = {number: tuple(sizes) for number, sizes in distinct.items()}
+        planned = {number: Planned.of(sizes) for number, sizes in distinct.items()}
+        self._planned = {dest: planned[id(sizes)] for dest, sizes in plan.expected.items()}
+        params = {dest: names[id(sizes)] for dest, sizes in plan.expected.items()}
+        return _Agreed(plan.summary(), params), [plan.to_wire(rank) for rank in range(len(facts))]
+
+    def _describe(self, endpoints: Mapping[int, str], links: Collection[str]) -> list[Described]:
+        """Ask these replicas what they are; refuse one that cannot be written to over `links`."""
+        assert self._clients is not None
+        replies = self._clients.call(
+            Describe, {number: {} for number in endpoints}, dict.fromkeys(endpoints, self._config.timeout_s)
+        )
+        described: list[Described] = []
+        for number, endpoint in endpoints.items():
+            reply = replies[number]
+            if isinstance(reply, WeightSyncError):
+                raise reply
+            if not isinstance(reply, Described):
+                raise ProtocolError(f"{endpoint} answered Describe with {type(reply).__name__}")
+            if [item.layout.rank for item in reply.ranks] != list(range(len(reply.ranks))):
+                raise ProtocolError(f"{endpoint} described ranks {[item.layout.rank for item in reply.ranks]}")
+            described.append(reply)
+        for endpoint, reply in zip(endpoints.values(), described, strict=True):
+            for item in reply.ranks:
+                if any(link != item.link for link in links):
+                    raise LinkMismatch(
+                        f"{endpoint} receives over {item.link}, the trainer's ranks send over"
+                        f" {', '.join(sorted(links))}"
+                    )
+        return described
+
+    def _rejoin(self, replica: int, endpoint: str) -> dict[str, Addresses]:
+        """Meet a replica's successor, and make sure that the plan is for it too. Returns its addresses by digest."""
+        assert self._clients is not None
+        self._clients.replace(replica, endpoint)
+        try:
+            (described,) = self._describe({replica: endpoint}, {self._transport.link})
+            if tuple(item.layout for item in described.ranks) != self._layouts[replica]:
+                raise PlanMismatch(
+                    f"replica {replica} came back at {endpoint} with another layout than the plan was made for; give"
+                    " it the options that it had before"
+                )
+        except WeightSyncError as e:
+            self._clients.give_up(replica, str(e))
+            raise
+        self._epoch = max(self._epoch, described.own_epoch)
+        self._last_sums = {dest: sums for dest, sums in self._last_sums.items() if dest[0] != replica}
+        return _addresses_of(described)
+
+    def _transaction(self, version: int, included: Collection[int]) -> Transaction:
+        """An attempt, in an epoch of its own."""
+        assert self._clients is not None
+        self._epoch += 1
+        return Transaction(
+            self._clients,
+            self._book,
+            self._endpoints,
+            included,
+            version=version,
+            epoch=self._epoch,
+            digest=self._digest,
+            timeout_s=self._config.timeout_s,
+        )
+
+    def _finish(
+        self, transaction: Transaction, results: Sequence[PipelineResult], sums: Sums, trace: Path | None
+    ) -> PublishReport:
+        """Everyone who began commits or is told that it may not; what became of it all."""
+        transaction.finish(
+            results, lambda number: tuple(self._expected(dest, sums) for dest in self._engine_ranks(number))
+        )
+        committed = {number for number, replica in enumerate(transaction.replicas) if replica.committed}
+        num_changed = self._count_changed({d: sums.part(d) for d in sums.places.params if d[0] in committed})
+        report = transaction.report(
+            results, watermark_bytes=self._config.watermark_bytes, num_changed_params=num_changed
+        )
+        if trace is not None:
+            try:
+                write_trace(trace, transaction.spans(results))
+            except OSError:  # replicas serve the version whether or not there is a picture of it
+                logger.exception("version %d: the timeline cannot be written to %s", report.version, trace)
+        return report
+
+    def _engine_ranks(self, replica: int) -> list[Destination]:
+        return [(replica, rank) for rank in range(len(self._layouts[replica]))]
+
+    def _params(self, replica: int) -> list[Sequence[str]]:
+        """Per engine rank: the parameters that are written."""
+        return [self._places.params[dest] for dest in self._engine_ranks(replica)]
+
+    def _expected(self, dest: Destination, sums: Sums) -> Expected:
+        """What an engine rank must hold before it may commit."""
+        num_bytes, hashes = sums.part(dest)
+        return self._planned[dest].write(num_bytes, hashes if self._config.verify_hashes else None)
+
+    def _count_changed(self, sums: Mapping[Destination, Ints]) -> int | None:
+        """Parameters of replicas that committed, now and before, whose bytes are others than before."""
+        known = [(part, self._last_sums[dest]) for dest, part in sums.items() if dest in self._last_sums]
+        self._last_sums |= sums
+        if not known or not self._config.verify_hashes:
+            return None
+        return sum(int((part != last).any(axis=0).sum()) for part, last in known)
+
+
+def _of_rank0(value: T | None) -> T:
+    assert value is not None, "rank 0 has it"
+    return value
+
+
+def _addresses_of(described: Described) -> dict[str, Addresses]:
+    """What a replica says of its addresses before any publish, by digest."""
+    return {addresses_digest(one.binding.addresses): one.binding.addresses for one in described.ranks}

@@ -1,0 +1,261 @@
+"""The two staging slots of a trainer rank: their memory, the loads that go through them, the sums of what was packed.
+
+Owns: staging and its registration, what each load holds and how it is filled and hashed, the arguments of its writes,
+the threads that write; all made once a plan, since a small watermark makes thousands of loads and the link waits for
+what one costs in Python, and links keep streams and events by thread.
+Does not own: how a schedule is cut (`pipeline.py`, which makes this), when a slot may be packed again (`replay.py`).
+
+    sums     a packet's hash sum is added up on the device; a window of packets goes to the host at once, not load by
+             load: while a link polls the device, each call to the driver waits for it
+    ready    an event a slot; recorded again only when every write from the slot is over
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weight_sync.plan.columns import Ints
+from weight_sync.integrity import RangeHashes
+from weight_sync.layout import Binding, Destination
+from weight_sync.publish.packing import CompiledReads, FillSlot, Packet
+from weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, max_packets, scratch_bytes
+from weight_sync.publish.sums import Places
+from weight_sync.publish.trace import Tracer
+from weight_sync.transport.base import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one destination gets of a load: the arguments of one write, all but where the engine is."""
+
+    span: slice
+    """Its part of the destination's entries."""
+    sources: tuple[list[int], ...]
+    """Addresses, by the slot that the load is in."""
+    sizes: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries:
+    """All writes to one destination in schedule order, in columns."""
+
+    params: tuple[str, ...]
+    param: Ints
+    """Number in `params`."""
+    offset: Ints
+    """Of the first byte in the parameter."""
+    sizes: Ints
+    packets: Ints
+    """Number in the schedule."""
+    columns: Ints
+    """Where the parameter stands in the sums."""
+
+    def addresses(self, binding: Binding) -> list[int]:
+        """Where each write goes."""
+        starts = np.array([binding.addresses[param] for param in self.params], np.int64)
+        return (starts[self.param] + self.offset).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one slot carries at once, what fills and hashes it in either slot, and its writes."""
+
+    number: int
+    packets: tuple[Packet, ...]
+    fills: tuple[FillSlot, ...]
+    hashes: tuple[RangeHashes, ...]
+    window: int
+    sums: torch.Tensor
+    """Of the hashes; the place is the load's while its window is on the device."""
+    batches: dict[Destination, Batch]
+
+
+def compile_writes(
+    cut: Sequence[Sequence[Packet]], slot_addresses: Sequence[int], places: Places
+) -> tuple[list[dict[Destination, Batch]], dict[Destination, Entries]]:
+    """The writes of a schedule: by load and destination, and all of each destination."""
+    rows: dict[Destination, list[tuple[str, int, int, int]]] = {}
+    batches: list[dict[Destination, Batch]] = []
+    number = 0
+    for packets in cut:
+        starts: dict[Destination, list[int]] = {}
+        for packet in packets:
+            for task in packet.tasks:
+                dest = (task.replica, task.dest_rank)
+                starts.setdefault(dest, []).append(packet.offset_bytes)
+                rows.setdefault(dest, []).append((task.param, task.dest_offset_bytes, task.num_bytes, number))
+            number += 1
+        load: dict[Destination, Batch] = {}
+        for dest, offsets in starts.items():
+            span = slice(len(rows[dest]) - len(offsets), len(rows[dest]))
+            sources = tuple([address + offset for offset in offsets] for address in slot_addresses)
+            load[dest] = Batch(span, sources, [size for _, _, size, _ in rows[dest][span]])
+        batches.append(load)
+    entries: dict[Destination, Entries] = {}
+    for dest, own in rows.items():
+        names = [name for name, _, _, _ in own]
+        known = {name: place for place, name in enumerate(dict.fromkeys(names))}
+        param = np.array([known[name] for name in names], np.int64)
+        columns = np.array([places.column(dest, name) for name in known], np.int64)
+        offset, sizes, packets = np.array([numbers for _, *numbers in own], np.int64).T
+        entries[dest] = Entries(tuple(known), param, offset, sizes, packets, columns[param])
+    return batches, entries
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A packed slot; the device may still be at work on it."""
+
+    slot: int
+    load: Load
+    ready: torch.cuda.Event | None
+
+
+class Slots:
+    """See the module's docstring.
+
+    Args:
+        compiled: What every load holds, in schedule order, and what fills a slot with it.
+        slot_bytes: Of one slot.
+        places: Of the sums; see sums.py.
+        transport: Staging is registered with it until close().
+        device: Where staging lives.
+        watermark_bytes: Bounds the sums that are on the device at a time, and the scratch of hashing.
+        verify_hashes: Hash every packed byte.
+        quarantined: Slots that a failed write may still read, and its sessions: none at first, and outlives a plan.
+    """
+
+    def __init__(
+        self,
+        compiled: Sequence[tuple[tuple[Packet, ...], CompiledReads]],
+        *,
+        slot_bytes: int,
+        places: Places,
+        transport: Transport,
+        device: torch.device,
+        watermark_bytes: int,
+        verify_hashes: bool,
+        quarantined: dict[int, list[str]],
+    ) -> None:
+        self.quarantined = quarantined
+        self._device = device
+        self._transport = transport
+        self._hash_scratch_bytes = scratch_bytes(device.type, watermark_bytes) if verify_hashes else None
+        self._max_sums = NUM_SLOTS * max_packets(watermark_bytes)
+        self._sums = torch.zeros(self._max_sums, dtype=torch.int64, device=device)
+        self._staging = torch.empty(NUM_SLOTS * slot_bytes, dtype=torch.uint8, device=device)
+        self._slots = list(self._staging.view(NUM_SLOTS, slot_bytes))
+        is_cuda = device.type == "cuda"
+        self._ready = [torch.cuda.Event() if is_cuda else None for _ in range(NUM_SLOTS)]
+        self._windows: list[slice] = []
+        """The packets of each window."""
+        self._window = 0
+        """Whose sums are on the device."""
+        batches, self.entries = compile_writes(
+            [packets for packets, _ in compiled], [slot.data_ptr() for slot in self._slots], places
+        )
+        self.threads = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"weight-sync-lane-{lane}")
+            for lane in range(min(len(self.entries), MAX_LINK_THREADS))
+        ]
+        """One a lane: all run at once, none may wait in a pool's queue. Begun when first used, ended in close()."""
+        self.loads = self._make_loads(compiled, batches)
+        num_packets = sum(len(packets) for packets, _ in compiled)
+        self._host_sums = torch.zeros(num_packets, dtype=torch.int64, pin_memory=is_cuda)
+        if slot_bytes:
+            transport.register([self._staging])  # last: had anything failed, nobody would take it back
+
+    @property
+    def num_bytes(self) -> int:
+        """Of staging."""
+        return self._staging.numel()
+
+    def enter_thread(self) -> None:
+        """Before a thread writes from here."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def begin(self) -> None:
+        """A publish: no packet has a sum yet."""
+        self._window = 0
+        self._sums.zero_()
+
+    def pack(self, slot: int, load: Load, tracer: Tracer) -> Filled:
+        """Fill a slot from the source and hash it; the device may still be at work on return."""
+        began = time.monotonic()
+        if load.window != self._window:
+            self.take_sums()
+            self._window = load.window
+        start = tracer.mark()
+        load.fills[slot]()
+        packed = tracer.mark()
+        tracer.device(f"pack slot {slot}", f"load {load.number}", start, packed)
+        if load.hashes:
+            load.hashes[slot].add_to(load.sums)
+            tracer.device(f"hash slot {slot}", f"load {load.number}", packed, tracer.mark())
+        ready = self._ready[slot]
+        if ready is not None:
+            ready.record()
+        tracer.add("prepare (host)", f"load {load.number}", began, time.monotonic())
+        return Filled(slot, load, ready)
+
+    def take_sums(self) -> None:
+        """The window's sums go to the host, in stream order; then the device has room for the next window's."""
+        window = self._windows[self._window]
+        self._host_sums[window].copy_(self._sums[: window.stop - window.start], non_blocking=True)
+        self._sums.zero_()
+
+    def sums_of_packets(self) -> Ints:
+        """Of all that were packed, after the last take_sums()."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._host_sums.numpy()
+
+    def close(self) -> None:
+        """End the threads, give all memory back. The link forgets staging: it outlives this. Idempotent."""
+        for thread in self.threads:
+            thread.shutdown()
+        self.loads = []
+        if self._staging.numel():
+            self._transport.unregister([self._staging])
+            self._slots, self._ready = [], []
+            self._staging = self._staging.new_empty(0)
+            self._sums = self._sums.new_empty(0)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # torch would keep it, and what is taken next may come on top of that
+
+    def _make_loads(
+        self, compiled: Sequence[tuple[tuple[Packet, ...], CompiledReads]], batches: Sequence[dict[Destination, Batch]]
+    ) -> list[Load]:
+        loads: list[Load] = []
+        first = num_packets = 0
+        for (packets, filling), batch in zip(compiled, batches, strict=True):
+            if num_packets + len(packets) - first > self._max_sums:
+                self._windows.append(slice(first, num_packets))
+                first = num_packets
+            sums = self._sums[num_packets - first :][: len(packets)]
+            fills = tuple(map(filling, self._slots))
+            loads.append(Load(len(loads), packets, fills, self._hashes(packets), len(self._windows), sums, batch))
+            num_packets += len(packets)
+        self._windows.append(slice(first, num_packets))
+        return loads
+
+    def _hashes(self, packets: Sequence[Packet]) -> tuple[RangeHashes, ...]:
+        """The hashes of a load's packets, for each slot that it may be in."""
+        if self._hash_scratch_bytes is None:
+            return ()
+        offsets = [packet.tasks[0].dest_offset_bytes for packet in packets]
+        return tuple(
+            RangeHashes(
+                [slot[packet.offset_bytes :][: packet.tasks[0].num_bytes] for packet in packets],
+                offsets,
+                scratch_bytes=self._hash_scratch_bytes,
+            )
+            for slot in self._slots
+        )

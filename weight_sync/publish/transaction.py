@@ -1,0 +1,240 @@
+"""One publish as rank 0 conducts it: who began, who may commit, who is told that nothing will come, and the report.
+
+Owns: the notes on every replica, their deadlines, and the order of the messages. Does not own: what is planned and
+expected, nor the epoch's number (publisher.py); sockets (endpoint.py); addresses (addresses.py).
+
+    begin     Begin to all who take part                         who is alive, where to write, how long
+              (every rank writes)
+    finish    Commit to those whom every rank served in full     Abort to the others that began
+    report    what became of everyone
+
+Invariants. A replica's failure is a note, never an exception. A replica has `timeout_s` for Begin, the writes to it and
+Commit together; only time spent waiting for *it* counts. Every replica that began is told Commit or Abort.
+
+Caller: publisher.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weight_sync.publish.address_book import AddressBook, Addresses
+from weight_sync.replica.endpoint import ReplicaClients
+from weight_sync.errors import ProtocolError
+from weight_sync.layout import Destination
+from weight_sync.replica.protocol import Abort, Begin, Begun, Commit, Committed, Expected
+from weight_sync.publish.report import EXCLUDED, PublishReport, ReplicaReport
+from weight_sync.publish.lanes import PipelineResult
+from weight_sync.publish.trace import ReplicaTimes, Span
+
+logger = logging.getLogger(__name__)
+
+MIN_COMMIT_S = 1.0
+"""Time that a replica gets for its commit even if its writes used up its deadline."""
+
+
+@dataclass(slots=True)
+class Alive:
+    """What rank 0 tells all ranks after Begin."""
+
+    bound: dict[Destination, tuple[str, str]] = field(default_factory=dict)
+    """Session, and digest of the addresses, of every engine rank that is written to."""
+    fresh: dict[int, dict[str, Addresses]] = field(default_factory=dict)
+    """Per replica: addresses that were not known, by their digest."""
+    forgotten: list[int] = field(default_factory=list)
+    """Replicas that contradicted what was known of them."""
+    budgets_s: dict[int, float] = field(default_factory=dict)
+    """Per replica that began: seconds left for the writes to it."""
+
+
+@dataclass(slots=True)
+class Notes:
+    """On one replica."""
+
+    endpoint: str
+    spent_s: float = 0.0
+    times: ReplicaTimes | None = None
+    """None before it answered Begin."""
+    error: str | None = None
+    committed: Committed | None = None
+
+
+class Transaction:
+    """See the module's docstring.
+
+    Args:
+        clients: Sockets to all replicas.
+        book: Known addresses of all replicas.
+        endpoints: Of all replicas.
+        included: Replicas that take part, by their position.
+        version, epoch, digest: What every message says.
+        timeout_s: A replica's deadline.
+    """
+
+    def __init__(
+        self,
+        clients: ReplicaClients,
+        book: AddressBook,
+        endpoints: Sequence[str],
+        included: Collection[int],
+        *,
+        version: int,
+        epoch: int,
+        digest: str,
+        timeout_s: float,
+    ) -> None:
+        self.replicas = [
+            Notes(endpoint, error=None if number in included else EXCLUDED) for number, endpoint in enumerate(endpoints)
+        ]
+        self._clients = clients
+        self._book = book
+        self._version = version
+        self._epoch = epoch
+        self._digest = digest
+        self._timeout_s = timeout_s
+        self._began = time.monotonic()
+        self._begin_s = 0.0
+        self._begun: list[int] = []
+
+    def begin(self, params_of: Callable[[int], Sequence[Collection[str]]]) -> Alive:
+        """Ask everyone who takes part, and wait for the answers.
+
+        Args:
+            params_of: A replica's parameters that will be written, per engine rank.
+        """
+        began = time.monotonic()
+        numbers = [number for number, replica in enumerate(self.replicas) if replica.error is None]
+        replies = self._clients.call(
+            Begin,
+            {number: {"known": self._book.known(number)} for number in numbers},
+            dict.fromkeys(numbers, self._timeout_s),
+            version=self._version,
+            epoch=self._epoch,
+            digest=self._digest,
+        )
+        alive = Alive()
+        for number in numbers:
+            reply, replica = replies[number], self.replicas[number]
+            if not isinstance(reply, Begun):
+                replica.error = _text(reply)
+                continue
+            self._begun.append(number)
+            replica.spent_s = self._clients.answer_s[number]
+            replica.times = ReplicaTimes(began, reply.idle_s, reply.mark_s)
+            alive.budgets_s[number] = max(0.0, self._timeout_s - replica.spent_s)
+            try:
+                alive.fresh[number] = self._book.check(number, reply.bindings, params_of(number))
+            except ProtocolError as e:  # nothing is written to it; it is told, and says everything at its next Begin
+                replica.error = _text(e)
+                alive.forgotten.append(number)
+                continue
+            alive.bound.update({(number, rank): (b.session, b.digest) for rank, b in enumerate(reply.bindings)})
+        self._begin_s = time.monotonic() - began
+        logger.debug(
+            "version %d, epoch %d: %d of %d replicas began in %.3f s",
+            self._version,
+            self._epoch,
+            len(alive.budgets_s) - len(alive.forgotten),
+            len(numbers),
+            self._begin_s,
+        )
+        return alive
+
+    def finish(self, results: Sequence[PipelineResult], expected_of: Callable[[int], tuple[Expected, ...]]) -> None:
+        """Add up what the ranks did, commit who was served in full, abort the others.
+
+        Args:
+            results: Of every trainer rank.
+            expected_of: What a replica must hold, per engine rank.
+        """
+        for number in self._begun:
+            replica = self.replicas[number]
+            failures = [
+                f"trainer rank {rank}: {r.errors[number]}" for rank, r in enumerate(results) if number in r.errors
+            ]
+            if failures:
+                replica.error = "; ".join(failures)
+            replica.spent_s += max(r.write_s.get(number, 0.0) for r in results)
+        unserved = {number: {"reason": error} for number in self._begun if (error := self.replicas[number].error)}
+        self._commit([number for number in self._begun if number not in unserved], expected_of)
+        self._abort(unserved)
+        for replica in self.replicas:
+            if replica.error is not None and replica.error != EXCLUDED:
+                logger.error(
+                    "version %d, epoch %d: %s did not commit: %s",
+                    self._version,
+                    self._epoch,
+                    replica.endpoint,
+                    replica.error,
+                )
+
+    def report(
+        self, results: Sequence[PipelineResult], *, watermark_bytes: int, num_changed_params: int | None
+    ) -> PublishReport:
+        """What became of everyone, after `finish`."""
+        done = [replica.committed for replica in self.replicas if replica.committed is not None]
+        times = [replica.times for replica in self.replicas if replica.times is not None]
+        return PublishReport(
+            version=self._version,
+            epoch=self._epoch,
+            replicas=tuple(
+                ReplicaReport(r.endpoint, r.committed is not None, r.error, r.committed.pause_s if r.committed else 0.0)
+                for r in self.replicas
+            ),
+            pause_s=max((c.pause_s for c in done), default=0.0),
+            begin_s=self._begin_s,
+            idle_s=max((one.idle_s for one in times), default=0.0),
+            mark_s=max((one.mark_s for one in times), default=0.0),
+            prepare_s=max(r.prepare_s for r in results),
+            write_s=max(r.busy_write_s for r in results),
+            verify_s=max((c.verify_s for c in done), default=0.0),
+            commit_s=max((c.commit_s for c in done), default=0.0),
+            total_s=time.monotonic() - self._began,
+            num_bytes=sum(r.num_bytes for r in results),
+            peak_bytes=max(r.peak_bytes for r in results),
+            watermark_bytes=watermark_bytes,
+            num_changed_params=num_changed_params,
+        )
+
+    def spans(self, results: Sequence[PipelineResult]) -> dict[str, list[Span]]:
+        """The timeline of every trainer rank and of every replica that began, for trace.write_trace."""
+        ranks = {f"trainer rank {rank}": result.spans for rank, result in enumerate(results)}
+        return ranks | {f"replica {r.endpoint}": r.times.spans() for r in self.replicas if r.times}
+
+    def _commit(self, ready: Sequence[int], expected_of: Callable[[int], tuple[Expected, ...]]) -> None:
+        fields = {number: {"expected": expected_of(number)} for number in ready}
+        timeouts_s = {number: max(MIN_COMMIT_S, self._timeout_s - self.replicas[number].spent_s) for number in ready}
+        told = time.monotonic()
+        replies = self._clients.call(
+            Commit, fields, timeouts_s, version=self._version, epoch=self._epoch, digest=self._digest
+        )
+        for number, reply in replies.items():
+            replica = self.replicas[number]
+            if isinstance(reply, Committed):
+                replica.committed, times = reply, replica.times
+                if times is not None:
+                    times.told_s, times.verify_s, times.commit_s = told, reply.verify_s, reply.commit_s
+            else:
+                replica.error = _text(reply)
+
+    def _abort(self, unserved: Mapping[int, Mapping[str, object]]) -> None:
+        """Tell replicas that wait for a commit that will not come. They are DIRTY, whatever they answer.
+
+        A replica whose own Begin or Commit failed knows; one that did not answer in time is not waited for again.
+        """
+        if unserved:
+            self._clients.call(
+                Abort,
+                unserved,
+                dict.fromkeys(unserved, MIN_COMMIT_S),
+                version=self._version,
+                epoch=self._epoch,
+                digest=self._digest,
+            )
+
+
+def _text(reply: object) -> str:
+    return f"{type(reply).__name__}: {reply}" if isinstance(reply, Exception) else f"unexpected {type(reply).__name__}"

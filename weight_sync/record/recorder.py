@@ -1,0 +1,427 @@
+"""Asks an engine's own loader what it does: runs it once over empty tensors and writes down every copy it makes.
+
+    checkpoint tensors               loader (the engine's, unchanged)                this module
+    meta tensors, no data   --->   narrow, view, transpose, .to, ...   --->   TorchDispatchMode sees copy_ of
+    their storage is remembered    param.data[...].copy_(piece)               a source's view to a parameter's view
+
+A view shares its source's storage, so offset, shape and stride say which rectangle it is, whatever ops made it; no
+list of allowed view ops is needed. The copy is recorded and not executed.
+
+Owns: the recording and its refusals. Does not own: what an engine did to a parameter afterwards (the caller declares
+it), or how rectangles are read from strides (strides.py).
+
+Invariant: either every element of every parameter that is not derived is accounted for by exactly one load or fill, or
+RecordError. Parameters end as they were.
+
+Callers: rollout/weight_receiver.py, in each engine rank; tests.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weight_sync.record.tiling import Written, account
+from weight_sync.errors import RecordError
+from weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, TensorMeta
+from weight_sync.record.strides import rectangles
+
+aten = torch.ops.aten
+
+_ALIASES = {aten.clone.default, aten.contiguous.default, aten._to_copy.default, aten.lift_fresh_copy.default}
+"""Ops that return the same values in other memory: on a source they are the identity (or a cast)."""
+_STACKS = {aten.stack.default, aten.cat.default}
+"""Ops that put whole sources one after the other into fresh memory (a loader that gathers experts)."""
+_FILLS = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A checkpoint tensor as the loader sees it, possibly cast."""
+
+    meta: TensorMeta
+    dtype: torch.dtype
+    is_narrowed: bool
+    """Whether a cast lost values; then only a parameter of that very dtype may take it."""
+    base: Tensor
+    """Keeps the storage alive, so that its identity stays unique."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Sources gathered along a first dim: entry i of that dim is sources[i], of the shape that `base` has below it."""
+
+    sources: tuple[Tensor, ...]
+    base: Tensor
+
+
+class _Schema(NamedTuple):
+    """What an op does to its arguments."""
+
+    written: tuple[tuple[int, str], ...]
+    """(position, name) of those that it writes."""
+    is_view: bool
+    """Whether a result shares an argument's memory."""
+
+
+class _Span(NamedTuple):
+    """The bytes of a storage that a parameter covers."""
+
+    start: int
+    stop: int
+    name: str
+
+
+def record_layout(
+    load_weights: Callable[[Iterable[tuple[str, Tensor]]], Any],
+    params: Mapping[str, Tensor],
+    tensors: Sequence[TensorMeta],
+    rank: int,
+    *,
+    post_load: Mapping[str, PostLoad] | None = None,
+) -> DestLayout:
+    """Run a loader over recording tensors and return what it copies where.
+
+    Args:
+        load_weights: the engine's loader; called once with (name, meta tensor) pairs. It may skip tensors.
+        params: every parameter that the loader may write, on any device, contiguous; and what is derived from them,
+            with any strides. Names of the same memory (tied weights) are one parameter, under the first name.
+        tensors: the checkpoint.
+        rank: the engine rank inside its replica.
+        post_load: what the engine does to a parameter after loading; identity where absent. Derived ones need not be
+            written.
+
+    Raises:
+        RecordError: the loader computes with a source, writes a parameter by anything but a copy of a rectangle or a
+            constant fill, leaves a parameter (partly) unwritten, or writes an element twice.
+    """
+    formats = dict(post_load or {})
+    unknown = sorted(set(formats) - set(params))
+    if unknown:
+        raise RecordError(f"post-load formats are declared for unknown parameters: {', '.join(unknown)}")
+    derived = {name for name, form in formats.items() if form is PostLoad.derived}
+    recorder = _Recorder({name: param for name, param in params.items() if name not in derived}, tensors)
+    before = {name: (param.data_ptr(), param.shape, param.stride()) for name, param in params.items()}
+    try:
+        with torch.inference_mode(mode=False), torch.no_grad(), recorder:
+            load_weights(recorder.stream())
+    except RecordError:
+        raise
+    except Exception as error:  # the loader's own refusal of a tensor without data
+        raise recorder.error or RecordError(
+            f"the loader failed on {recorder.current or 'the first tensor'}: {type(error).__name__}: {error}"
+        ) from error
+    if recorder.error is not None:  # the loader swallowed it
+        raise recorder.error
+    for name, param in params.items():
+        if (param.data_ptr(), param.shape, param.stride()) != before[name]:
+            raise RecordError(f"{name}: the loader replaced its memory; a one-sided write needs an address that stays")
+    described = tuple(
+        Param(name, tuple(param.shape), _dtype_name(param.dtype), formats.get(name, PostLoad.identity))
+        for name, param in params.items()
+        if name in recorder.names or name in derived
+    )
+    loads, fills = account(described, recorder.written)
+    return DestLayout(rank, described, loads, fills)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every op of the loader; keeps, in order, what is written to parameters."""
+
+    def __init__(self, params: Mapping[str, Tensor], tensors: Sequence[TensorMeta]) -> None:
+        super().__init__()
+        self.params = params
+        self.tensors = tensors
+        self.names: set[str] = set()
+        self.written: list[Written] = []
+        self.current = ""
+        self.error: RecordError | None = None
+        self._sources: dict[int, _Source] = {}
+        self._stacks: dict[int, _Stack] = {}
+        self._constants: dict[int, tuple[float, Tensor]] = {}
+        """Numbers on their way into a parameter: `param[...] = 0` makes a tensor of the 0 first, on the device."""
+        self._spans: dict[int, list[_Span]] = {}
+        self._storages: list[Any] = []  # alive while we compare identities
+        for name, param in params.items():
+            self._add_param(name, param)
+
+    def _add_param(self, name: str, param: Tensor) -> None:
+        """Remember which bytes of which storage a parameter covers."""
+        if param.numel() == 0:
+            raise RecordError(
+                f"{name} is empty: the engine keeps the real weight elsewhere, where no write can reach it"
+            )
+        if not param.is_contiguous():
+            raise RecordError(
+                f"{name} has shape {list(param.shape)} and stride {list(param.stride())}; it must be contiguous"
+            )
+        if _dtype_name(param.dtype) not in DTYPE_BYTES:
+            raise RecordError(f"{name} has dtype {param.dtype}; known are {', '.join(DTYPE_BYTES)}")
+        storage = param.untyped_storage()
+        start = int(param.storage_offset()) * param.element_size()
+        span = _Span(start, start + param.numel() * param.element_size(), name)
+        spans = self._spans.setdefault(storage._cdata, [])
+        for other in spans:
+            if (other.start, other.stop) == (span.start, span.stop) and self.params[other.name].dtype == param.dtype:
+                return  # a second name of the same memory
+            if other.start < span.stop and span.start < other.stop:
+                raise RecordError(f"{name} and {other.name} overlap in memory without being the same parameter")
+        spans.append(span)
+        spans.sort()
+        self._storages.append(storage)
+        self.names.add(name)
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint, without data."""
+        for meta in self.tensors:
+            self.current = meta.name
+            dtype = getattr(torch, meta.dtype)
+            tensor = torch.empty(meta.shape, dtype=dtype, device="meta")
+            self._remember(_Source(meta, dtype, False, tensor))
+            yield meta.name, tensor
+
+    def _remember(self, source: _Source) -> None:
+        self._sources[source.base.untyped_storage()._cdata] = source
+
+    def _source_of(self, tensor: Any) -> _Source | None:
+        """The source that a tensor is a view of."""
+        if not isinstance(tensor, Tensor) or tensor.device.type != "meta":
+            return None
+        return self._sources.get(tensor.untyped_storage()._cdata)
+
+    def _param_of(self, tensor: Any) -> tuple[str, int] | None:
+        """The parameter that a tensor is a view of, and the view's first element in it."""
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            return None
+        spans = self._spans.get(tensor.untyped_storage()._cdata)
+        if spans is None:
+            return None
+        at = tensor.storage_offset() * tensor.element_size()
+        index = bisect_right(spans, at, key=lambda span: span.start) - 1
+        if index < 0 or at >= spans[index].stop:
+            return None
+        span = spans[index]
+        if tensor.dtype != self.params[span.name].dtype:
+            raise RecordError(f"{span.name} is written as {tensor.dtype}, it is {self.params[span.name].dtype}")
+        return span.name, (at - span.start) // tensor.element_size()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return self._see(func, args, kwargs or {})
+        except RecordError as error:
+            self.error = self.error or error
+            raise
+
+    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a copy or a fill, let views and unrelated ops run, refuse the rest."""
+        if func is aten.copy_.default:
+            stack = self._stack_of(args[1])
+            return self._copy(func, args, kwargs) if stack is None else self._copy_stack(func, args, kwargs, stack)
+        if func is aten.scalar_tensor.default:
+            number = func(*args, **kwargs)
+            self._constants[number.untyped_storage()._cdata] = (float(args[0]), number)
+            return number
+        if func in _STACKS and any(self._source_of(one) for one in args[0]):
+            return self._stack(func, args, kwargs)
+        source = next((found for found in map(self._source_of, _tensors((args, kwargs))) if found), None)
+        if func in _FILLS and source is None:
+            return self._fill(func, args, kwargs)
+        if func is aten.zero_.default and source is not None:
+            return self._drop(args[0], source)
+        schema = _schema_of(func)
+        for name, tensor in _mutated(schema, args, kwargs):
+            target = self._param_of(tensor)
+            if target is not None:
+                raise RecordError(
+                    f"{target[0]}: {func} writes it (argument {name}, while loading {self.current}); only copies of "
+                    "checkpoint tensors and constant fills can be replayed"
+                )
+            if source is not None:
+                raise RecordError(f"{source.meta.name}: {func} writes argument {name} of an op that reads it")
+            if self._stack_of(tensor) is not None:
+                raise RecordError(f"while loading {self.current}: {func} changes the values of a stack")
+        if source is None:
+            return func(*args, **kwargs)
+        if func in _ALIASES:
+            return self._alias(func, args[0], source, kwargs.get("dtype"))
+        if not schema.is_view:
+            raise RecordError(
+                f"{source.meta.name}: {func} computes with it; only views, casts and copies of a checkpoint tensor can "
+                "be replayed"
+            )
+        result = func(*args, **kwargs)
+        for leaf in _tensors(result):
+            if self._source_of(leaf) is not source or leaf.dtype != source.dtype or leaf.is_neg() or leaf.is_conj():
+                raise RecordError(f"{source.meta.name}: {func} reinterprets it")
+        return result
+
+    def _drop(self, tensor: Tensor, source: _Source) -> Tensor:
+        """`weight.zero_()`, as for a bias that only the first rank adds: the tensor is the constant 0 from here on."""
+        if tensor.numel() != source.base.numel():
+            raise RecordError(f"{source.meta.name}: a part of it is set to 0, the rest is not")
+        storage = tensor.untyped_storage()._cdata
+        del self._sources[storage]
+        self._constants[storage] = (0.0, tensor)
+        return tensor
+
+    def _alias(self, func: Any, tensor: Tensor, source: _Source, dtype: torch.dtype | None) -> Tensor:
+        """The same rectangle again: the view itself, or, after a cast, the same view of an equal source."""
+        if dtype is None or dtype == source.dtype:
+            return aten.alias.default(tensor)
+        if source.is_narrowed:
+            raise RecordError(f"{source.meta.name}: {func} casts it to {dtype} after {source.dtype} had lost values")
+        base = torch.empty(source.meta.shape, dtype=dtype, device="meta")
+        is_narrowed = torch.promote_types(source.dtype, dtype) != dtype
+        self._remember(_Source(source.meta, dtype, is_narrowed, base))
+        return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _stack_of(self, tensor: Any) -> _Stack | None:
+        """The stack that a tensor is a view of."""
+        if not isinstance(tensor, Tensor) or tensor.device.type != "meta":
+            return None
+        return self._stacks.get(tensor.untyped_storage()._cdata)
+
+    def _stack(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Remember which source is which entry. Only a stack along a first dim keeps each of them in one piece."""
+        parts: list[Tensor] = list(args[0])
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        meta = next(found.meta for found in map(self._source_of, parts) if found)
+        alike = {(tuple(part.shape), part.dtype) for part in parts}
+        if func is not aten.stack.default or dim != 0 or len(alike) != 1 or not all(map(self._source_of, parts)):
+            raise RecordError(
+                f"{meta.name}: {func} joins it with other tensors; only torch.stack(..., dim=0) of equal checkpoint "
+                "tensors can be replayed"
+            )
+        base = torch.empty((len(parts), *parts[0].shape), dtype=parts[0].dtype, device="meta")
+        self._stacks[base.untyped_storage()._cdata] = _Stack(tuple(parts), base)
+        return base
+
+    def _copy_stack(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stack: _Stack) -> Tensor:
+        """A copy from a stack is one copy from each of its entries."""
+        dest, value = args[0], args[1]
+        entry_size = stack.base.stride(0)
+        first = int(value.storage_offset()) // entry_size if entry_size else 0
+        whole = value.dim() == stack.base.dim() and value.stride() == stack.base.stride()
+        if dest.shape != value.shape or value.dtype != stack.base.dtype or not whole:
+            raise RecordError(
+                f"while loading {self.current}: a view of shape {list(value.shape)} and stride {list(value.stride())} "
+                f"is copied from a stack of shape {list(stack.base.shape)}; only parts of its entries can be replayed"
+            )
+        inside = int(value.storage_offset()) - first * entry_size
+        for index in range(value.shape[0]):
+            entry = stack.sources[first + index]
+            if not entry.is_contiguous():
+                raise RecordError(f"while loading {self.current}: a stack of tensors that are not contiguous")
+            part = entry.as_strided(value.shape[1:], value.stride()[1:], entry.storage_offset() + inside)
+            self._copy(func, (dest.select(0, index), part), kwargs)
+        return dest
+
+    def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """A copy into a parameter is recorded and not done."""
+        dest, value = args[0], args[1]
+        source, target = self._source_of(value), self._param_of(dest)
+        if self._source_of(dest) is not None:
+            raise RecordError(f"{self._sources[dest.untyped_storage()._cdata].meta.name}: the loader writes into it")
+        if source is None and target is None:
+            return func(*args, **kwargs)
+        if source is None:
+            constant = self._constants.get(value.untyped_storage()._cdata)
+            if constant is not None:
+                return self._fill(func, (dest, constant[0]), {})
+            if value.dim() == 0 and value.device.type == "cpu":  # param[...] = number
+                return self._fill(func, (dest, value), {})
+            assert target is not None
+            raise RecordError(
+                f"{target[0]}: written with a {value.dtype} tensor of shape {list(value.shape)} that is no part of a "
+                f"checkpoint tensor (while loading {self.current})"
+            )
+        if target is None:
+            raise RecordError(
+                f"{source.meta.name}: copied into a tensor of shape {list(dest.shape)} that is no parameter"
+            )
+        name, offset = target
+        if value.dtype != source.dtype:
+            raise RecordError(f"{source.meta.name}: copied to {name} with its bits read as {value.dtype}")
+        if source.is_narrowed and dest.dtype != source.dtype:
+            raise RecordError(
+                f"{source.meta.name}: cast to {source.dtype}, which loses values, before it is copied to {name} of "
+                f"{dest.dtype}"
+            )
+        if dest.numel() == 0:
+            return dest
+        try:
+            value = value.expand(dest.shape)
+            found = rectangles(
+                source.meta.shape, dest.shape, value.stride(), value.storage_offset(), dest.stride(), offset
+            )
+        except (ValueError, RuntimeError) as error:
+            raise RecordError(
+                f"{source.meta.name} of shape {list(source.meta.shape)}: the part that {func} copies to {name} (shape "
+                f"{list(args[1].shape)}, stride {list(args[1].stride())}) is no rectangle: {error}"
+            ) from error
+        for part in found:
+            self.written.append(
+                Written(
+                    name,
+                    part.offset,
+                    tuple(part.region.shape[axis] for axis in part.axes),
+                    part.stride,
+                    Load(source.meta.name, part.region, part.axes, name, part.offset, part.stride),
+                )
+            )
+        return dest
+
+    def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """A constant fill of a parameter is recorded and not done."""
+        dest: Tensor = args[0]
+        target = self._param_of(dest)
+        if target is None:
+            return func(*args, **kwargs)
+        value = args[1] if len(args) > 1 else kwargs.get("value", 0.0)
+        if isinstance(value, Tensor):
+            value = value.item()
+        if dest.numel():
+            name, offset = target
+            self.written.append(Written(name, offset, tuple(dest.shape), dest.stride(), float(value)))
+        return dest
+
+
+@functools.cache
+def _schema_of(func: Any) -> _Schema:
+    """Looked at once an op: a loader calls few ops, each ten thousand times."""
+    written = [
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return _Schema(tuple(written), any(value.alias_info is not None for value in func._schema.returns))
+
+
+def _mutated(schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The (name, tensor) arguments that an op writes."""
+    for position, name in schema.written:
+        for tensor in _tensors(args[position] if position < len(args) else kwargs.get(name)):
+            yield name, tensor
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors among an op's arguments or results, which nest in lists alone. (pytree takes ten times as long.)"""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,481 @@
+"""The control channel of a publish over ZMQ: a replica's server, and the publisher's client to all replicas.
+
+Owns the sockets, request order, replay protection, deadlines of one request, and the replica's own VersionState (all
+of its engine ranks together). Does not own what a request does: that is the `ReplicaHandler`, implemented by
+`rollout/worker.py`. Carries messages only; weights never pass here.
+
+    Publisher (rank 0)                        ReplicaEndpoint                  ReplicaHandler
+      Describe  ------------------------------->  describe()  --------------->  layout and binding of every engine rank
+      Begin     ------------------------------->  begin()     state DIRTY  -->  pause(): the engine stands still
+                                                                           -->  begin(): ranks DIRTY; where to write
+         ... one-sided writes ...
+      Commit    ------------------------------->  verify()  --------------->    every rank proves its bytes
+                                                  commit()  state CLEAN   -->   repack, recompute, drop caches, resume
+      Abort     ------------------------------->  abort()     state DIRTY
+
+One request at a time, in order. A request that fails leaves DIRTY and answers Failed(class name, text). Messages that
+are not signed with the run's key, or were seen before, get no answer: they are counted, and logged now and then.
+
+Several publishers. Whoever has the key may describe a replica at any time; that changes nothing. The one whose Describe
+came last has it from its first Begin on, and the others are refused (StaleEpoch) until they describe it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from conf.errors import named_error
+from weight_sync.errors import (
+    AuthenticationError,
+    ProtocolError,
+    ReplicaError,
+    StaleEpoch,
+    TransferTimeout,
+    WeightSyncError,
+)
+from weight_sync.replica.protocol import (
+    Abort,
+    Aborted,
+    Begin,
+    Begun,
+    Bound,
+    Commit,
+    Committed,
+    Describe,
+    Described,
+    EngineRank,
+    Expected,
+    Failed,
+    Message,
+    Signer,
+    VersionState,
+)
+
+logger = logging.getLogger(__name__)
+
+WAIT_LOG_S = 30.0
+"""How often a wait says who is late."""
+REJECTED_LOG_S = 10.0
+"""How often messages that got no answer are logged, after the first one."""
+MAX_REQUEST_BYTES = 16 << 20
+"""Of a request. The largest is Commit: 16 bytes, at most, a parameter of an engine rank; 2.7 MB for 128 ranks of
+Kimi-K2. More is not read: whoever reaches the port could fill memory, and the loop that samples would hash it."""
+HEARTBEAT_S, SILENCE_S = 5, 20
+"""A replica is asked for a heartbeat every HEARTBEAT_S, and is gone when it then stays silent for SILENCE_S: a machine
+that vanishes closes no connection. ZMQ's own thread answers, however busy Python is. Replicas ask nothing: a publisher
+whose process stood still for a while would lose all of them."""
+
+
+class ReplicaHandler(Protocol):
+    """What a replica does in a publish. Lists have one entry per engine rank, in rank order. Called one at a time."""
+
+    async def describe(self) -> Sequence[EngineRank]:
+        """Layout, binding and link of every engine rank (Receiver.describe)."""
+        ...
+
+    async def pause(self, version: int, epoch: int, digest: str) -> None:
+        """Stop serving and wait until the engine stands still."""
+        ...
+
+    async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
+        """Receiver.begin on every rank, after pause(). Returns where to write: Bound.of(binding, known)."""
+        ...
+
+    async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
+        """Receiver.verify on every rank, with its own entry of `expected`. Raises if any rank does."""
+        ...
+
+    async def commit(self, version: int, epoch: int) -> None:
+        """Receiver.commit on every rank, drop what belongs to older weights, resume. Called after verify() alone."""
+        ...
+
+    async def abort(self, epoch: int, reason: str) -> None:
+        """Epoch `epoch` failed here or at the publisher: stay paused and DIRTY (Receiver.abort)."""
+        ...
+
+
+class ReplicaEndpoint:
+    """Serves one replica's part of the protocol.
+
+    Args:
+        handler: Does the work.
+        key: The run's key, shared with the publisher.
+        host: Address to bind; loopback unless publisher and replica are on different machines.
+        port: 0 takes a free one.
+        pauses: Whether the replica samples nothing between Begin and the end of Commit.
+    """
+
+    def __init__(
+        self, handler: ReplicaHandler, key: bytes, *, host: str = "127.0.0.1", port: int = 0, pauses: bool = True
+    ) -> None:
+        self._handler = handler
+        self._pauses = pauses
+        self._signer = Signer(key)
+        self._host = host
+        self._port = port
+        self._incarnation = secrets.token_hex(8)
+        self._state = VersionState()
+        self._last_ids: dict[tuple[str, str], int] = {}
+        """Per client and incarnation that it named: its last request. Nobody without the key adds to it."""
+        self._described: dict[str, int] = {}
+        """Per client: its turn among those that described this replica ..."""
+        self._turn = 0
+        """... and the turn of the one that began last."""
+        self._began = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self.num_rejected = 0
+        """Messages that were not answered: unsigned, malformed or replayed."""
+        self._rejected_log = (0, -math.inf)
+        """What num_rejected was when it was last logged, and when that was."""
+
+    @property
+    def state(self) -> VersionState:
+        """The replica's place in the protocol. Sample only while `state.is_serving`."""
+        return self._state
+
+    def adopt(self, state: VersionState) -> None:
+        """The handler is being filled from a peer, or has been: a publisher that comes later begins a later epoch."""
+        if state.epoch < self._state.epoch or (state.epoch == self._state.epoch and self._state.is_serving):
+            raise StaleEpoch(f"epoch {state.epoch} cannot be adopted: epoch {self._state.epoch} has begun")
+        self._state = state
+
+    @property
+    def address(self) -> str:
+        """Where publishers reach this replica, e.g. "tcp://127.0.0.1:40123". After start()."""
+        return f"tcp://{self._host}:{self._port}"
+
+    async def start(self) -> str:
+        """Bind and serve in a task of the running loop. Returns the address."""
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        try:
+            if self._port:
+                self._socket.bind(self.address)
+            else:
+                self._port = self._socket.bind_to_random_port(f"tcp://{self._host}")
+        except zmq.ZMQError as e:
+            self._release()
+            raise ProtocolError(f"the control endpoint cannot bind {self.address}: {e}") from e
+        self._task = asyncio.create_task(self._serve(self._socket), name="weight-sync-endpoint")
+        return self.address
+
+    async def close(self) -> None:
+        """Stop serving; a request under way is cancelled. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        self._release()
+
+    def _release(self) -> None:
+        if self._socket is not None:
+            self._socket.close(0)
+            self._socket = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    async def _serve(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await socket.recv_multipart()
+            request = self._accept(frames)
+            if request is None:
+                continue
+            reply = await self._answer(request)
+            try:
+                await socket.send_multipart([frames[0], self._signer.seal(reply)])
+            except (zmq.ZMQError, ValueError, TypeError):  # one answer is lost; the endpoint must go on serving
+                logger.exception("the answer to %s cannot be sent", type(request).__name__)
+
+    def _accept(self, frames: Sequence[bytes]) -> Message | None:
+        """The request, or None when it gets no answer."""
+        try:
+            if len(frames) != 2:
+                raise ProtocolError(f"a control message has {len(frames)} frames, expected 2")
+            request = self._signer.open_request(frames[1])
+            sender = request.client, request.incarnation
+            last = self._last_ids.get(sender, 0)
+            if request.request_id <= last:
+                raise AuthenticationError(f"request {request.request_id} after {last} of one client: a replay")
+        except ProtocolError as e:
+            self._reject(e)
+            return None
+        self._last_ids[sender] = request.request_id
+        return request
+
+    def _reject(self, reason: ProtocolError) -> None:
+        """Count it, and say so now and then: who sends garbage must not fill a disk."""
+        self.num_rejected += 1
+        logged, when = self._rejected_log
+        now = time.monotonic()
+        if now >= when + REJECTED_LOG_S:
+            self._rejected_log = self.num_rejected, now
+            num_since = self.num_rejected - logged
+            logger.warning("%d control messages ignored (%d in all): %s", num_since, self.num_rejected, reason)
+
+    async def _answer(self, request: Message) -> Message:
+        """Do what is asked. Whatever goes wrong becomes Failed, and DIRTY where a transaction was under way."""
+        try:
+            if not isinstance(request, Describe) and request.incarnation != self._incarnation:
+                raise StaleEpoch(
+                    f"this replica restarted (it is {self._incarnation}, not {request.incarnation}): connect again"
+                )
+            if not isinstance(request, Describe) and self._described.get(request.client, -1) < self._turn:
+                raise StaleEpoch("another publisher, which met this replica later, has begun here: connect again")
+            match request:
+                case Describe():
+                    self._described[request.client] = 1 + max(self._described.values(), default=0)
+                    return self._reply(Described, request, ranks=tuple(await self._handler.describe()), **self._own())
+                case Begin():
+                    return await self._begin(request)
+                case Commit():
+                    return await self._commit(request)
+                case Abort():
+                    if request.epoch == self._state.epoch and not self._state.is_serving:
+                        await self._fail(request.epoch, request.reason)
+                    return self._reply(Aborted, request)
+                case _:
+                    raise ProtocolError(f"a replica does not answer {type(request).__name__}")
+        except Exception as e:  # the boundary of one request: the error travels to the publisher
+            logger.exception("%s(version %d, epoch %d) failed", type(request).__name__, request.version, request.epoch)
+            if isinstance(request, Begin | Commit) and not isinstance(e, StaleEpoch):
+                await self._fail(request.epoch, f"{type(e).__name__}: {e}")
+            return self._reply(Failed, request, error=type(e).__name__, text=str(e))
+
+    async def _begin(self, request: Begin) -> Message:
+        self._state = self._state.begin(request.version, request.epoch, request.digest)
+        self._turn = self._described[request.client]
+        self._began = time.monotonic()
+        await self._handler.pause(request.version, request.epoch, request.digest)
+        idle = time.monotonic()
+        bindings = await self._handler.begin(request.version, request.epoch, request.digest, request.known)
+        marked = time.monotonic()
+        return self._reply(Begun, request, bindings=tuple(bindings), idle_s=idle - self._began, mark_s=marked - idle)
+
+    async def _commit(self, request: Commit) -> Message:
+        state = self._state.verified(request.version, request.epoch, request.digest)
+        began = time.monotonic()
+        await self._handler.verify(request.version, request.epoch, request.digest, request.expected)
+        verified = time.monotonic()
+        await self._handler.commit(request.version, request.epoch)
+        self._state = state.committed(request.version, request.epoch)
+        done = time.monotonic()
+        pause_s = done - self._began if self._pauses else 0.0
+        logger.info("version %d committed (epoch %d, paused %.3f s)", request.version, request.epoch, pause_s)
+        return self._reply(Committed, request, verify_s=verified - began, commit_s=done - verified, pause_s=pause_s)
+
+    async def _fail(self, epoch: int, reason: str) -> None:
+        self._state = self._state.failed(epoch)
+        try:
+            await self._handler.abort(epoch, reason)
+        except Exception:  # teardown of a request that failed already; the first error is the one to report
+            logger.exception("abort of epoch %d failed as well", epoch)
+
+    def _own(self) -> dict[str, int]:
+        return {"own_epoch": self._state.epoch, "own_version": self._state.version}
+
+    def _reply(self, kind: type[Message], request: Message, **fields: object) -> Message:
+        return kind(
+            run_id=self._signer.run_id,
+            client=request.client,
+            incarnation=self._incarnation,
+            request_id=request.request_id,
+            epoch=request.epoch,
+            version=request.version,
+            digest=request.digest,
+            **fields,  # type: ignore[arg-type]
+        )
+
+
+class ReplicaClients:
+    """A publisher's sockets to its replicas. Blocking; used by one thread.
+
+    Requests go to many replicas at once; each answer has its own deadline. A replica whose connection breaks, or is
+    silent, is out at once and for good: its process is gone. One that was started again is another one: replace().
+    """
+
+    def __init__(self, endpoints: Sequence[str], key: bytes) -> None:
+        self._signer = Signer(key)
+        self._endpoints = list(endpoints)
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._monitors: list[zmq.Socket[bytes]] = []
+        self._incarnations = [""] * len(endpoints)
+        self._gone: dict[int, str] = {}
+        self.answer_s: dict[int, float] = {}
+        """Replica -> seconds that its last answer took."""
+        self._name = secrets.token_hex(8)
+        self._request_id = 0
+        try:
+            for endpoint in endpoints:
+                socket, monitor = self._connect(endpoint)
+                self._sockets.append(socket)
+                self._monitors.append(monitor)
+        except ProtocolError:
+            self.close()
+            raise
+
+    def replace(self, replica: int, endpoint: str) -> None:
+        """A replica was started again: talk to its successor from now on, whatever is known of the old one."""
+        socket, monitor = self._connect(endpoint)
+        _close_socket(self._sockets[replica], self._monitors[replica])
+        self._sockets[replica], self._monitors[replica] = socket, monitor
+        self._endpoints[replica], self._incarnations[replica] = endpoint, ""
+        self._gone.pop(replica, None)
+
+    def give_up(self, replica: int, reason: str) -> None:
+        """Send nothing to a replica until it is replaced."""
+        self._gone[replica] = reason
+
+    def _connect(self, endpoint: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """A socket and its monitor."""
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as e:
+            _close_socket(socket, monitor)
+            raise ProtocolError(f"{endpoint!r} is no address of a replica (tcp://host:port): {e}") from e
+        return socket, monitor
+
+    def call(
+        self,
+        kind: type[Message],
+        fields: Mapping[int, Mapping[str, object]],
+        timeouts_s: Mapping[int, float],
+        **common: object,
+    ) -> dict[int, Message | WeightSyncError]:
+        """Send one request to each replica in `fields` and wait for all answers, each until its own deadline.
+
+        Args:
+            kind: Message class.
+            fields: Replica -> the fields of its message that only it gets.
+            timeouts_s: Replica -> seconds to wait for it.
+            common: Fields that all get: version, epoch, digest.
+
+        Returns:
+            Replica -> its reply, or the error that stands for it (never raised here).
+        """
+        results: dict[int, Message | WeightSyncError] = {}
+        pending: dict[int, tuple[int, float]] = {}
+        for replica, own in fields.items():
+            if replica in self._gone:
+                results[replica] = ReplicaError(self._gone[replica])
+                continue
+            self._request_id += 1
+            message = kind(
+                run_id=self._signer.run_id,
+                client=self._name,
+                incarnation=self._incarnations[replica],
+                request_id=self._request_id,
+                **common,  # type: ignore[arg-type]
+                **own,  # type: ignore[arg-type]
+            )
+            sealed = self._signer.seal(message)
+            if len(sealed) > MAX_REQUEST_BYTES:
+                results[replica] = ProtocolError(
+                    f"{kind.__name__} for {self._endpoints[replica]} has {len(sealed)} bytes, a replica reads at most"
+                    f" {MAX_REQUEST_BYTES}"
+                )
+                continue
+            self._sockets[replica].send(sealed)
+            pending[replica] = (self._request_id, time.monotonic() + timeouts_s[replica])
+        self._collect(kind.__name__, pending, results)
+        return results
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for socket, monitor in zip(self._sockets, self._monitors, strict=True):
+            _close_socket(socket, monitor)
+        self._sockets, self._monitors = [], []
+        self._context.destroy(linger=0)
+
+    def _collect(
+        self, verb: str, pending: dict[int, tuple[int, float]], results: dict[int, Message | WeightSyncError]
+    ) -> None:
+        poller = zmq.Poller()
+        owners: dict[zmq.Socket[bytes], tuple[int, bool]] = {}
+        for replica in pending:
+            for socket, is_monitor in ((self._sockets[replica], False), (self._monitors[replica], True)):
+                poller.register(socket, zmq.POLLIN)
+                owners[socket] = (replica, is_monitor)
+        began = time.monotonic()
+        next_log = began + WAIT_LOG_S
+        while pending:
+            now = time.monotonic()
+            for replica, (_, deadline) in list(pending.items()):
+                if now >= deadline:
+                    results[replica] = TransferTimeout(
+                        f"{self._endpoints[replica]} did not answer {verb} within {now - began:.1f} s"
+                    )
+                    del pending[replica]
+            if not pending:
+                return
+            if now >= next_log:
+                late = ", ".join(self._endpoints[replica] for replica in pending)
+                logger.warning("%s: waiting for %s since %.0f s", verb, late, now - began)
+                next_log += WAIT_LOG_S
+            wait_s = min(next_log, *(deadline for _, deadline in pending.values())) - now
+            for socket, _ in poller.poll(max(1, int(wait_s * 1000) + 1)):
+                replica, is_monitor = owners[socket]
+                result = self._see_event(replica) if is_monitor else self._receive(replica, pending)
+                if result is not None and replica in pending:
+                    results[replica] = result
+                    self.answer_s[replica] = time.monotonic() - began
+                    del pending[replica]
+
+    def _see_event(self, replica: int) -> WeightSyncError | None:
+        recv_monitor_message(self._monitors[replica])
+        self._gone[replica] = (
+            f"the replica at {self._endpoints[replica]} is gone: its control connection broke or was refused"
+        )
+        return ReplicaError(self._gone[replica])
+
+    def _receive(self, replica: int, pending: Mapping[int, tuple[int, float]]) -> Message | WeightSyncError | None:
+        """One answer: the reply, the error that it carries, or None when it is not an answer to the pending request."""
+        try:
+            reply = self._signer.open_reply(self._sockets[replica].recv())
+        except ProtocolError as e:
+            logger.warning("a message from %s was ignored: %s", self._endpoints[replica], e)
+            return None
+        if replica not in pending or (reply.client, reply.request_id) != (self._name, pending[replica][0]):
+            logger.warning("a late %s from %s was ignored", type(reply).__name__, self._endpoints[replica])
+            return None
+        if isinstance(reply, Failed):
+            return _error_from(reply, self._endpoints[replica])
+        if isinstance(reply, Described):
+            self._incarnations[replica] = reply.incarnation
+        return reply
+
+
+def _close_socket(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    socket.disable_monitor()
+    socket.close(0)
+    monitor.close(0)
+
+
+def _error_from(reply: Failed, endpoint: str) -> WeightSyncError:
+    """The replica's error as one of ours; a class of another package becomes ReplicaError."""
+    cls = named_error(reply.error, WeightSyncError)
+    if cls is not None:
+        return cls(f"{endpoint}: {reply.text}")
+    return ReplicaError(f"{endpoint}: {reply.error}: {reply.text}")

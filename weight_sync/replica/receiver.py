@@ -1,0 +1,335 @@
+"""An engine rank's end of a publish: which memory may be written, whether it was written right, when it counts.
+
+Owns one rank's VersionState, its registered parameter memory, and the proof (byte counts and hashes). Does not own
+the engine: pausing, caches and device synchronization are the caller's, handed in as hooks. Knows no vLLM;
+`rollout/weight_receiver.py` wraps it, tests wrap plain tensors.
+
+    begin(v, epoch, digest)   state DIRTY; the bytes may change under us from here on
+      ... one-sided writes by the trainer's ranks; nobody here takes part ...
+    verify(expected)          count and hash the bytes *as they came over the wire*
+    commit(v, epoch)          repack() parameters in place, recompute() derived ones, state CLEAN
+
+A rank that is filled from a peer (`recovery.py`) gets bytes at rest: begin, read, verify_at_rest, adopt.
+
+Wire bytes and bytes at rest differ for a parameter with PostLoad.repack: it is hashed before its repacking, and what
+it holds from then on has its own hash in `committed_hashes`. The next begin() needs no unpacking, because a publish
+overwrites every byte that is not a declared fill. (A repack that moves fill bytes is therefore refused.)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from weight_sync.errors import IntegrityError, ProtocolError
+from weight_sync.integrity import HASH_MASK, RangeHashes, hash_bytes
+from weight_sync.layout import DTYPE_BYTES, Binding, DestLayout, Param, PostLoad
+from weight_sync.replica.protocol import EngineRank, Expected, VersionState
+from weight_sync.publish.sums import Planned
+from weight_sync.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED = 5
+"""Wrong parameters that one error names."""
+
+
+class Receiver:
+    """One engine rank's memory and version.
+
+    Args:
+        params: Every parameter of `layout`, by name; the live tensors (or Parameters), contiguous.
+        layout: What the engine's loader does, as recorded.
+        transport: Link under whose session other processes write; the parameters are registered with it here.
+        repack: Called at commit with (name, tensor) of every PostLoad.repack parameter: permute its bytes in place.
+        recompute: Called once at commit, after all repacking: refresh PostLoad.derived parameters.
+        synchronize: Wait until the device is idle; called before bytes may change and before they are read.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, torch.Tensor],
+        layout: DestLayout,
+        transport: Transport,
+        *,
+        repack: Callable[[str, torch.Tensor], None] | None = None,
+        recompute: Callable[[], None] | None = None,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
+        self._params = dict(params)
+        self._layout = layout
+        self._transport = transport
+        self._repack = repack
+        self._recompute = recompute
+        self._synchronize = synchronize
+        self._state = VersionState()
+        self._sent = [param for param in layout.params if param.post_load is not PostLoad.derived]
+        self._covered = _covered_ranges(layout)
+        self._covered_bytes = {name: sum(size for _, size in ranges) for name, ranges in self._covered.items()}
+        self._planned = Planned.of(self._covered_bytes)
+        self._check_params()
+        self._addresses = {param.name: self._params[param.name].data_ptr() for param in self._sent}
+        self._wire_hashes: dict[str, int] = {}
+        self._verified_hashes: dict[str, int] = {}
+        self._offered_hashes: dict[str, int] = {}
+        self.committed_hashes: dict[str, int] = {}
+        """Hash of every parameter's bytes at rest, fills and repacking included, at the last commit; for recovery."""
+        transport.register([self._params[param.name].detach() for param in self._sent])
+        self._places = [(param.name, start) for param in self._sent for start, _ in self._covered[param.name]]
+        self._covered_hashes = RangeHashes(
+            [
+                self._params[param.name].detach().reshape(-1).view(torch.uint8)[start : start + size]
+                for param in self._sent
+                for start, size in self._covered[param.name]
+            ],
+            [start for _, start in self._places],
+        )
+        self._whole: dict[tuple[tuple[str, int], ...], RangeHashes] = {}
+        """What was hashed whole last, by names and addresses."""
+
+    @property
+    def state(self) -> VersionState:
+        """Where this rank stands. Serve only while `state.is_serving`."""
+        return self._state
+
+    @property
+    def layout(self) -> DestLayout:
+        """What this rank holds and where it comes from."""
+        return self._layout
+
+    @property
+    def transport(self) -> Transport:
+        """The link under whose session the parameters are registered."""
+        return self._transport
+
+    @property
+    def sent_params(self) -> Sequence[Param]:
+        """The parameters that cross a link: all but derived ones."""
+        return self._sent
+
+    def describe(self) -> EngineRank:
+        """What must be sent here, and where it goes."""
+        return EngineRank(self._layout, self._binding(), self._transport.link)
+
+    def begin(self, version: int, epoch: int, digest: str) -> Binding:
+        """Stop vouching for the bytes. The engine must be idle already.
+
+        Returns:
+            Where to write. It differs from the last one after an epoch that did not commit: the old session is gone
+            then, and with it whatever was still in flight towards it.
+
+        Raises:
+            StaleEpoch: This epoch, or a later one, has begun before.
+            ProtocolError: A parameter moved since its address was registered.
+        """
+        state = self._state.begin(version, epoch, digest)
+        left_open = self._state.epoch > 0 and not self._state.is_serving
+        self._state = state
+        if self._synchronize is not None:
+            self._synchronize()
+        moved = [name for name, address in self._addresses.items() if self._params[name].data_ptr() != address]
+        if moved:
+            raise ProtocolError(
+                f"{len(moved)} parameters of rank {self._layout.rank} moved since registration ({_names(moved)}):"
+                " the engine reloaded or released its weights; restart this replica"
+            )
+        if left_open:
+            self._transport.renew()
+        return self._binding()
+
+    def verify(self, version: int, epoch: int, digest: str, expected: Expected) -> None:
+        """Prove that every byte of the transaction arrived.
+
+        Args:
+            version, epoch, digest: As given to begin().
+            expected: Bytes sent, and sums of their hashes, of every sent parameter.
+
+        Raises:
+            PlanMismatch: The publisher planned for other parameters. The state stays DIRTY.
+            IntegrityError: Names the parameters whose bytes are not the sent ones. The state stays DIRTY.
+        """
+        state = self._state.verified(version, epoch, digest)
+        counts, hashes = self._planned.read(expected)
+        self._check_counts(version, counts)
+        if self._synchronize is not None:
+            self._synchronize()
+        wanted = {} if hashes is None else dict(zip((param.name for param in self._sent), hashes, strict=True))
+        actual = self._hash_covered() if wanted else {}
+        wrong = [name for name, value in actual.items() if value != wanted[name]]
+        if wrong:
+            shown = "; ".join(self._describe_wrong(n, actual[n], wanted[n]) for n in wrong[:MAX_NAMED])
+            raise IntegrityError(
+                f"version {version}, epoch {epoch}, rank {self._layout.rank}: {len(wrong)} of {len(self._sent)}"
+                f" parameters do not hold the bytes that were sent: {shown}"
+            )
+        self._verified_hashes = actual
+        self._state = state
+
+    def commit(self, version: int, epoch: int) -> None:
+        """Adopt the verified bytes: set fills, repack, recompute, then CLEAN. A hook that raises leaves it DIRTY."""
+        state = self._state.committed(version, epoch)
+        self._state = self._state.failed(epoch)
+        for fill in self._layout.fills:
+            whole = self._params[fill.param].detach().view(-1)
+            whole[fill.offset : fill.offset + fill.num_elements].fill_(fill.value)
+        for param in self._sent:
+            if param.post_load is PostLoad.repack and self._repack is not None:
+                self._repack(param.name, self._params[param.name])
+        if self._recompute is not None:
+            self._recompute()
+        if self._synchronize is not None:
+            self._synchronize()
+        self._wire_hashes = self._verified_hashes
+        self.committed_hashes = self._hashes_at_rest() if self._wire_hashes else {}
+        self._state = state
+
+    def verify_at_rest(self, version: int, epoch: int, digest: str, hashes: Mapping[str, int]) -> None:
+        """Prove bytes that came from a peer, in the form that kernels read; derived parameters are computed here first.
+
+        Args:
+            version, epoch, digest: As given to begin().
+            hashes: The peer's committed_hashes; empty where hashes are off.
+
+        Raises:
+            IntegrityError: Names the parameters that are not the peer's. The state stays DIRTY.
+        """
+        state = self._state.verified(version, epoch, digest)
+        if self._recompute is not None:
+            self._recompute()
+        if self._synchronize is not None:
+            self._synchronize()
+        if hashes:
+            names = [param.name for param in self._layout.params]
+            actual = self._hash_whole(names)
+            wrong = [name for name in names if actual[name] != hashes.get(name)]
+            if wrong:
+                raise IntegrityError(
+                    f"version {version}, epoch {epoch}, rank {self._layout.rank}: {len(wrong)} of {len(names)}"
+                    f" parameters read from a peer are not what it committed: {_names(wrong)}"
+                )
+        self._offered_hashes = dict(hashes)
+        self._state = state
+
+    def adopt(self, version: int, epoch: int) -> None:
+        """Serve what verify_at_rest proved."""
+        self._state = self._state.committed(version, epoch)
+        self._wire_hashes, self.committed_hashes = {}, self._offered_hashes
+
+    def abort(self, epoch: int, reason: str) -> None:
+        """The publisher gave up on this epoch: stay DIRTY. Without effect on a committed version."""
+        logger.warning("rank %d: epoch %d was aborted: %s", self._layout.rank, epoch, reason)
+        self._state = self._state.failed(epoch)
+
+    def invalidate(self) -> None:
+        """The caller knows that the bytes are no longer what was committed."""
+        self._state = self._state.invalidate()
+
+    def _binding(self) -> Binding:
+        return Binding(self._transport.session, dict(self._addresses))
+
+    def _check_params(self) -> None:
+        for param in self._layout.params:
+            tensor = self._params.get(param.name)
+            if tensor is None:
+                raise ProtocolError(f"the layout names parameter {param.name}, which the engine does not have")
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if tuple(tensor.shape) != param.shape or dtype != param.dtype:
+                raise ProtocolError(
+                    f"{param.name} is {dtype}{tuple(tensor.shape)}, its layout says {param.dtype}{param.shape}"
+                )
+            if param.post_load is PostLoad.derived:
+                continue
+            if not tensor.is_contiguous() or tensor.numel() == 0:
+                raise ProtocolError(
+                    f"{param.name} cannot be written one-sided: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+                )
+            if param.post_load is PostLoad.repack:
+                if self._repack is None:
+                    raise ProtocolError(f"{param.name} is repacked after loading, but no repack hook was given")
+                if self._covered_bytes[param.name] != param.num_bytes:
+                    raise ProtocolError(
+                        f"{param.name} is repacked after loading and has fill bytes, which would not survive"
+                    )
+
+    def _check_counts(self, version: int, counts: Sequence[int]) -> None:
+        short = [
+            f"{name} (sent {sent} of {wanted} bytes)"
+            for (name, wanted), sent in zip(self._covered_bytes.items(), counts, strict=True)
+            if sent != wanted
+        ]
+        if short:
+            raise IntegrityError(
+                f"version {version}, rank {self._layout.rank}: {len(short)} parameters were not sent: {_names(short)}"
+            )
+
+    def _hash_covered(self) -> dict[str, int]:
+        """Every sent parameter's hash, fills left out."""
+        total = {param.name: 0 for param in self._sent}
+        for (name, _), value in zip(self._places, self._covered_hashes.values(), strict=True):
+            total[name] = (total[name] + value) & HASH_MASK
+        return total
+
+    def _hashes_at_rest(self) -> dict[str, int]:
+        """Every parameter's hash in the form that kernels read; not hashed again where that is what came."""
+        hashes = {
+            param.name: self._wire_hashes[param.name]
+            for param in self._layout.params
+            if param.post_load is PostLoad.identity
+            and param.name in self._wire_hashes
+            and self._covered[param.name] == [(0, param.num_bytes)]
+        }
+        return hashes | self._hash_whole([param.name for param in self._layout.params if param.name not in hashes])
+
+    def _hash_whole(self, names: Sequence[str]) -> dict[str, int]:
+        """Hashes of whole parameters, with one wait for the device; those that need a copy one after the other."""
+        held = {name: self._params[name].detach() for name in names}
+        as_is = {name: tensor for name, tensor in held.items() if tensor.is_contiguous()}
+        places = tuple((name, tensor.data_ptr()) for name, tensor in as_is.items())
+        if places not in self._whole:  # a table on the device, the same at every commit
+            self._whole = {places: RangeHashes(list(as_is.values()), [0] * len(as_is))}
+        hashes = dict(zip(as_is, self._whole[places].values(), strict=True))
+        return hashes | {name: hash_bytes(held[name].contiguous()) for name in names if name not in as_is}
+
+    def _describe_wrong(self, name: str, actual: int, wanted: int) -> str:
+        sources = [load.tensor for load in self._layout.loads if load.param == name]
+        shown = (
+            f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else (sources[0] if sources else "nothing")
+        )
+        if self._wire_hashes.get(name) == actual:
+            why = "still holds the bytes of the version before: the source changed, the destination did not"
+        elif not self._params[name].any():
+            why = "is all zeros"
+        else:
+            why = f"hash {actual:016x}, sent {wanted:016x}"
+        return f"{name} (from {shown}) {why}"
+
+
+def _covered_ranges(layout: DestLayout) -> dict[str, list[tuple[int, int]]]:
+    """Per sent parameter: the (start, size) byte ranges that a publish writes, which is all but the declared fills."""
+    fills: dict[str, list[tuple[int, int]]] = {}
+    dtypes = {param.name: DTYPE_BYTES[param.dtype] for param in layout.params}
+    for fill in layout.fills:
+        fills.setdefault(fill.param, []).append(
+            (fill.offset * dtypes[fill.param], fill.num_elements * dtypes[fill.param])
+        )
+    covered: dict[str, list[tuple[int, int]]] = {}
+    for param in layout.params:
+        if param.post_load is PostLoad.derived:
+            continue
+        ranges: list[tuple[int, int]] = []
+        position = 0
+        for start, size in sorted(fills.get(param.name, [])):
+            if start > position:
+                ranges.append((position, start - position))
+            position = max(position, start + size)
+        if position < param.num_bytes:
+            ranges.append((position, param.num_bytes - position))
+        covered[param.name] = ranges
+    return covered
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMED])
+    return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"

@@ -1,0 +1,150 @@
+"""Recovery of a restarted engine rank: the current weights, read one-sided from the same rank of a healthy replica.
+
+Owns what a peer must say about itself (`Offer`), when two ranks may share bytes, and the order of a pull. Does not own
+memory and proof (`receiver.py`), links (`transport/`), nor who asks whom: the orchestrator carries offers and decides
+what serves.
+
+    restarted rank                                    healthy peer: same rank of another replica, serving
+    --------------                                    ---------------------------------------------------
+                                    offer      <---   make_offer: version, epoch, addresses, hashes at rest
+    pull: DIRTY, READ one-sided     <==============   live parameters in kernel format; the peer goes on sampling
+          recompute derived, compare hashes
+          VERIFIED
+                                    offer      <---   make_offer once more, compared by the caller
+    Receiver.adopt: CLEAN
+    release: closes the link
+
+The bytes are those that kernels read, fills and repacking included: nothing is loaded, sent or packed again, and no
+trainer rank takes part. A publish that begins on the peer meanwhile changes its epoch before it changes a byte: equal
+offers before and after a read mean that every byte is of one version. The hashes, where they are on, prove it again.
+An adapter slot is a Receiver too, so a restarted engine in adapter mode does this twice: for its base, which no publish
+ever changes again, and for the peer's newest slot.
+Invariant: a pull that fails in any way leaves the rank DIRTY, and the next publish starts on a fresh connection.
+Callers: `rollout/weight_receiver.py` (an engine's own weights), `rollout/adapter_slots.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weight_sync.errors import LinkMismatch, PlanMismatch, ReplicaDirty, TransportError
+from weight_sync.layout import Binding, DestLayout
+from weight_sync.replica.protocol import pack
+
+if TYPE_CHECKING:
+    from weight_sync.replica.receiver import Receiver  # imports torch; offers pass through the controller, which has none
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one engine rank lets its counterpart in another replica read."""
+
+    version: int
+    epoch: int
+    plan: str
+    """Digest of the plan that brought the version."""
+    layout: str
+    """layout_digest of the rank. Bytes mean the same only where it is equal."""
+    link: str
+    binding: Binding
+    hashes: dict[str, int]
+    """Every parameter's hash at rest; empty where weight_sync.verify_hashes is off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """One pull."""
+
+    num_bytes: int
+    read_s: float
+    verify_s: float
+
+    def then(self, other: Pulled) -> Pulled:
+        """Both, one after the other."""
+        return Pulled(self.num_bytes + other.num_bytes, self.read_s + other.read_s, self.verify_s + other.verify_s)
+
+
+def slowest(ranks: Sequence[Pulled]) -> Pulled:
+    """Pulls of all ranks at the same time: every rank's bytes, the slowest one's seconds."""
+    return Pulled(
+        sum(rank.num_bytes for rank in ranks),
+        max(rank.read_s for rank in ranks),
+        max(rank.verify_s for rank in ranks),
+    )
+
+
+def layout_digest(layout: DestLayout) -> str:
+    """Fingerprint of everything a rank holds and of where it comes from; the rank's number is part of it."""
+    return hashlib.sha256(pack(layout)).hexdigest()
+
+
+def make_offer(receiver: Receiver) -> Offer:
+    """What this rank can give. Raises ReplicaDirty unless it serves one committed version."""
+    state = receiver.state
+    if not state.is_serving:
+        raise ReplicaDirty(
+            f"rank {receiver.layout.rank} is {state.phase} (version {state.version}, epoch {state.epoch}): it has no"
+            " committed version that a peer could read"
+        )
+    described = receiver.describe()
+    return Offer(
+        state.version,
+        state.epoch,
+        state.digest,
+        layout_digest(described.layout),
+        described.link,
+        described.binding,
+        dict(receiver.committed_hashes),
+    )
+
+
+def pull(receiver: Receiver, offer: Offer, *, timeout_s: float) -> Pulled:
+    """Read every parameter of the offer into this rank, and prove it. The engine must be paused.
+
+    Returns:
+        What it took; the rank is VERIFIED, and Receiver.adopt makes it CLEAN.
+
+    Raises:
+        PlanMismatch: The peer holds another layout. Nothing was read.
+        TransportError: The bytes did not come. The rank is DIRTY.
+        IntegrityError: They are not what the peer committed. The rank is DIRTY.
+    """
+    mine = layout_digest(receiver.layout)
+    if mine != offer.layout:
+        raise PlanMismatch(
+            f"rank {receiver.layout.rank} has layout {mine[:12]}, its peer {offer.layout[:12]}: their bytes are not"
+            " interchangeable; the next publish fills this rank"
+        )
+    link = receiver.transport.link
+    if link != offer.link:
+        raise LinkMismatch(f"this rank reads over {link}, its peer offers {offer.link}")
+    binding = receiver.begin(offer.version, offer.epoch, offer.plan)
+    sizes = {param.name: param.num_bytes for param in receiver.sent_params}
+    began = time.monotonic()
+    try:
+        receiver.transport.read(
+            offer.binding.session,
+            [binding.addresses[name] for name in sizes],
+            [offer.binding.addresses[name] for name in sizes],
+            list(sizes.values()),
+            timeout_s=timeout_s,
+        )
+    except TransportError:
+        receiver.transport.reset(offer.binding.session)  # nothing of it may land after this
+        raise
+    read = time.monotonic()
+    receiver.verify_at_rest(offer.version, offer.epoch, offer.plan, offer.hashes)
+    return Pulled(sum(sizes.values()), read - began, time.monotonic() - read)
+
+
+def release(receiver: Receiver, offer: Offer) -> None:
+    """Close the link to a peer that was read from, once this rank serves.
+
+    Left open it would keep the peer's memory mapped here, and pinned after the peer's death. Not part of pull():
+    closing takes about a second, in which the version would move.
+    """
+    receiver.transport.reset(offer.binding.session)

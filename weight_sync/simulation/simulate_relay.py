@@ -1,0 +1,63 @@
+"""A publish that enters every node once, on paper: who is written, who reads from a neighbour, and how long that takes.
+
+Owns: the part after the writes, which simulate.py predicts for the replicas that are written. Does not own: the relay
+itself (orchestrator/relay.py, which reads in the same rounds). Pure.
+Callers: orchestrator/plan_command.py, tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weight_sync.layout import DestLayout, PostLoad
+from weight_sync.simulation.links import LinkRates, Placement
+from weight_sync.simulation.simulate import HASH_PASSES
+
+
+def neighbours(placement: Placement) -> dict[int, list[int]]:
+    """Replica that is written -> replicas that read from it. One that spans nodes is written and read by nobody."""
+    nodes: dict[int, set[int]] = {}
+    for (replica, _), gpu in placement.engine_gpus.items():
+        nodes.setdefault(replica, set()).add(placement.node_of(gpu))
+    readers: dict[int, list[int]] = {}
+    first_of: dict[int, int] = {}
+    for replica in sorted(nodes):
+        (node, *others) = nodes[replica]
+        primary = replica if others else first_of.setdefault(node, replica)
+        readers.setdefault(primary, [])
+        if primary != replica:
+            readers[primary].append(replica)
+    return readers
+
+
+def written_alone(placement: Placement, primaries: Sequence[int]) -> Placement:
+    """The same GPUs, with these replicas alone, numbered anew."""
+    number = {replica: i for i, replica in enumerate(primaries)}
+    engine_gpus = {(number[r], rank): gpu for (r, rank), gpu in placement.engine_gpus.items() if r in number}
+    return Placement(placement.ranks_per_node, placement.trainer_gpus, engine_gpus)
+
+
+def num_rounds(num_readers: int) -> int:
+    """Reads one after the other until all have read: every holder feeds one reader, who is a holder then.
+
+    0, 1, 2, 2, 3 for 0, 1, 2, 3, 4 readers: the smallest r with 2^r > readers.
+    """
+    return num_readers.bit_length()
+
+
+def relay_s(
+    readers: Mapping[int, Sequence[int]], engine: Sequence[DestLayout], rates: LinkRates, *, verify_hashes: bool
+) -> float:
+    """Seconds from the commit of those that were written until the last reader of any node serves.
+
+    A round: pause the readers, every rank reads its counterpart over NVLink, hash, resume. Nodes do not share a link,
+    and neither do the pairs of a round; the calls between workers, some milliseconds, are left out.
+    """
+    rounds = num_rounds(max((len(members) for members in readers.values()), default=0))
+    slowest_s = 0.0
+    for layout in engine:
+        sent = [param.num_bytes for param in layout.params if param.post_load is not PostLoad.derived]
+        read_s = rates.write_latency_s + len(sent) * rates.op_s + sum(sent) / rates.nvlink_bytes_s
+        hash_s = sum(sent) * HASH_PASSES / rates.hbm_bytes_s if verify_hashes else 0.0
+        slowest_s = max(slowest_s, read_s + hash_s)
+    return rounds * (rates.begin_s + slowest_s + rates.commit_s)
