@@ -32,8 +32,8 @@ def slots_of(config: dict[str, Any], args: argparse.Namespace) -> Any:
     """What the engine is told about adapters."""
     from conf.schema import LoraConfig
     from rollout.types import AdapterSlotsSpec
-    from trainer.adapter_names import adapter_tensors, target_modules
-    from trainer.model.spec import ModelSpec
+    from trainer.weights.adapter_names import adapter_tensors, target_modules
+    from trainer.spec.model_spec import ModelSpec
 
     tensors = ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16")
     lora = LoraConfig(rank=args.rank, alpha=2.0 * args.rank)
@@ -195,7 +195,7 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
     from orchestrator.prepare import save_character_tokenizer
     from rollout.engine_options import engine_environment
     from rollout.worker import RolloutWorker
-    from trainer.model.spec import ModelSpec
+    from trainer.spec.model_spec import ModelSpec
 
     os.environ.update(engine_environment(Device(device)))
     with tempfile.TemporaryDirectory() as folder:

@@ -84,7 +84,7 @@ class Trainer:
 
         from conf.schema import LoraConfig, TrainerConfig
         from trainer.model.decoder import build_decoder
-        from trainer.model.spec import ModelSpec
+        from trainer.spec.model_spec import ModelSpec
         from weight_sync.transport.mooncake import MooncakeTransport
 
         self.device = device
@@ -100,8 +100,8 @@ class Trainer:
 
     def connect(self, base: str, slots: str) -> dict[str, Any]:
         """Send the base once, then plan the adapter's publishes."""
-        from trainer.adapter_source import AdapterSource
-        from trainer.weight_source import TrainerWeightSource
+        from trainer.delivery.adapter_source import AdapterSource
+        from trainer.delivery.merged_source import TrainerWeightSource
         from weight_sync.gc_freeze import freeze_heap
 
         began = time.perf_counter()

@@ -23,12 +23,12 @@ import yaml
 from torch import Tensor
 
 from conf import schema
-from trainer.adamw import MOMENTS
+from trainer.step.adamw import MOMENTS
 from trainer.kernels.dequant import dequantize_int4_torch
 from trainer.moe.bank import PackedBank
 from trainer.moe.experts import Experts
 from trainer.moe.grouped import GroupedBackend
-from trainer.moe.routing import Router, Routing
+from trainer.moe.router import Router, Routing
 from trainer.parallel import local_part
 from trainer.rank import TrainerRank
 from trainer.types import Denominators, Sample

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from bench.shapes import model_config  # noqa: E402
 from bench.trainer_rows import Ours  # noqa: E402
-from trainer.optim import StepResult  # noqa: E402
+from trainer.step.optim import StepResult  # noqa: E402
 
 NUM_TOKENS = 16
 KERNELS = {"topk": 2, "cumsum": 2}

@@ -40,9 +40,9 @@ from trainer.kernels.dequant import dequantize_int4, dequantize_mxfp4  # noqa: E
 from trainer.kernels.gather import gather_project, gather_rows  # noqa: E402
 from trainer.kernels.low_rank import add_low_rank, low_rank_gradient  # noqa: E402
 from trainer.kernels.swiglu import InnerAdapter, activate, activate_backward  # noqa: E402
-from trainer.model.spec import ExpertFormat  # noqa: E402
+from trainer.spec.model_spec import ExpertFormat  # noqa: E402
 from trainer.moe import grouped  # noqa: E402
-from trainer.moe.activation import SWIGLU  # noqa: E402
+from trainer.spec.activation import SWIGLU  # noqa: E402
 from trainer.moe.bank import UnpackedSlots  # noqa: E402
 from trainer.moe.dispatch import plan_dispatch  # noqa: E402
 from trainer.moe.experts import Experts  # noqa: E402

@@ -5,7 +5,7 @@
     taskset -c 0 python bench/plan.py --adapter      r=32 adapters of all experts into EP16 slots, nothing else
     python bench/plan.py --layers 2 --experts-per-layer 32 --sources 16 --ep-size 16 --replicas 2   a small one
 
-The trainer's layout is trainer/offline.py's. The engine's is written down here by hand from the architecture
+The trainer's layout is trainer/delivery/planned_layouts.py's. The engine's is written down here by hand from the architecture
 (config.json of Kimi-K2) and vLLM's parallel layers, so that planner and simulator can be judged without an engine: MLA
 with heads split and low-rank projections replicated, shared expert and dense layer split, block-FP8 128x128 weights
 with float32 scales. The engine's own recorded layouts are what `slipstream plan` uses. Prints seconds, memory, balance,
@@ -37,10 +37,10 @@ from bench.runs import environment  # noqa: E402
 from conf.load import load_run_config  # noqa: E402
 from conf.schema import LoraConfig, TrainerConfig  # noqa: E402
 from rollout.offline_slots import offline_slots  # noqa: E402
-from trainer.adapter_names import adapter_tensors  # noqa: E402
-from trainer.model.spec import ModelSpec  # noqa: E402
-from trainer.offline import adapter_source_layouts, source_layouts  # noqa: E402
-from trainer.quantization import BlockFp8  # noqa: E402
+from trainer.weights.adapter_names import adapter_tensors  # noqa: E402
+from trainer.spec.model_spec import ModelSpec  # noqa: E402
+from trainer.delivery.planned_layouts import adapter_source_layouts, source_layouts  # noqa: E402
+from trainer.weights.quantization import BlockFp8  # noqa: E402
 from weight_sync.publish.address_book import AddressBook  # noqa: E402
 from weight_sync.layout import (  # noqa: E402
     Binding,

@@ -51,7 +51,7 @@ from orchestrator.rooms import Rooms, Stopwatch
 from orchestrator.sampler import Sampler
 from orchestrator.telemetry import StepRecord, Value
 from orchestrator.waiting import finish_first, last_attempt, wait_for
-from trainer.packing import pack
+from trainer.step.microbatches import pack
 from trainer.types import OptimStats, Sample
 from weight_sync.errors import WeightSyncError
 

@@ -51,9 +51,9 @@ from orchestrator.prepare import engine_checkpoint
 from orchestrator.run_folder import RunFolder
 from orchestrator.waiting import together, wait_for
 from rollout.types import AdapterSlotsSpec
-from trainer.adapter_names import adapter_tensors, target_modules
-from trainer.model.spec import ModelSpec
-from trainer.warm_up import full_microbatch
+from trainer.weights.adapter_names import adapter_tensors, target_modules
+from trainer.spec.model_spec import ModelSpec
+from trainer.step.warm_up import full_microbatch
 
 logger = logging.getLogger(__name__)
 

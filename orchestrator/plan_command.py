@@ -26,9 +26,9 @@ from orchestrator.prepare import engine_checkpoint, resolve_hf_config
 from rollout.errors import EngineError
 from rollout.offline_layout import offline_layouts
 from rollout.offline_slots import offline_slots
-from trainer.adapter_names import adapter_tensors
-from trainer.model.spec import ModelSpec
-from trainer.offline import (
+from trainer.weights.adapter_names import adapter_tensors
+from trainer.spec.model_spec import ModelSpec
+from trainer.delivery.planned_layouts import (
     TrainerMemory,
     adapter_elements,
     adapter_source_layouts,
@@ -36,7 +36,7 @@ from trainer.offline import (
     temporary_bytes,
     trainer_memory,
 )
-from trainer.quantization import BlockFp8
+from trainer.weights.quantization import BlockFp8
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, SourceLayout
 from weight_sync.simulation.links import Faults, LinkRates, Placement, place

@@ -30,9 +30,9 @@ from conf.schema import DataConfig, DType, EngineFormat, Init, ModelConfig
 from orchestrator.model_files import read_hf_config
 from rollout.prompts import read_prompts
 from rollout.types import Prompt
-from trainer.model.families import check_spelling
-from trainer.model.spec import ModelSpec
-from trainer.quantization import BlockFp8, engine_tensors
+from trainer.spec.families import check_spelling
+from trainer.spec.model_spec import ModelSpec
+from trainer.weights.quantization import BlockFp8, engine_tensors
 from weight_sync.layout import TensorMeta
 
 CHARACTERS = "characters"

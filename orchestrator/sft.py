@@ -27,7 +27,7 @@ from orchestrator.rooms import Stopwatch
 from orchestrator.telemetry import StepRecord, Telemetry, Value
 from orchestrator.waiting import finish_first, last_attempt
 from rollout.prompts import Shuffled
-from trainer.packing import pack
+from trainer.step.microbatches import pack
 from trainer.types import LossStats, Sample
 
 if TYPE_CHECKING:

@@ -118,7 +118,7 @@ class AdapterSlots:
 def with_shared_a(layout: DestLayout) -> DestLayout:
     """The layout of a slot whose gate and up projections of experts have one A: it crosses the link once.
 
-    vLLM keeps an A for each; a trainer of this product has one (trainer/adapter_names.py). The second is a quarter of
+    vLLM keeps an A for each; a trainer of this product has one (trainer/weights/adapter_names.py). The second is a quarter of
     an expert adapter's bytes: it is derived from the first at commit, by a copy in device memory.
     """
     names = {param.name: param for param in layout.params}
@@ -215,7 +215,7 @@ def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[T
 def _in_memory(manager: Any, factors: Mapping[str, Tensor]) -> Iterator[str]:
     """Let the manager take these tensors for the content of an adapter's file. Yields the adapter's folder.
 
-    The scale is 1: B arrives multiplied (trainer/adapter_source.py).
+    The scale is 1: B arrives multiplied (trainer/delivery/adapter_source.py).
     """
 
     class InMemory(LoRAModel):

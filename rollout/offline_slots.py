@@ -1,7 +1,7 @@
 """The layout of one adapter slot of an engine that does not run: what adapter_slots.py records in one that does.
 
 vLLM's stacked LoRA tensors follow from the factors and the parallel sizes alone, so they are computed (vLLM 0.25.1,
-`lora/layers`), for the modules that trainer/adapter_names.py adapts:
+`lora/layers`), for the modules that trainer/weights/adapter_names.py adapts:
 
     q, k, v; gate, up    an A each, whole; B's rows as the layer's outputs are split, k and v repeated
     o, down              A's columns as the layer's inputs are split; B whole

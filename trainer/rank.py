@@ -38,23 +38,23 @@ from conf.schema import (
     TrainMode,
     WeightSyncConfig,
 )
-from trainer.adapter_io import load_adapter, save_adapter, save_merged
-from trainer.checkpoint_state import read_rank_state, state_layout, write_rank_state
-from trainer.control import ControlGroup
-from trainer.delivery import Delivery
+from trainer.weights.adapter_io import load_adapter, save_adapter, save_merged
+from trainer.step.checkpoint_state import read_rank_state, state_layout, write_rank_state
+from trainer.process_group import ControlGroup
+from trainer.delivery.delivery import Delivery
 from trainer.errors import LayoutError, TrainerError
-from trainer.loading import load_weights, open_reader
-from trainer.logprobs import token_logprobs
-from trainer.loss import CountedTokens, LossAccumulator, PolicyLoss, policy_loss, sft_loss
+from trainer.weights.loading import load_weights, open_reader
+from trainer.model.logprobs import token_logprobs
+from trainer.step.loss import CountedTokens, LossAccumulator, PolicyLoss, policy_loss, sft_loss
 from trainer.model.decoder import Decoder, build_decoder
-from trainer.model.spec import ModelSpec
-from trainer.optim import ShardedAdamW, TrainableShard
-from trainer.packing import Microbatch, collate
+from trainer.spec.model_spec import ModelSpec
+from trainer.step.optim import ShardedAdamW, TrainableShard
+from trainer.step.microbatches import Microbatch, collate
 from trainer.parallel import ParallelLayout, dense_trainable, expert_trainable, sharded_rows, take_device
-from trainer.quantization import BlockFp8
-from trainer.reference import ReferencePolicy
+from trainer.weights.quantization import BlockFp8
+from trainer.model.reference import ReferencePolicy
 from trainer.types import Denominators, LossStats, OptimStats, Sample
-from trainer.warm_up import made_up_samples
+from trainer.step.warm_up import made_up_samples
 
 if TYPE_CHECKING:
     from weight_sync.publish.report import PublishReport
@@ -214,11 +214,11 @@ class TrainerRank:
         """Add the gradients of these microbatches to those already there. Peak memory of the device counts from here.
 
         Args:
-            microbatches: this rank's, as `trainer.packing.pack` assigned them; empty ones take part with a dummy token.
+            microbatches: this rank's, as `trainer.step.microbatches.pack` assigned them; empty ones take part with a dummy token.
             denominators: counts of the whole batch, the same on every rank.
 
         Returns:
-            This rank's sums and maxima (see trainer/loss.py); the batch's are their sums and maxima over ranks.
+            This rank's sums and maxima (see trainer/step/loss.py); the batch's are their sums and maxima over ranks.
         """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

@@ -1,6 +1,6 @@
 """The trainer's side of a publish, as weight_sync sees it: it can write out rectangles of checkpoint tensors.
 
-Owns the protocol only. `trainer/weight_source.py` implements it over FSDP2 shards and LoRA factors; tests implement
+Owns the protocol only. `trainer/delivery/merged_source.py` implements it over FSDP2 shards and LoRA factors; tests implement
 it over a dict of tensors. Called by `weight_sync.publish.publisher` (layout) and `weight_sync.publish.pipeline` (begin, read, end).
 
 One publish, on every rank alike:

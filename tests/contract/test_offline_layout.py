@@ -24,7 +24,7 @@ from orchestrator.record_command import layouts_digest, record
 from rollout.engine_options import engine_arguments, engine_environment
 from rollout.errors import EngineError
 from rollout.offline_layout import offline_layouts
-from trainer.model.spec import ModelSpec
+from trainer.spec.model_spec import ModelSpec
 from weight_sync.layout import DestLayout, PostLoad
 from weight_sync.replica.protocol import pack, unpack
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trainer.merge import merger
+from trainer.weights.merge import merger
 
 
 def merge_rows(
     base_RN: Tensor, b_RK: Tensor, a_EKN: Tensor, scale: float, out_RN: Tensor, *,
     first_row: int, rows_a_factor: int, first_column: int = 0,
 ) -> None:  # fmt: skip
-    """See `trainer.merge.merger`."""
+    """See `trainer.weights.merge.merger`."""
     merger(
         base_RN[None], b_RK[None], a_EKN, scale, out_RN[None],
         first_row=first_row, rows_a_factor=rows_a_factor, first_column=first_column,

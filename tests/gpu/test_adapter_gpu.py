@@ -21,9 +21,9 @@ from conf.load import load_run_config
 from conf.schema import Device, LoraConfig, RunConfig, SamplingConfig
 from orchestrator.prepare import save_character_tokenizer
 from rollout.types import AdapterSlotsSpec, Prompt
-from trainer.adapter_names import adapter_tensors, target_modules
-from trainer.adapter_source import AdapterSource
-from trainer.model.spec import ModelSpec
+from trainer.weights.adapter_names import adapter_tensors, target_modules
+from trainer.delivery.adapter_source import AdapterSource
+from trainer.spec.model_spec import ModelSpec
 from trainer.rank import TrainerRank
 from weight_sync.layout import Region
 

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from conf.schema import LoraConfig, TrainMode
 from trainer.kernels.groups import RowGroups
-from trainer.loading import CHUNK_ELEMENTS, fill_uniform, stream_key
+from trainer.weights.loading import CHUNK_ELEMENTS, fill_uniform, stream_key
 from trainer.model.attend import (
     KeptAttention,
     PackedSequences,

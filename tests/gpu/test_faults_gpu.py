@@ -100,7 +100,7 @@ def run_engine(utilization: float, folder: str, pipe: Connection) -> None:
 async def serve(utilization: float, folder: str, pipe: Connection) -> None:
     from rollout.types import Prompt
     from rollout.worker import RolloutWorker
-    from trainer.model.spec import ModelSpec
+    from trainer.spec.model_spec import ModelSpec
 
     worker = RolloutWorker(
         Path(folder),
@@ -255,8 +255,8 @@ class Stage:
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
     from trainer.model.decoder import build_decoder
-    from trainer.model.spec import ModelSpec
-    from trainer.weight_source import TrainerWeightSource
+    from trainer.spec.model_spec import ModelSpec
+    from trainer.delivery.merged_source import TrainerWeightSource
     from weight_sync.transport.mooncake import MooncakeTransport
 
     with tempfile.TemporaryDirectory() as name:

@@ -24,7 +24,7 @@ from orchestrator.placement import adapter_slots
 from orchestrator.prepare import prepare_model
 from rollout.types import Rollout
 from rollout.worker import RolloutWorker
-from trainer.adapter_source import AdapterSource
+from trainer.delivery.adapter_source import AdapterSource
 from trainer.rank import TrainerRank
 from trainer.types import Denominators, Sample
 from weight_sync.layout import Region

@@ -25,7 +25,7 @@ from orchestrator.prepare import save_character_tokenizer
 from rollout.errors import ReplicaNotServing
 from rollout.types import Rollout
 from rollout.worker import RolloutWorker
-from trainer.model.spec import ModelSpec
+from trainer.spec.model_spec import ModelSpec
 from trainer.rank import TrainerRank
 from weight_sync.errors import IntegrityError, PlanMismatch, TransportError
 from weight_sync.publish.publisher import PublishReport

@@ -28,7 +28,7 @@ from orchestrator.supervisor import Supervisor
 from rollout.errors import ReplicaNotServing
 from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker
-from trainer.model.spec import ModelSpec
+from trainer.spec.model_spec import ModelSpec
 from trainer.rank import TrainerRank
 from weight_sync.errors import IntegrityError
 from weight_sync.publish.report import PublishReport

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.kernels.norm import is_for_triton, rotate_torch
+from trainer.kernels.rms_norm import is_for_triton, rotate_torch
 
 HEADS = 8
 """Heads that a program takes at a time."""

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.kernels.norm import is_for_triton
+from trainer.kernels.rms_norm import is_for_triton
 
 TILE = 1024
 """Scores of one program."""

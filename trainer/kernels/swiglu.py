@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, tiling_of
-from trainer.moe.activation import ExpertActivation
+from trainer.spec.activation import ExpertActivation
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainer.kernels.norm import add_rms_norm, rms_norm
+from trainer.kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.kernels.dequant import GROUP, dequantize_int4, dequantize_mxfp4
-from trainer.model.spec import ExpertFormat
+from trainer.spec.model_spec import ExpertFormat
 
 
 class Towards(StrEnum):

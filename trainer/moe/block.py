@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.model.recompute import recomputation
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.experts import Experts
-from trainer.moe.routing import Router
+from trainer.moe.router import Router
 
 
 class MoeBlock(nn.Module):

@@ -1,7 +1,7 @@
 """Where the tensors of a safetensors checkpoint lie on disk, by its headers alone: no weights are read.
 
 Owns: the index of a folder, whole or refused with the reason (a missing shard, an interrupted download, a Git LFS
-pointer in a file's place). Does not own reading the data (`checkpoint.py`, `trainer/loading.py`) nor what a model needs
+pointer in a file's place). Does not own reading the data (`checkpoint.py`, `trainer/weights/loading.py`) nor what a model needs
 (`orchestrator/model_files.py`). Knows no torch. Invariant: each tensor is of one file, the one that the folder's index
 names, or the only one that holds it.
 

@@ -23,7 +23,7 @@ from orchestrator import plan_command
 from orchestrator.cli import main
 from orchestrator.plan_command import Hardware, PlanReport, plan_run
 from rollout.errors import EngineError
-from trainer.model.spec import ModelSpec
+from trainer.spec.model_spec import ModelSpec
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
 from weight_sync.simulation.links import Faults
 

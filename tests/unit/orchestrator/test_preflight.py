@@ -20,7 +20,7 @@ from orchestrator.errors import PreflightError
 from orchestrator.model_files import check_checkpoint_files
 from orchestrator.preflight import run_preflight
 from orchestrator.prepare import save_character_tokenizer
-from trainer.model.spec import ModelSpec
+from trainer.spec.model_spec import ModelSpec
 from weight_sync.layout import TensorMeta
 from weight_sync.disk.safetensors_files import INDEX_NAME, read_header
 

@@ -14,8 +14,8 @@ import pytest
 from fakes.vllm_layout import engine_layouts
 
 from conf.schema import Device, LoraConfig, TrainerConfig
-from trainer.model.spec import ModelSpec
-from trainer.offline import source_layouts, temporary_bytes
+from trainer.spec.model_spec import ModelSpec
+from trainer.delivery.planned_layouts import source_layouts, temporary_bytes
 from weight_sync.simulation.links import LinkRates, place
 from weight_sync.plan.plan import build_plan
 from weight_sync.simulation.simulate import simulate

@@ -38,7 +38,7 @@ from trainer.kernels.swiglu import (
     activate_torch,
     activate_triton,
 )
-from trainer.moe.activation import CLAMPED_SWIGLU, SWIGLU
+from trainer.spec.activation import CLAMPED_SWIGLU, SWIGLU
 from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
 
 ACTIVATION_CASES = (

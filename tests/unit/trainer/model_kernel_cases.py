@@ -8,8 +8,8 @@ import torch
 from kernel_inputs import TILE_ROWS, WIDTH, H, assert_near, draw, dtypes_of
 from torch import Tensor
 
-from trainer import merge
-from trainer.kernels.adamw import Codes, adamw_triton
+from trainer.weights import merge
+from trainer.kernels.adamw_update import Codes, adamw_triton
 from trainer.kernels.latent import _LatentHeads, latent_heads_torch
 from trainer.kernels.log_softmax import (
     log_softmax_torch,
@@ -17,7 +17,7 @@ from trainer.kernels.log_softmax import (
     logits_gradient_torch,
     logits_gradient_triton,
 )
-from trainer.kernels.norm import (
+from trainer.kernels.rms_norm import (
     norm_rotate_triton,
     rms_norm_backward_triton,
     rms_norm_torch,
@@ -25,8 +25,8 @@ from trainer.kernels.norm import (
     rotate_torch,
 )
 from trainer.kernels.route import route_backward_triton, route_torch, route_triton
-from trainer.merge_kernel import merger
-from trainer.runs import Rows
+from trainer.weights.merge_kernel import merger
+from trainer.weights.row_runs import Rows
 
 
 def case_rms_norm(device: str) -> None:

@@ -1,4 +1,4 @@
-"""Promise of trainer/adapter_io.py: PEFT and transformers load what is saved, and compute our logits with it."""
+"""Promise of trainer/weights/adapter_io.py: PEFT and transformers load what is saved, and compute our logits with it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tiny_models import (
     trainer_config,
 )
 
-import trainer.adapter_io as adapter_io
+import trainer.weights.adapter_io as adapter_io
 from conf.schema import LoraConfig, MlaNormEps, TrainMode
-from trainer.adapter_io import load_adapter, save_adapter, save_merged
+from trainer.weights.adapter_io import load_adapter, save_adapter, save_merged
 from trainer.errors import CheckpointError
 
 TIED = {**DENSE, "tie_word_embeddings": True}
@@ -149,7 +149,7 @@ def test_a_correction_bias_stays_float32_in_a_bfloat16_export(tmp_path):
 
 
 def test_a_large_model_is_cut_into_files_with_an_index(tmp_path, monkeypatch):
-    from trainer.loading import CheckpointReader, load_weights
+    from trainer.weights.loading import CheckpointReader, load_weights
 
     monkeypatch.setattr(adapter_io, "MAX_FILE_BYTES", 1 << 16)
     decoder = make_decoder(MOE, trainer_config(TrainMode.full))

@@ -1,4 +1,4 @@
-"""Promises of trainer/adapter_source.py: what is read is bitwise what vLLM makes of the adapter's file, in slots of a
+"""Promises of trainer/delivery/adapter_source.py: what is read is bitwise what vLLM makes of the adapter's file, in slots of a
 larger rank too, and ranks together hold all of it once.
 """
 
@@ -14,12 +14,12 @@ from rank_helpers import MOE_CONFIG, fill_adapters, make_rank, spawn
 from safetensors.torch import load_file
 
 from conf.schema import DType, LoraConfig
-from trainer.adapter_io import ADAPTER_FILE
-from trainer.adapter_names import PREFIX, adapter_tensors, target_modules
-from trainer.adapter_source import AdapterSource
+from trainer.weights.adapter_io import ADAPTER_FILE
+from trainer.weights.adapter_names import PREFIX, adapter_tensors, target_modules
+from trainer.delivery.adapter_source import AdapterSource
 from trainer.errors import LayoutError
 from trainer.lora import Adapted
-from trainer.model.spec import ModelSpec
+from trainer.spec.model_spec import ModelSpec
 from trainer.rank import TrainerRank
 from weight_sync.layout import Region
 from weight_sync.publish.packing import PackedRead

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from conf.errors import ConfigError
 from conf.schema import Device, DType, TrainMode
 from trainer.errors import LayoutError
-from trainer.offline import source_layouts, temporary_bytes
-from trainer.quantization import (
+from trainer.delivery.planned_layouts import source_layouts, temporary_bytes
+from trainer.weights.quantization import (
     BLOCK,
     SCALE_SUFFIX,
     BlockFp8,
@@ -280,7 +280,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_ranks(ranks, tmp_path):
 
 def test_layouts_and_temporary_bytes_are_foretold(ranks):
     quantization = BlockFp8.from_hf_config(QUANTIZED)
-    from trainer.model.spec import ModelSpec
+    from trainer.spec.model_spec import ModelSpec
 
     spec = ModelSpec.from_hf_config(QUANTIZED)
     for _, parts in ranks:

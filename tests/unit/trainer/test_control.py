@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from trainer.control import _meeting_point
+from trainer.process_group import _meeting_point
 from trainer.errors import TrainerError
 
 

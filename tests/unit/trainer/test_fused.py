@@ -1,4 +1,4 @@
-"""Promise of trainer/fused.py: any rectangle of a fused checkpoint tensor is that rectangle of the merged whole."""
+"""Promise of trainer/weights/fused_experts.py: any rectangle of a fused checkpoint tensor is that rectangle of the merged whole."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import GPT_OSS, make_decoder
 
-from trainer.fused import FusedTensor, deinterleave, interleave
-from trainer.shards import local_shards
+from trainer.weights.fused_experts import FusedTensor, deinterleave, interleave
+from trainer.weights.shards import local_shards
 from weight_sync.layout import Region
 
 DECODER = make_decoder(GPT_OSS)

@@ -37,7 +37,7 @@ from trainer.kernels.swiglu import (
     activate_backward_triton,
     activate_triton,
 )
-from trainer.moe.activation import SWIGLU
+from trainer.spec.activation import SWIGLU
 from trainer.moe.grouped import GroupedBackend, grouped_product
 
 BLOCK_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}

@@ -1,4 +1,4 @@
-"""Promise of trainer/loading.py: every parameter is filled from the right place, or the missing tensor is named."""
+"""Promise of trainer/weights/loading.py: every parameter is filled from the right place, or the missing tensor is named."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import DEEPSEEK, DENSE, MIXED, SpreadReader, make_decoder
 
 from conf.schema import Init, ModelConfig
-from trainer import loading
-from trainer.adapter_io import save_merged
+from trainer.weights import loading
+from trainer.weights.adapter_io import save_merged
 from trainer.errors import CheckpointError
-from trainer.loading import (
+from trainer.weights.loading import (
     CheckpointReader,
     RandomReader,
     fill_uniform,
@@ -23,7 +23,7 @@ from trainer.loading import (
     open_reader,
     stream_key,
 )
-from trainer.model.spec import ModelSpec
+from trainer.spec.model_spec import ModelSpec
 from weight_sync.layout import Region
 from weight_sync.disk.safetensors_files import INDEX_NAME
 

@@ -1,4 +1,4 @@
-"""Promises of trainer/logprobs.py. Oracle: float64 log_softmax over full logits, differentiated by autograd."""
+"""Promises of trainer/model/logprobs.py. Oracle: float64 log_softmax over full logits, differentiated by autograd."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.logprobs import token_logprobs
+from trainer.model.logprobs import token_logprobs
 
 T, H, V = 23, 16, 50
 

@@ -1,4 +1,4 @@
-"""Promises of trainer/loss.py, against numbers derived by hand in the comments."""
+"""Promises of trainer/step/loss.py, against numbers derived by hand in the comments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.schema import AlgorithmConfig, Normalization, RatioBaseline
-from trainer.loss import LOG_RATIO_BOUND, CountedTokens, LossAccumulator, policy_loss, sft_loss
+from trainer.step.loss import LOG_RATIO_BOUND, CountedTokens, LossAccumulator, policy_loss, sft_loss
 from trainer.types import Denominators
 
 TRAINER = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, tis_max=2.0)

@@ -1,5 +1,5 @@
-"""Promise of trainer/merge.py: a rectangle's merge is bitwise the same slice of the whole stack's merge; of
-trainer/runs.py: so are bands of rows at a pitch, which are one run.
+"""Promise of trainer/weights/merge.py: a rectangle's merge is bitwise the same slice of the whole stack's merge; of
+trainer/weights/row_runs.py: so are bands of rows at a pitch, which are one run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.runs import LoraDelta, RowRun, Rows
+from trainer.weights.row_runs import LoraDelta, RowRun, Rows
 
 
 def make_factors(num_factors: int, rows: int, columns: int, rank: int, dtype: torch.dtype, is_aligned: bool):

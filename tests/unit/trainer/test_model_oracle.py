@@ -26,7 +26,7 @@ from tiny_models import (
 
 from conf.errors import ConfigError
 from conf.schema import MlaNormEps, TrainMode
-from trainer.fused import interleave
+from trainer.weights.fused_experts import interleave
 from trainer.model.attend import AttentionBackend, PackedSequences, attend
 
 CONFIGS = {

@@ -1,4 +1,4 @@
-"""Promise of trainer/model/spec.py: a config is understood as transformers understands it, or refused by name."""
+"""Promise of trainer/spec/model_spec.py: a config is understood as transformers understands it, or refused by name."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tiny_models import (
 from transformers import AutoConfig
 
 from conf.errors import ConfigError
-from trainer.model.families import check_spelling
-from trainer.model.spec import ExpertFormat, MlaSpec, ModelSpec
+from trainer.spec.families import check_spelling
+from trainer.spec.model_spec import ExpertFormat, MlaSpec, ModelSpec
 from trainer.parallel import ParallelLayout
-from trainer.shards import local_shards
+from trainer.weights.shards import local_shards
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from trainer.kernels.groups import RowGroups
-from trainer.model.spec import MoeSpec, RouterScore
+from trainer.spec.model_spec import MoeSpec, RouterScore
 from trainer.moe import grouped
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product
-from trainer.moe.routing import Router
+from trainer.moe.router import Router
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""trainer/offline.py against real ranks: the layouts and temporary bytes that they report, and their parameters."""
+"""trainer/delivery/planned_layouts.py against real ranks: the layouts and temporary bytes that they report, and their parameters."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tiny_models import DEEPSEEK, DENSE, GPT_OSS, GPT_OSS_MXFP4, KIMI_INT4, MIXE
 from torch.distributed.tensor import DTensor
 
 from conf.schema import Device, DType, LoraConfig, TrainerConfig, TrainMode
-from trainer.adapter_source import AdapterSource
-from trainer.merge import BLOCK_ROWS
+from trainer.delivery.adapter_source import AdapterSource
+from trainer.weights.merge import BLOCK_ROWS
 from trainer.model.decoder import build_decoder
-from trainer.model.spec import ModelSpec
+from trainer.spec.model_spec import ModelSpec
 from trainer.moe.experts import Experts
-from trainer.moe.placement import expert_shares
-from trainer.offline import (
+from trainer.moe.expert_placement import expert_shares
+from trainer.delivery.planned_layouts import (
     adapter_elements,
     adapter_source_layouts,
     expert_of,
@@ -29,8 +29,8 @@ from trainer.offline import (
     trainer_memory,
 )
 from trainer.parallel import ParallelLayout
-from trainer.quantization import MERGE_ROWS
-from trainer.weight_source import TrainerWeightSource
+from trainer.weights.quantization import MERGE_ROWS
+from trainer.delivery.merged_source import TrainerWeightSource
 from weight_sync.layout import SourceLayout
 
 ODD = {**MIXED, "vocab_size": 97, "num_experts": 6, "tie_word_embeddings": True}

@@ -1,4 +1,4 @@
-"""Promises of trainer/optim.py: AdamW's numbers, the schedule, one norm for all ranks, and no update from a
+"""Promises of trainer/step/optim.py: AdamW's numbers, the schedule, one norm for all ranks, and no update from a
 non-finite step.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from conf.schema import OptimConfig, OptimState
 from trainer.errors import TrainerError
-from trainer.optim import ShardedAdamW, TrainableShard, learning_rate
+from trainer.step.optim import ShardedAdamW, TrainableShard, learning_rate
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Promise of trainer/packed.py: four-bit experts keep every bit of the checkpoint, and compute what its authors'
+"""Promise of trainer/weights/packed_experts.py: four-bit experts keep every bit of the checkpoint, and compute what its authors'
 libraries say that those bits mean.
 """
 
@@ -36,13 +36,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from conf.errors import ConfigError
 from conf.schema import AlgorithmConfig, DType, LoraConfig, MlaNormEps, Objective, OptimConfig, OptimState, TrainMode
-from trainer.adapter_io import save_adapter, save_merged
-from trainer.adapter_source import AdapterSource
+from trainer.weights.adapter_io import save_adapter, save_merged
+from trainer.delivery.adapter_source import AdapterSource
 from trainer.errors import CheckpointError, LayoutError
-from trainer.loading import CheckpointReader, load_weights
+from trainer.weights.loading import CheckpointReader, load_weights
 from trainer.model.decoder import Decoder, build_decoder
-from trainer.model.spec import ModelSpec
-from trainer.packed import forget_unpacked, packed_tensors
+from trainer.spec.model_spec import ModelSpec
+from trainer.weights.packed_experts import forget_unpacked, packed_tensors
 from trainer.parallel import ParallelLayout
 from weight_sync.layout import Region
 

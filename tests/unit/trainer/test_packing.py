@@ -1,4 +1,4 @@
-"""Promises of trainer/packing.py: every sample once, bounds kept, ranks in step, balance, and a right shift of
+"""Promises of trainer/step/microbatches.py: every sample once, bounds kept, ranks in step, balance, and a right shift of
 targets.
 """
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.packing import collate, pack, sample_cost
+from trainer.step.microbatches import collate, pack, sample_cost
 from trainer.types import Sample
 
 lengths_strategy = st.lists(st.integers(1, 400), max_size=60)

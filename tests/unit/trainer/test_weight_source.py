@@ -1,4 +1,4 @@
-"""Promises of trainer/weight_source.py: what is read is bitwise the merged export, and ranks together hold all
+"""Promises of trainer/delivery/merged_source.py: what is read is bitwise the merged export, and ranks together hold all
 of it.
 """
 
@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from conf.schema import DType, TrainMode
 from trainer.errors import LayoutError
 from trainer.rank import TrainerRank
-from trainer.shards import gather_lora_a
+from trainer.weights.shards import gather_lora_a
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
 from weight_sync.publish.packing import PackedRead
 from weight_sync.publish.pipeline import Pipeline

@@ -21,10 +21,10 @@ from math import prod
 from typing import ClassVar
 
 from conf.schema import Device, LoraConfig, TrainerConfig, TrainMode
-from trainer.adapter_names import adapter_tensors
-from trainer.model.spec import CORRECTION_BIAS, ModelSpec
-from trainer.moe.placement import expert_shares
-from trainer.quantization import (
+from trainer.weights.adapter_names import adapter_tensors
+from trainer.spec.model_spec import CORRECTION_BIAS, ModelSpec
+from trainer.moe.expert_placement import expert_shares
+from trainer.weights.quantization import (
     MERGE_ROWS,
     SCALE_SUFFIX,
     BlockFp8,

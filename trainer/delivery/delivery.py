@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from conf.schema import LoraConfig, SyncMode, WeightSyncConfig
-from trainer.adapter_source import AdapterSource
-from trainer.control import ControlGroup
+from trainer.delivery.adapter_source import AdapterSource
+from trainer.process_group import ControlGroup
 from trainer.errors import LayoutError, TrainerError
 from trainer.model.decoder import Decoder
-from trainer.quantization import BlockFp8
-from trainer.weight_source import TrainerWeightSource
+from trainer.weights.quantization import BlockFp8
+from trainer.delivery.merged_source import TrainerWeightSource
 from weight_sync.errors import ReplicaError
 from weight_sync.gc_freeze import freeze_heap
 

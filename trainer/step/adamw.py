@@ -24,7 +24,7 @@ from torch.optim.adamw import adamw
 
 from conf.schema import OptimConfig, OptimState
 from trainer.errors import TrainerError
-from trainer.kernels.adamw import Codes, adamw_triton
+from trainer.kernels.adamw_update import Codes, adamw_triton
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -15,7 +15,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.merge import merger
+from trainer.weights.merge import merger
 from trainer.parallel import local_part
 
 

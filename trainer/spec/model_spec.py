@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from conf.schema import MlaNormEps
-from trainer.moe.activation import SWIGLU, ExpertActivation
+from trainer.spec.activation import SWIGLU, ExpertActivation
 from weight_sync.layout import DTYPE_BYTES, TensorMeta
 
 
@@ -236,7 +236,7 @@ class MoeSpec:
     is_fused: bool = False
     """The checkpoint stores all experts of a layer in one tensor a projection, transposed, gate and up columns in
     turns, with biases (gpt-oss): gate_up_proj (E, H, 2I), gate_up_proj_bias (E, 2I), down_proj (E, I, H),
-    down_proj_bias (E, H). The trainer holds them as it holds all experts; see trainer/fused.py.
+    down_proj_bias (E, H). The trainer holds them as it holds all experts; see trainer/weights/fused_experts.py.
     """
 
     @property
@@ -277,7 +277,7 @@ class ModelSpec:
         Raises:
             ConfigError: unknown model_type, a missing size, or a feature that the decoder lacks.
         """
-        from trainer.model.families import read_config
+        from trainer.spec.families import read_config
 
         return read_config(config, mla_norm_eps)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conf.schema import OptimConfig
-from trainer.adamw import make_update_rule
+from trainer.step.adamw import make_update_rule
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:

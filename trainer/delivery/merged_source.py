@@ -20,16 +20,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainer.block_scales import BlockScales, ScaleRun
+from trainer.weights.block_scales import BlockScales, ScaleRun
 from trainer.errors import LayoutError
-from trainer.fused import FusedRun, FusedTensor
-from trainer.merge import merge_scratch_bytes
+from trainer.weights.fused_experts import FusedRun, FusedTensor
+from trainer.weights.merge import merge_scratch_bytes
 from trainer.model.decoder import Decoder
-from trainer.packed import is_packed
+from trainer.weights.packed_experts import is_packed
 from trainer.parallel import local_address
-from trainer.quantization import SCALE_SUFFIX, BlockFp8, engine_tensors
-from trainer.runs import RowRun
-from trainer.shards import HeldTensor, gather_lora_a, local_shards, sharded_lora_a
+from trainer.weights.quantization import SCALE_SUFFIX, BlockFp8, engine_tensors
+from trainer.weights.row_runs import RowRun
+from trainer.weights.shards import HeldTensor, gather_lora_a, local_shards, sharded_lora_a
 from weight_sync.layout import Region, SourceLayout, SourceShard
 from weight_sync.publish.packing import CompiledReads, FillSlot, PackedRead, view_as
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from trainer.moe.experts import Experts
 from trainer.parallel import local_part
-from trainer.runs import LoraDelta, RowRun, Rows, local_rows
+from trainer.weights.row_runs import LoraDelta, RowRun, Rows, local_rows
 from weight_sync.layout import Region
 
 

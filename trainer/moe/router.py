@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer.kernels.route import route
-from trainer.model.spec import MoeSpec, RouterScore
+from trainer.spec.model_spec import MoeSpec, RouterScore
 
 NORM_EPS = 1e-20
 """Added to the sum of a sigmoid router's top-k scores before they are divided by it."""

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.fused import FusedTensor, fused_experts
+from trainer.weights.fused_experts import FusedTensor, fused_experts
 from trainer.lora import Linear
-from trainer.model.spec import CORRECTION_BIAS
+from trainer.spec.model_spec import CORRECTION_BIAS
 from trainer.moe.experts import Experts
-from trainer.moe.routing import Router
+from trainer.moe.router import Router
 from trainer.parallel import gather_wholes, local_part
-from trainer.runs import LoraDelta, RowRun, Rows, local_rows
+from trainer.weights.row_runs import LoraDelta, RowRun, Rows, local_rows
 from weight_sync.layout import Region
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.errors import LayoutError
-from trainer.quantization import (
+from trainer.weights.quantization import (
     BLOCK,
     SCALE_SUFFIX,
     chunk_rows,
@@ -41,8 +41,8 @@ from trainer.quantization import (
     shared_blocks,
     touched_blocks,
 )
-from trainer.runs import RowRun, Rows, local_rows
-from trainer.shards import HeldTensor
+from trainer.weights.row_runs import RowRun, Rows, local_rows
+from trainer.weights.shards import HeldTensor
 from weight_sync.layout import Region, SourceShard
 
 FP8_MAX = 448.0

@@ -16,7 +16,7 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.schema import MlaNormEps
-from trainer.model.spec import (
+from trainer.spec.model_spec import (
     INT4_GROUP,
     ExpertFormat,
     GqaSpec,
@@ -28,7 +28,7 @@ from trainer.model.spec import (
     RouterScore,
     YarnScaling,
 )
-from trainer.moe.activation import ExpertActivation
+from trainer.spec.activation import ExpertActivation
 
 _GPT_OSS_YARN = {
     "factor": 32.0,
@@ -56,7 +56,7 @@ def read_config(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     if model_type not in _FAMILIES:
         raise ConfigError(
             f"model.hf_config.model_type must be one of {', '.join(sorted(_FAMILIES))}, got {model_type!r}; "
-            "a new architecture is one entry of trainer/model/families.py"
+            "a new architecture is one entry of trainer/spec/families.py"
         )
     for key in ("vision_config", "audio_config", "text_config"):
         if config.get(key):

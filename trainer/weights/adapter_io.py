@@ -26,13 +26,13 @@ from torch import Tensor
 
 from conf.schema import LoraConfig
 from trainer.errors import CheckpointError
-from trainer.fused import deinterleave, interleave
+from trainer.weights.fused_experts import deinterleave, interleave
 from trainer.lora import Linear
 from trainer.moe.experts import Experts
-from trainer.packed import is_packed
+from trainer.weights.packed_experts import is_packed
 from trainer.parallel import local_part, whole
-from trainer.quantization import BlockFp8
-from trainer.weight_source import TrainerWeightSource
+from trainer.weights.quantization import BlockFp8
+from trainer.delivery.merged_source import TrainerWeightSource
 from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
 from weight_sync.disk.safetensors_files import INDEX_NAME
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from trainer.errors import CheckpointError
-from trainer.fused import deinterleave
-from trainer.model.spec import ExpertFormat
+from trainer.weights.fused_experts import deinterleave
+from trainer.spec.model_spec import ExpertFormat
 from trainer.moe.experts import Experts
 from weight_sync.layout import Region
 

@@ -13,7 +13,7 @@ device has one:
   of its block, and operands are aligned. Rows outside the rectangle are zeros, columns outside it are computed and
   dropped. Everything after the product is elementwise, in float32, one rounding at a time.
 
-Shapes: G bands, R rows of a band, N columns, K rank of the adapter, E adapters of a stack. Callers: trainer/runs.py.
+Shapes: G bands, R rows of a band, N columns, K rank of the adapter, E adapters of a stack. Callers: trainer/weights/row_runs.py.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def merger(
     """
     num_columns = base_GRN.shape[2]
     if base_GRN.is_cuda:
-        from trainer import merge_kernel  # needs Triton, which a CPU host may lack
+        from trainer.weights import merge_kernel  # needs Triton, which a CPU host may lack
 
         columns = a_EKN[:, :, first_column : first_column + num_columns]
         return merge_kernel.merger(base_GRN, b_GRK, columns, scale, out_GRN, first_row, rows_a_factor, pitch)

@@ -1,6 +1,6 @@
 """What this trainer rank can write out of its adapter: the trainer's side of a publish into engine slots.
 
-Owns the translation of sharded LoRA factors into the rectangles of trainer/adapter_names.py, and their values: cast to
+Owns the translation of sharded LoRA factors into the rectangles of trainer/weights/adapter_names.py, and their values: cast to
 the engine's dtype, B then multiplied by alpha / rank *in that dtype*. This is what vLLM does when it loads an adapter
 from disk, so a slot holds the same bytes either way, whatever alpha / rank is. (The trainer scales after the product.
 The two agree to the bit when alpha / rank is a power of two, and to a rounding of B otherwise.)
@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import LoraConfig
-from trainer.adapter_names import adapter_tensors, factor_names
+from trainer.weights.adapter_names import adapter_tensors, factor_names
 from trainer.errors import LayoutError
 from trainer.lora import Linear
 from trainer.model.decoder import Decoder
 from trainer.moe.experts import Experts
 from trainer.parallel import local_address, local_part
-from trainer.shards import local_rows
+from trainer.weights.shards import local_rows
 from weight_sync.layout import Region, SourceLayout, SourceShard
 from weight_sync.publish.packing import CompiledReads, FillSlot, PackedRead, view_as
 

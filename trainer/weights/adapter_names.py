@@ -10,7 +10,7 @@ rounded up to one that engines have kernels for; what lies beyond the trainer's 
 that every byte of a slot is counted and hashed.
 
 Owns: which checkpoint matrices carry an adapter that engines can serve. Those of latent attention are missing: vLLM
-folds kv_b_proj into other matrices, where no adapter reaches it. Invariant: `trainer/adapter_source.py` writes out
+folds kv_b_proj into other matrices, where no adapter reaches it. Invariant: `trainer/delivery/adapter_source.py` writes out
 exactly these.
 Callers: adapter_source.py; orchestrator/placement.py, which tells the engines.
 """
