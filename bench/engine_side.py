@@ -137,7 +137,7 @@ def plain_layout(config: dict[str, Any]) -> Any:
 async def serve_vllm(spec: EngineSpec, pipe: Connection) -> None:
     """A rollout worker with so many requests at work from its first version on; orders come over the pipe."""
     from conf.schema import Device
-    from rollout.engine_options import engine_environment
+    from rollout.engine.engine_options import engine_environment
 
     os.environ.update(engine_environment(Device(spec.device)))
     with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rollout.weight_receiver import WeightReceiver
+from rollout.in_vllm.worker_extension import WeightReceiver
 
 try:
     from checkpoint_engine.worker import VllmColocateWorkerExtension as Colocated

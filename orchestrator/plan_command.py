@@ -24,8 +24,8 @@ from conf.errors import ConfigError
 from conf.schema import Device, LoraConfig, Objective, Relay, RunConfig, SyncMode, TrainMode
 from orchestrator.prepare import engine_checkpoint, resolve_hf_config
 from rollout.errors import EngineError
-from rollout.offline_layout import offline_layouts
-from rollout.offline_slots import offline_slots
+from rollout.layouts.offline_layout import offline_layouts
+from rollout.layouts.offline_slots import offline_slots
 from trainer.weights.adapter_names import adapter_tensors
 from trainer.spec.model_spec import ModelSpec
 from trainer.delivery.planned_layouts import (
@@ -429,7 +429,7 @@ def adapter_slot_bytes(spec: ModelSpec, lora: LoraConfig, tp_size: int, *, is_sp
 
 
 def shared_a_bytes(spec: ModelSpec, lora: LoraConfig, tp_size: int, *, is_split: bool) -> int:
-    """Bytes of a slot that do not cross a link: up's A of every expert, which is gate's (rollout/adapter_slots.py)."""
+    """Bytes of a slot that do not cross a link: up's A of every expert, which is gate's (rollout/in_vllm/adapter_slots.py)."""
     if spec.moe is None or not lora.experts:
         return 0
     num_layers = sum(spec.is_moe_layer(layer) for layer in range(spec.num_layers))

@@ -5,8 +5,8 @@
     --to URL     engines that run ----------------------+         ^
                  ranks: read the disk, each its share; plan ------+
 
-Owns: the order of these, and progress. Does not own a rank (`push_rank.py`), a server (`rollout.fleet`,
-`rollout.served`), the publish, or what is said at the end (`push_report.py`). Invariant: an engine is resumed only
+Owns: the order of these, and progress. Does not own a rank (`push_rank.py`), a server (`rollout.served.servers`,
+`rollout.served.client`), the publish, or what is said at the end (`push_report.py`). Invariant: an engine is resumed only
 after every byte of the checkpoint was proven in the memory of all its ranks; one that was not stays paused and is
 named. Until the first rank may write, an engine that served goes on serving whatever fails.
 Callers: `orchestrator.cli`.
@@ -38,9 +38,9 @@ from orchestrator.model_files import read_hf_config
 from orchestrator.push_rank import RankOptions, RankProcess
 from orchestrator.push_report import PushReport, check_all_serve, describe
 from rollout.errors import EngineError
-from rollout.fleet import ServerOptions, ServerProcess
-from rollout.offline_layout import offline_layouts
-from rollout.served import LOOPBACK, Rendezvous, ServedEngine, is_own_address
+from rollout.served.servers import ServerOptions, ServerProcess
+from rollout.layouts.offline_layout import offline_layouts
+from rollout.served.client import LOOPBACK, Rendezvous, ServedEngine, is_own_address
 from weight_sync.layout import DestLayout
 from weight_sync.record.layout_wire import layouts_digest
 from weight_sync.disk.safetensors_files import read_index, tensor_metas

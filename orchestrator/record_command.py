@@ -3,7 +3,7 @@
     MODEL/config.json, headers of its safetensors or trainer.model.spec --> rollout.offline_layout --> cache, figures
 
 Owns: where the list of checkpoint tensors comes from, and the figures. Does not own the recording or its cache
-(`rollout.offline_layout`). Callers: `orchestrator.cli`.
+(`rollout.layouts.offline_layout`). Callers: `orchestrator.cli`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from conf.schema import Device, DType
 from conf.tensor_parallel import check_tp_size_fits_model
 from orchestrator.model_files import read_hf_config
 from rollout.errors import EngineError
-from rollout.offline_layout import cached_file, engine_version, offline_layouts
+from rollout.layouts.offline_layout import cached_file, engine_version, offline_layouts
 from trainer.spec.model_spec import ModelSpec
 from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.record.layout_wire import layouts_digest, layouts_to_bytes

@@ -38,11 +38,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
-from rollout.adapter_replica import AdapterReplica
-from rollout.engine import ABORTED, Engine
+from rollout.adapters.adapter_replica import AdapterReplica
+from rollout.engine.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing
-from rollout.slot_channel import SlotClients
-from rollout.slots import PROBE, Adapter
+from rollout.adapters.slot_channel import SlotClients
+from rollout.adapters.slot_leases import PROBE, Adapter
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from weight_sync.replica.endpoint import ReplicaEndpoint
 from weight_sync.errors import PlanMismatch

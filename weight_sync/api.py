@@ -180,7 +180,7 @@ class Sender:
         connect() then only meets them and takes the staging memory; it plans anew where they have others.
 
         Args:
-            layouts: Per engine, by rank (`rollout.offline_layout`).
+            layouts: Per engine, by rank (`rollout.layouts.offline_layout`).
 
         Raises:
             WeightSyncError: Such parameters cannot be filled from these tensors.

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from conf.errors import SlipstreamError
-from rollout.lifeline import end_with
+from rollout.die_with_owner import end_with
 from rollout.rewards.function import Reward, load_reward
 
 RAISED = "raised"

@@ -18,7 +18,7 @@ from fakes.vllm_publish import NUM_TOKENS, PROMPTS, Seen, check, prompts_for, pu
 from safetensors.torch import load_file
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-from rollout.engine_options import engine_arguments
+from rollout.engine.engine_options import engine_arguments
 
 
 def publish(folder: Path, *, num_workers: int = 1, **parallel: Any) -> list[Seen]:

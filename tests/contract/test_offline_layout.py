@@ -21,9 +21,9 @@ from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from conf.tensor_parallel import tp_problem
 from orchestrator.prepare import engine_checkpoint
 from orchestrator.record_command import layouts_digest, record
-from rollout.engine_options import engine_arguments, engine_environment
+from rollout.engine.engine_options import engine_arguments, engine_environment
 from rollout.errors import EngineError
-from rollout.offline_layout import offline_layouts
+from rollout.layouts.offline_layout import offline_layouts
 from trainer.spec.model_spec import ModelSpec
 from weight_sync.layout import DestLayout, PostLoad
 from weight_sync.replica.protocol import pack, unpack

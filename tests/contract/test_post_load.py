@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 
 from rollout.errors import UnsupportedWeights
-from rollout.post_load import Forms, readable, refuse_unwritable
+from rollout.in_vllm.post_load import Forms, readable, refuse_unwritable
 from weight_sync.layout import PostLoad
 
 HEADS, LATENT, NOPE, VALUE = 2, 8, 3, 5

@@ -23,10 +23,10 @@ from fakes.sharded_checkpoints import TINY, save_checkpoint
 
 from conf.schema import Device
 from orchestrator.machine import next_free_port
-from rollout.engine_options import engine_environment
+from rollout.engine.engine_options import engine_environment
 from rollout.errors import EngineError
-from rollout.fleet import SERVER_MODULE
-from rollout.served import Rendezvous, ServedEngine
+from rollout.served.servers import SERVER_MODULE
+from rollout.served.client import Rendezvous, ServedEngine
 from weight_sync.disk.safetensors_files import read_index, tensor_metas
 
 pytest.importorskip("vllm")
@@ -86,7 +86,7 @@ class Server:
                     *["--host", "127.0.0.1", "--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"],
                     *["--served-model-name", "tiny", "--dtype", "bfloat16", *SMALL],
                     *["--weight-transfer-config", '{"backend": "slipstream"}'],
-                    *["--worker-extension-cls", "rollout.weight_receiver.WeightReceiver"],
+                    *["--worker-extension-cls", "rollout.in_vllm.worker_extension.WeightReceiver"],
                 ],
                 env=environment(folder / "installed") | {"VLLM_SERVER_DEV_MODE": "1"},
                 stdout=log,

@@ -75,10 +75,10 @@ def main(model: str, tp_size: int, expert_parallel: bool, folder: Path) -> None:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-    from rollout.engine_options import engine_arguments
-    from rollout.load_time import load_time_parameters
-    from rollout.meta_engine import as_rank
-    from rollout.post_load import Forms
+    from rollout.engine.engine_options import engine_arguments
+    from rollout.in_vllm.load_time import load_time_parameters
+    from rollout.layouts.meta_engine import as_rank
+    from rollout.in_vllm.post_load import Forms
     from weight_sync.layout import PostLoad, TensorMeta
     from weight_sync.record.recorder import record_layout
 

@@ -83,7 +83,7 @@ def main(model_name: str, folder: str) -> None:
     import torch
     from vllm import LLM
 
-    import rollout.weight_receiver  # noqa: F401 - keeps linear weights out of private packed copies, as in every run
+    import rollout.in_vllm.worker_extension  # noqa: F401 - keeps linear weights out of private packed copies, as in every run
     from weight_sync.layout import TensorMeta
     from weight_sync.record.recorder import record_layout
 

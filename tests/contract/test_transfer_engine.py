@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 pytest.importorskip("vllm")
 
 from rollout.errors import EngineError
-from rollout.served import RankReport, Rendezvous
+from rollout.served.client import RankReport, Rendezvous
 from weight_sync.api import Sender, register_checkpoint, register_tensors, update
 from weight_sync.layout import TensorMeta
 from weight_sync.record.layout_wire import layouts_digest
@@ -80,7 +80,7 @@ class Served:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-        from rollout.vllm_plugin import register
+        from rollout.served.vllm_plugin import register
 
         register()
         self.model: Any = Tiny() if model is None else model

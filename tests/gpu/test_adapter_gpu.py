@@ -87,7 +87,7 @@ def draw(trainer: TrainerRank, version: int) -> None:
 
 
 def engine_options(config: RunConfig) -> dict[str, Any]:
-    from rollout.engine_options import engine_arguments
+    from rollout.engine.engine_options import engine_arguments
 
     names = ("dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "enforce_eager", "max_loras",
              "max_lora_rank", "lora_target_modules", "enable_lora", "tensor_parallel_size", "enable_expert_parallel",

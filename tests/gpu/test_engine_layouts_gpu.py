@@ -141,7 +141,7 @@ def load(case: Case, folder: Path) -> dict[str, Any]:
     from fakes.vllm_publish import NUM_TOKENS, PROMPTS
 
     from conf.schema import Device, DType
-    from rollout.engine_options import engine_arguments
+    from rollout.engine.engine_options import engine_arguments
 
     arguments = engine_arguments(
         folder / "checkpoint", rollout_config(case), dtype=DType.bfloat16, device=Device.cuda, seed=0
@@ -156,7 +156,7 @@ def load(case: Case, folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     from conf.schema import Device as _Device
-    from rollout.engine_options import engine_environment
+    from rollout.engine.engine_options import engine_environment
 
     os.environ.update(engine_environment(_Device.cuda) | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
     _name, _folder, _step = sys.argv[1], Path(sys.argv[2]), sys.argv[3]

@@ -87,7 +87,7 @@ CONFIG = {
 
 def run_engine(utilization: float, folder: str, pipe: Connection) -> None:
     """A rollout worker that starts when it is told to, and obeys (method, arguments) until it is ended."""
-    from rollout.engine_options import engine_environment
+    from rollout.engine.engine_options import engine_environment
 
     # Spawned, because this process has asked for CUDA (above), which spoils a fork.
     os.environ.update(engine_environment(Device(DEVICE)) | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})

@@ -6,8 +6,8 @@ its share starts, as a rule) is written once, and shared when it is read: 16 ran
 are read in a blink. Invariants: what comes back equals what was written, bytes that were cut off are refused, and equal
 layouts have equal bytes.
 
-Callers: weight_sync/replica/protocol.py, rollout/offline_layout.py, rollout/meta_engine.py; the digest:
-orchestrator/push_command.py, orchestrator/record_command.py, rollout/weight_receiver.py.
+Callers: weight_sync/replica/protocol.py, rollout/layouts/offline_layout.py, rollout/layouts/meta_engine.py; the digest:
+orchestrator/push_command.py, orchestrator/record_command.py, rollout/in_vllm/worker_extension.py.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ it), or how rectangles are read from strides (strides.py).
 Invariant: either every element of every parameter that is not derived is accounted for by exactly one load or fill, or
 RecordError. Parameters end as they were.
 
-Callers: rollout/weight_receiver.py, in each engine rank; tests.
+Callers: rollout/in_vllm/worker_extension.py, in each engine rank; tests.
 """
 
 from __future__ import annotations

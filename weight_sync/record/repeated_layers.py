@@ -9,7 +9,7 @@ Owns: that comparison and the repetition. Does not own the recording (recorder.p
 the whole model, never repeated; the layout equals the one that `record_layout` returns for all tensors at once, unless
 a loader treats a layer by its number in a way that neither its first two layers nor any parameter shows.
 
-Callers: rollout/meta_engine.py; rollout/weight_receiver.py, which takes the result only where it equals a layout that
+Callers: rollout/layouts/meta_engine.py; rollout/in_vllm/worker_extension.py, which takes the result only where it equals a layout that
 was recorded over all layers elsewhere. Other live engines record all their layers.
 """
 

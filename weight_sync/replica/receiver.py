@@ -2,7 +2,7 @@
 
 Owns one rank's VersionState, its registered parameter memory, and the proof (byte counts and hashes). Does not own
 the engine: pausing, caches and device synchronization are the caller's, handed in as hooks. Knows no vLLM;
-`rollout/weight_receiver.py` wraps it, tests wrap plain tensors.
+`rollout/in_vllm/worker_extension.py` wraps it, tests wrap plain tensors.
 
     begin(v, epoch, digest)   state DIRTY; the bytes may change under us from here on
       ... one-sided writes by the trainer's ranks; nobody here takes part ...

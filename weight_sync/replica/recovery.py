@@ -20,7 +20,7 @@ offers before and after a read mean that every byte is of one version. The hashe
 An adapter slot is a Receiver too, so a restarted engine in adapter mode does this twice: for its base, which no publish
 ever changes again, and for the peer's newest slot.
 Invariant: a pull that fails in any way leaves the rank DIRTY, and the next publish starts on a fresh connection.
-Callers: `rollout/weight_receiver.py` (an engine's own weights), `rollout/adapter_slots.py`.
+Callers: `rollout/in_vllm/worker_extension.py` (an engine's own weights), `rollout/in_vllm/adapter_slots.py`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from fakes.sharded_checkpoints import TINY, save_checkpoint
 
 from orchestrator import cli_help, record_command
 from orchestrator.cli import main
-from rollout import fleet
-from rollout.fleet import ServerOptions, serve_command, server_environment
+from rollout.served import servers as fleet
+from rollout.served.servers import ServerOptions, serve_command, server_environment
 from weight_sync.layout import DestLayout, Param
 
 

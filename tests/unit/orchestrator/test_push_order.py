@@ -14,7 +14,7 @@ from orchestrator.errors import PushError
 from orchestrator.push_command import Push, PushOptions
 from orchestrator.push_report import check_all_serve
 from rollout.errors import EngineError
-from rollout.served import RankReport
+from rollout.served.client import RankReport
 from weight_sync.publish.report import PublishReport, ReplicaReport
 
 REPORT = PublishReport(0, 1, (), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 8, 0, 0, None)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
-from rollout.adapter_replica import MAX_RESTARTS, AdapterReplica
-from rollout.engine import ABORTED
+from rollout.adapters.adapter_replica import MAX_RESTARTS, AdapterReplica
+from rollout.engine.engine import ABORTED
 from rollout.errors import EngineError
-from rollout.slots import Adapter
+from rollout.adapters.slot_leases import Adapter
 from rollout.types import Rollout
 
 SAMPLING = SamplingConfig(max_tokens=12)

@@ -15,8 +15,8 @@ import pytest
 
 from conf.errors import ConfigError
 from conf.schema import Device, DType, RolloutConfig
-from rollout.engine import Engine, stop_token_ids, warm_up_lengths
-from rollout.engine_options import engine_arguments, engine_environment
+from rollout.engine.engine import Engine, stop_token_ids, warm_up_lengths
+from rollout.engine.engine_options import engine_arguments, engine_environment
 from rollout.errors import EngineError, UnsupportedWeights, error_class
 from rollout.types import AdapterSlotsSpec
 from weight_sync.errors import IntegrityError
@@ -124,7 +124,7 @@ def test_importing_the_worker_needs_neither_torch_nor_vllm():
 
 GRANDCHILD = """
 import os, sys, time
-from rollout.lifeline import end_with
+from rollout.die_with_owner import end_with
 end_with(int(sys.argv[1]), also_kill=[os.getppid()])
 print("up", flush=True)
 exec(sys.argv[2])

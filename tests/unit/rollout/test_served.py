@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from rollout.errors import EngineError
-from rollout.served import RankReport, Rendezvous, ServedEngine
+from rollout.served.client import RankReport, Rendezvous, ServedEngine
 from weight_sync.layout import TensorMeta
 from weight_sync.replica.protocol import pack
 

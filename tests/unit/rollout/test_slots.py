@@ -1,4 +1,4 @@
-"""Promises of rollout/slots.py: what is read is never chosen, and commits, not version numbers, give the order."""
+"""Promises of rollout/adapters/slot_leases.py: what is read is never chosen, and commits, not version numbers, give the order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.slots import SlotTable
+from rollout.adapters.slot_leases import SlotTable
 
 
 def publish(table: SlotTable, version: int) -> int | None:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from conf.schema import Device, DType, RolloutConfig
-from rollout.engine import Engine
+from rollout.engine.engine import Engine
 from rollout.errors import EngineError
-from rollout.start_log import OutputSince, cause_in
+from rollout.engine.start_failure import OutputSince, cause_in
 
 REFERRAL = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 

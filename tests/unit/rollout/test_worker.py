@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-import rollout.engine
+import rollout.engine.engine
 import rollout.worker
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from orchestrator.prepare import save_character_tokenizer
-from rollout.engine import ABORTED, Engine
+from rollout.engine.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from rollout.worker import RolloutWorker

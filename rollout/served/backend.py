@@ -37,9 +37,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rollout.errors import EngineError, error_class
-from rollout.served import RankReport
-from rollout.vllm_plugin import register
-from rollout.weight_receiver import WeightReceiver, timed
+from rollout.served.client import RankReport
+from rollout.served.vllm_plugin import register
+from rollout.in_vllm.worker_extension import WeightReceiver, timed
 from weight_sync.replica.endpoint import ReplicaEndpoint
 from weight_sync.replica.protocol import Bound, EngineRank, Expected, pack, unpack
 

@@ -31,10 +31,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
-from rollout.engine import ABORTED, Engine
+from rollout.engine.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
-from rollout.slot_channel import SlotClients
-from rollout.slots import PROBE, Adapter, SlotTable
+from rollout.adapters.slot_channel import SlotClients
+from rollout.adapters.slot_leases import PROBE, Adapter, SlotTable
 from rollout.types import Rollout
 from weight_sync.replica.protocol import Bound, EngineRank, Expected, pack, unpack
 from weight_sync.replica.recovery import Offer, Pulled, slowest

@@ -10,7 +10,7 @@ never unloaded: requests name the number, and what the slot holds is what was wr
 Owns: recording one slot's layout (vLLM's LoRA loader runs over recording tensors, once for every slot, and must do the
 same in each), a Receiver a slot, the copy of what gate and up share, and noise for the probe.
 Does not own: which slot is free or which version it holds
-(rollout/slots.py, in the rollout worker), pausing (nobody pauses).
+(rollout/adapters/slot_leases.py, in the rollout worker), pausing (nobody pauses).
 Invariant: after a commit a slot holds the bytes that vLLM would have left there, had it loaded the adapter from disk.
 Caller: weight_receiver.py.
 """

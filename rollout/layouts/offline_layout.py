@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import Device, DType
-from rollout.engine_options import engine_environment
+from rollout.engine.engine_options import engine_environment
 from rollout.errors import EngineError
-from rollout.lifeline import OWNER_VARIABLE
+from rollout.die_with_owner import OWNER_VARIABLE
 from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes
 
@@ -165,7 +165,7 @@ def _record(request: str) -> tuple[DestLayout, ...]:
         env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "rollout.meta_engine", str(asked), str(answered)],
+                [sys.executable, "-m", "rollout.layouts.meta_engine", str(asked), str(answered)],
                 env=env,
                 capture_output=True,
                 text=True,

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema import Device
-from rollout.engine_options import CPU_KV_CACHE_BYTES, SOCKETS_VARIABLE, engine_environment
+from rollout.engine.engine_options import CPU_KV_CACHE_BYTES, SOCKETS_VARIABLE, engine_environment
 from rollout.errors import EngineError
-from rollout.lifeline import OWNER_VARIABLE
-from rollout.served import ServedEngine
-from rollout.start_log import cause_in
-from rollout.vllm_plugin import BACKEND
+from rollout.die_with_owner import OWNER_VARIABLE
+from rollout.served.client import ServedEngine
+from rollout.engine.start_failure import cause_in
+from rollout.served.vllm_plugin import BACKEND
 
 STOP_TIMEOUT_S = 15.0
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -58,7 +58,7 @@ def serve_command(options: ServerOptions, port: int) -> list[str]:
         "--dtype", options.dtype,
         "--tensor-parallel-size", str(options.tp_size),
         "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}',
-        "--worker-extension-cls", "rollout.transfer_engine.ServedWorker",
+        "--worker-extension-cls", "rollout.served.backend.ServedWorker",
         "--moe-backend", "auto" if is_cpu else "triton",  # others reorder experts after loading
     ]  # fmt: skip
     if options.enable_expert_parallel:

@@ -35,8 +35,8 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-from rollout.engine_options import engine_arguments
-from rollout.post_load import Forms
+from rollout.engine.engine_options import engine_arguments
+from rollout.in_vllm.post_load import Forms
 from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.record.layout_wire import layouts_to_bytes
 from weight_sync.record.recorder import record_layout

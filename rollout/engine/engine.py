@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
-from rollout.engine_options import SOCKETS_VARIABLE, engine_arguments, engine_environment
+from rollout.engine.engine_options import SOCKETS_VARIABLE, engine_arguments, engine_environment
 from rollout.errors import EngineDied, EngineError, error_class
-from rollout.lifeline import OWNER_VARIABLE
-from rollout.slots import Adapter
-from rollout.start_log import OutputSince, why_it_failed
+from rollout.die_with_owner import OWNER_VARIABLE
+from rollout.adapters.slot_leases import Adapter
+from rollout.engine.start_failure import OutputSince, why_it_failed
 from rollout.types import AdapterSlotsSpec, Rollout
 
 if TYPE_CHECKING:
