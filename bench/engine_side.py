@@ -165,7 +165,7 @@ def build_worker(spec: EngineSpec, folder: Path) -> Any:
     """The product's rollout worker, with the bench's extension in its engine."""
     import rollout.worker
     from conf.schema import DType, RolloutConfig, SamplingConfig, WeightSyncConfig
-    from orchestrator.prepare import save_character_tokenizer
+    from orchestrator.inputs.model_folder import save_character_tokenizer
     from trainer.spec.model_spec import ModelSpec
 
     (folder / "config.json").write_text(json.dumps(spec.hf_config))

@@ -312,7 +312,7 @@ def measure_push(folder: Path, args: Any, words: list[str], log_dir: Path) -> di
     command = [
         sys.executable,
         "-m",
-        "orchestrator.cli",
+        "orchestrator.cli.main",
         "push",
         str(folder),
         "--start",

@@ -70,7 +70,7 @@ def run(name: str, folder: Path, extra: list[str]) -> dict[str, Any]:
     """One run through the command line, in its own process. Returns its figures."""
     started = time.monotonic()
     words = [*SCENARIOS[name], f"run.dir={folder}", f"run.name={name}", *extra]
-    subprocess.run([sys.executable, "-m", "orchestrator.cli", "train", *words], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "orchestrator.cli.main", "train", *words], cwd=ROOT, check=True)
     wall_s = time.monotonic() - started
     (metrics,) = folder.glob(f"{name}-*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]

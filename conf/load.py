@@ -11,7 +11,7 @@ do. Overrides are checked one by one before Hydra sees them, because only here i
 Hydra's own errors that are left come from YAML files and are translated. Nothing is read but conf/ and the user's
 config folder, nothing is written, and the working directory stays.
 
-Callers: `orchestrator.cli`, tests and bench scripts.
+Callers: `orchestrator.cli.main`, tests and bench scripts.
 """
 
 from __future__ import annotations

@@ -18,24 +18,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.schema import Objective, RunConfig, SyncMode, TrainMode
-from orchestrator.checkpoint import CheckpointStore, fingerprint, step_of
-from orchestrator.controller import RAY_CALL_S, Controller
-from orchestrator.conversations import read_conversations
-from orchestrator.curves import SFT_PANELS, draw_curves
-from orchestrator.prepare import TextEncoder, complete_export, prepare_model, read_all_prompts
-from orchestrator.requests import alive, answer_requests
-from orchestrator.rooms import Rooms
-from orchestrator.run_folder import RunFolder, changed_options, open_run_folder, write_description
-from orchestrator.run_log import ProgressLine, RunLog
-from orchestrator.sft import Finetuner
-from orchestrator.supervisor import Supervisor
-from orchestrator.telemetry import Telemetry
+from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint, step_of
+from orchestrator.loop.controller import RAY_CALL_S, Controller
+from orchestrator.inputs.conversations import read_conversations
+from orchestrator.files.curves import SFT_PANELS, draw_curves
+from orchestrator.inputs.model_folder import TextEncoder, complete_export, prepare_model, read_all_prompts
+from orchestrator.cluster.control_folder import alive, answer_requests
+from orchestrator.loop.ports import Rooms
+from orchestrator.files.run_folder import RunFolder, changed_options, open_run_folder, write_description
+from orchestrator.files.run_log import ProgressLine, RunLog
+from orchestrator.loop.finetuner import Finetuner
+from orchestrator.cluster.supervisor import Supervisor
+from orchestrator.files.telemetry import Telemetry
 from orchestrator.waiting import together
 from rollout.prompts import Shuffled
 from rollout.rewards.runner import RewardRunner
 
 if TYPE_CHECKING:
-    from orchestrator.placement import Cluster
+    from orchestrator.cluster.placement import Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def run(config: RunConfig, overrides: list[str]) -> RunResult:
 
 async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
     """Rollouts, rewards and publishes around the trainer (orchestrator.controller)."""
-    from orchestrator.placement import Cluster  # imports Ray
+    from orchestrator.cluster.placement import Cluster  # imports Ray
 
     model = prepare_model(config.model, folder.model)
     prompts, eval_prompts = read_all_prompts(config.data, TextEncoder(folder.model))
@@ -157,7 +157,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
 
 async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
     """The trainer alone, taught by conversations (orchestrator.sft)."""
-    from orchestrator.placement import Cluster  # imports Ray
+    from orchestrator.cluster.placement import Cluster  # imports Ray
 
     model = prepare_model(config.model, folder.model)
     encoder = TextEncoder(folder.model)

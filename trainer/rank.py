@@ -1,7 +1,7 @@
 """TrainerRank: one process of the trainer. Loads its part of the policy, trains it, publishes it, saves it.
 
 Owns the order of collectives inside one rank and the policy version, which rises by one with every update that
-took place. Does not own the way to engines (delivery.py), the loop (orchestrator/controller.py), Ray, or metrics:
+took place. Does not own the way to engines (delivery.py), the loop (orchestrator/loop/controller.py), Ray, or metrics:
 what it measures it returns.
 
     load -> ( forward_backward* -> optimizer_step -> publish )*      save_* and load_state between steps; then shutdown
@@ -12,7 +12,7 @@ Invariant: all ranks make the same calls in the same order, with equally many mi
 collective. Calls that take host-side arguments compare them over the control group first, so that a
 disagreement is an error and not a hang.
 
-Shapes: T packed tokens, N counted tokens, H hidden, V vocabulary. Callers: orchestrator/actors.py (a Ray
+Shapes: T packed tokens, N counted tokens, H hidden, V vocabulary. Callers: orchestrator/cluster/actors.py (a Ray
 actor around it).
 """
 

@@ -9,7 +9,7 @@ publish that let outputs pile up bring one about. So a rollout worker has none f
 
 Frozen garbage is kept for good. So only processes of our own are frozen, never one that merely uses api.py.
 
-Callers of freeze_heap, each once its long-lived objects exist: trainer/rank.py (connect), orchestrator/push_rank.py
+Callers of freeze_heap, each once its long-lived objects exist: trainer/rank.py (connect), orchestrator/push/sender_process.py
 (plan), rollout/worker.py and rollout/in_vllm/worker_extension.py (start).
 """
 

@@ -8,7 +8,7 @@
 Owns: the cache, and the process that fills it. Does not own: the recording (meta_engine.py, which imports vLLM;
 weight_sync.recorder). Invariant: equal keys have equal layouts, so a cached file is never out of date.
 
-Callers: orchestrator/plan_command.py, orchestrator/record_command.py, orchestrator/push_command.py.
+Callers: orchestrator/offline/estimate.py, orchestrator/offline/record.py, orchestrator/push/command.py.
 """
 
 from __future__ import annotations

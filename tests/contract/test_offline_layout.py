@@ -19,8 +19,8 @@ from fakes.checkpoints import CONFIGS, FOR_GPUS
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from conf.tensor_parallel import tp_problem
-from orchestrator.prepare import engine_checkpoint
-from orchestrator.record_command import layouts_digest, record
+from orchestrator.inputs.model_folder import engine_checkpoint
+from orchestrator.offline.record import layouts_digest, record
 from rollout.engine.engine_options import engine_arguments, engine_environment
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import offline_layouts

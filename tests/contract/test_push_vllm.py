@@ -51,7 +51,7 @@ def install_entry_points(folder: Path) -> None:
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "orchestrator.cli", *words]
+    return [sys.executable, "-m", "orchestrator.cli.main", *words]
 
 
 def oracle(folder: Path, checkpoint: Path) -> dict[str, str]:

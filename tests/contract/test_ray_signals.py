@@ -12,7 +12,7 @@ from orchestrator.environment import run_environment
 PROGRAM = """
 import asyncio, logging, signal
 import ray
-from orchestrator.placement import _take_sigterm_back
+from orchestrator.cluster.placement import _take_sigterm_back
 
 received = []
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from conf.load import load_run_config
 from conf.schema import Device, LoraConfig, RunConfig, SamplingConfig
-from orchestrator.prepare import save_character_tokenizer
+from orchestrator.inputs.model_folder import save_character_tokenizer
 from rollout.types import AdapterSlotsSpec, Prompt
 from trainer.weights.adapter_names import adapter_tensors, target_modules
 from trainer.delivery.adapter_source import AdapterSource

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from conf.load import load_run_config
 from conf.schema import Device, RunConfig
-from orchestrator.placement import adapter_slots
-from orchestrator.prepare import prepare_model
+from orchestrator.cluster.placement import adapter_slots
+from orchestrator.inputs.model_folder import prepare_model
 from rollout.types import Rollout
 from rollout.worker import RolloutWorker
 from trainer.delivery.adapter_source import AdapterSource

@@ -21,10 +21,10 @@ from system.test_adapter_recovery import engines
 
 from conf.load import load_run_config
 from conf.schema import Device, SamplingConfig
-from orchestrator.prepare import save_character_tokenizer
-from orchestrator.relay import publish_by_relay
-from orchestrator.replicas import ReplicaState
-from orchestrator.supervisor import Supervisor
+from orchestrator.inputs.model_folder import save_character_tokenizer
+from orchestrator.cluster.relay import publish_by_relay
+from orchestrator.cluster.replicas import ReplicaState
+from orchestrator.cluster.supervisor import Supervisor
 from rollout.errors import ReplicaNotServing
 from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker

@@ -92,7 +92,7 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
         assert victim is not None
         victim.send_signal(signal.SIGKILL)
         run.wait_until(lambda rows: any(row["rollout/recoveries"] for row in rows))
-        recover = [sys.executable, "-m", "orchestrator.cli", "recover", str(run.folder), "--worker", str(recalled)]
+        recover = [sys.executable, "-m", "orchestrator.cli.main", "recover", str(run.folder), "--worker", str(recalled)]
         said = subprocess.run(recover, capture_output=True, text=True, timeout=60, check=True).stdout
         assert said.startswith(f"rollout-{recalled}")
         assert said.endswith((" was serving and is being restarted\n", " was updating and is being restarted\n"))

@@ -14,7 +14,7 @@ from system.conftest import RUN_TIMEOUT_S, free_port
 def _train(folder: Path, *words: str) -> list[dict]:
     done = subprocess.run(
         [
-            sys.executable, "-m", "orchestrator.cli", "train", "experiment=sft_quickstart", f"run.dir={folder}",
+            sys.executable, "-m", "orchestrator.cli.main", "train", "experiment=sft_quickstart", f"run.dir={folder}",
             f"cluster.dashboard_port={free_port()}", *words,
         ],
         capture_output=True, text=True, timeout=RUN_TIMEOUT_S, env={**os.environ},

@@ -8,7 +8,7 @@ them. Does not own: those rules; a test compares every layout with what real ran
     experts          ep_rank = rank % ep_size holds n of them (moe/placement.py), and of these the ranks with the same
                      ep_rank hold ceil(n / (num_ranks / ep_size)) whole experts each
 
-Callers: orchestrator/plan_command.py.
+Callers: orchestrator/offline/estimate.py.
 """
 
 from __future__ import annotations

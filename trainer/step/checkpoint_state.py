@@ -1,7 +1,7 @@
 """One rank's training state on disk: what an exact resume needs, and a refusal to resume anything else.
 
 Owns the files `rank-<n>.safetensors` and `rank-<n>.json` of a state folder. Does not own which tensors go in
-(rank.py), nor the folder's atomicity and retention (orchestrator/checkpoint.py).
+(rank.py), nor the folder's atomicity and retention (orchestrator/files/run_checkpoint.py).
 
 Invariant: a state is read only by the same rank of the same layout; every difference is named before anything
 is changed.

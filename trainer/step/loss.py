@@ -1,6 +1,6 @@
 """The policy loss on one microbatch, and the sums from which every loss metric of a step is made.
 
-Owns the formulas below. Does not own advantages (orchestrator/advantages.py), log-probabilities (logprobs.py) or
+Owns the formulas below. Does not own advantages (orchestrator/loop/advantages.py), log-probabilities (logprobs.py) or
 reductions over ranks: it divides by counts of the *global* batch, so gradients and sums of ranks and microbatches
 simply add up.
 

@@ -1,6 +1,6 @@
 """Samples -> microbatches -> flat arrays: which rank trains which samples together, and how they are laid end to end.
 
-Owns the assignment (`pack`) and the concatenation (`collate`). Does not own the batch itself (orchestrator/buffer.py)
+Owns the assignment (`pack`) and the concatenation (`collate`). Does not own the batch itself (orchestrator/loop/buffer.py)
 nor any tensor: numpy alone, so that the controller can call it.
 
     lengths   5 3 3 2 1    --pack(num_ranks=2, max_tokens=8)-->   rank 0: [[0, 3]]      rank 1: [[1, 2, 4]]

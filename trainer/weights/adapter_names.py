@@ -12,7 +12,7 @@ that every byte of a slot is counted and hashed.
 Owns: which checkpoint matrices carry an adapter that engines can serve. Those of latent attention are missing: vLLM
 folds kv_b_proj into other matrices, where no adapter reaches it. Invariant: `trainer/delivery/adapter_source.py` writes out
 exactly these.
-Callers: adapter_source.py; orchestrator/placement.py, which tells the engines.
+Callers: adapter_source.py; orchestrator/cluster/placement.py, which tells the engines.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Blocks are read in chunks by several threads (pread, no copy between) and page-l
 the next one is read. Page-locking needs memory that is there: pages are touched by the read itself.
 
 Invariant: after read() returned, every byte of the share is that of files which did not change meanwhile.
-Callers: api.py, `orchestrator/push_command.py`.
+Callers: api.py, `orchestrator/push/command.py`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ receiver's port for long, while another still has dense bytes for that receiver.
 
 Invariant: what is reckoned here is what slots.py allocates, and is never above the watermark.
 
-Callers: pipeline.py, slots.py, replay.py, simulate.py, orchestrator/plan_command.py.
+Callers: pipeline.py, slots.py, replay.py, simulate.py, orchestrator/offline/estimate.py.
 """
 
 from __future__ import annotations

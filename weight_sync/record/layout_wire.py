@@ -7,7 +7,7 @@ are read in a blink. Invariants: what comes back equals what was written, bytes 
 layouts have equal bytes.
 
 Callers: weight_sync/replica/protocol.py, rollout/layouts/offline_layout.py, rollout/layouts/meta_engine.py; the digest:
-orchestrator/push_command.py, orchestrator/record_command.py, rollout/in_vllm/worker_extension.py.
+orchestrator/push/command.py, orchestrator/offline/record.py, rollout/in_vllm/worker_extension.py.
 """
 
 from __future__ import annotations

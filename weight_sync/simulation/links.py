@@ -7,7 +7,7 @@ Owns: the figures that a simulation assumes, their checks, and the way from one 
     same node:      NVLink of the sender -> NVLink of the receiver
     other node:     NIC of the sender    -> NIC of the receiver          (a GPU whose NIC is lost shares a neighbour's)
 
-Callers: simulate.py, simulate_relay.py, orchestrator/plan_command.py.
+Callers: simulate.py, simulate_relay.py, orchestrator/offline/estimate.py.
 """
 
 from __future__ import annotations

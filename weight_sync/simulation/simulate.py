@@ -23,7 +23,7 @@ what limits, both shares end together. Launching a load takes the host one figur
 
 Invariants: deterministic; no publish is faster than its floors; no rank holds more than its watermark.
 
-Callers: orchestrator/plan_command.py, tests.
+Callers: orchestrator/offline/estimate.py, tests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A publish that enters every node once, on paper: who is written, who reads from a neighbour, and how long that takes.
 
 Owns: the part after the writes, which simulate.py predicts for the replicas that are written. Does not own: the relay
-itself (orchestrator/relay.py, which reads in the same rounds). Pure.
-Callers: orchestrator/plan_command.py, tests.
+itself (orchestrator/cluster/relay.py, which reads in the same rounds). Pure.
+Callers: orchestrator/offline/estimate.py, tests.
 """
 
 from __future__ import annotations

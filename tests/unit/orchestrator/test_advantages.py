@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conf.schema import AdvantageScale, AlgorithmConfig
-from orchestrator.advantages import build_samples, denominators_of, group_advantages, is_informative
+from orchestrator.loop.advantages import build_samples, denominators_of, group_advantages, is_informative
 from rollout.types import Group, Prompt, Rollout
 
 REWARDS = st.lists(st.one_of(st.none(), st.integers(-3, 3).map(float)), min_size=2, max_size=12)

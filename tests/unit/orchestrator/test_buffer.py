@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.buffer import GroupBuffer, Slot
+from orchestrator.loop.buffer import GroupBuffer, Slot
 from rollout.types import Group, Prompt, Rollout
 
 

@@ -20,7 +20,7 @@ import pytest
 from conf.errors import ConfigError
 from conf.load import load_resolved_yaml, load_run_config
 from conf.options import GROUPS, flat_options, group_choices, section_docs
-from orchestrator.cli import main
+from orchestrator.cli.main import main
 from orchestrator.errors import CheckpointError, NoReplicasLeft
 from weight_sync.errors import WatermarkError
 
@@ -349,7 +349,7 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     os.close(reader)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli", "doctor"],
+        [sys.executable, "-m", "orchestrator.cli.main", "doctor"],
         env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
     )  # fmt: skip
     os.close(writer)

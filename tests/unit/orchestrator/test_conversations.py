@@ -1,4 +1,4 @@
-"""Promises of orchestrator/conversations.py: exactly the assistant's tokens are taught, and every bad row is named."""
+"""Promises of orchestrator/inputs/conversations.py: exactly the assistant's tokens are taught, and every bad row is named."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from conf.schema import DataConfig
-from orchestrator.conversations import read_conversations
-from orchestrator.prepare import TextEncoder, save_character_tokenizer
+from orchestrator.inputs.conversations import read_conversations
+from orchestrator.inputs.model_folder import TextEncoder, save_character_tokenizer
 from rollout.errors import DataError
 
 TEMPLATE = (

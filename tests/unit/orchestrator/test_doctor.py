@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from orchestrator import doctor, machine
-from orchestrator.cli import main
-from orchestrator.doctor import Finding, Status, Supported, judge_package
+from orchestrator import machine
+from orchestrator.cli import doctor
+from orchestrator.cli.main import main
+from orchestrator.cli.doctor import Finding, Status, Supported, judge_package
 
 TORCH = Supported("torch", ("2.13", "2.11"), ("torch",))
 MOONCAKE = Supported("mooncake", ("0.3.13",), ("mooncake-a", "mooncake-b"))
@@ -99,4 +100,4 @@ def test_a_child_that_dies_is_a_finding_not_an_end() -> None:
     assert doctor._child("import os; os.abort()") is not None
     assert doctor._child("raise RuntimeError('no driver')") == "RuntimeError: no driver"
     assert doctor._child("pass") is None
-    assert "orchestrator.doctor" in sys.modules
+    assert "orchestrator.cli.doctor" in sys.modules

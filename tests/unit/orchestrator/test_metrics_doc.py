@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.telemetry import METRICS
+from orchestrator.files.telemetry import METRICS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 

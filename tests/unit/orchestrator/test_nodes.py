@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from ray.exceptions import RayError
 
 from conf.errors import ConfigError
-from orchestrator import nodes
-from orchestrator.nodes import ProcessId, check_nodes, node_after_node
+from orchestrator.cluster import nodes
+from orchestrator.cluster.nodes import ProcessId, check_nodes, node_after_node
 
 
 @given(st.dictionaries(st.integers(0, 20), st.sampled_from("abcd"), min_size=1))

@@ -19,9 +19,9 @@ from conf.checks import check_engine_takes_merged_weights
 from conf.errors import ConfigError
 from conf.load import load_run_config
 from conf.schema import LoraConfig
-from orchestrator import plan_command
-from orchestrator.cli import main
-from orchestrator.plan_command import Hardware, PlanReport, plan_run
+from orchestrator.offline import estimate as plan_command
+from orchestrator.cli.main import main
+from orchestrator.offline.estimate import Hardware, PlanReport, plan_run
 from rollout.errors import EngineError
 from trainer.spec.model_spec import ModelSpec
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta

@@ -17,9 +17,9 @@ from conf.schema import Device, Init
 from orchestrator import machine
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
-from orchestrator.model_files import check_checkpoint_files
-from orchestrator.preflight import run_preflight
-from orchestrator.prepare import save_character_tokenizer
+from orchestrator.inputs.model_files import check_checkpoint_files
+from orchestrator.inputs.preflight import run_preflight
+from orchestrator.inputs.model_folder import save_character_tokenizer
 from trainer.spec.model_spec import ModelSpec
 from weight_sync.layout import TensorMeta
 from weight_sync.disk.safetensors_files import INDEX_NAME, read_header

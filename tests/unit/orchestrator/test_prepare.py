@@ -9,7 +9,7 @@ import pytest
 
 from conf.errors import ConfigError
 from conf.schema import DType, Init, ModelConfig
-from orchestrator.prepare import (
+from orchestrator.inputs.model_folder import (
     ALPHABET,
     SPECIAL_TOKENS,
     TextEncoder,

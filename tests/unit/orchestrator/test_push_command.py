@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from fakes.sharded_checkpoints import TINY, save_checkpoint
 
-from orchestrator import cli_help, record_command
-from orchestrator.cli import main
+from orchestrator.cli import help as cli_help
+from orchestrator.offline import record as record_command
+from orchestrator.cli.main import main
 from rollout.served import servers as fleet
 from rollout.served.servers import ServerOptions, serve_command, server_environment
 from weight_sync.layout import DestLayout, Param
@@ -30,8 +31,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         pytest.fail("a process was started")
 
-    monkeypatch.setattr("orchestrator.push_command.resolve_device", lambda _: "cpu")
-    monkeypatch.setattr("orchestrator.push_command.list_rdma_nics", list)
+    monkeypatch.setattr("orchestrator.push.command.resolve_device", lambda _: "cpu")
+    monkeypatch.setattr("orchestrator.push.command.list_rdma_nics", list)
     monkeypatch.setattr(fleet.subprocess, "Popen", refuse)
     monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", refuse)
 

@@ -11,8 +11,8 @@ import pytest
 from fakes.sharded_checkpoints import TINY, save_checkpoint
 
 from orchestrator.errors import PushError
-from orchestrator.push_command import Push, PushOptions
-from orchestrator.push_report import check_all_serve
+from orchestrator.push.command import Push, PushOptions
+from orchestrator.push.push_report import check_all_serve
 from rollout.errors import EngineError
 from rollout.served.client import RankReport
 from weight_sync.publish.report import PublishReport, ReplicaReport
@@ -102,8 +102,8 @@ def push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Push:
     LINES.clear()
     FAILS.clear()
     for name, value in {"ServedEngine": NotingEngine, "RankProcess": NotingRank, "PROGRESS_S": 60.0}.items():
-        monkeypatch.setattr(f"orchestrator.push_command.{name}", value)
-    monkeypatch.setattr("orchestrator.push_command.resolve_device", lambda _: "cpu")
+        monkeypatch.setattr(f"orchestrator.push.command.{name}", value)
+    monkeypatch.setattr("orchestrator.push.command.resolve_device", lambda _: "cpu")
     save_checkpoint(tmp_path, TINY, seed=0)
     return Push(PushOptions(checkpoint=tmp_path, to=("a", "b", "c"), num_ranks=2))
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from conf.schema import Device
-from orchestrator import push_rank
-from orchestrator.push_rank import RankOptions
+from orchestrator.push import sender_process as push_rank
+from orchestrator.push.sender_process import RankOptions
 from weight_sync import api
 from weight_sync.disk import safetensors_source as checkpoint
 from weight_sync.errors import PlanError

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from loop import FakeWorker, Outcome, Report, World
 
-from orchestrator.relay import by_node, publish_by_relay
-from orchestrator.replicas import ReplicaState
-from orchestrator.supervisor import Supervisor
+from orchestrator.cluster.relay import by_node, publish_by_relay
+from orchestrator.cluster.replicas import ReplicaState
+from orchestrator.cluster.supervisor import Supervisor
 
 S = ReplicaState
 

@@ -15,10 +15,10 @@ import pytest
 from loop import FakeWorker, World
 
 from conf.errors import ConfigError
-from orchestrator.cli import main
-from orchestrator.replicas import ReplicaState
-from orchestrator.requests import alive, answer_requests, ask, is_alive
-from orchestrator.supervisor import Supervisor
+from orchestrator.cli.main import main
+from orchestrator.cluster.replicas import ReplicaState
+from orchestrator.cluster.control_folder import alive, answer_requests, ask, is_alive
+from orchestrator.cluster.supervisor import Supervisor
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from conf.load import load_run_config
-from orchestrator.cli import main
-from orchestrator.requests import alive
-from orchestrator.run_folder import to_plain
-from orchestrator.status_command import NUM_RECENT, status_of
-from orchestrator.telemetry import METRICS
+from orchestrator.cli.main import main
+from orchestrator.cluster.control_folder import alive
+from orchestrator.files.run_folder import to_plain
+from orchestrator.cli.status import NUM_RECENT, status_of
+from orchestrator.files.telemetry import METRICS
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import pytest
 from loop import SUMS, Outcome, Report
 from rich.console import Console
 
-from orchestrator.curves import draw_curves
-from orchestrator.run_folder import RunFolder
-from orchestrator.run_log import ProgressLine, RunLog, format_s
-from orchestrator.telemetry import METRICS, StepRecord, Telemetry, loss_metrics, read_rows, row_of, truncate_rows
+from orchestrator.files.curves import draw_curves
+from orchestrator.files.run_folder import RunFolder
+from orchestrator.files.run_log import ProgressLine, RunLog, format_s
+from orchestrator.files.telemetry import METRICS, StepRecord, Telemetry, loss_metrics, read_rows, row_of, truncate_rows
 from rollout.types import Group, Prompt, Rollout
 from trainer.types import LossStats, OptimStats
 

@@ -11,7 +11,7 @@ import pytest
 from loop import Loop, make_config
 
 from conf.schema import RunConfig, WeightSyncConfig
-from orchestrator import controller
+from orchestrator.loop import controller
 from orchestrator.waiting import finish_first
 
 

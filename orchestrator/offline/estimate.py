@@ -8,7 +8,7 @@ Owns: joining the two sides' layouts for a cluster that need not exist, and the 
 plan, the time model (weight_sync), words and pictures (plan_report.py).
 
 Invariant: starts no trainer, engine or Ray, touches no GPU; needs no part of the cluster that it plans.
-Callers: `orchestrator.cli`.
+Callers: `orchestrator.cli.main`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from conf.checks import check_architecture, packing_of
 from conf.errors import ConfigError
 from conf.schema import Device, LoraConfig, Objective, Relay, RunConfig, SyncMode, TrainMode
-from orchestrator.prepare import engine_checkpoint, resolve_hf_config
+from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import offline_layouts
 from rollout.layouts.offline_slots import offline_slots

@@ -111,7 +111,7 @@ def tell(text: str) -> None:
 
 def _where(latest: Path, before: Path | None, words: Sequence[str]) -> str:
     """Where to read on and how to go on, once the run has a folder of its own."""
-    from orchestrator.checkpoint import complete_checkpoints, step_of
+    from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 
     folder = latest.resolve()
     if not latest.exists() or folder == before:

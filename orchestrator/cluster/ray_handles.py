@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from conf.errors import SlipstreamError
 from orchestrator.errors import OrchestratorError, TrainingStopped
-from orchestrator.nodes import ProcessId, end_trees
+from orchestrator.cluster.nodes import ProcessId, end_trees
 from orchestrator.waiting import together, wait_for
 from rollout.types import Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample

@@ -3,7 +3,7 @@
     MODEL/config.json, headers of its safetensors or trainer.model.spec --> rollout.offline_layout --> cache, figures
 
 Owns: where the list of checkpoint tensors comes from, and the figures. Does not own the recording or its cache
-(`rollout.layouts.offline_layout`). Callers: `orchestrator.cli`.
+(`rollout.layouts.offline_layout`). Callers: `orchestrator.cli.main`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from conf.errors import ConfigError
 from conf.schema import Device, DType
 from conf.tensor_parallel import check_tp_size_fits_model
-from orchestrator.model_files import read_hf_config
+from orchestrator.inputs.model_files import read_hf_config
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import cached_file, engine_version, offline_layouts
 from trainer.spec.model_spec import ModelSpec

@@ -42,13 +42,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from conf.checks import packing_of
 from conf.errors import ConfigError
 from conf.schema import Device, Objective, RunConfig, SyncMode, TrainMode, TransportKind
-from orchestrator.actors import RolloutActor, TrainerActor
+from orchestrator.cluster.actors import RolloutActor, TrainerActor
 from orchestrator.environment import resolve_device, variables_for_actors
 from orchestrator.errors import OrchestratorError, PlacementError, TrainingStopped
-from orchestrator.handles import STOP_TIMEOUT_S, RayRolloutWorker, RayTrainerGroup, result_of
-from orchestrator.nodes import check_nodes, describe_nodes, most_gpus_of_a_node, node_after_node, nodes_of
-from orchestrator.prepare import engine_checkpoint
-from orchestrator.run_folder import RunFolder
+from orchestrator.cluster.ray_handles import STOP_TIMEOUT_S, RayRolloutWorker, RayTrainerGroup, result_of
+from orchestrator.cluster.nodes import check_nodes, describe_nodes, most_gpus_of_a_node, node_after_node, nodes_of
+from orchestrator.inputs.model_folder import engine_checkpoint
+from orchestrator.files.run_folder import RunFolder
 from orchestrator.waiting import together, wait_for
 from rollout.types import AdapterSlotsSpec
 from trainer.weights.adapter_names import adapter_tensors, target_modules

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from orchestrator import nodes
+from orchestrator.cluster import nodes
 
 
 class TrainerActor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from orchestrator.telemetry import read_rows
+from orchestrator.files.telemetry import read_rows
 
 Panels = tuple[tuple[str, tuple[str, ...], str], ...]
 """(title, metrics, scale of the vertical axis) of each picture."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from orchestrator.checkpoint import CheckpointStore
-from orchestrator.supervisor import Supervisor
-from orchestrator.telemetry import Telemetry, Value
+from orchestrator.files.run_checkpoint import CheckpointStore
+from orchestrator.cluster.supervisor import Supervisor
+from orchestrator.files.telemetry import Telemetry, Value
 from rollout.types import Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 

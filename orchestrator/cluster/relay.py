@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from orchestrator.replicas import Replica, ReplicaState
+from orchestrator.cluster.replicas import Replica, ReplicaState
 from orchestrator.waiting import wait_for
 from weight_sync.errors import ReplicaDirty, WeightSyncError
 from weight_sync.publish.report import PublishReport, ReplicaReport, joined

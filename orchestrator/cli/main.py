@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from conf.errors import ConfigError, SlipstreamError
-from orchestrator.cli_exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, run_to_an_exit_code, say, signals, tell
+from orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, run_to_an_exit_code, say, signals, tell
 
 if TYPE_CHECKING:
     pass
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    from orchestrator import cli_help
+    from orchestrator.cli import help as cli_help
 
     command, rest = (words[0], words[1:]) if words else ("--help", [])
     if command in ("--help", "-h", "help"):
@@ -118,7 +118,7 @@ def _train(words: list[str]) -> int:
     parser.add_argument("--config-dir", type=Path)
     flags, overrides = parser.read_overrides(words)
     if flags.help_topic is not None:
-        from orchestrator import cli_help
+        from orchestrator.cli import help as cli_help
 
         # `train experiment=x --help` and `train --help experiment=x`: the overrides are not a topic.
         topic = "" if "=" in flags.help_topic else flags.help_topic
@@ -134,8 +134,8 @@ def _train(words: list[str]) -> int:
         return EXIT_OK
 
     from orchestrator import environment
-    from orchestrator.preflight import run_preflight
-    from orchestrator.prepare import resolve_hf_config
+    from orchestrator.inputs.preflight import run_preflight
+    from orchestrator.inputs.model_folder import resolve_hf_config
 
     report = run_preflight(config)
     check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))
@@ -172,14 +172,15 @@ def _plan(words: list[str]) -> int:
     parser.add_argument("--lost-nic", type=int, action="append", default=[])
     flags, overrides = parser.read_overrides(words)
     if flags.help:
-        from orchestrator import cli_help
+        from orchestrator.cli import help as cli_help
 
         print(cli_help.plan())
         return EXIT_OK
     with _names_missing_packages():
         from conf.load import check_model_reads_overrides, load_run_config
-        from orchestrator import plan_command, plan_report
-        from orchestrator.prepare import resolve_hf_config
+        from orchestrator.offline import estimate as plan_command
+        from orchestrator.offline import estimate_report as plan_report
+        from orchestrator.inputs.model_folder import resolve_hf_config
 
     config = load_run_config(overrides, flags.config_dir)
     check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))
@@ -225,7 +226,7 @@ def _push(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args(words)
     if flags.help or not words:
-        from orchestrator import cli_help
+        from orchestrator.cli import help as cli_help
 
         print(cli_help.push())
         return EXIT_OK
@@ -234,7 +235,7 @@ def _push(words: list[str]) -> int:
             "push needs a CHECKPOINT: a Hugging Face folder with safetensors. See: slipstream push --help"
         )
     with _names_missing_packages():
-        from orchestrator.push_command import PushOptions, run_push
+        from orchestrator.push.command import PushOptions, run_push
 
     options = PushOptions(
         checkpoint=flags.checkpoint,
@@ -289,14 +290,14 @@ def _record(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args(words)
     if flags.help or not words:
-        from orchestrator import cli_help
+        from orchestrator.cli import help as cli_help
 
         print(cli_help.record())
         return EXIT_OK
     if flags.model is None:
         raise ConfigError("record needs a MODEL: a folder with config.json. See: slipstream record --help")
     with _names_missing_packages():
-        from orchestrator import record_command
+        from orchestrator.offline import record as record_command
 
     report = record_command.record(
         flags.model,
@@ -317,11 +318,11 @@ def _doctor(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args(words)
     if flags.help:
-        from orchestrator import cli_help
+        from orchestrator.cli import help as cli_help
 
         print(cli_help.doctor())
         return EXIT_OK
-    from orchestrator.doctor import run_doctor
+    from orchestrator.cli.doctor import run_doctor
 
     return run_doctor(as_json=flags.json)
 
@@ -334,11 +335,11 @@ def _status(words: list[str]) -> int:
     parser.add_argument("--curves", action="store_true")
     flags = parser.parse_args(words)
     if flags.help:
-        from orchestrator import cli_help
+        from orchestrator.cli import help as cli_help
 
         print(cli_help.status())
         return EXIT_OK
-    from orchestrator import status_command
+    from orchestrator.cli import status as status_command
 
     status = status_command.status_of(flags.run)
     print(json.dumps(status.as_plain(), indent=2) if flags.json else status.as_text())
@@ -355,13 +356,13 @@ def _recover(words: list[str]) -> int:
     parser.add_argument("--worker", type=int)
     flags = parser.parse_args(words)
     if flags.help:
-        from orchestrator import cli_help
+        from orchestrator.cli import help as cli_help
 
         print(cli_help.recover())
         return EXIT_OK
     if flags.run is None:
         raise ConfigError("slipstream recover needs a run folder, e.g. slipstream recover runs/latest")
-    from orchestrator.requests import ask
+    from orchestrator.cluster.control_folder import ask
 
     print("\n".join(ask(flags.run, flags.worker)))
     return EXIT_OK

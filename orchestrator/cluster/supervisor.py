@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from orchestrator.errors import NoReplicasLeft, WaitTimeout
-from orchestrator.replicas import Replica, ReplicaState, RolloutHandle
+from orchestrator.cluster.replicas import Replica, ReplicaState, RolloutHandle
 from orchestrator.waiting import wait_for
 from rollout.types import Prompt, Rollout
 from weight_sync.errors import ReplicaDirty

@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.schema import RunConfig, TrainMode
-from orchestrator.advantages import denominators_of
-from orchestrator.buffer import BufferState
-from orchestrator.checkpoint import CheckpointStore, RunState
-from orchestrator.controller import LAST_STEP_S, MAX_REFUSED_STEPS, SAVE_S
-from orchestrator.conversations import Conversation
+from orchestrator.loop.advantages import denominators_of
+from orchestrator.loop.buffer import BufferState
+from orchestrator.files.run_checkpoint import CheckpointStore, RunState
+from orchestrator.loop.controller import LAST_STEP_S, MAX_REFUSED_STEPS, SAVE_S
+from orchestrator.inputs.conversations import Conversation
 from orchestrator.errors import TrainingStopped
-from orchestrator.rooms import Stopwatch
-from orchestrator.telemetry import StepRecord, Telemetry, Value
+from orchestrator.loop.ports import Stopwatch
+from orchestrator.files.telemetry import StepRecord, Telemetry, Value
 from orchestrator.waiting import finish_first, last_attempt
 from rollout.prompts import Shuffled
 from trainer.step.microbatches import pack
 from trainer.types import LossStats, Sample
 
 if TYPE_CHECKING:
-    from orchestrator.handles import RayTrainerGroup
+    from orchestrator.cluster.ray_handles import RayTrainerGroup
 
 logger = logging.getLogger(__name__)
 

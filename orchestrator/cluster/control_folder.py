@@ -28,8 +28,8 @@ import yaml
 
 from conf.errors import ConfigError
 from conf.schema import Objective
-from orchestrator.replicas import ReplicaState
-from orchestrator.supervisor import Supervisor
+from orchestrator.cluster.replicas import ReplicaState
+from orchestrator.cluster.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ Owns: the order of these, and progress. Does not own a rank (`push_rank.py`), a 
 `rollout.served.client`), the publish, or what is said at the end (`push_report.py`). Invariant: an engine is resumed only
 after every byte of the checkpoint was proven in the memory of all its ranks; one that was not stays paused and is
 named. Until the first rank may write, an engine that served goes on serving whatever fails.
-Callers: `orchestrator.cli`.
+Callers: `orchestrator.cli.main`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from conf.schema import Device, DType
 from conf.tensor_parallel import check_tp_size_fits_model
 from orchestrator.environment import resolve_device
 from orchestrator.machine import count_gpus, is_port_free, list_rdma_nics
-from orchestrator.model_files import read_hf_config
-from orchestrator.push_rank import RankOptions, RankProcess
-from orchestrator.push_report import PushReport, check_all_serve, describe
+from orchestrator.inputs.model_files import read_hf_config
+from orchestrator.push.sender_process import RankOptions, RankProcess
+from orchestrator.push.push_report import PushReport, check_all_serve, describe
 from rollout.errors import EngineError
 from rollout.served.servers import ServerOptions, ServerProcess
 from rollout.layouts.offline_layout import offline_layouts

@@ -15,7 +15,7 @@
                                     the trainer, the publish          deadlines of their own
 
 No deadlock: the sampler waits for nothing but train_loop's publish, and train_loop waits for groups only while the
-tickets of its batch are open to the sampler (that and the staleness bound: orchestrator/buffer.py, docs/staleness.md).
+tickets of its batch are open to the sampler (that and the staleness bound: orchestrator/loop/buffer.py, docs/staleness.md).
 A restarted worker that nobody can fill would wait for a publish while train_loop waits for its groups: wherever
 train_loop waits for groups it publishes to such a worker at once (`_fed`).
 
@@ -42,14 +42,14 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from conf.schema import Relay, RunConfig, SyncMode, TrainMode
-from orchestrator.advantages import build_samples, denominators_of
-from orchestrator.buffer import Batch, GroupBuffer
-from orchestrator.checkpoint import RunState
+from orchestrator.loop.advantages import build_samples, denominators_of
+from orchestrator.loop.buffer import Batch, GroupBuffer
+from orchestrator.files.run_checkpoint import RunState
 from orchestrator.errors import NoReplicasLeft, TrainingStopped
-from orchestrator.relay import publish_by_relay
-from orchestrator.rooms import Rooms, Stopwatch
-from orchestrator.sampler import Sampler
-from orchestrator.telemetry import StepRecord, Value
+from orchestrator.cluster.relay import publish_by_relay
+from orchestrator.loop.ports import Rooms, Stopwatch
+from orchestrator.loop.sampler import Sampler
+from orchestrator.files.telemetry import StepRecord, Value
 from orchestrator.waiting import finish_first, last_attempt, wait_for
 from trainer.step.microbatches import pack
 from trainer.types import OptimStats, Sample

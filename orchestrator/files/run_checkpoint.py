@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import RunConfig
-from orchestrator.buffer import BufferState
+from orchestrator.loop.buffer import BufferState
 from orchestrator.environment import resolve_device
 from orchestrator.errors import CheckpointError
-from orchestrator.run_folder import flatten, to_plain
+from orchestrator.files.run_folder import flatten, to_plain
 from rollout.types import Group, Prompt, Rollout
 
 _FORMAT = 1

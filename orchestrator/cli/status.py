@@ -22,11 +22,11 @@ import yaml
 
 from conf.errors import ConfigError
 from conf.schema import Objective
-from orchestrator.checkpoint import complete_checkpoints, step_of
-from orchestrator.requests import is_alive
-from orchestrator.run_folder import RunFolder
-from orchestrator.run_log import format_s
-from orchestrator.telemetry import read_rows
+from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
+from orchestrator.cluster.control_folder import is_alive
+from orchestrator.files.run_folder import RunFolder
+from orchestrator.files.run_log import format_s
+from orchestrator.files.telemetry import read_rows
 
 NUM_RECENT = 20
 """Steps that means are of."""
@@ -143,7 +143,7 @@ def status_of(run: Path) -> Status:
 
 def draw(run: Path) -> Path:
     """Draw curves.png of a run that goes on, as its end would. Returns the picture's path."""
-    from orchestrator.curves import RL_PANELS, SFT_PANELS, draw_curves
+    from orchestrator.files.curves import RL_PANELS, SFT_PANELS, draw_curves
 
     folder = RunFolder(run.resolve())
     objective = yaml.safe_load(folder.config.read_text())["algorithm"]["objective"]

@@ -1,6 +1,6 @@
 """A PlanReport as words on the screen, as JSON, as a picture, and as a trace for chrome://tracing or Perfetto.
 
-Owns: presentation. Does not own: any number in it (plan_command.py). Callers: `orchestrator.cli`.
+Owns: presentation. Does not own: any number in it (plan_command.py). Callers: `orchestrator.cli.main`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import ConfigError
 
 if TYPE_CHECKING:
-    from orchestrator.plan_command import ModeChoice, PlanReport, RelayChoice
+    from orchestrator.offline.estimate import ModeChoice, PlanReport, RelayChoice
 
 MAX_ROWS = 40
 """Ranks that a picture shows of each side: the first ones; the trace has them all."""

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from orchestrator.run_folder import RunFolder
-from orchestrator.run_log import ProgressLine
+from orchestrator.files.run_folder import RunFolder
+from orchestrator.files.run_log import ProgressLine
 from rollout.types import Group
 from trainer.types import LossStats, OptimStats
 

@@ -27,7 +27,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from conf.errors import ConfigError
 from conf.schema import DataConfig, DType, EngineFormat, Init, ModelConfig
-from orchestrator.model_files import read_hf_config
+from orchestrator.inputs.model_files import read_hf_config
 from rollout.prompts import read_prompts
 from rollout.types import Prompt
 from trainer.spec.families import check_spelling

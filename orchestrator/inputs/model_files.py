@@ -2,7 +2,7 @@
 
 Finds what makes a run die minutes later: a missing shard, an interrupted download, a Git LFS pointer in a file's
 place, a checkpoint of another architecture. The files are read by `weight_sync.disk.safetensors_files`. Callers:
-`orchestrator.preflight`, and the commands that are given a model's folder.
+`orchestrator.inputs.preflight`, and the commands that are given a model's folder.
 """
 
 from __future__ import annotations

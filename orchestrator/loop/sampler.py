@@ -17,10 +17,10 @@ import asyncio
 from dataclasses import replace
 
 from conf.schema import RunConfig, SamplingConfig
-from orchestrator.advantages import is_informative
-from orchestrator.buffer import GroupBuffer, Slot
+from orchestrator.loop.advantages import is_informative
+from orchestrator.loop.buffer import GroupBuffer, Slot
 from orchestrator.errors import TrainingStopped
-from orchestrator.rooms import Rooms
+from orchestrator.loop.ports import Rooms
 from orchestrator.waiting import together, wait_for
 from rollout.types import Group, Prompt
 
