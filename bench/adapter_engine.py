@@ -32,8 +32,8 @@ def slots_of(config: dict[str, Any], args: argparse.Namespace) -> Any:
     """What the engine is told about adapters."""
     from conf.schema import LoraConfig
     from rollout.types import AdapterSlotsSpec
-    from trainer.weights.adapter_names import adapter_tensors, target_modules
     from trainer.spec.model_spec import ModelSpec
+    from trainer.weights.adapter_names import adapter_tensors, target_modules
 
     tensors = ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16")
     lora = LoraConfig(rank=args.rank, alpha=2.0 * args.rank)

@@ -23,7 +23,6 @@ import yaml
 from torch import Tensor
 
 from conf import schema
-from trainer.step.adamw import MOMENTS
 from trainer.kernels.dequant import dequantize_int4_torch
 from trainer.moe.bank import PackedBank
 from trainer.moe.experts import Experts
@@ -31,6 +30,7 @@ from trainer.moe.grouped import GroupedBackend
 from trainer.moe.router import Router, Routing
 from trainer.parallel import local_part
 from trainer.rank import TrainerRank
+from trainer.step.adamw import MOMENTS
 from trainer.types import Denominators, Sample
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -40,13 +40,13 @@ from trainer.kernels.dequant import dequantize_int4, dequantize_mxfp4  # noqa: E
 from trainer.kernels.gather import gather_project, gather_rows  # noqa: E402
 from trainer.kernels.low_rank import add_low_rank, low_rank_gradient  # noqa: E402
 from trainer.kernels.swiglu import InnerAdapter, activate, activate_backward  # noqa: E402
-from trainer.spec.model_spec import ExpertFormat  # noqa: E402
 from trainer.moe import grouped  # noqa: E402
-from trainer.spec.activation import SWIGLU  # noqa: E402
 from trainer.moe.bank import UnpackedSlots  # noqa: E402
 from trainer.moe.dispatch import plan_dispatch  # noqa: E402
 from trainer.moe.experts import Experts  # noqa: E402
 from trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product  # noqa: E402
+from trainer.spec.activation import SWIGLU  # noqa: E402
+from trainer.spec.model_spec import ExpertFormat  # noqa: E402
 
 QWEN3 = {"hidden_size": 2048, "intermediate_size": 768, "num_experts": 128, "top_k": 8}
 KIMI_PART = {"hidden_size": 7168, "intermediate_size": 2048, "num_experts": 48, "top_k": 8}

@@ -46,9 +46,9 @@ from conf.schema import DType  # noqa: E402
 from trainer.kernels import gather, grouped_gemm, low_rank, swiglu  # noqa: E402
 from trainer.kernels.launch import Tiling  # noqa: E402
 from trainer.moe import grouped  # noqa: E402
-from trainer.spec.activation import SWIGLU  # noqa: E402
 from trainer.moe.dispatch import plan_dispatch  # noqa: E402
 from trainer.moe.grouped import GroupedBackend  # noqa: E402
+from trainer.spec.activation import SWIGLU  # noqa: E402
 
 TABLES = ("tilings", "host", "products")
 

@@ -5,12 +5,12 @@
     taskset -c 0 python bench/plan.py --adapter      r=32 adapters of all experts into EP16 slots, nothing else
     python bench/plan.py --layers 2 --experts-per-layer 32 --sources 16 --ep-size 16 --replicas 2   a small one
 
-The trainer's layout is trainer/delivery/planned_layouts.py's. The engine's is written down here by hand from the architecture
-(config.json of Kimi-K2) and vLLM's parallel layers, so that planner and simulator can be judged without an engine: MLA
-with heads split and low-rank projections replicated, shared expert and dense layer split, block-FP8 128x128 weights
-with float32 scales. The engine's own recorded layouts are what `slipstream plan` uses. Prints seconds, memory, balance,
-what the messages of a publish take on this core, and the simulated publish, with what was just measured of its messages
-and without. --out writes a file of bench/results.
+The trainer's layout is trainer/delivery/planned_layouts.py's. The engine's is written down here by hand from the
+architecture (config.json of Kimi-K2) and vLLM's parallel layers, so that planner and simulator can be judged without
+an engine: MLA with heads split and low-rank projections replicated, shared expert and dense layer split, block-FP8
+128x128 weights with float32 scales. The engine's own recorded layouts are what `slipstream plan` uses. Prints
+seconds, memory, balance, what the messages of a publish take on this core, and the simulated publish, with what was
+just measured of its messages and without. --out writes a file of bench/results.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ from bench.runs import environment  # noqa: E402
 from conf.load import load_run_config  # noqa: E402
 from conf.schema import LoraConfig, TrainerConfig  # noqa: E402
 from rollout.layouts.offline_slots import offline_slots  # noqa: E402
-from trainer.weights.adapter_names import adapter_tensors  # noqa: E402
-from trainer.spec.model_spec import ModelSpec  # noqa: E402
 from trainer.delivery.planned_layouts import adapter_source_layouts, source_layouts  # noqa: E402
+from trainer.spec.model_spec import ModelSpec  # noqa: E402
+from trainer.weights.adapter_names import adapter_tensors  # noqa: E402
 from trainer.weights.quantization import BlockFp8  # noqa: E402
-from weight_sync.publish.address_book import AddressBook  # noqa: E402
 from weight_sync.layout import (  # noqa: E402
     Binding,
     Destination,
@@ -52,13 +51,14 @@ from weight_sync.layout import (  # noqa: E402
     SourceLayout,
     TensorMeta,
 )
-from weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
-from weight_sync.simulation.links import LinkRates, place  # noqa: E402
-from weight_sync.plan.plan import TransferPlan, build_plan  # noqa: E402
-from weight_sync.replica.protocol import Begin, Begun, Bound, Commit, Expected, Signer, pack, unpack  # noqa: E402
-from weight_sync.simulation.simulate import simulate  # noqa: E402
 from weight_sync.plan.budget import Staging, reserved_bytes  # noqa: E402
+from weight_sync.plan.plan import TransferPlan, build_plan  # noqa: E402
+from weight_sync.publish.address_book import AddressBook  # noqa: E402
 from weight_sync.publish.sums import Places, Planned, Sums  # noqa: E402
+from weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
+from weight_sync.replica.protocol import Begin, Begun, Bound, Commit, Expected, Signer, pack, unpack  # noqa: E402
+from weight_sync.simulation.links import LinkRates, place  # noqa: E402
+from weight_sync.simulation.simulate import simulate  # noqa: E402
 
 T = TypeVar("T")
 FP8, BF16, F32 = "float8_e4m3fn", "bfloat16", "float32"

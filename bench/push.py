@@ -275,8 +275,8 @@ def measure_publish(checkpoint: Any, config: dict[str, Any], device: str, args: 
 def measure_server(folder: Path, device: str, words: list[str], log: Path) -> float:
     """Seconds until `vllm serve` with these words answers; it is ended then."""
     from conf.schema import Device
-    from rollout.served.servers import SERVER_MODULE, server_environment
     from rollout.served.client import ServedEngine
+    from rollout.served.servers import SERVER_MODULE, server_environment
 
     engine = ServedEngine("http://127.0.0.1:8711")
     command = [sys.executable, "-m", SERVER_MODULE, "--model", str(folder), "--port", "8711"]

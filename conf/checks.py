@@ -1,8 +1,8 @@
 """Rules across sections: one function per rule, each raising one ConfigError. conf/schema/ has those of one section.
 
 Everything here is pure: it sees a RunConfig and no machine, no file. What needs a machine or a file is checked by
-`orchestrator.inputs.preflight`, which calls `check_architecture` again once it has read config.json and knows the device.
-Options that contradict nothing and have no effect are a table of their own: `conf/ignored.py`.
+`orchestrator.inputs.preflight`, which calls `check_architecture` again once it has read config.json and knows the
+device. Options that contradict nothing and have no effect are a table of their own: `conf/ignored.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Presets may set what a run does not use; a user may not. Pure: it sees a RunConfig, the names that a user typed, and
 config.json where it is known: rows about an architecture wait for it.
-Does not own options that contradict each other (`conf/checks.py`). Caller: `conf/load.py`.
+Does not own options that contradict each other (`conf/checks.py`).
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ Every arrow can refuse, always with a ConfigError that says which option, what w
 do. Overrides are checked one by one before Hydra sees them, because only here it is still known who wrote what;
 Hydra's own errors that are left come from YAML files and are translated. Nothing is read but conf/ and the user's
 config folder, nothing is written, and the working directory stays.
-
-Callers: `orchestrator.cli.main`, tests and bench scripts.
 """
 
 from __future__ import annotations

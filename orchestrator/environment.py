@@ -3,9 +3,8 @@
 Owns: what libraries must be told through the environment, as they offer no other way. Does not own: options (conf/),
 nor what the wrapper of one library sets in its own process for what it is about to load (rollout.engine,
 weight_sync.transport.mooncake: they know the engine and the link).
-Invariant: applied by `orchestrator.cli.main` before Ray starts, so that every process of the run inherits the same values. A
-value that the user's shell already holds wins.
-Callers: `orchestrator.cli.main` (apply), `orchestrator.cluster.placement` (the same values for Ray actors), `orchestrator.cli.doctor`.
+Invariant: applied by `orchestrator.cli.main` before Ray starts, so that every process of the run inherits the same
+values. A value that the user's shell already holds wins.
 """
 
 from __future__ import annotations

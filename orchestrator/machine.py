@@ -3,7 +3,6 @@
 Owns: readers of /proc, /sys, /dev and of the NVIDIA tools; each takes what it reads as a parameter, so that tests give
 their own. Does not own: judgements (doctor, preflight).
 Invariant: nothing is started, allocated or changed, and no reader raises because a machine lacks something.
-Callers: `environment`, `preflight`, `doctor`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     files --> processes (trainer ranks, rollout workers, rewards) --> Controller or Finetuner --> export, curves
 
 Owns: what is started, in which order, and that on the way out, whatever the reason, no process of the run is left. Does
-not own: the loop (controller.py, sft.py), where processes live (placement), the run folder's shape (run_folder).
-Invariant: a mistake in a file ends the run before any process exists. Caller: orchestrator.cli, through `run`.
+not own: the loop (controller.py, finetuner.py), where processes live (placement), the run folder's shape (run_folder).
+Invariant: a mistake in a file ends the run before any process exists.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.schema import Objective, RunConfig, SyncMode, TrainMode
-from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint, step_of
-from orchestrator.loop.controller import RAY_CALL_S, Controller
-from orchestrator.inputs.conversations import read_conversations
-from orchestrator.files.curves import SFT_PANELS, draw_curves
-from orchestrator.inputs.model_folder import TextEncoder, complete_export, prepare_model, read_all_prompts
 from orchestrator.cluster.control_folder import alive, answer_requests
-from orchestrator.loop.ports import Rooms
+from orchestrator.cluster.supervisor import Supervisor
+from orchestrator.files.curves import SFT_PANELS, draw_curves
+from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint, step_of
 from orchestrator.files.run_folder import RunFolder, changed_options, open_run_folder, write_description
 from orchestrator.files.run_log import ProgressLine, RunLog
-from orchestrator.loop.finetuner import Finetuner
-from orchestrator.cluster.supervisor import Supervisor
 from orchestrator.files.telemetry import Telemetry
+from orchestrator.inputs.conversations import read_conversations
+from orchestrator.inputs.model_folder import TextEncoder, complete_export, prepare_model, read_all_prompts
+from orchestrator.loop.controller import RAY_CALL_S, Controller
+from orchestrator.loop.finetuner import Finetuner
+from orchestrator.loop.ports import Rooms
 from orchestrator.waiting import together
 from rollout.prompts import Shuffled
 from rollout.rewards.runner import RewardRunner

@@ -3,7 +3,7 @@
 Owns one small process that watches both. A child that is busy with its own work never notices that its parent was
 killed, nor does a thread of it while native code keeps the interpreter (a regular expression that backtracks for ever);
 a signal at the parent's death comes with the end of the thread that started the child, which may be a pool's. The
-kernel tells anybody who holds a pidfd. Callers: reward processes and engine processes, first thing.
+kernel tells anybody who holds a pidfd.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: reading and checking the file (every row, before the run starts) and the order of epochs. Does not own tokenizers
 (an `Encoder` is passed in) nor what is done with a prompt. No torch.
 Invariant: the order is a function of (seed, epoch) and the number of rows alone, so that a cursor is two integers.
-Callers: orchestrator.run makes them; controller.py (training and held-out prompts) and sft.py draw from them.
 
 A row is an object with a `prompt` column (text, or a list of chat messages) and any further columns, which rewards see:
 

@@ -2,10 +2,9 @@
 
 Owns: when the engine may sample (only while every rank holds one committed version), the order of steps around a
 publish, seeds, and text. Does not own the engine's mechanics (`engine.py`), the proof of the bytes
-(`weight_sync.replica.receiver`, in the engine's processes) nor the control socket (`weight_sync.replica.endpoint`, which calls the
-handler methods below one at a time).
+(`weight_sync.replica.receiver`, in the engine's processes) nor the control socket (`weight_sync.replica.endpoint`,
+which calls the handler methods below one at a time).
 Invariant: generate_group() starts requests in phase CLEAN only; tokens are stamped with the version that sampled them.
-Callers: the Ray actor around it (generate_group, offer, pull, adopt), the endpoint (describe ... abort).
 
     pause(v)     no new groups; the engine stands still
     begin(v)     every rank DIRTY -> addresses to write to; KV blocks are dropped while bytes arrive
@@ -39,15 +38,15 @@ from tokenizers import Tokenizer
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from rollout.adapters.adapter_replica import AdapterReplica
-from rollout.engine.engine import ABORTED, Engine
-from rollout.errors import EngineError, ReplicaNotServing
 from rollout.adapters.slot_channel import SlotClients
 from rollout.adapters.slot_leases import PROBE, Adapter
+from rollout.engine.engine import ABORTED, Engine
+from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
-from weight_sync.replica.endpoint import ReplicaEndpoint
 from weight_sync.errors import PlanMismatch
 from weight_sync.gc_freeze import allow_collections, freeze_heap, hold_collections
 from weight_sync.layout import TensorMeta
+from weight_sync.replica.endpoint import ReplicaEndpoint
 from weight_sync.replica.protocol import Bound, EngineRank, Expected, Phase, VersionState, pack, unpack
 from weight_sync.replica.recovery import Offer, Pulled, slowest
 

@@ -28,9 +28,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.errors import LayoutError
-from trainer.spec.model_spec import CORRECTION_BIAS
-from trainer.moe.experts import Experts
 from trainer.moe.expert_placement import expert_shares
+from trainer.moe.experts import Experts
+from trainer.spec.model_spec import CORRECTION_BIAS
 
 if TYPE_CHECKING:
     from trainer.model.decoder import Decoder

@@ -5,7 +5,6 @@ training.
 
 Invariants: host-side agreement runs over a gloo group of its own, so that it never waits behind device work and never
 touches the device; the ranks' meeting point listens on the address that was given and on no other.
-Callers: TrainerRank.
 """
 
 from __future__ import annotations

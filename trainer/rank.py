@@ -12,8 +12,7 @@ Invariant: all ranks make the same calls in the same order, with equally many mi
 collective. Calls that take host-side arguments compare them over the control group first, so that a
 disagreement is an error and not a hang.
 
-Shapes: T packed tokens, N counted tokens, H hidden, V vocabulary. Callers: orchestrator/cluster/actors.py (a Ray
-actor around it).
+Shapes: T packed tokens, N counted tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,23 +37,23 @@ from conf.schema import (
     TrainMode,
     WeightSyncConfig,
 )
-from trainer.weights.adapter_io import load_adapter, save_adapter, save_merged
-from trainer.step.checkpoint_state import read_rank_state, state_layout, write_rank_state
-from trainer.process_group import ControlGroup
 from trainer.delivery.delivery import Delivery
 from trainer.errors import LayoutError, TrainerError
-from trainer.weights.loading import load_weights, open_reader
-from trainer.model.logprobs import token_logprobs
-from trainer.step.loss import CountedTokens, LossAccumulator, PolicyLoss, policy_loss, sft_loss
 from trainer.model.decoder import Decoder, build_decoder
-from trainer.spec.model_spec import ModelSpec
-from trainer.step.optim import ShardedAdamW, TrainableShard
-from trainer.step.microbatches import Microbatch, collate
-from trainer.parallel import ParallelLayout, dense_trainable, expert_trainable, sharded_rows, take_device
-from trainer.weights.quantization import BlockFp8
+from trainer.model.logprobs import token_logprobs
 from trainer.model.reference import ReferencePolicy
-from trainer.types import Denominators, LossStats, OptimStats, Sample
+from trainer.parallel import ParallelLayout, dense_trainable, expert_trainable, sharded_rows, take_device
+from trainer.process_group import ControlGroup
+from trainer.spec.model_spec import ModelSpec
+from trainer.step.checkpoint_state import read_rank_state, state_layout, write_rank_state
+from trainer.step.loss import CountedTokens, LossAccumulator, PolicyLoss, policy_loss, sft_loss
+from trainer.step.microbatches import Microbatch, collate
+from trainer.step.optim import ShardedAdamW, TrainableShard
 from trainer.step.warm_up import made_up_samples
+from trainer.types import Denominators, LossStats, OptimStats, Sample
+from trainer.weights.adapter_io import load_adapter, save_adapter, save_merged
+from trainer.weights.loading import load_weights, open_reader
+from trainer.weights.quantization import BlockFp8
 
 if TYPE_CHECKING:
     from weight_sync.publish.report import PublishReport
@@ -214,8 +213,8 @@ class TrainerRank:
         """Add the gradients of these microbatches to those already there. Peak memory of the device counts from here.
 
         Args:
-            microbatches: this rank's, as `trainer.step.microbatches.pack` assigned them; empty ones take part with a dummy token.
-            denominators: counts of the whole batch, the same on every rank.
+            microbatches: this rank's, as `trainer.step.microbatches.pack` assigned them; empty ones take part with a
+            dummy token. denominators: counts of the whole batch, the same on every rank.
 
         Returns:
             This rank's sums and maxima (see trainer/step/loss.py); the batch's are their sums and maxima over ranks.

@@ -5,7 +5,7 @@
 
 With several ranks, every rank makes the same calls at the same time, each with its own part of the tensors.
 
-Owns: the few calls, and the defaults behind them. Does not own anything that they do: `checkpoint.py`,
+Owns: the few calls, and the defaults behind them. Does not own anything that they do: `safetensors_source.py`,
 `tensor_source.py`, `publisher.py`. Invariant: update() returns when every engine has committed or is named in the
 report; an engine that did not commit does not serve.
 """
@@ -23,15 +23,15 @@ from torch import Tensor
 
 from conf.errors import ConfigError
 from conf.schema import WeightSyncConfig
-from weight_sync.disk.safetensors_source import NUM_THREADS, Checkpoint
 from weight_sync.disk.copies import Held
+from weight_sync.disk.safetensors_source import NUM_THREADS, Checkpoint
+from weight_sync.disk.tensor_source import TensorSource
 from weight_sync.errors import ProtocolError, WeightSyncError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, Region, TensorMeta
 from weight_sync.publish.collectives import Meeting
-from weight_sync.publish.report import PublishReport
 from weight_sync.publish.publisher import Publisher
+from weight_sync.publish.report import PublishReport
 from weight_sync.source import WeightSource
-from weight_sync.disk.tensor_source import TensorSource
 from weight_sync.transport.mooncake import LOOPBACK, MooncakeTransport
 
 Event = Literal["start", "finish"]

@@ -8,9 +8,6 @@ frozen: 256 requests in flight with their log-probabilities cost a full collecti
 publish that let outputs pile up bring one about. So a rollout worker has none from pause to resume.
 
 Frozen garbage is kept for good. So only processes of our own are frozen, never one that merely uses api.py.
-
-Callers of freeze_heap, each once its long-lived objects exist: trainer/rank.py (connect), orchestrator/push/sender_process.py
-(plan), rollout/worker.py and rollout/in_vllm/worker_extension.py (start).
 """
 
 from __future__ import annotations

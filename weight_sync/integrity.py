@@ -1,8 +1,6 @@
 """A 64-bit fingerprint of bytes at a position, which adds up: a parameter's hash is the sum of its parts' hashes.
 
-Owns the definition and its torch form; on CUDA the kernel of `hash_kernel.py` gives the same number. Callers:
-`slots.py` hashes each packed task at its place in the destination parameter, `receiver.py` hashes the parameter
-itself, `publisher.py` adds.
+Owns the definition and its torch form; on CUDA the kernel of `hash_kernel.py` gives the same number.
 
 Definition, for bytes b_0, b_1, ... of a parameter (zero where a range does not reach), little-endian 32-bit words
 w_i = b_4i + 2^8 b_4i+1 + 2^16 b_4i+2 + 2^24 b_4i+3, all arithmetic mod 2^64:

@@ -1,7 +1,7 @@
 """The trainer's side of a publish, as weight_sync sees it: it can write out rectangles of checkpoint tensors.
 
-Owns the protocol only. `trainer/delivery/merged_source.py` implements it over FSDP2 shards and LoRA factors; tests implement
-it over a dict of tensors. Called by `weight_sync.publish.publisher` (layout) and `weight_sync.publish.pipeline` (begin, read, end).
+Owns the protocol only. `trainer/delivery/merged_source.py` implements it over FSDP2 shards and LoRA factors; tests
+implement it over a dict of tensors.
 
 One publish, on every rank alike:
 

@@ -4,7 +4,7 @@
 
 Owns: judgements. Does not own: how facts are read (machine.py), nor checks of one run's options (preflight.py).
 Invariant: looks and never repairs; nothing that it starts outlives it. Libraries that load drivers are imported in a
-child process, because a broken one may abort the process that imports it. Callers: `orchestrator.cli.main`.
+child process, because a broken one may abort the process that imports it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
               130 Ctrl-C  143 SIGTERM  129 SIGHUP (the terminal is gone): the run was wound down
 
 Owns: whose mistake an error was, and the words for it. Does not own: a run's own end, which saves and ends processes
-(controller.py, run.py). Invariant: importing this loads neither torch, Ray nor vLLM. Caller: orchestrator.cli.
+(controller.py, run.py). Invariant: importing this loads neither torch, Ray nor vLLM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Help texts of the `slipstream` command, written from the schema and the YAML files, so that they cannot fall behind.
 
-Owns: words on the screen. Does not own: what exists (conf.options lists it). Callers: `orchestrator.cli.main`, and it
-prints them.
+Owns: words on the screen. Does not own: what exists (conf.options lists it).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ overrides.
 
     words --argparse--> flags, overrides --conf.load--> RunConfig --preflight--> --environment--> run.run
 
-Owns: words and flags. Does not own: how a command ends (cli_exit.py), help (cli_help.py), anything about a run.
+Owns: words and flags. Does not own: how a command ends (exit.py), help (help.py), anything about a run.
 Invariant: importing this module loads neither torch, Ray nor vLLM, and `--help` answers at once.
 """
 
@@ -134,8 +134,8 @@ def _train(words: list[str]) -> int:
         return EXIT_OK
 
     from orchestrator import environment
-    from orchestrator.inputs.preflight import run_preflight
     from orchestrator.inputs.model_folder import resolve_hf_config
+    from orchestrator.inputs.preflight import run_preflight
 
     report = run_preflight(config)
     check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))
@@ -178,9 +178,9 @@ def _plan(words: list[str]) -> int:
         return EXIT_OK
     with _names_missing_packages():
         from conf.load import check_model_reads_overrides, load_run_config
+        from orchestrator.inputs.model_folder import resolve_hf_config
         from orchestrator.offline import estimate as plan_command
         from orchestrator.offline import estimate_report as plan_report
-        from orchestrator.inputs.model_folder import resolve_hf_config
 
     config = load_run_config(overrides, flags.config_dir)
     check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))

@@ -5,7 +5,6 @@
 Owns: what is shown, and of how many steps the means are. Does not own: the numbers (telemetry), the lock (requests).
 Invariant: asks nothing of the run, and writes nothing but the picture that it is asked for; a run that writes meanwhile
 is read up to its last whole row.
-Caller: the command line.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import yaml
 
 from conf.errors import ConfigError
 from conf.schema import Objective
-from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 from orchestrator.cluster.control_folder import is_alive
+from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import format_s
 from orchestrator.files.telemetry import read_rows

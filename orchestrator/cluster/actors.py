@@ -1,7 +1,7 @@
 """What runs inside the processes of a run: a Ray actor around one trainer rank, and one around one rollout worker.
 
 Owns: nothing but the wrapping; the wrapped classes know nothing of Ray. Invariant: torch and vLLM are imported here
-only when an actor starts, in its own process. Callers: placement.py, which places them; handles.py calls them.
+only when an actor starts, in its own process.
 """
 
 from __future__ import annotations

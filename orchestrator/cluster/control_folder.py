@@ -8,7 +8,6 @@ Owns: both ends, and the lock that says whether a run is alive (the kernel drops
 be left behind). Does not own: what a restart does (supervisor.py). Files rather than a port or Ray: whoever may write
 into the run folder may ask, nothing listens, and a cluster whose dashboard or head is busy does not matter.
 Invariant: a request is answered once; one that nobody waits for any more is not carried out.
-Callers: orchestrator.run, the command line.
 """
 
 from __future__ import annotations

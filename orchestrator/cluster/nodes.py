@@ -6,7 +6,6 @@
 Owns: Ray's view of nodes, the checks that only a node itself can answer, ending processes there. Does not own: which
 processes there are (placement.py), what a link is (weight_sync.transport).
 Invariant: nothing here waits longer than NODE_TIMEOUT_S for a node; one that is lost costs a line in the log.
-Callers: placement.py; actors.py for what a process says of itself; handles.py to end a worker's processes.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def _problems(node: str, expected: Mapping[str, str], folder: Path, model: Path 
     try:
         found = _on_node(node, _seen, folder, model)
     except RayError as error:
-        here = Path(__file__).parents[1]
+        here = Path(__file__).parents[2]
         return [f"{name}: cannot run Slipstream's code ({_reason(error)}); install it there at the same path, {here}"]
     problems: list[str] = []
     for what in expected.keys() | found.keys():
@@ -189,7 +188,7 @@ def _seen(folder: Path, model: Path | None) -> dict[str, str]:
 
 
 def _sources() -> list[Path]:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     return [file for room in _ROOMS for file in sorted((root / room).rglob("*.py"))]
 
 

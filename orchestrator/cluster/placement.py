@@ -4,10 +4,9 @@
                          |-------- RolloutActor "rollout-0", ...   each wraps one rollout.worker.RolloutWorker
 
 Owns: Ray's start and end, resources (trainer and rollout never share a GPU), the rendezvous address, and that no
-process outlives the run. Does not own: what runs inside the actors (actors.py), or how they are called (handles.py).
-Invariants: torch and vLLM are imported by the actors, never here; `Cluster.stop` ends every process it started, also
-after an error or an interrupt.
-Caller: orchestrator.run.
+process outlives the run. Does not own: what runs inside the actors (actors.py), or how they are called
+(ray_handles.py). Invariants: torch and vLLM are imported by the actors, never here; `Cluster.stop` ends every
+process it started, also after an error or an interrupt.
 
 A controller that is killed (SIGKILL, out of memory) stops nothing, and yet all ends: the kernel ends Ray's servers with
 their parent, actors end when their raylet is gone, engines and rewards with their owner (rollout.lifeline), all within
@@ -43,17 +42,17 @@ from conf.checks import packing_of
 from conf.errors import ConfigError
 from conf.schema import Device, Objective, RunConfig, SyncMode, TrainMode, TransportKind
 from orchestrator.cluster.actors import RolloutActor, TrainerActor
+from orchestrator.cluster.nodes import check_nodes, describe_nodes, most_gpus_of_a_node, node_after_node, nodes_of
+from orchestrator.cluster.ray_handles import STOP_TIMEOUT_S, RayRolloutWorker, RayTrainerGroup, result_of
 from orchestrator.environment import resolve_device, variables_for_actors
 from orchestrator.errors import OrchestratorError, PlacementError, TrainingStopped
-from orchestrator.cluster.ray_handles import STOP_TIMEOUT_S, RayRolloutWorker, RayTrainerGroup, result_of
-from orchestrator.cluster.nodes import check_nodes, describe_nodes, most_gpus_of_a_node, node_after_node, nodes_of
-from orchestrator.inputs.model_folder import engine_checkpoint
 from orchestrator.files.run_folder import RunFolder
+from orchestrator.inputs.model_folder import engine_checkpoint
 from orchestrator.waiting import together, wait_for
 from rollout.types import AdapterSlotsSpec
-from trainer.weights.adapter_names import adapter_tensors, target_modules
 from trainer.spec.model_spec import ModelSpec
 from trainer.step.warm_up import full_microbatch
+from trainer.weights.adapter_names import adapter_tensors, target_modules
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 Owns: the calls, their time limits, and the translation of Ray's errors. Does not own: processes (placement.py) or what
 they do (actors.py). Invariant: weights never pass through the object store, only batches and rollouts do.
-Callers: placement.py makes them; the controller, the supervisor and sft.py call them.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from conf.errors import SlipstreamError
-from orchestrator.errors import OrchestratorError, TrainingStopped
 from orchestrator.cluster.nodes import ProcessId, end_trees
+from orchestrator.errors import OrchestratorError, TrainingStopped
 from orchestrator.waiting import together, wait_for
 from rollout.types import Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample

@@ -13,7 +13,6 @@ Invariants: a replica is written once or reads once in a publish, never both. A 
 before it was read, is replaced by the node's next replica in the same publish, which nobody has touched; a read that
 fails costs its reader alone. Every call has a deadline, and every round takes a replica of each node that goes on: a
 publish ends after as many rounds as a node has replicas.
-Caller: the controller.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """One rollout worker as the controller's process sees it: what it is asked, where it stands, what is noted about it.
 
 Owns: the protocol of a worker, and the notes. Does not own: who changes a state and when (supervisor.py), who reads
-from whom in a publish (relay.py), or the worker behind the protocol (handles.py).
-
-Callers: supervisor.py, relay.py and their tests.
+from whom in a publish (relay.py), or the worker behind the protocol (ray_handles.py).
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from orchestrator.errors import NoReplicasLeft, WaitTimeout
 from orchestrator.cluster.replicas import Replica, ReplicaState, RolloutHandle
+from orchestrator.errors import NoReplicasLeft, WaitTimeout
 from orchestrator.waiting import wait_for
 from rollout.types import Prompt, Rollout
 from weight_sync.errors import ReplicaDirty

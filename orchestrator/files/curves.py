@@ -1,6 +1,6 @@
 """The picture at the end of a run: curves.png, drawn from metrics.jsonl alone.
 
-Owns: which curves are shown. Does not own: the numbers. Caller: orchestrator.run, after training.
+Owns: which curves are shown. Does not own: the numbers.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@
 Owns: the format above, atomicity, how many are kept, the check of a checkpoint against the options of a resumed run.
 Does not own: what the trainer's files contain.
 Invariant: a folder named step-* was complete when it got its name; a crash at any time leaves the previous one intact.
-Callers: the controller; preflight reads a checkpoint that is to be resumed.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import RunConfig
-from orchestrator.loop.buffer import BufferState
 from orchestrator.environment import resolve_device
 from orchestrator.errors import CheckpointError
 from orchestrator.files.run_folder import flatten, to_plain
+from orchestrator.loop.buffer import BufferState
 from rollout.types import Group, Prompt, Rollout
 
 _FORMAT = 1

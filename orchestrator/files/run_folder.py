@@ -18,7 +18,6 @@
       control/           requests to the run while it goes on (slipstream recover)
 
 Owns: names and creation of these. Does not own: their content (telemetry, checkpoint, prepare write it).
-Caller: orchestrator.run, which hands it on.
 """
 
 from __future__ import annotations

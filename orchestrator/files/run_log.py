@@ -1,7 +1,6 @@
 """Log lines and the progress line of the controller process.
 
 Owns: handlers, format, and the fields that every line carries (step, policy version). Does not own: what is said.
-Callers: orchestrator.run sets it up once a run; `Telemetry` shows progress through it.
 
 On a terminal the progress line stays at the bottom and log lines pass above it. Elsewhere it becomes a plain line at
 most every `PLAIN_EVERY_S` seconds, so that logs of batch systems stay readable. run.log has a line for every step.

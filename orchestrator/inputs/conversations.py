@@ -1,9 +1,9 @@
 """Conversations for supervised fine-tuning: from a JSONL or Parquet file to token sequences and the tokens that count.
 
 Owns: which tokens the model is taught, and the check of every row before the run starts. Does not own files
-(rollout.prompts reads rows) nor the loop (sft.py). No torch.
+(rollout.prompts reads rows) nor the loop (finetuner.py). No torch.
 Invariant: the text of a conversation is exactly what the chat template makes of the whole of it, or prompt + response;
-a token counts when its first character belongs to an assistant's turn. Callers: sft.py, preflight.py.
+a token counts when its first character belongs to an assistant's turn.
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
     {"prompt": "k 3 a =", "response": "a"}            columns: data.prompt_key, data.response_key

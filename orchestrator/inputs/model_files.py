@@ -1,8 +1,7 @@
 """Checks a Hugging Face checkpoint on disk by its headers alone: no weights are read, and torch is not needed.
 
 Finds what makes a run die minutes later: a missing shard, an interrupted download, a Git LFS pointer in a file's
-place, a checkpoint of another architecture. The files are read by `weight_sync.disk.safetensors_files`. Callers:
-`orchestrator.inputs.preflight`, and the commands that are given a model's folder.
+place, a checkpoint of another architecture. The files are read by `weight_sync.disk.safetensors_files`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError
-from weight_sync.layout import TensorMeta
 from weight_sync.disk.safetensors_files import read_index
+from weight_sync.layout import TensorMeta
 
 
 def read_hf_config(folder: Path, subject: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Owns: `hf_config` (the one config that trainer and engines both see), generation_config.json, the character tokenizer.
 Does not own: weights (version 0 comes by publish), nor which architectures exist in detail (trainer.model.spec).
 Invariant: trainer and engines are built from the same config.json; no part of it is filled in by only one of them.
-Callers: orchestrator.run, before Ray is up; preflight, plan_command, placement. Needs `tokenizers`, not torch.
+Needs `tokenizers`, not torch.
 
 The character tokenizer (`model.tokenizer=characters`) has one token per character and four special tokens:
 

@@ -5,7 +5,6 @@
 Owns: what depends on this machine or on files. Does not own: rules between options alone (conf.checks).
 Invariant: reads only; no torch, no Ray; seconds, unless a large checkpoint is to be resumed, which is read whole. Every
 problem is found in one go, so that nobody repairs one to meet the next.
-Callers: `orchestrator.cli.main`; `train --dry-run` prints the report.
 """
 
 from __future__ import annotations
@@ -29,10 +28,11 @@ from conf.checks import (
 from conf.errors import ConfigError, SlipstreamError
 from conf.schema import Device, Init, Objective, RunConfig, TrainMode, TransportKind
 from orchestrator import machine
-from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
-from orchestrator.inputs.conversations import Conversation, read_conversations
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
+from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
+from orchestrator.files.run_folder import RunFolder
+from orchestrator.inputs.conversations import Conversation, read_conversations
 from orchestrator.inputs.model_files import check_checkpoint_files
 from orchestrator.inputs.model_folder import (
     CHARACTERS,
@@ -44,7 +44,6 @@ from orchestrator.inputs.model_folder import (
     resolve_hf_config,
     save_character_tokenizer,
 )
-from orchestrator.files.run_folder import RunFolder
 from rollout.errors import DataError
 from rollout.prompts import read_prompts
 from rollout.rewards.runner import check_reward

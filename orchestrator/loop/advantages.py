@@ -3,7 +3,6 @@
 Owns: rewards -> advantages -> `trainer.types.Sample`. Does not own: what a response is worth, or the loss.
 Invariants: a rollout without a reward never reaches the trainer; a group's advantages sum to zero (up to rounding),
 those of its samples need not: algorithm.mask_truncated leaves some out.
-Caller: the controller's train loop.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: which group belongs to which batch (tickets), when the next group may start, and the check at consumption.
 Does not own: sampling, rewards, versions of workers. Pure asyncio: one Condition, no threads, no clock.
-Callers: the controller's rollout loop (`admit`, `put`) and train loop (`take_batch`, `open_next`).
 
     admit() -> Slot --> ... sample, reward ... --> put(slot, group)
       |  waits while ticket >= (opened + S + 1) * P           |

@@ -15,9 +15,9 @@
                                     the trainer, the publish          deadlines of their own
 
 No deadlock: the sampler waits for nothing but train_loop's publish, and train_loop waits for groups only while the
-tickets of its batch are open to the sampler (that and the staleness bound: orchestrator/loop/buffer.py, docs/staleness.md).
-A restarted worker that nobody can fill would wait for a publish while train_loop waits for its groups: wherever
-train_loop waits for groups it publishes to such a worker at once (`_fed`).
+tickets of its batch are open to the sampler (that and the staleness bound: orchestrator/loop/buffer.py,
+docs/staleness.md). A restarted worker that nobody can fill would wait for a publish while train_loop waits for its
+groups: wherever train_loop waits for groups it publishes to such a worker at once (`_fed`).
 
 Owns: the order of things; when to publish, evaluate, save and stop. Does not own: how groups are sampled and judged
 (sampler), what is started and ended around it (run), where processes live (placement), who serves (supervisor), what a
@@ -27,7 +27,7 @@ algorithm.max_staleness_steps is trained on; every step that the optimizer saw h
 `step`, `policy_version` and the buffer agree whenever a batch or an evaluation is awaited. A failure of sampling is
 raised there and nowhere else, so the run's state is saved before it ends the run; a failure of the trainer leaves
 nothing to save, and the run ends with the last checkpoint. A run that is told to end ends its step first, and is saved.
-Needs neither torch nor vLLM in its process. Caller: orchestrator.run.
+Needs neither torch nor vLLM in its process.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from conf.schema import Relay, RunConfig, SyncMode, TrainMode
+from orchestrator.cluster.relay import publish_by_relay
+from orchestrator.errors import NoReplicasLeft, TrainingStopped
+from orchestrator.files.run_checkpoint import RunState
+from orchestrator.files.telemetry import StepRecord, Value
 from orchestrator.loop.advantages import build_samples, denominators_of
 from orchestrator.loop.buffer import Batch, GroupBuffer
-from orchestrator.files.run_checkpoint import RunState
-from orchestrator.errors import NoReplicasLeft, TrainingStopped
-from orchestrator.cluster.relay import publish_by_relay
 from orchestrator.loop.ports import Rooms, Stopwatch
 from orchestrator.loop.sampler import Sampler
-from orchestrator.files.telemetry import StepRecord, Value
 from orchestrator.waiting import finish_first, last_attempt, wait_for
 from trainer.step.microbatches import pack
 from trainer.types import OptimStats, Sample

@@ -3,7 +3,7 @@
     conversations --shuffled, epoch after epoch--> sequences_per_step of them --pack--> trainer ranks --> one row a step
 
 Owns: the order of things in such a run. Does not own: the trainer (trainer/), where it lives (placement), which tokens
-count (conversations), rows (telemetry), what is started and ended around it. Caller: orchestrator.run.
+count (conversations), rows (telemetry), what is started and ended around it.
 Invariant: one iteration = one optimizer step, as in controller.py; a resumed run continues with the next conversation.
 """
 
@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.schema import RunConfig, TrainMode
+from orchestrator.errors import TrainingStopped
+from orchestrator.files.run_checkpoint import CheckpointStore, RunState
+from orchestrator.files.telemetry import StepRecord, Telemetry, Value
+from orchestrator.inputs.conversations import Conversation
 from orchestrator.loop.advantages import denominators_of
 from orchestrator.loop.buffer import BufferState
-from orchestrator.files.run_checkpoint import CheckpointStore, RunState
 from orchestrator.loop.controller import LAST_STEP_S, MAX_REFUSED_STEPS, SAVE_S
-from orchestrator.inputs.conversations import Conversation
-from orchestrator.errors import TrainingStopped
 from orchestrator.loop.ports import Stopwatch
-from orchestrator.files.telemetry import StepRecord, Telemetry, Value
 from orchestrator.waiting import finish_first, last_attempt
 from rollout.prompts import Shuffled
 from trainer.step.microbatches import pack

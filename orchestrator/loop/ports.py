@@ -2,7 +2,6 @@
 
 Owns: the protocols and `Rooms`, the bundle of them. Does not own any behaviour beyond a stopwatch, nor the protocol of
 a rollout worker (replicas.py).
-Callers: the controller and its tests; handles.py, placement.py, supervisor.py and rollout/ provide the implementations.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from orchestrator.files.run_checkpoint import CheckpointStore
 from orchestrator.cluster.supervisor import Supervisor
+from orchestrator.files.run_checkpoint import CheckpointStore
 from orchestrator.files.telemetry import Telemetry, Value
 from rollout.types import Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample

@@ -8,7 +8,6 @@ Owns: how many groups are in flight over both kinds (`rollout.max_concurrent_gro
 ways in which sampling is pointless: a reward that judges nothing, prompts that tell nothing. Does not own: when an
 evaluation is due (controller), which group belongs to which batch (buffer), who serves (supervisor).
 Invariant: a group that cannot be had ends `run` and is raised by the buffer, between two steps, and nowhere else.
-Caller: the controller.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import asyncio
 from dataclasses import replace
 
 from conf.schema import RunConfig, SamplingConfig
+from orchestrator.errors import TrainingStopped
 from orchestrator.loop.advantages import is_informative
 from orchestrator.loop.buffer import GroupBuffer, Slot
-from orchestrator.errors import TrainingStopped
 from orchestrator.loop.ports import Rooms
 from orchestrator.waiting import together, wait_for
 from rollout.types import Group, Prompt

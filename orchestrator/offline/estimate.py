@@ -5,10 +5,9 @@
         +--rollout.offline_layout--> engine layouts-+        link rates, placement, faults: flags of the command
 
 Owns: joining the two sides' layouts for a cluster that need not exist, and the estimates of memory. Does not own: the
-plan, the time model (weight_sync), words and pictures (plan_report.py).
+plan, the time model (weight_sync), words and pictures (estimate_report.py).
 
 Invariant: starts no trainer, engine or Ray, touches no GPU; needs no part of the cluster that it plans.
-Callers: `orchestrator.cli.main`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_confi
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import offline_layouts
 from rollout.layouts.offline_slots import offline_slots
-from trainer.weights.adapter_names import adapter_tensors
-from trainer.spec.model_spec import ModelSpec
 from trainer.delivery.planned_layouts import (
     TrainerMemory,
     adapter_elements,
@@ -36,14 +33,16 @@ from trainer.delivery.planned_layouts import (
     temporary_bytes,
     trainer_memory,
 )
+from trainer.spec.model_spec import ModelSpec
+from trainer.weights.adapter_names import adapter_tensors
 from trainer.weights.quantization import BlockFp8
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, SourceLayout
-from weight_sync.simulation.links import Faults, LinkRates, Placement, place
+from weight_sync.plan.budget import Staging, reserved_bytes
 from weight_sync.plan.plan import PlanSummary, TransferPlan, build_plan
+from weight_sync.simulation.links import Faults, LinkRates, Placement, place
 from weight_sync.simulation.simulate import Simulation, simulate
 from weight_sync.simulation.simulate_relay import neighbours, relay_s, written_alone
-from weight_sync.plan.budget import Staging, reserved_bytes
 
 SEEN_NIC_BYTES_S = 44e9
 """What others report of a 400 Gb/s NIC in one-sided writes; 50e9 is its line rate."""
@@ -429,7 +428,8 @@ def adapter_slot_bytes(spec: ModelSpec, lora: LoraConfig, tp_size: int, *, is_sp
 
 
 def shared_a_bytes(spec: ModelSpec, lora: LoraConfig, tp_size: int, *, is_split: bool) -> int:
-    """Bytes of a slot that do not cross a link: up's A of every expert, which is gate's (rollout/in_vllm/adapter_slots.py)."""
+    """Bytes of a slot that do not cross a link: up's A of every expert, which is gate's
+    (rollout/in_vllm/adapter_slots.py)."""
     if spec.moe is None or not lora.experts:
         return 0
     num_layers = sum(spec.is_moe_layer(layer) for layer in range(spec.num_layers))

@@ -1,6 +1,6 @@
 """A PlanReport as words on the screen, as JSON, as a picture, and as a trace for chrome://tracing or Perfetto.
 
-Owns: presentation. Does not own: any number in it (plan_command.py). Callers: `orchestrator.cli.main`.
+Owns: presentation. Does not own: any number in it (estimate.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     MODEL/config.json, headers of its safetensors or trainer.model.spec --> rollout.offline_layout --> cache, figures
 
 Owns: where the list of checkpoint tensors comes from, and the figures. Does not own the recording or its cache
-(`rollout.layouts.offline_layout`). Callers: `orchestrator.cli.main`.
+(`rollout.layouts.offline_layout`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from orchestrator.inputs.model_files import read_hf_config
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import cached_file, engine_version, offline_layouts
 from trainer.spec.model_spec import ModelSpec
+from weight_sync.disk.safetensors_files import read_index, tensor_metas
 from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.record.layout_wire import layouts_digest, layouts_to_bytes
-from weight_sync.disk.safetensors_files import read_index, tensor_metas
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,10 @@
     --to URL     engines that run ----------------------+         ^
                  ranks: read the disk, each its share; plan ------+
 
-Owns: the order of these, and progress. Does not own a rank (`push_rank.py`), a server (`rollout.served.servers`,
-`rollout.served.client`), the publish, or what is said at the end (`push_report.py`). Invariant: an engine is resumed only
-after every byte of the checkpoint was proven in the memory of all its ranks; one that was not stays paused and is
+Owns: the order of these, and progress. Does not own a rank (`sender_process.py`), a server (`rollout.served.servers`,
+`rollout.served.client`), the publish, or what is said at the end (`push_report.py`). Invariant: an engine is resumed
+only after every byte of the checkpoint was proven in the memory of all its ranks; one that was not stays paused and is
 named. Until the first rank may write, an engine that served goes on serving whatever fails.
-Callers: `orchestrator.cli.main`.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from conf.errors import ConfigError
 from conf.schema import Device, DType
 from conf.tensor_parallel import check_tp_size_fits_model
 from orchestrator.environment import resolve_device
-from orchestrator.machine import count_gpus, is_port_free, list_rdma_nics
 from orchestrator.inputs.model_files import read_hf_config
-from orchestrator.push.sender_process import RankOptions, RankProcess
+from orchestrator.machine import count_gpus, is_port_free, list_rdma_nics
 from orchestrator.push.push_report import PushReport, check_all_serve, describe
+from orchestrator.push.sender_process import RankOptions, RankProcess
 from rollout.errors import EngineError
-from rollout.served.servers import ServerOptions, ServerProcess
 from rollout.layouts.offline_layout import offline_layouts
 from rollout.served.client import LOOPBACK, Rendezvous, ServedEngine, is_own_address
+from rollout.served.servers import ServerOptions, ServerProcess
+from weight_sync.disk.safetensors_files import read_index, tensor_metas
 from weight_sync.layout import DestLayout
 from weight_sync.record.layout_wire import layouts_digest
-from weight_sync.disk.safetensors_files import read_index, tensor_metas
 
 T = TypeVar("T")
 POLL_S = 0.05

@@ -1,6 +1,6 @@
 """What `slipstream push` did: the figures of a run, in words, and whether every engine serves.
 
-Callers: push_command.py, which fills it. Plain data.
+Plain data.
 """
 
 from __future__ import annotations

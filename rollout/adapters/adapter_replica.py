@@ -14,12 +14,11 @@ A restarted worker takes the newest version from another worker's slot instead, 
 
 Owns: that order, the policy for busy slots, and the probe: before the first version, noise in the factors of each kind
 of module must change what the engine says. (An engine that silently ignores the adapters of experts is the commonest
-fault of this mode, and no hash can see it.) Does not own: the table (slots.py), the engine (engine.py), the proof of
-the bytes (weight_sync).
+fault of this mode, and no hash can see it.) Does not own: the table (slot_leases.py), the engine (engine.py), the
+proof of the bytes (weight_sync).
 Invariants: the engine is never paused; one request reads one slot from its first token to its last, unless its version
 was evicted; a group is evicted any number of times and yet ends; a publish that fails costs the version that was being
 written and nothing else.
-Callers: worker.py (sample, and the way back of a restarted worker), weight_sync.endpoint (the rest, one at a time).
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
-from rollout.engine.engine import ABORTED, Engine
-from rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
 from rollout.adapters.slot_channel import SlotClients
 from rollout.adapters.slot_leases import PROBE, Adapter, SlotTable
+from rollout.engine.engine import ABORTED, Engine
+from rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
 from rollout.types import Rollout
 from weight_sync.replica.protocol import Bound, EngineRank, Expected, pack, unpack
 from weight_sync.replica.recovery import Offer, Pulled, slowest

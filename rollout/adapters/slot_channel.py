@@ -8,7 +8,6 @@ publish into an adapter slot makes three. What they do needs no step to end: not
 
 Owns the sockets, which live in a folder that only this user may enter (so nothing is signed), request numbers, and the
 deadline of a call. Does not own what a call does (rollout/in_vllm/adapter_slots.py). Values are msgpack, never pickle.
-Callers: weight_receiver.py serves, adapter_replica.py calls.
 """
 
 from __future__ import annotations

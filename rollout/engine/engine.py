@@ -2,7 +2,7 @@
 
 Owns: requests, version stamps, calls to the engine's ranks. Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in
 common. Does not own what vLLM is told at its start (`engine_options.py`), the protocol of a publish (`worker.py`) nor
-the weights (`weight_receiver.py`, `post_load.py`, `load_time.py` and `adapter_slots.py`, inside the engine's
+the weights (`worker_extension.py`, `post_load.py`, `load_time.py` and `adapter_slots.py`, inside the engine's
 processes). With these and `meta_engine.py` (an engine without weights, for plans), the only importer of vLLM, by
 start(), so that importing this module is cheap.
 Invariant: a token's stamp is the version whose weights sampled it. Why no stamp can be wrong:
@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
-from rollout.engine.engine_options import SOCKETS_VARIABLE, engine_arguments, engine_environment
-from rollout.errors import EngineDied, EngineError, error_class
-from rollout.die_with_owner import OWNER_VARIABLE
 from rollout.adapters.slot_leases import Adapter
+from rollout.die_with_owner import OWNER_VARIABLE
+from rollout.engine.engine_options import SOCKETS_VARIABLE, engine_arguments, engine_environment
 from rollout.engine.start_failure import OutputSince, why_it_failed
+from rollout.errors import EngineDied, EngineError, error_class
 from rollout.types import AdapterSlotsSpec, Rollout
 
 if TYPE_CHECKING:

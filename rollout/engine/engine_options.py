@@ -1,7 +1,6 @@
 """What vLLM is told before it starts: environment and arguments of an engine, on either device.
 
-Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Pure: starts nothing and imports no vLLM. Callers:
-engine.py, meta_engine.py (an engine without weights), fleet.py (the user's own `vllm serve`).
+Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Pure: starts nothing and imports no vLLM.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: finding it where stdout and stderr are files, and the line of it that says why. Does not own whose files these are
 (Ray's of a worker, a server's own). An engine fails in a process of its own, which writes the reason and ends; whoever
-waits for it learns no more than "See root cause above". Callers: engine.py, fleet.py.
+waits for it learns no more than "See root cause above".
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ same in each), a Receiver a slot, the copy of what gate and up share, and noise 
 Does not own: which slot is free or which version it holds
 (rollout/adapters/slot_leases.py, in the rollout worker), pausing (nobody pauses).
 Invariant: after a commit a slot holds the bytes that vLLM would have left there, had it loaded the adapter from disk.
-Caller: weight_receiver.py.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from vllm.lora.request import LoRARequest
 
 from rollout.errors import UnsupportedWeights
 from weight_sync.layout import DestLayout, PostLoad, TensorMeta
+from weight_sync.record.recorder import record_layout
 from weight_sync.replica.protocol import Bound, EngineRank, Expected, pack, unpack
 from weight_sync.replica.receiver import Receiver
-from weight_sync.record.recorder import record_layout
 from weight_sync.replica.recovery import Offer, make_offer, pull, release
 from weight_sync.transport.base import Transport
 
@@ -118,8 +117,8 @@ class AdapterSlots:
 def with_shared_a(layout: DestLayout) -> DestLayout:
     """The layout of a slot whose gate and up projections of experts have one A: it crosses the link once.
 
-    vLLM keeps an A for each; a trainer of this product has one (trainer/weights/adapter_names.py). The second is a quarter of
-    an expert adapter's bytes: it is derived from the first at commit, by a copy in device memory.
+    vLLM keeps an A for each; a trainer of this product has one (trainer/weights/adapter_names.py). The second is a
+    quarter of an expert adapter's bytes: it is derived from the first at commit, by a copy in device memory.
     """
     names = {param.name: param for param in layout.params}
     shared = {

@@ -12,8 +12,6 @@ Owns: putting such parameters into a model for the time of a recording. Does not
 
 Invariant: a parameter under this context is the memory of the live one, with its dtype, shape and strides at load time,
 which are those of the live one; a live parameter is never changed.
-
-Callers: weight_receiver.py.
 """
 
 from __future__ import annotations

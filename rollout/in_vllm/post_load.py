@@ -1,7 +1,7 @@
 """What vLLM did to each weight after its loader had written it, and how a commit does the same again.
 
     linear, embedding, norm, router       identity. On CPUs vLLM would copy linear weights into private packed buffers
-                                          and empty the parameter; weight_receiver.py switches that off
+                                          and empty the parameter; worker_extension.py switches that off
     block-FP8 linear: weight and scales   identity with the Triton and Cutlass kernels. DeepGEMM requantizes to powers
                                           of two and moves the scales: refused
     experts, Triton kernels               identity: (E, 2I, H) with gate rows first, and (E, H, I); block-FP8 alike
@@ -19,8 +19,6 @@ and which engine options rule out writing in place. Does not own recording (weig
 
 Invariant: after a commit that followed these forms, a parameter holds the bytes that vLLM's own loading of the same
 checkpoint would have left there, at the address it always had.
-
-Callers: weight_receiver.py, meta_engine.py.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 vLLM mixes `WeightReceiver` into its worker class (worker_extension_cls); `Engine.call_ranks` calls its methods on all
 ranks.
 Owns: recording the layout of a live engine rank, and handing its memory and hooks to a Receiver. Does not own the
-protocol (`weight_sync.replica.receiver`), nor what vLLM does to a weight after loading, or the refusal of a form that one-sided
-writes cannot fill (`post_load.py`).
+protocol (`weight_sync.replica.receiver`), nor what vLLM does to a weight after loading, or the refusal of a form
+that one-sided writes cannot fill (`post_load.py`).
 Invariant: a parameter that is accepted holds, after a commit, the bytes that vLLM's own loader would have left there.
 """
 
@@ -26,19 +26,19 @@ from vllm.config import set_current_vllm_config
 
 from conf.errors import SlipstreamError
 from conf.schema import TransportKind
-from rollout.in_vllm.adapter_slots import AdapterSlots, own_stream, slot_buffers, without_adapters
+from rollout.adapters.slot_channel import SlotServer, socket_address
 from rollout.die_with_owner import OWNER_VARIABLE, end_with
+from rollout.in_vllm.adapter_slots import AdapterSlots, own_stream, slot_buffers, without_adapters
 from rollout.in_vllm.load_time import load_time_parameters
 from rollout.in_vllm.post_load import Forms, readable, refuse_unwritable
-from rollout.adapters.slot_channel import SlotServer, socket_address
 from weight_sync.gc_freeze import freeze_heap
 from weight_sync.layout import TensorMeta
 from weight_sync.record.layout_wire import layouts_digest
+from weight_sync.record.recorder import record_layout
+from weight_sync.record.repeated_layers import record_repeating
 from weight_sync.replica.protocol import Bound, Expected, pack, unpack
 from weight_sync.replica.receiver import Receiver
-from weight_sync.record.recorder import record_layout
 from weight_sync.replica.recovery import Offer, make_offer, pull, release
-from weight_sync.record.repeated_layers import record_repeating
 from weight_sync.transport.mooncake import MooncakeTransport
 
 # At import, because vLLM imports its worker extension just before it loads the model, and both decisions are made while

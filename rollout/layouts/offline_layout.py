@@ -7,8 +7,6 @@
 
 Owns: the cache, and the process that fills it. Does not own: the recording (meta_engine.py, which imports vLLM;
 weight_sync.recorder). Invariant: equal keys have equal layouts, so a cached file is never out of date.
-
-Callers: orchestrator/offline/estimate.py, orchestrator/offline/record.py, orchestrator/push/command.py.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import Device, DType
+from rollout.die_with_owner import OWNER_VARIABLE
 from rollout.engine.engine_options import engine_environment
 from rollout.errors import EngineError
-from rollout.die_with_owner import OWNER_VARIABLE
 from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes
 
@@ -159,7 +157,7 @@ def _record(request: str) -> tuple[DestLayout, ...]:
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         asked, answered = Path(folder) / "request.json", Path(folder) / "layouts"
         asked.write_text(request)
-        root = str(Path(__file__).parent.parent)
+        root = str(Path(__file__).parents[2])
         env = engine_environment(Device.cpu) | {"VLLM_LOGGING_LEVEL": "ERROR"} | dict(os.environ)
         env[OWNER_VARIABLE] = str(os.getpid())  # it ends with this process, however this one ends
         env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])

@@ -11,7 +11,7 @@ vLLM's stacked LoRA tensors follow from the factors and the parallel sizes alone
 Gate and up of an expert share one A in this product: the second copy is derived, as in adapter_slots.py.
 
 Owns: those rules. Does not own the shapes of factors (the caller's), nor a live engine's layout, which is what a
-publish uses. Callers: orchestrator/offline/estimate.py.
+publish uses.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: the reward processes, their deadlines and replacement, and what a reward is told. Does not own what a reward is
 (`function.py`) nor what a missing reward means (the advantage leaves the sample out).
 Invariant: score_group() returns one entry per rollout, in order, whatever the reward does.
-Callers: orchestrator.run makes it, the controller calls it.
 
     score_group --sample--> free process --> score
                               |  raised, not_a_number: the process goes on

@@ -2,7 +2,7 @@
 
     vllm serve MODEL --load-format dummy --weight-transfer-config '{"backend": "slipstream"}'
 
-    sender (served.py, api.py)              vLLM's API                      one engine rank: this file
+    sender (client.py, api.py)              vLLM's API                      one engine rank: this file
       init_weight_transfer_engine  ----->   on every rank  ----->   record the layout, register memory, open an endpoint
       <-- ZMQ: rank, endpoint or error ---------------------------  report it to the sender, signed with its key
       pause, start_weight_update   ----->   on every rank  ----->   the endpoint may begin
@@ -13,7 +13,7 @@
 Every rank is a replica of its own to the publisher: vLLM hands a backend one rank and no way to call the others. The
 engine is resumed only after all of its ranks have finished, so that they serve one version or none.
 
-Owns the life of one rank's endpoint and its thread. Does not own recording (`weight_receiver.py`) nor the protocol.
+Owns the life of one rank's endpoint and its thread. Does not own recording (`worker_extension.py`) nor the protocol.
 Invariant: bytes change between start_weight_update and finish_weight_update alone, while vLLM runs no step.
 """
 
@@ -37,9 +37,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rollout.errors import EngineError, error_class
+from rollout.in_vllm.worker_extension import WeightReceiver, timed
 from rollout.served.client import RankReport
 from rollout.served.vllm_plugin import register
-from rollout.in_vllm.worker_extension import WeightReceiver, timed
 from weight_sync.replica.endpoint import ReplicaEndpoint
 from weight_sync.replica.protocol import Bound, EngineRank, Expected, pack, unpack
 

@@ -1,7 +1,7 @@
 """A vLLM that somebody serves, from outside: its control API over HTTP, and where its ranks report.
 
 Owns the requests of one weight update and the order they need, and the socket on which engine ranks say where their
-endpoints are. Does not own the bytes (`weight_sync.api`) nor the engine's side (`transfer_engine.py`). No vLLM here.
+endpoints are. Does not own the bytes (`weight_sync.api`) nor the engine's side (`backend.py`). No vLLM here.
 
     attach      /init_weight_transfer_engine   every rank reports its endpoint, or why it cannot be written
     start       /pause?mode=keep, /start_weight_update

@@ -1,6 +1,6 @@
 """vLLM servers that start with dummy weights and wait for the first publish.
 
-Owns: their command line, environment, log files and end. Does not own what they are sent (`served.py` asks them,
+Owns: their command line, environment, log files and end. Does not own what they are sent (`client.py` asks them,
 `weight_sync.api` sends). Invariant: a server that this process started ends with it, however it ends: the server's
 engine processes watch it (`lifeline`), and stop() ends the whole process group.
 """
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema import Device
-from rollout.engine.engine_options import CPU_KV_CACHE_BYTES, SOCKETS_VARIABLE, engine_environment
-from rollout.errors import EngineError
 from rollout.die_with_owner import OWNER_VARIABLE
-from rollout.served.client import ServedEngine
+from rollout.engine.engine_options import CPU_KV_CACHE_BYTES, SOCKETS_VARIABLE, engine_environment
 from rollout.engine.start_failure import cause_in
+from rollout.errors import EngineError
+from rollout.served.client import ServedEngine
 from rollout.served.vllm_plugin import BACKEND
 
 STOP_TIMEOUT_S = 15.0
@@ -125,7 +125,7 @@ class ServerProcess:
 
 def server_environment(device: Device, gpus: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Of one server: vLLM's development routes, our package on the path, the GPUs, whom to live with."""
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     chosen = engine_environment(device) | dict(environ)
     chosen |= {"VLLM_SERVER_DEV_MODE": "1", OWNER_VARIABLE: str(os.getpid())}
     chosen["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])

@@ -1,8 +1,7 @@
 """vLLM's plugin entry point: makes `--weight-transfer-config '{"backend": "slipstream"}'` known to every vLLM process.
 
 Owns the registration alone: a name, and where the class is. vLLM calls register() in each of its processes, also in
-those of engines that use another backend, so nothing else is imported or changed here. Called by vLLM (pyproject.toml,
-`vllm.general_plugins`) and by transfer_engine.py, where the package is not installed.
+those of engines that use another backend, so nothing else is imported or changed here.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker
 from weight_sync.errors import IntegrityError
 from weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
-from weight_sync.publish.report import PublishReport
 from weight_sync.publish.publisher import Publisher
+from weight_sync.publish.report import PublishReport
 from weight_sync.transport.mooncake import MooncakeTransport
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]

@@ -25,8 +25,8 @@ from conf.schema import Device
 from orchestrator.machine import next_free_port
 from rollout.engine.engine_options import engine_environment
 from rollout.errors import EngineError
-from rollout.served.servers import SERVER_MODULE
 from rollout.served.client import Rendezvous, ServedEngine
+from rollout.served.servers import SERVER_MODULE
 from weight_sync.disk.safetensors_files import read_index, tensor_metas
 
 pytest.importorskip("vllm")

@@ -77,8 +77,8 @@ def main(model: str, tp_size: int, expert_parallel: bool, folder: Path) -> None:
     from conf.schema import Device, DType, RolloutConfig, SamplingConfig
     from rollout.engine.engine_options import engine_arguments
     from rollout.in_vllm.load_time import load_time_parameters
-    from rollout.layouts.meta_engine import as_rank
     from rollout.in_vllm.post_load import Forms
+    from rollout.layouts.meta_engine import as_rank
     from weight_sync.layout import PostLoad, TensorMeta
     from weight_sync.record.recorder import record_layout
 

@@ -22,7 +22,9 @@ NUM_BYTES = 3 << 20
 TIMEOUT_S = 2.0
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "fakes.publish", "weight_sync.publish.publisher", "weight_sync.transport.mooncake"])
+CONTEXT.set_forkserver_preload(
+    ["torch", "fakes.publish", "weight_sync.publish.publisher", "weight_sync.transport.mooncake"]
+)
 
 
 class Peer(Protocol):

@@ -18,13 +18,13 @@ from typing import Any
 from rich.console import Console
 
 from conf.schema import AlgorithmConfig, RolloutConfig, RunConfig, RunSection, SamplingConfig
+from orchestrator.cluster.supervisor import Supervisor
 from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
-from orchestrator.loop.controller import Controller
-from orchestrator.loop.ports import Rooms
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
-from orchestrator.cluster.supervisor import Supervisor
 from orchestrator.files.telemetry import Telemetry, read_rows
+from orchestrator.loop.controller import Controller
+from orchestrator.loop.ports import Rooms
 from rollout.types import Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 from weight_sync.errors import PlanMismatch

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from weight_sync.replica.endpoint import ReplicaEndpoint
 from weight_sync.layout import (
     DestLayout,
     Fill,
@@ -27,9 +26,10 @@ from weight_sync.layout import (
     SourceShard,
     TensorMeta,
 )
+from weight_sync.publish.sums import Planned
+from weight_sync.replica.endpoint import ReplicaEndpoint
 from weight_sync.replica.protocol import Bound, EngineRank, Expected
 from weight_sync.replica.receiver import Receiver
-from weight_sync.publish.sums import Planned
 from weight_sync.transport.base import Transport
 
 KEY = b"0123456789abcdef-test-key"

@@ -27,10 +27,10 @@ import torch
 from conf.schema import WeightSyncConfig
 from fakes.publish import KEY, NUM_ENGINE_RANKS, DictSource, PlainEngine
 from fakes.stopped import stop_process
-from weight_sync.replica.endpoint import ReplicaEndpoint
 from weight_sync.errors import WeightSyncError
-from weight_sync.publish.report import PublishReport
 from weight_sync.publish.publisher import Publisher
+from weight_sync.publish.report import PublishReport
+from weight_sync.replica.endpoint import ReplicaEndpoint
 from weight_sync.replica.recovery import Offer, make_offer, pull, release
 from weight_sync.transport.mooncake import MooncakeTransport
 
@@ -40,7 +40,9 @@ STEP_TIMEOUT_S = 60
 SYNC_TIMEOUT_S = 10.0
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "fakes.publish", "weight_sync.publish.publisher", "weight_sync.transport.mooncake"])
+CONTEXT.set_forkserver_preload(
+    ["torch", "fakes.publish", "weight_sync.publish.publisher", "weight_sync.transport.mooncake"]
+)
 
 
 # ---- what runs in the replica processes ----

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from weight_sync.disk.safetensors_source import Checkpoint
+from weight_sync.disk.tensor_source import TensorSource
 from weight_sync.layout import Region
 from weight_sync.publish.packing import PackedRead
-from weight_sync.disk.tensor_source import TensorSource
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,6 @@ from triton.runtime.jit import JITFunction
 
 from conf.schema import LoraConfig, TrainMode
 from trainer.kernels.groups import RowGroups
-from trainer.weights.loading import CHUNK_ELEMENTS, fill_uniform, stream_key
 from trainer.model.attend import (
     KeptAttention,
     PackedSequences,
@@ -32,6 +31,7 @@ from trainer.model.attend import (
 )
 from trainer.moe import grouped
 from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
+from trainer.weights.loading import CHUNK_ELEMENTS, fill_uniform, stream_key
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

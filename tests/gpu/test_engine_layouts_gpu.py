@@ -116,11 +116,11 @@ def publish(case: Case, folder: Path) -> dict[str, Any]:
 def merged_source(config: dict[str, Any], checkpoint: Path) -> Any:
     """A policy with adapters on everything, its export on disk, and its weight source."""
     from conf.schema import LoraConfig, TrainerConfig
-    from trainer.weights.adapter_io import save_merged
+    from trainer.delivery.merged_source import TrainerWeightSource
     from trainer.model.decoder import build_decoder
     from trainer.spec.model_spec import ModelSpec
+    from trainer.weights.adapter_io import save_merged
     from trainer.weights.quantization import BlockFp8
-    from trainer.delivery.merged_source import TrainerWeightSource
 
     spec = ModelSpec.from_hf_config(config)
     config = {**config, "quantization_config": BlockFp8.hf_entry(spec.checkpoint_tensors("bfloat16"))}

@@ -35,8 +35,8 @@ import torch
 from bench.runs import environment
 from conf.schema import Device, DType, LoraConfig, RolloutConfig, SamplingConfig, TrainerConfig, WeightSyncConfig
 from orchestrator.inputs.model_folder import save_character_tokenizer
-from weight_sync.publish.report import PublishReport
 from weight_sync.publish.publisher import Publisher
+from weight_sync.publish.report import PublishReport
 from weight_sync.replica.recovery import Offer
 
 pytestmark = pytest.mark.gpu
@@ -254,9 +254,9 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
+    from trainer.delivery.merged_source import TrainerWeightSource
     from trainer.model.decoder import build_decoder
     from trainer.spec.model_spec import ModelSpec
-    from trainer.delivery.merged_source import TrainerWeightSource
     from weight_sync.transport.mooncake import MooncakeTransport
 
     with tempfile.TemporaryDirectory() as name:

@@ -31,7 +31,15 @@ def command(words: list[str], folder: Path) -> list[str]:
     """The command line of a small quick start under `folder`, on a Ray cluster of its own unless a word names one."""
     if not any(word.startswith("cluster.ray_address=") for word in words):
         words = [f"cluster.dashboard_port={free_port()}", *words]
-    return [sys.executable, "-m", "orchestrator.cli.main", "train", "experiment=quickstart", f"run.dir={folder}", *words]
+    return [
+        sys.executable,
+        "-m",
+        "orchestrator.cli.main",
+        "train",
+        "experiment=quickstart",
+        f"run.dir={folder}",
+        *words,
+    ]
 
 
 @dataclass(frozen=True)

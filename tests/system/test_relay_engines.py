@@ -21,15 +21,15 @@ from system.test_adapter_recovery import engines
 
 from conf.load import load_run_config
 from conf.schema import Device, SamplingConfig
-from orchestrator.inputs.model_folder import save_character_tokenizer
 from orchestrator.cluster.relay import publish_by_relay
 from orchestrator.cluster.replicas import ReplicaState
 from orchestrator.cluster.supervisor import Supervisor
+from orchestrator.inputs.model_folder import save_character_tokenizer
 from rollout.errors import ReplicaNotServing
 from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker
-from trainer.spec.model_spec import ModelSpec
 from trainer.rank import TrainerRank
+from trainer.spec.model_spec import ModelSpec
 from weight_sync.errors import IntegrityError
 from weight_sync.publish.report import PublishReport
 from weight_sync.replica.recovery import Offer, Pulled

@@ -1,9 +1,9 @@
 """What this trainer rank can write out of its adapter: the trainer's side of a publish into engine slots.
 
-Owns the translation of sharded LoRA factors into the rectangles of trainer/weights/adapter_names.py, and their values: cast to
-the engine's dtype, B then multiplied by alpha / rank *in that dtype*. This is what vLLM does when it loads an adapter
-from disk, so a slot holds the same bytes either way, whatever alpha / rank is. (The trainer scales after the product.
-The two agree to the bit when alpha / rank is a power of two, and to a rounding of B otherwise.)
+Owns the translation of sharded LoRA factors into the rectangles of trainer/weights/adapter_names.py, and their
+values: cast to the engine's dtype, B then multiplied by alpha / rank *in that dtype*. This is what vLLM does when it
+loads an adapter from disk, so a slot holds the same bytes either way, whatever alpha / rank is. (The trainer scales
+after the product. The two agree to the bit when alpha / rank is a power of two, and to a rounding of B otherwise.)
 
 Invariant: nothing here communicates, `begin` included: FSDP2 shards A and B by rows, experts are held whole, and a
 factor is published as it lies. Over all ranks, the rectangles of one factor are disjoint and cover it: whoever holds
@@ -13,8 +13,7 @@ the last rows of A also writes the zero rows that pad it to the slot's rank.
     a run                   reads at equal distance in the parameter, next to each other in the slot: one copy for the
                             gate rows (or the up rows) of all experts that this rank holds
 
-Shapes: R rows, K columns in the slot, N blocks of a run. Callers: trainer/rank.py; weight_sync.publisher and
-weight_sync.pipeline, through `weight_sync.source.WeightSource` and `weight_sync.publish.packing.CompilingSource`.
+Shapes: R rows, K columns in the slot, N blocks of a run.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import LoraConfig
-from trainer.weights.adapter_names import adapter_tensors, factor_names
 from trainer.errors import LayoutError
 from trainer.lora import Linear
 from trainer.model.decoder import Decoder
 from trainer.moe.experts import Experts
 from trainer.parallel import local_address, local_part
+from trainer.weights.adapter_names import adapter_tensors, factor_names
 from trainer.weights.shards import local_rows
 from weight_sync.layout import Region, SourceLayout, SourceShard
 from weight_sync.publish.packing import CompiledReads, FillSlot, PackedRead, view_as
@@ -182,7 +181,8 @@ class AdapterSource:
         FactorCopies([(self._run(tensor, region), out[None])]).run()
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
-        """Join reads that lie at equal distances in a parameter and follow each other in the slot; see packing.py."""
+        """Join reads that lie at equal distances in a parameter and follow each other in the slot; see
+        weight_sync/publish/packing.py."""
         runs = self.joined(reads)
         parameters = list({id(run.parameter): run.parameter for run, _ in runs}.values())
 

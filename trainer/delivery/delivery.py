@@ -5,10 +5,9 @@
     adapter            the base, without adapters       the workers' endpoints, once; a packed one engines load
                        A and B alone                    their adapter endpoints, every version
 
-Owns: which source is published where, and when the base is sent. Does not own the sources (weight_source.py,
+Owns: which source is published where, and when the base is sent. Does not own the sources (merged_source.py,
 adapter_source.py), the protocol (weight_sync.publisher), or the version (rank.py). Invariant: the two publishers of
-adapter mode share one watermark, so one holds memory at a time. Caller: TrainerRank; every method but disconnect and
-close is collective over the trainer's ranks.
+adapter mode share one watermark, so one holds memory at a time.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ import torch
 
 from conf.schema import LoraConfig, SyncMode, WeightSyncConfig
 from trainer.delivery.adapter_source import AdapterSource
-from trainer.process_group import ControlGroup
+from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.errors import LayoutError, TrainerError
 from trainer.model.decoder import Decoder
+from trainer.process_group import ControlGroup
 from trainer.weights.quantization import BlockFp8
-from trainer.delivery.merged_source import TrainerWeightSource
 from weight_sync.errors import ReplicaError
 from weight_sync.gc_freeze import freeze_heap
 
 if TYPE_CHECKING:
-    from weight_sync.publish.report import PublishReport
     from weight_sync.publish.publisher import Publisher
+    from weight_sync.publish.report import PublishReport
     from weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,6 @@ checkpoint names nor the merge (shards.py), the cast to FP8 (block_scales.py), t
 Invariant: `read` never communicates, so ranks may read in any order and any number of times. Only `begin` is
 collective: under FSDP2 a rank holds the rows of B that belong to its rows of W, but only a part of A; and a block of
 FP8 values may lie on several ranks.
-
-Callers: weight_sync.publisher and weight_sync.pipeline, through `weight_sync.source.WeightSource` and
-`weight_sync.publish.packing.CompilingSource`.
 """
 
 from __future__ import annotations
@@ -20,13 +17,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainer.weights.block_scales import BlockScales, ScaleRun
 from trainer.errors import LayoutError
+from trainer.model.decoder import Decoder
+from trainer.parallel import local_address
+from trainer.weights.block_scales import BlockScales, ScaleRun
 from trainer.weights.fused_experts import FusedRun, FusedTensor
 from trainer.weights.merge import merge_scratch_bytes
-from trainer.model.decoder import Decoder
 from trainer.weights.packed_experts import is_packed
-from trainer.parallel import local_address
 from trainer.weights.quantization import SCALE_SUFFIX, BlockFp8, engine_tensors
 from trainer.weights.row_runs import RowRun
 from trainer.weights.shards import HeldTensor, gather_lora_a, local_shards, sharded_lora_a
@@ -130,7 +127,8 @@ class TrainerWeightSource:
         self._write(tensor, self._run(tensor, region), out)
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
-        """Join reads that follow each other in a parameter's rows and in the slot; one kernel each. See packing.py.
+        """Join reads that follow each other in a parameter's rows and in the slot; one kernel each. See
+        weight_sync/publish/packing.py.
 
         Example: the gate, up, gate, up, ... of 40 experts in an engine's w13 are one run of rows of gate_up_proj, and
         a TP rank's parts of them one run of 80 bands.

@@ -7,8 +7,6 @@ them. Does not own: those rules; a test compares every layout with what real ran
     frozen vectors   whole on every rank
     experts          ep_rank = rank % ep_size holds n of them (moe/placement.py), and of these the ranks with the same
                      ep_rank hold ceil(n / (num_ranks / ep_size)) whole experts each
-
-Callers: orchestrator/offline/estimate.py.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from math import prod
 from typing import ClassVar
 
 from conf.schema import Device, LoraConfig, TrainerConfig, TrainMode
-from trainer.weights.adapter_names import adapter_tensors
-from trainer.spec.model_spec import CORRECTION_BIAS, ModelSpec
 from trainer.moe.expert_placement import expert_shares
+from trainer.spec.model_spec import CORRECTION_BIAS, ModelSpec
+from trainer.weights.adapter_names import adapter_tensors
 from trainer.weights.quantization import (
     MERGE_ROWS,
     SCALE_SUFFIX,

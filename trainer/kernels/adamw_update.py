@@ -7,7 +7,7 @@ hundreds of tensors of few sizes, and a launch each would take longer than the d
 
 Owns the arithmetic, which is float32, and the roundings: moments to nearest, bfloat16 parameters stochastically.
 8-bit moments are torchao's: 256 values share a scale, codes index a map of 256 values in rising order. The definition
-is torchao's update, which other devices than CUDA run. Callers: trainer.adamw.
+is torchao's update, which other devices than CUDA run.
 """
 
 from __future__ import annotations

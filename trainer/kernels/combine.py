@@ -8,7 +8,7 @@ Owns the order and the roundings, which are a choice of parity (CombineMode):
     hf_eager    products and partial sums rounded, experts in ascending order: transformers' index_add_
 
 Every mode is free of atomics: the same inputs give the same bits. The torch form is the definition, and what other
-devices than CUDA run. Callers: trainer.moe.routed.
+devices than CUDA run.
 """
 
 from __future__ import annotations

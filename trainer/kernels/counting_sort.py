@@ -5,7 +5,7 @@
        the first one writes each expert's rows
 
 Stable means that an expert's rows keep the order of their tokens: it decides the order of sums in weight gradients.
-The torch form is the definition, and what other devices than CUDA run. Callers: trainer.moe.dispatch.
+The torch form is the definition, and what other devices than CUDA run.
 """
 
 from __future__ import annotations

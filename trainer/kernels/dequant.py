@@ -6,7 +6,7 @@
 
 Owns the two bit layouts. Bitwise equal to compressed_tensors' decompress and to transformers'
 convert_moe_packed_tensors (before its transposition). Offsets are 64-bit: a layer of experts passes 2^31 elements.
-The torch forms are the definition, and what other devices than CUDA run. Callers: trainer.moe.bank.
+The torch forms are the definition, and what other devices than CUDA run.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ would also read them once, but pays a whole tile of columns for the r columns of
 A token is read once and found in the cache for its other K - 1 copies: all rows take the same few columns before the
 next, and where a program has whole rows to itself, programs beside each other take the same part of every expert's.
 
-The torch form is the definition, and what other devices than CUDA run. Callers: trainer.moe.routed,
-trainer.moe.dispatch, trainer.model.decoder (a table on the host).
+The torch form is the definition, and what other devices than CUDA run.
 """
 
 from __future__ import annotations

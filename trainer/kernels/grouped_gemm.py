@@ -8,7 +8,6 @@ before the product, in steps over the rank, because the shared memory of those s
 after it, the compiler runs the steps of a product whose weights are not turned one by one. Operands come through tensor
 descriptors, which read beyond an expert's rows and columns: into a neighbour's, whose part of the result is not
 written, or beyond the tensor, where they give zeros. The definition is trainer.moe.grouped's native loop.
-Callers: trainer.moe.grouped.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns the table that maps a thread block to its rows: tile i holds rows first..stop of one expert, at most tile_rows of
 them. The table has room for the worst case, so that its size never has to be read back from the device: blocks beyond
 the last tile see first = stop and leave. Invariant: counts_E sums to num_rows; there is no padding between experts.
-Callers: everything in this package, trainer.moe.grouped.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@
 
 Owns that logits in 16 bits are never widened in memory: forward reads them once, backward reads and writes them once,
 in place. Arithmetic is float32. The torch forms are the definition, and what other devices than CUDA run.
-Callers: trainer.logprobs.
 """
 
 from __future__ import annotations

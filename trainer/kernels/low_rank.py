@@ -6,7 +6,7 @@ Both are bound by memory: each reads the wide operand once. A gradient reads it 
 rows, where a token is one row and not K: the cache has it for the other K - 1. The gradients are summed in float32 over
 rows in order, one thread block an output tile, and written in the parameter's dtype: float32 parameters get unrounded
 gradients, and an expert without rows gets zeros. The torch forms are the definition, and what other devices than CUDA
-run. Callers: trainer.moe.routed, trainer.moe.grouped.
+run.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 Owns the casts, which are transformers': the norm in float32, rounded to the compute dtype before the weight; every
 product and sum of the rotation rounded. Backward rounds once, and computes rms again from the input, so that nothing
 but the inputs is kept. The torch forms are the definition, differentiated by autograd, and what other devices than
-CUDA run. Callers: trainer.model.norm, trainer.model.attention.
+CUDA run.
 """
 
 from __future__ import annotations

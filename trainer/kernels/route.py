@@ -4,7 +4,7 @@
 
 Owns the casts, which are transformers'; of equal scores the expert with the lower id comes first. Nothing but logits
 and choice is kept for backward. The torch form is the definition, differentiated by autograd, and what other devices
-than CUDA run. Callers: trainer.moe.routing.
+than CUDA run.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     dba  = scale * dgu @ Bgu[e]
 
 Owns that gate, up and h cross memory once, and that gu is never rounded between the base product and the activation.
-The torch forms are the definition, and what other devices than CUDA run. Caller: trainer.moe.routed.
+The torch forms are the definition, and what other devices than CUDA run.
 """
 
 from __future__ import annotations

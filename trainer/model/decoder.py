@@ -30,12 +30,12 @@ from trainer.model.attention import make_attention
 from trainer.model.norm import RMSNorm
 from trainer.model.recompute import Recomputed
 from trainer.model.rope import RotaryEmbedding
-from trainer.spec.model_spec import CORRECTION_BIAS, ExpertFormat, ModelSpec
 from trainer.moe.bank import UnpackedSlots
 from trainer.moe.block import MoeBlock
 from trainer.moe.experts import Experts
 from trainer.moe.router import Router
 from trainer.parallel import ParallelLayout, shard_decoder
+from trainer.spec.model_spec import CORRECTION_BIAS, ExpertFormat, ModelSpec
 
 Out = TypeVar("Out")
 
@@ -242,7 +242,8 @@ def build_decoder(
     trainer: TrainerConfig,
     layout: ParallelLayout | None = None,
 ) -> Decoder:
-    """Construct on meta, apply FSDP2, allocate on `device`. Values are undefined until `trainer.weights.loading.load_weights`.
+    """Construct on meta, apply FSDP2, allocate on `device`. Values are undefined until
+    `trainer.weights.loading.load_weights`.
 
     Trainable weights are float32, adapters in trainer.lora.dtype; frozen weights (LoRA mode) are in `dtype`.
 

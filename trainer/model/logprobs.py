@@ -7,7 +7,7 @@ recomputes them from the saved log-normalizers, so nothing of size vocabulary is
 Logits are rounded to the weight's format before they become float32, because the engine rounds there too and
 parity with it counts for more than the last bits.
 
-Shapes: T rows, H hidden, V vocabulary, C rows of one chunk. Callers: TrainerRank.
+Shapes: T rows, H hidden, V vocabulary, C rows of one chunk.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ torch.utils.checkpoint does the same with hooks around every tensor saved inside
 layer: a short step waits for the host. Here a part is one node of the graph, whose backward runs the part's own graph.
 
 Invariant: the second call sees the inputs of the first, and parameters of the same values; there is no dropout, so no
-random state to restore. Callers: trainer.model.decoder, trainer.moe.block.
+random state to restore.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns how the trained weights step aside for a forward pass. LoRA: adapters are switched off. Full training, and adapters
 that started from others: this rank keeps its initial shards and exchanges them with the trained ones.
 
-Invariant: after `active()` the trained shards hold the bits they held before. Callers: TrainerRank.
+Invariant: after `active()` the trained shards hold the bits they held before.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@
 Owns the packed buffers of one layer (PackedBank) and the two slots that all layers share (UnpackedSlots). Buffers, not
 parameters: FSDP2 must neither cast, gather nor shard integers, and a checkpoint's bits are kept as they are, NaN
 patterns and all. Every rank of an expert mesh holds the same packed experts. Does not know what a product is.
-Callers: trainer.moe.experts (construction), trainer.moe.routed (`weights`).
 """
 
 from __future__ import annotations

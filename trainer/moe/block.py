@@ -1,7 +1,7 @@
 """The mixture-of-experts feed-forward: route, send rows to their experts, add the shared ones.
 
 Owns the order, and the cut between what a checkpointed layer recomputes (`start`) and what it keeps (`finish`). The
-arithmetic of the routed experts is trainer.moe.routed's. Caller: trainer.model.decoder.
+arithmetic of the routed experts is trainer.moe.routed's.
 """
 
 from __future__ import annotations

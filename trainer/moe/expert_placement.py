@@ -5,7 +5,7 @@
 Where experts do not divide, shares differ by one, and who has the larger one moves from layer to layer: over
 ep_size / gcd(num_experts, ep_size) layers every ep_rank holds the same number.
 
-Invariant: shares are ranges in order of ep_rank; they tile the experts. Callers: parallel.py, offline.py.
+Invariant: shares are ranges in order of ep_rank; they tile the experts.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ from trainer.kernels.gather import gather_project, gather_rows
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.low_rank import low_rank_gradient
 from trainer.kernels.swiglu import InnerAdapter, activate, activate_backward
-from trainer.spec.activation import ExpertActivation
 from trainer.moe.bank import PackedBank, Towards
 from trainer.moe.dispatch import Dispatch
 from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
+from trainer.spec.activation import ExpertActivation
 
 COPIED_ROWS = 128
 """Rows an expert, on average: from here on adapters are copied into the compute dtype before kernels read them."""

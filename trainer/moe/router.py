@@ -11,7 +11,7 @@ model:
 
     softmax_of_top  logits with a bias, top-k, softmax over those, all in the compute dtype (gpt-oss)
 
-The softmax router's arithmetic is trainer.kernels.route's. Callers: trainer.moe.block.
+The softmax router's arithmetic is trainer.kernels.route's.
 """
 
 from __future__ import annotations

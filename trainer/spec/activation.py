@@ -2,8 +2,7 @@
 
     h = (clamp(up, -limit, limit) + up_offset) * g * sigmoid(alpha * g),   g = min(gate, limit)
 
-A new activation that is not of this family is a change to trainer/kernels/swiglu.py, which computes it. Callers:
-trainer.model.spec (which model has which), trainer.moe.experts.
+A new activation that is not of this family is a change to trainer/kernels/swiglu.py, which computes it.
 """
 
 from __future__ import annotations

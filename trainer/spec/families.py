@@ -3,7 +3,6 @@
 Owns the reading and the refusals: what a config asks for and the decoder cannot do (sliding windows, vision towers,
 quantized weights, other activations) is named here, before anything starts. A new architecture is one entry of
 `_FAMILIES`; see docs/new_architecture.md.
-Callers: ModelSpec.from_hf_config.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.schema import MlaNormEps
+from trainer.spec.activation import ExpertActivation
 from trainer.spec.model_spec import (
     INT4_GROUP,
     ExpertFormat,
@@ -28,7 +28,6 @@ from trainer.spec.model_spec import (
     RouterScore,
     YarnScaling,
 )
-from trainer.spec.activation import ExpertActivation
 
 _GPT_OSS_YARN = {
     "factor": 32.0,

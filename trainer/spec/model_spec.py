@@ -3,7 +3,6 @@
 Owns the names and shapes of a checkpoint's tensors. Does not own how a Hugging Face config is read, nor what is
 refused (families.py). Invariant: the decoder, the loader, the publisher and the planner all read the same lists, so a
 projection is named in one place.
-Callers: all of trainer/, and the checks and the planner of orchestrator/.
 """
 
 from __future__ import annotations

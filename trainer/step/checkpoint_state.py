@@ -5,7 +5,6 @@ Owns the files `rank-<n>.safetensors` and `rank-<n>.json` of a state folder. Doe
 
 Invariant: a state is read only by the same rank of the same layout; every difference is named before anything
 is changed.
-Callers: TrainerRank.
 """
 
 from __future__ import annotations

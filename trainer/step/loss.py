@@ -23,7 +23,7 @@ sg = stop-gradient:
     mismatch KL(mu || pi)    mean of exp(d) - d - 1 ("k3", http://joschu.net/blog/kl-approx.html), apart for
                              staleness 0 and > 0
 
-Every log-ratio is clamped to +-LOG_RATIO_BOUND before `exp`. Shapes: N counted tokens. Callers: TrainerRank.
+Every log-ratio is clamped to +-LOG_RATIO_BOUND before `exp`. Shapes: N counted tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Samples -> microbatches -> flat arrays: which rank trains which samples together, and how they are laid end to end.
 
-Owns the assignment (`pack`) and the concatenation (`collate`). Does not own the batch itself (orchestrator/loop/buffer.py)
-nor any tensor: numpy alone, so that the controller can call it.
+Owns the assignment (`pack`) and the concatenation (`collate`). Does not own the batch itself
+(orchestrator/loop/buffer.py) nor any tensor: numpy alone, so that the controller can call it.
 
     lengths   5 3 3 2 1    --pack(num_ranks=2, max_tokens=8)-->   rank 0: [[0, 3]]      rank 1: [[1, 2, 4]]
                                                                           5+2                   3+3+1
@@ -9,7 +9,6 @@ nor any tensor: numpy alone, so that the controller can call it.
 Invariants: every sample is in exactly one microbatch; no microbatch exceeds `max_tokens` unless one sample
 alone does; all ranks run the same number of microbatches, because FSDP2 and expert parallelism make every
 layer a collective; equal input, equal output.
-Callers: the controller (`pack`), TrainerRank (`collate`).
 """
 
 from __future__ import annotations

@@ -25,16 +25,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.schema import LoraConfig
+from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.errors import CheckpointError
-from trainer.weights.fused_experts import deinterleave, interleave
 from trainer.lora import Linear
 from trainer.moe.experts import Experts
-from trainer.weights.packed_experts import is_packed
 from trainer.parallel import local_part, whole
+from trainer.weights.fused_experts import deinterleave, interleave
+from trainer.weights.packed_experts import is_packed
 from trainer.weights.quantization import BlockFp8
-from trainer.delivery.merged_source import TrainerWeightSource
-from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
 from weight_sync.disk.safetensors_files import INDEX_NAME
+from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
 
 if TYPE_CHECKING:
     from trainer.model.decoder import Decoder

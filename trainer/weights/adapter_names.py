@@ -10,9 +10,8 @@ rounded up to one that engines have kernels for; what lies beyond the trainer's 
 that every byte of a slot is counted and hashed.
 
 Owns: which checkpoint matrices carry an adapter that engines can serve. Those of latent attention are missing: vLLM
-folds kv_b_proj into other matrices, where no adapter reaches it. Invariant: `trainer/delivery/adapter_source.py` writes out
-exactly these.
-Callers: adapter_source.py; orchestrator/cluster/placement.py, which tells the engines.
+folds kv_b_proj into other matrices, where no adapter reaches it. Invariant: `trainer/delivery/adapter_source.py`
+writes out exactly these.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ and shapes (quantization.py), what a rank holds (shards.py).
 
 Invariant: a value and its scale do not depend on how ranks cut rows, nor on which rectangle is asked for.
 
-Shapes: R rows, N columns, B blocks along the columns. Callers: weight_source.py, adapter_io.py.
+Shapes: R rows, N columns, B blocks along the columns.
 """
 
 from __future__ import annotations

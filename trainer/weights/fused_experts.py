@@ -9,8 +9,6 @@
 The trainer keeps one layout for all families, which its kernels and an engine's w13 share; the turns are undone at load
 and made again on the way out. Column c of the checkpoint is row (c % P) * R / P + c // P of R, where P parts (gate and
 up: 2, down: 1) take turns.
-
-Callers: trainer.shards, whose HeldTensor this stands in for.
 """
 
 from __future__ import annotations

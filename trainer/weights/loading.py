@@ -1,7 +1,7 @@
 """First weights: from safetensors, rank slices only, or drawn from a seed, the same for any layout.
 
-Owns reading and drawing; `trainer.weights.shards` knows which rectangles a rank needs. Invariant: a value depends on its
-tensor's name, its place and the seed, never on the number of ranks. Adapters start at B = 0 and A ~ U(-1/sqrt(in),
+Owns reading and drawing; `trainer.weights.shards` knows which rectangles a rank needs. Invariant: a value depends on
+its tensor's name, its place and the seed, never on the number of ranks. Adapters start at B = 0 and A ~ U(-1/sqrt(in),
 1/sqrt(in)), which is kaiming-uniform with a = sqrt(5), each element by a counter-based generator: a function of (seed,
 parameter, index in the whole parameter), with the same bits on every kind of device.
 """
@@ -21,18 +21,18 @@ from torch import Tensor
 
 from conf.errors import ConfigError
 from conf.schema import Init, ModelConfig
-from trainer.weights.block_scales import dequantized
 from trainer.errors import CheckpointError
 from trainer.lora import Adapted
-from trainer.spec.model_spec import ModelSpec
 from trainer.moe.experts import Experts
-from trainer.weights.packed_experts import forget_unpacked, packed_tensors
 from trainer.parallel import local_part
+from trainer.spec.model_spec import ModelSpec
+from trainer.weights.block_scales import dequantized
+from trainer.weights.packed_experts import forget_unpacked, packed_tensors
 from trainer.weights.quantization import SCALE_SUFFIX
 from trainer.weights.shards import local_shards
+from weight_sync.disk.safetensors_files import read_index
 from weight_sync.integrity import splitmix64_
 from weight_sync.layout import Region
-from weight_sync.disk.safetensors_files import read_index
 
 if TYPE_CHECKING:
     from trainer.model.decoder import Decoder

@@ -13,7 +13,7 @@ device has one:
   of its block, and operands are aligned. Rows outside the rectangle are zeros, columns outside it are computed and
   dropped. Everything after the product is elementwise, in float32, one rounding at a time.
 
-Shapes: G bands, R rows of a band, N columns, K rank of the adapter, E adapters of a stack. Callers: trainer/weights/row_runs.py.
+Shapes: G bands, R rows of a band, N columns, K rank of the adapter, E adapters of a stack.
 """
 
 from __future__ import annotations

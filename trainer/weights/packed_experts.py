@@ -12,8 +12,6 @@
 
 Owns that translation. Bits go from file to device without a cast: a format that is not the buffer's is refused.
 Nothing merges into packed weights, so they are not among trainer.shards' rectangles.
-
-Callers: trainer.loading; trainer.weight_source and trainer.adapter_io, which refuse.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ import torch
 from torch import Tensor
 
 from trainer.errors import CheckpointError
-from trainer.weights.fused_experts import deinterleave
-from trainer.spec.model_spec import ExpertFormat
 from trainer.moe.experts import Experts
+from trainer.spec.model_spec import ExpertFormat
+from trainer.weights.fused_experts import deinterleave
 from weight_sync.layout import Region
 
 if TYPE_CHECKING:

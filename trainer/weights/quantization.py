@@ -10,8 +10,6 @@ Owns: reading that entry, the names and shapes. Does not own the arithmetic (blo
 
 Invariant: a tensor is quantized here exactly if vLLM gives its layer FP8 parameters; where the two differ, recording an
 engine's layout fails and names the tensor.
-
-Callers: weight_source.py, adapter_io.py, offline.py, loading.py; orchestrator (what an engine asks for).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Owns the coordinates inside a parameter: its rows are counted through its whole stack (row r of matrix e of a stack of
 (n, in) matrices is row e * n + r), and rows that follow each other there merge in one go, as do equal bands of them at
-equal distances. Does not know checkpoint names. Callers: trainer.shards, trainer.fused, trainer.block_scales,
-trainer.weight_source.
+equal distances. Does not know checkpoint names.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.weights.merge import merger
 from trainer.parallel import local_part
+from trainer.weights.merge import merger
 
 
 def local_rows(parameter: nn.Parameter) -> Tensor:

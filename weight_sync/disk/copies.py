@@ -1,7 +1,7 @@
 """Rectangles of tensors in host or device memory, copied into a staging slot: the host-to-device stage of a publish.
 
 Owns: which bytes of a row-major tensor a rectangle is, and moving them with the fewest operations. Does not own what is
-held where (`tensor_source.py`) nor slots (`slots.py`).
+held where (`tensor_source.py`) nor slots (`staging_slots.py`).
 
     whole rows, same format      one copy of a run of bytes; runs that follow each other in memory and slot are one
     columns, same format         one 2D copy (the copy engine walks the rows; nothing is gathered on the host)

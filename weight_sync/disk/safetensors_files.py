@@ -1,9 +1,9 @@
 """Where the tensors of a safetensors checkpoint lie on disk, by its headers alone: no weights are read.
 
 Owns: the index of a folder, whole or refused with the reason (a missing shard, an interrupted download, a Git LFS
-pointer in a file's place). Does not own reading the data (`checkpoint.py`, `trainer/weights/loading.py`) nor what a model needs
-(`orchestrator/inputs/model_files.py`). Knows no torch. Invariant: each tensor is of one file, the one that the folder's index
-names, or the only one that holds it.
+pointer in a file's place). Does not own reading the data (`safetensors_source.py`, `trainer/weights/loading.py`) nor
+what a model needs (`orchestrator/inputs/model_files.py`). Knows no torch. Invariant: each tensor is of one file, the
+one that the folder's index names, or the only one that holds it.
 
 A safetensors file is 8 bytes (length N of the header, little endian), N bytes of JSON {tensor: {dtype, shape,
 data_offsets}}, then the data (https://huggingface.co/docs/safetensors). Its size therefore follows from its header.

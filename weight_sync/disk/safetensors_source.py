@@ -12,7 +12,6 @@ Blocks are read in chunks by several threads (pread, no copy between) and page-l
 the next one is read. Page-locking needs memory that is there: pages are touched by the read itself.
 
 Invariant: after read() returned, every byte of the share is that of files which did not change meanwhile.
-Callers: api.py, `orchestrator/push/command.py`.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from torch import Tensor
 
 from conf.errors import ConfigError
 from weight_sync.disk.copies import Held
-from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
 from weight_sync.disk.safetensors_files import DTYPES, StoredTensor, read_index, tensor_metas
 from weight_sync.disk.tensor_source import SCRATCH_BYTES, TensorSource
+from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
 
 logger = logging.getLogger(__name__)
 

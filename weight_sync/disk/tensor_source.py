@@ -1,14 +1,11 @@
 """A WeightSource over tensors in memory: pinned host memory (a checkpoint, an offloaded base) or a device.
 
 Owns: what this rank holds, finding it for a read, the stream and the scratch of the copies. Does not own the copies
-(`copies.py`), filling host memory (`checkpoint.py`), or a merge: a source that adds to what it reads calls
+(`copies.py`), filling host memory (`safetensors_source.py`), or a merge: a source that adds to what it reads calls
 compile_copies() itself, as the stage before.
 
 Invariants: read() never communicates; a slot is complete for the current stream when fill() returned to it; temporary
 memory is one scratch buffer of at most `scratch_bytes`, on the slots' device.
-
-Callers: api.py, checkpoint.py; pipeline.py through `weight_sync.source.WeightSource` and
-`weight_sync.publish.packing.CompilingSource`.
 """
 
 from __future__ import annotations

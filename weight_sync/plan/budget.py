@@ -1,7 +1,7 @@
 """What a trainer rank's temporary memory is made of, and how much of a schedule goes into one slot. Integers, no torch.
 
 Owns: the constants of staging, what the watermark leaves for it, the sizes that follow. Does not own: the buffer and
-the loads themselves (slots.py), or their times (simulate.py); both take every figure from here.
+the loads themselves (staging_slots.py), or their times (simulate.py); both take every figure from here.
 
     watermark_bytes  =  slot 0 | slot 1 | hash sums | hash scratch | what the source declares
 
@@ -10,9 +10,7 @@ waits for the first load to be described entry by entry, so that one is short; a
 packets of Kimi-K2 on each of 256 ranks) must not take so many loads that one rank is at its experts, which fill a
 receiver's port for long, while another still has dense bytes for that receiver.
 
-Invariant: what is reckoned here is what slots.py allocates, and is never above the watermark.
-
-Callers: pipeline.py, slots.py, replay.py, simulate.py, orchestrator/offline/estimate.py.
+Invariant: what is reckoned here is what staging_slots.py allocates, and is never above the watermark.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 Owns: cutting loads along the source cells and into contiguous runs of the parameter; merging neighbours; cutting
 what is too long by rows; all loads of a rank at once, in columns. Does not own: which holder sends a chunk (plan.py),
-or whether loads and fills add up (coverage.py).
+or whether loads and fills add up (proof.py).
 
     loads --cells--> parts --strides--> runs --sort, cut by rows, merge neighbours of the same holders--> chunks
 
 Invariant: a chunk is contiguous in the parameter, its pieces pack to exactly its bytes, and each of its holders has
 all of it.
 
-Callers: plan.py. Example of a column-split load: rows of a (64, 32) slice that land 64 elements apart are 64 runs.
+Example of a column-split load: rows of a (64, 32) slice that land 64 elements apart are 64 runs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weight_sync.plan.columns import Flags, Ints, LoadTable, axes_code, changes, spread, walk_orders, widened
 from weight_sync.errors import PlanError
-from weight_sync.plan.holders import NOBODY, Holders, check_inside
 from weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, TensorMeta
+from weight_sync.plan.columns import Flags, Ints, LoadTable, axes_code, changes, spread, walk_orders, widened
+from weight_sync.plan.holders import NOBODY, Holders, check_inside
 from weight_sync.plan.tasks import PieceColumns
 
 MAX_RUNS = 65536

@@ -7,8 +7,6 @@ stands for, in their order, and equals any other sequence of them.
     row i:  tensor, param   numbers of names        start, shape, stride   one entry per dim of the *tensor*
             offset          element of the parameter                       (1, 0 beyond the tensor's own dims)
             axes            the walk order as one number: (0, 1) is digits 2, 0, 1 in base 8, lowest first
-
-Callers: layout_wire.py, chunks.py, holders.py, tasks.py, coverage.py, plan.py.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ tensor, all tensors at once. Does not own: which holder sends (plan.py). Invaria
 disjoint and make up the regions.
 
     rank 0 holds rows 0..7, rank 1 rows 4..11       cuts 0, 4, 8, 12   ->   [0,4): {0}   [4,8): {0, 1}   [8,12): {1}
-
-Callers: plan.py, chunks.py.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from functools import cached_property
 
 import numpy as np
 
-from weight_sync.plan.columns import Ints, LoadTable, changes, padded, spread
 from weight_sync.errors import PlanError
 from weight_sync.layout import Region, SourceLayout, TensorMeta
+from weight_sync.plan.columns import Ints, LoadTable, changes, padded, spread
 
 NOBODY = -1
 """Number of the empty set of holders."""

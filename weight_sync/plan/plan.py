@@ -1,8 +1,8 @@
 """The transfer plan: who sends which bytes to whom, in which order. Pure, deterministic, computed once, then replayed.
 
 Owns: how the parts of planning follow each other, the digest, the wire form. Does not own: cutting (holders.py,
-chunks.py), the choice of sources and the order (routing.py), addresses (an engine's `Binding` joins them at run time),
-moving bytes (pipeline.py), what a layout is (layout.py), the proof that a plan is right (coverage.py; `build_plan` runs
+chunks.py), the choice of sources and the order (schedule.py), addresses (an engine's `Binding` joins them at run time),
+moving bytes (pipeline.py), what a layout is (layout.py), the proof that a plan is right (proof.py; `build_plan` runs
 it on every plan that it returns).
 
     SourceLayout x ranks ---> holders.py: disjoint cells of each checkpoint tensor, and the ranks that hold each
@@ -10,7 +10,7 @@ it on every plan that it returns).
     DestLayout x replicas --> loads, cut into contiguous runs of a parameter that lie in one cell
                                                 |   chunks.py: neighbours of the same holders merge, long ones are cut
                                               chunks
-                                                |   routing.py: a source each, least bytes so far among the holders
+                                                |   schedule.py: a source each, least bytes so far among the holders
                                               tasks, per source: dense before experts, layer order, destinations in turn
 
 A cluster's plan has millions of tasks; here they are rows of columns (tasks.py), and objects only where they are used.
@@ -18,8 +18,6 @@ Equal ranks of several replicas are cut once and share their rows.
 
 Invariant: every byte of every parameter that is not derived and not a declared fill is written by exactly one task,
 and is the byte that the engine's own loader would have put there. No task is longer than `max_task_bytes`.
-
-Callers: publisher.py (builds it, or receives its part of it), pipeline.py (replays tasks).
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ from typing import Any, cast
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 
+from weight_sync.errors import PlanError
+from weight_sync.layout import DTYPE_BYTES, DestLayout, PostLoad, SourceLayout
 from weight_sync.plan.chunks import Chunks, TensorFacts, check_layout, cut_layout
 from weight_sync.plan.columns import COLUMNS, Ints, LoadTable
-from weight_sync.plan.proof import prove_coverage
-from weight_sync.errors import PlanError
 from weight_sync.plan.holders import Holders, find_holders
-from weight_sync.layout import DTYPE_BYTES, DestLayout, PostLoad, SourceLayout
+from weight_sync.plan.proof import prove_coverage
 from weight_sync.plan.schedule import MIN_SHARED_BYTES, Alike, Needs, choose_sources, schedule_of
 from weight_sync.plan.tasks import DTYPES, MESH_GROUPS, PieceColumns, Task, TaskTable
 
@@ -177,7 +175,7 @@ def build_plan(
     Args:
         sources: one layout a trainer rank; ranks are distinct, the checkpoint is the same on all.
         replicas: for every replica, one layout an engine rank.
-        max_task_bytes: no task is longer; a quarter of a staging slot, so that slots are nearly full (staging.py).
+        max_task_bytes: no task is longer; a quarter of a staging slot, so that slots are nearly full (budget.py).
 
     Raises:
         PlanError: the sides do not fit, or one is empty. Names the tensor, the parameter and the rank.

@@ -11,8 +11,6 @@ The argument, per engine rank:
      element of the parameter) agree on it: so every byte is the right one. By 1 and 2 the loads do not overlap either;
   3. the source rank holds every piece that it is to pack.
 What holds for one replica holds for another that has the same layout and gets the same rows.
-
-Callers: plan.py, on every plan that it builds; tests, on plans that were broken on purpose.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from weight_sync.plan.columns import Flags, Ints, LoadTable, axes_of, changes, padded, spread, walk_orders, widened
 from weight_sync.errors import PlanError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, Param, PostLoad, Region, SourceLayout
+from weight_sync.plan.columns import Flags, Ints, LoadTable, axes_of, changes, padded, spread, walk_orders, widened
 from weight_sync.plan.tasks import DTYPES, MESH_GROUPS, PieceColumns, Task, TaskTable
 
 if TYPE_CHECKING:

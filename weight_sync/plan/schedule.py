@@ -8,8 +8,6 @@ digests, wire form and proof (plan.py).
     schedule   per source: dense before experts, by layer; like chunks of all destinations after each other, rotated
 
 Invariant: every need has exactly one source for each replica. Deterministic: ties go to the lowest rank.
-
-Caller: plan.py.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weight_sync.layout import DestLayout
 from weight_sync.plan.chunks import Chunks
 from weight_sync.plan.columns import Flags, Ints, changes, starts_of
 from weight_sync.plan.holders import Holders
-from weight_sync.layout import DestLayout
 from weight_sync.plan.tasks import TaskTable
 
 MIN_SHARED_BYTES = 1 << 20

@@ -6,8 +6,6 @@ have equal bytes.
 
     row i of a table   bytes that are packed once, and the replicas that get them, in schedule order
                        first_piece[i] .. + num_pieces[i] are its pieces, in columns that all ranks' tables share
-
-Callers: plan.py, coverage.py, simulate.py; pipeline.py and packing.py for `Task`.
 """
 
 from __future__ import annotations
@@ -19,9 +17,9 @@ from typing import Any, overload
 
 import numpy as np
 
-from weight_sync.plan.columns import Ints, Narrow, axes_code, axes_of, padded, region_of, spread, starts_of
 from weight_sync.errors import PlanError
 from weight_sync.layout import DTYPE_BYTES, Region
+from weight_sync.plan.columns import Ints, Narrow, axes_code, axes_of, padded, region_of, spread, starts_of
 
 MESH_GROUPS: tuple[str, str] = ("dense", "experts")
 """Sending order. A tensor belongs to "experts" when its name contains ".experts."."""

@@ -13,8 +13,6 @@ addresses whose digest it said in this very epoch. An answer that names addresse
 its digest is of, is refused, and the replica's next Begin names none as known: it says them all again. A replica that
 was started again is forgotten first. What is known stays small: a replica's parameters do not move (receiver.py refuses
 that), so there is one entry an engine rank, and one a slot in adapter mode.
-
-Callers: publisher.py (learn, forget, binding), transaction.py (known, check).
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ Invariants. All ranks call the same methods in the same order. What raises on on
 because the others are waiting in a collective, and is raised where it arrives (`values`). A rank that died, or stopped
 for longer than the group's timeout, is RankLost on those that wait for it. A rank alone has no group and meets nobody:
 every method is then a plain call.
-
-Callers: publisher.py, api.py.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from conf.errors import ConfigError, SlipstreamError
-from weight_sync.plan.columns import Ints
 from weight_sync.errors import RankLost, WeightSyncError
+from weight_sync.plan.columns import Ints
 
 logger = logging.getLogger(__name__)
 

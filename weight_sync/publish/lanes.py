@@ -1,11 +1,12 @@
 """One publish of one trainer rank under way: slots in turn, packed by the caller's thread, written by its lanes.
 
-A lane is a thread (of `slots.py`, which has them ready) and the destinations that it writes to, one after the other.
-Lanes do not wait for each other: a link goes on with the next load while another one still sends its part of this one.
+A lane is a thread (of `staging_slots.py`, which has them ready) and the destinations that it writes to, one after
+the other. Lanes do not wait for each other: a link goes on with the next load while another one still sends its part
+of this one.
 
 Owns the overlap of packing with writing, the time that each replica has, what becomes of one whose link fails, and the
-count of what was sent. Does not own: staging and loads (`slots.py`), which outlive it, nor the schedule (`pipeline.py`,
-its only caller; the picture is there).
+count of what was sent. Does not own: staging and loads (`staging_slots.py`), which outlive it, nor the schedule
+(`pipeline.py`, its only caller; the picture is there).
 
 Invariants: a slot is packed again only when every write from it is over; a replica that failed gets no further write;
 a failed write is closed while no other one is under way.
@@ -25,11 +26,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from weight_sync.plan.columns import Ints
 from weight_sync.errors import TransportError
 from weight_sync.layout import Binding, Destination
-from weight_sync.publish.staging_slots import Filled, Load, Slots
 from weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
+from weight_sync.plan.columns import Ints
+from weight_sync.publish.staging_slots import Filled, Load, Slots
 from weight_sync.publish.sums import Sums
 from weight_sync.publish.trace import Span, Tracer
 from weight_sync.transport.base import Transport

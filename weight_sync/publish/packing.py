@@ -3,8 +3,6 @@
 Owns the vocabulary between a pipeline that knows where bytes go in a slot and a source that knows where they come
 from. A plan is static and has tens of thousands of pieces, so what one of them costs in Python is paid at connect: a
 source that can, joins pieces that are neighbours in its own memory and in the slot into few large operations.
-
-Callers: pipeline.py (compiles), slots.py (fills), the weight sources that join.
 """
 
 from __future__ import annotations

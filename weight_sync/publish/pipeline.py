@@ -1,8 +1,8 @@
 """One trainer rank's part of a publish: pack, hash, write, with temporary memory under the watermark.
 
 Owns the cutting of a schedule into slot loads, the account of the watermark, when staging is taken and given back.
-Does not own: staging and its loads (`slots.py`), the overlap of packing with writing and what becomes of a replica
-whose link fails (`replay.py`), which bytes go where (`plan.py`), how a slot is filled (`packing.py`), the values
+Does not own: staging and its loads (`staging_slots.py`), the overlap of packing with writing and what becomes of a
+replica whose link fails (`lanes.py`), which bytes go where (`plan.py`), how a slot is filled (`packing.py`), the values
 (`source.py`), links (`transport/`), or agreement with replicas (`publisher.py`, its only caller).
 
     schedule:  [t0 t1 t2 | t3 t4 | t5 t6 t7 ...]          a load = consecutive tasks that fit one slot; static, cut once
@@ -37,14 +37,14 @@ import torch
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.integrity import compile_kernels
 from weight_sync.layout import Binding, Destination
-from weight_sync.publish.packing import CompiledReads, Packet, compile_reads, packed_reads, same_bytes
+from weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, reserved_bytes
 from weight_sync.plan.plan import Task
 from weight_sync.publish.lanes import PipelineResult, Prepared, Replay
+from weight_sync.publish.packing import CompiledReads, Packet, compile_reads, packed_reads, same_bytes
 from weight_sync.publish.staging_slots import Slots
-from weight_sync.source import WeightSource
-from weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, reserved_bytes
 from weight_sync.publish.sums import Places, Sums
 from weight_sync.publish.trace import Tracer
+from weight_sync.source import WeightSource
 from weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)

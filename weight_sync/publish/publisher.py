@@ -2,9 +2,9 @@
 
 Owns: the plan's way to every rank, epochs, who is in and who is out, the order of phases, the expected sums. Every
 trainer rank has a Publisher and calls the same methods at the same time; rank 0 alone speaks to the replicas. Does not
-own bytes (`pipeline.py`), how ranks meet (`meeting.py`), what replicas are told and what is made of their answers in a
-publish (`transaction.py`), sockets (`endpoint.py`), or the fence (the caller must not change weights until publish()
-returns).
+own bytes (`pipeline.py`), how ranks meet (`collectives.py`), what replicas are told and what is made of their
+answers in a publish (`transaction.py`), sockets (`endpoint.py`), or the fence (the caller must not change weights
+until publish() returns).
 
     rank 0                                    every rank                              replica (each on its own)
     ------                                    ----------                              -------------------------
@@ -38,23 +38,23 @@ import torch
 import torch.distributed as dist
 
 from conf.schema import WeightSyncConfig
-from weight_sync.publish.address_book import AddressBook, Addresses
-from weight_sync.plan.columns import Ints
-from weight_sync.replica.endpoint import ReplicaClients
 from weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, TransportError, WeightSyncError
 from weight_sync.layout import Destination, DestLayout, SourceLayout
-from weight_sync.publish.collectives import Meeting, attempt, values
-from weight_sync.publish.pipeline import Pipeline
+from weight_sync.plan.columns import Ints
 from weight_sync.plan.plan import PlanSummary, build_plan, rank_plan_from_wire
-from weight_sync.replica.protocol import Describe, Described, Expected, addresses_digest
-from weight_sync.publish.report import PublishReport, joined
+from weight_sync.publish.address_book import AddressBook, Addresses
+from weight_sync.publish.collectives import Meeting, attempt, values
 from weight_sync.publish.lanes import PipelineResult
-from weight_sync.source import WeightSource
+from weight_sync.publish.pipeline import Pipeline
+from weight_sync.publish.report import PublishReport, joined
 from weight_sync.publish.sums import Places, Planned, Sums
 from weight_sync.publish.trace import write_trace
 from weight_sync.publish.transaction import Transaction
-from weight_sync.transport.base import Transport
 from weight_sync.publish.waves import assign_waves
+from weight_sync.replica.endpoint import ReplicaClients
+from weight_sync.replica.protocol import Describe, Described, Expected, addresses_digest
+from weight_sync.source import WeightSource
+from weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,4 @@
-"""What became of a publish: the carriers that transaction.py fills and the publisher returns. Plain data, no torch.
-
-Callers: transaction.py, publisher.py; trainer, orchestrator and bench read them.
-"""
+"""What became of a publish: the carriers that transaction.py fills and the publisher returns. Plain data, no torch."""
 
 from __future__ import annotations
 

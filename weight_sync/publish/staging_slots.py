@@ -3,7 +3,7 @@
 Owns: staging and its registration, what each load holds and how it is filled and hashed, the arguments of its writes,
 the threads that write; all made once a plan, since a small watermark makes thousands of loads and the link waits for
 what one costs in Python, and links keep streams and events by thread.
-Does not own: how a schedule is cut (`pipeline.py`, which makes this), when a slot may be packed again (`replay.py`).
+Does not own: how a schedule is cut (`pipeline.py`, which makes this), when a slot may be packed again (`lanes.py`).
 
     sums     a packet's hash sum is added up on the device; a window of packets goes to the host at once, not load by
              load: while a link polls the device, each call to the driver waits for it
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weight_sync.plan.columns import Ints
 from weight_sync.integrity import RangeHashes
 from weight_sync.layout import Binding, Destination
-from weight_sync.publish.packing import CompiledReads, FillSlot, Packet
 from weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, max_packets, scratch_bytes
+from weight_sync.plan.columns import Ints
+from weight_sync.publish.packing import CompiledReads, FillSlot, Packet
 from weight_sync.publish.sums import Places
 from weight_sync.publish.trace import Tracer
 from weight_sync.transport.base import Transport

@@ -1,7 +1,7 @@
 """What was sent to whom: bytes and hash sums of every parameter of every engine rank, in two rows of integers.
 
 Owns: the places in those rows, adding up, and the form that messages have. Does not own: the hashes (integrity.py), the
-writes (replay.py), or the meeting of the ranks (meeting.py).
+writes (lanes.py), or the meeting of the ranks (collectives.py).
 
     places   (replica, dest_rank) -> a stretch of columns, one a parameter
     table    2 x columns, int64:   bytes written | sum of hashes, modulo 2^64
@@ -10,8 +10,6 @@ Two tables of the same places add up as integers do, so that ranks need no dicti
 Kimi-K2 send 80,000 different (engine rank, parameter) pairs each, which took rank 0 nine seconds to unpack and add. A
 replica is told its part in the same columns (protocol.Expected): without names, and without counts where they are those
 planned, as they are whenever nothing went wrong.
-
-Callers: replay.py (what one rank wrote), publisher.py (what all wrote), receiver.py (what it must hold).
 """
 
 from __future__ import annotations
@@ -22,11 +20,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weight_sync.plan.columns import Ints
 from weight_sync.errors import PlanMismatch, ProtocolError
 from weight_sync.layout import Destination
-from weight_sync.replica.protocol import Expected, pack
+from weight_sync.plan.columns import Ints
 from weight_sync.plan.tasks import Task
+from weight_sync.replica.protocol import Expected, pack
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """One publish as rank 0 conducts it: who began, who may commit, who is told that nothing will come, and the report.
 
 Owns: the notes on every replica, their deadlines, and the order of the messages. Does not own: what is planned and
-expected, nor the epoch's number (publisher.py); sockets (endpoint.py); addresses (addresses.py).
+expected, nor the epoch's number (publisher.py); sockets (endpoint.py); addresses (address_book.py).
 
     begin     Begin to all who take part                         who is alive, where to write, how long
               (every rank writes)
@@ -10,8 +10,6 @@ expected, nor the epoch's number (publisher.py); sockets (endpoint.py); addresse
 
 Invariants. A replica's failure is a note, never an exception. A replica has `timeout_s` for Begin, the writes to it and
 Commit together; only time spent waiting for *it* counts. Every replica that began is told Commit or Abort.
-
-Caller: publisher.py.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weight_sync.publish.address_book import AddressBook, Addresses
-from weight_sync.replica.endpoint import ReplicaClients
 from weight_sync.errors import ProtocolError
 from weight_sync.layout import Destination
-from weight_sync.replica.protocol import Abort, Begin, Begun, Commit, Committed, Expected
-from weight_sync.publish.report import EXCLUDED, PublishReport, ReplicaReport
+from weight_sync.publish.address_book import AddressBook, Addresses
 from weight_sync.publish.lanes import PipelineResult
+from weight_sync.publish.report import EXCLUDED, PublishReport, ReplicaReport
 from weight_sync.publish.trace import ReplicaTimes, Span
+from weight_sync.replica.endpoint import ReplicaClients
+from weight_sync.replica.protocol import Abort, Begin, Begun, Commit, Committed, Expected
 
 logger = logging.getLogger(__name__)
 

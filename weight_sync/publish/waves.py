@@ -2,7 +2,6 @@
 
 With one wave every replica is DIRTY at the same time, and a trainer that dies then leaves nobody who serves. With more,
 the waves that have not begun still serve the version before, and those that are over serve the new one.
-Caller: `publisher.py`.
 """
 
 from __future__ import annotations

@@ -5,9 +5,6 @@ written once and then called by its number; a column of a rank's loads that equa
 its share starts, as a rule) is written once, and shared when it is read: 16 ranks of an engine with 140,000 loads each
 are read in a blink. Invariants: what comes back equals what was written, bytes that were cut off are refused, and equal
 layouts have equal bytes.
-
-Callers: weight_sync/replica/protocol.py, rollout/layouts/offline_layout.py, rollout/layouts/meta_engine.py; the digest:
-orchestrator/push/command.py, orchestrator/offline/record.py, rollout/in_vllm/worker_extension.py.
 """
 
 from __future__ import annotations
@@ -19,8 +16,8 @@ from typing import Any, cast
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 
-from weight_sync.plan.columns import COLUMNS, Ints, LoadTable
 from weight_sync.layout import DestLayout, Fill, Param, PostLoad
+from weight_sync.plan.columns import COLUMNS, Ints, LoadTable
 
 _NUMBERS = np.dtype("<i8")
 

@@ -12,8 +12,6 @@ it), or how rectangles are read from strides (strides.py).
 
 Invariant: either every element of every parameter that is not derived is accounted for by exactly one load or fill, or
 RecordError. Parameters end as they were.
-
-Callers: rollout/in_vllm/worker_extension.py, in each engine rank; tests.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weight_sync.record.tiling import Written, account
 from weight_sync.errors import RecordError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, TensorMeta
 from weight_sync.record.strides import rectangles
+from weight_sync.record.tiling import Written, account
 
 aten = torch.ops.aten
 

@@ -9,8 +9,7 @@ Owns: that comparison and the repetition. Does not own the recording (recorder.p
 the whole model, never repeated; the layout equals the one that `record_layout` returns for all tensors at once, unless
 a loader treats a layer by its number in a way that neither its first two layers nor any parameter shows.
 
-Callers: rollout/layouts/meta_engine.py; rollout/in_vllm/worker_extension.py, which takes the result only where it equals a layout that
-was recorded over all layers elsewhere. Other live engines record all their layers.
+Other live engines record all their layers.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from weight_sync.plan.columns import COLUMNS, Ints, LoadTable
 from weight_sync.layout import DestLayout, Fill, Param, PostLoad, TensorMeta
+from weight_sync.plan.columns import COLUMNS, Ints, LoadTable
 from weight_sync.record.recorder import record_layout
 
 NUM_RECORDED = 2

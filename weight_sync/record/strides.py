@@ -4,7 +4,7 @@ Owns: reading (shape, stride, offset) of a source view and of a destination view
 rectangles. Does not own: where the views come from (recorder.py). Invariant: the rectangles, taken together, map
 exactly the elements that the copy maps; a view that is no such thing raises.
 
-Callers: recorder.py. Example, a (6, 4) tensor seen as 2 heads of 3 rows, copied into rows 0..5 of a (6, 4) parameter:
+Example, a (6, 4) tensor seen as 2 heads of 3 rows, copied into rows 0..5 of a (6, 4) parameter:
 dims (2, 3, 4), strides (12, 4, 1) on both sides, are one rectangle, Region((0, 0), (6, 4)).
 """
 

@@ -6,8 +6,6 @@ that is not derived.
 
     fill 0 over a padded block, then copy into a part of it   ->   the load, and fills for what the copy left
     copy, then fill over it                                   ->   RecordError: the loader wipes what it loaded
-
-Callers: recorder.py.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ dataclass on arrival; a layout in it is the bytes of `layout_wire.py`.
 A replica starts DIRTY at epoch 0 (its weights are dummies). Versions may repeat or go back (a trainer resumed from an
 older checkpoint); epochs only grow. Publishers may follow one another, with no clock in common: whose Describe came
 later takes a replica over with its first Begin, and those before are StaleEpoch there until they describe it again.
-Callers: `receiver.py`, `endpoint.py`,
-`publisher.py` (Describe), `transaction.py` (Begin, Commit, Abort).
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ offers before and after a read mean that every byte is of one version. The hashe
 An adapter slot is a Receiver too, so a restarted engine in adapter mode does this twice: for its base, which no publish
 ever changes again, and for the peer's newest slot.
 Invariant: a pull that fails in any way leaves the rank DIRTY, and the next publish starts on a fresh connection.
-Callers: `rollout/in_vllm/worker_extension.py` (an engine's own weights), `rollout/in_vllm/adapter_slots.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,9 @@ from weight_sync.layout import Binding, DestLayout
 from weight_sync.replica.protocol import pack
 
 if TYPE_CHECKING:
-    from weight_sync.replica.receiver import Receiver  # imports torch; offers pass through the controller, which has none
+    from weight_sync.replica.receiver import (
+        Receiver,  # imports torch; offers pass through the controller, which has none
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,6 @@ Owns: the figures that a simulation assumes, their checks, and the way from one 
     trainer ranks and engine ranks are GPUs, numbered through the cluster; ranks_per_node of them share a node
     same node:      NVLink of the sender -> NVLink of the receiver
     other node:     NIC of the sender    -> NIC of the receiver          (a GPU whose NIC is lost shares a neighbour's)
-
-Callers: simulate.py, simulate_relay.py, orchestrator/offline/estimate.py.
 """
 
 from __future__ import annotations

@@ -22,8 +22,6 @@ seconds. The price: a port now and then waits for a load whose turn it is while 
 what limits, both shares end together. Launching a load takes the host one figure, however many launches fill it.
 
 Invariants: deterministic; no publish is faster than its floors; no rank holds more than its watermark.
-
-Callers: orchestrator/offline/estimate.py, tests.
 """
 
 from __future__ import annotations
@@ -36,10 +34,10 @@ import numpy as np
 
 from weight_sync.errors import PlanError
 from weight_sync.layout import Destination
-from weight_sync.simulation.links import Faults, LinkRates, Placement, Port, nic_of
-from weight_sync.plan.plan import TransferPlan
 from weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, Staging, aligned
+from weight_sync.plan.plan import TransferPlan
 from weight_sync.plan.tasks import MESH_GROUPS, Task, TaskTable
+from weight_sync.simulation.links import Faults, LinkRates, Placement, Port, nic_of
 
 PACK_PASSES = 5.0
 """Device memory traffic of a packed and merged byte, in bytes: reading the weight and writing the slot are two, the

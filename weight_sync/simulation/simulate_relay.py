@@ -2,7 +2,6 @@
 
 Owns: the part after the writes, which simulate.py predicts for the replicas that are written. Does not own: the relay
 itself (orchestrator/cluster/relay.py, which reads in the same rounds). Pure.
-Callers: orchestrator/offline/estimate.py, tests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a link must do: move bytes one-sided between registered memory here and registered memory of another process.
 
 Owns the protocol that `memory.py` and `mooncake.py` implement and `tests/contract/test_transport.py` holds them to.
-Knows nothing of plans, versions or parameters. Called by `weight_sync.publish.pipeline` (writes), `weight_sync.replica.receiver`
-(memory) and `weight_sync.replica.recovery` (reads).
+Knows nothing of plans, versions or parameters.
 
 Failure model, the same for every link and for both directions:
 

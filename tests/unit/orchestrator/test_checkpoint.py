@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from conf.schema import RunConfig, RunSection
-from orchestrator.loop.buffer import BufferState
-from orchestrator.files.run_checkpoint import CheckpointStore, RunState, fingerprint, step_of
 from orchestrator.errors import CheckpointError
+from orchestrator.files.run_checkpoint import CheckpointStore, RunState, fingerprint, step_of
+from orchestrator.loop.buffer import BufferState
 from rollout.types import Group, Prompt, Rollout
 
 

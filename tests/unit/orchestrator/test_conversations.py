@@ -1,4 +1,5 @@
-"""Promises of orchestrator/inputs/conversations.py: exactly the assistant's tokens are taught, and every bad row is named."""
+"""Promises of orchestrator/inputs/conversations.py: exactly the assistant's tokens are taught, and every bad row is
+named."""
 
 from __future__ import annotations
 

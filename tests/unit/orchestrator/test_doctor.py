@@ -9,8 +9,8 @@ import pytest
 
 from orchestrator import machine
 from orchestrator.cli import doctor
-from orchestrator.cli.main import main
 from orchestrator.cli.doctor import Finding, Status, Supported, judge_package
+from orchestrator.cli.main import main
 
 TORCH = Supported("torch", ("2.13", "2.11"), ("torch",))
 MOONCAKE = Supported("mooncake", ("0.3.13",), ("mooncake-a", "mooncake-b"))

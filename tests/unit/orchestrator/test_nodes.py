@@ -88,7 +88,7 @@ def test_another_checkpoint_under_the_same_path_is_seen(tmp_path: Path, checkpoi
 
 
 def test_the_code_of_every_package_is_compared() -> None:
-    assert {file.relative_to(Path(nodes.__file__).parents[1]).parts[0] for file in nodes._sources()} == set(
+    assert {file.relative_to(Path(nodes.__file__).parents[2]).parts[0] for file in nodes._sources()} == set(
         nodes._ROOMS
     )
     assert len(nodes._sources()) > 100

@@ -19,8 +19,8 @@ from conf.checks import check_engine_takes_merged_weights
 from conf.errors import ConfigError
 from conf.load import load_run_config
 from conf.schema import LoraConfig
-from orchestrator.offline import estimate as plan_command
 from orchestrator.cli.main import main
+from orchestrator.offline import estimate as plan_command
 from orchestrator.offline.estimate import Hardware, PlanReport, plan_run
 from rollout.errors import EngineError
 from trainer.spec.model_spec import ModelSpec

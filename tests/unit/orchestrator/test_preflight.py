@@ -18,11 +18,11 @@ from orchestrator import machine
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
 from orchestrator.inputs.model_files import check_checkpoint_files
-from orchestrator.inputs.preflight import run_preflight
 from orchestrator.inputs.model_folder import save_character_tokenizer
+from orchestrator.inputs.preflight import run_preflight
 from trainer.spec.model_spec import ModelSpec
-from weight_sync.layout import TensorMeta
 from weight_sync.disk.safetensors_files import INDEX_NAME, read_header
+from weight_sync.layout import TensorMeta
 
 A = TensorMeta("a.weight", (2, 3), "float32")
 B = TensorMeta("b.weight", (4,), "float32")

@@ -12,8 +12,8 @@ import pytest
 from fakes.sharded_checkpoints import TINY, save_checkpoint
 
 from orchestrator.cli import help as cli_help
-from orchestrator.offline import record as record_command
 from orchestrator.cli.main import main
+from orchestrator.offline import record as record_command
 from rollout.served import servers as fleet
 from rollout.served.servers import ServerOptions, serve_command, server_environment
 from weight_sync.layout import DestLayout, Param

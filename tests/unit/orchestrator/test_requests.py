@@ -16,8 +16,8 @@ from loop import FakeWorker, World
 
 from conf.errors import ConfigError
 from orchestrator.cli.main import main
-from orchestrator.cluster.replicas import ReplicaState
 from orchestrator.cluster.control_folder import alive, answer_requests, ask, is_alive
+from orchestrator.cluster.replicas import ReplicaState
 from orchestrator.cluster.supervisor import Supervisor
 
 

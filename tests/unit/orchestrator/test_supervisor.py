@@ -8,9 +8,9 @@ import logging
 import pytest
 from loop import FakeWorker, Outcome, World
 
-from orchestrator.errors import NoReplicasLeft, WaitTimeout
 from orchestrator.cluster.replicas import ReplicaState
 from orchestrator.cluster.supervisor import Supervisor
+from orchestrator.errors import NoReplicasLeft, WaitTimeout
 from orchestrator.waiting import together, wait_for
 from rollout.types import Prompt, Rollout
 from weight_sync.errors import ReplicaDirty

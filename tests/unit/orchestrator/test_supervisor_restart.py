@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from loop import FakeWorker, Outcome, World
 
-from orchestrator.errors import NoReplicasLeft
 from orchestrator.cluster.replicas import ReplicaState
 from orchestrator.cluster.supervisor import Supervisor
+from orchestrator.errors import NoReplicasLeft
 from rollout.types import Prompt
 
 PROMPT = Prompt(0, (1,), "p")

@@ -1,4 +1,5 @@
-"""Promises of rollout/adapters/slot_channel.py: calls reach every rank, errors keep their class, and silence has a deadline."""
+"""Promises of rollout/adapters/slot_channel.py: calls reach every rank, errors keep their class, and silence has a
+deadline."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import EngineDied, EngineError
 from rollout.adapters.slot_channel import SWITCH_S, SlotClients, SlotServer, socket_address
+from rollout.errors import EngineDied, EngineError
 from weight_sync.errors import IntegrityError
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from conf.schema import Device, DType, RolloutConfig
 from rollout.engine.engine import Engine
-from rollout.errors import EngineError
 from rollout.engine.start_failure import OutputSince, cause_in
+from rollout.errors import EngineError
 
 REFERRAL = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 

@@ -20,9 +20,9 @@ from rollout.engine.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from rollout.worker import RolloutWorker
-from weight_sync.replica.endpoint import ReplicaClients
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from weight_sync.layout import Binding, DestLayout, Param, TensorMeta
+from weight_sync.replica.endpoint import ReplicaClients
 from weight_sync.replica.protocol import Begin, Bound, Describe, Described, EngineRank, Expected, pack
 from weight_sync.replica.recovery import Offer, Pulled
 

@@ -38,8 +38,8 @@ from trainer.kernels.swiglu import (
     activate_torch,
     activate_triton,
 )
-from trainer.spec.activation import CLAMPED_SWIGLU, SWIGLU
 from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
+from trainer.spec.activation import CLAMPED_SWIGLU, SWIGLU
 
 ACTIVATION_CASES = (
     (0, False, SWIGLU), (4, False, SWIGLU), (64, True, CLAMPED_SWIGLU), (WIDE_RANK, False, SWIGLU),

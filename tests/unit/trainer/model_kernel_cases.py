@@ -8,7 +8,6 @@ import torch
 from kernel_inputs import TILE_ROWS, WIDTH, H, assert_near, draw, dtypes_of
 from torch import Tensor
 
-from trainer.weights import merge
 from trainer.kernels.adamw_update import Codes, adamw_triton
 from trainer.kernels.latent import _LatentHeads, latent_heads_torch
 from trainer.kernels.log_softmax import (
@@ -25,6 +24,7 @@ from trainer.kernels.rms_norm import (
     rotate_torch,
 )
 from trainer.kernels.route import route_backward_triton, route_torch, route_triton
+from trainer.weights import merge
 from trainer.weights.merge_kernel import merger
 from trainer.weights.row_runs import Rows
 

@@ -1,4 +1,5 @@
-"""Promise of trainer/weights/adapter_io.py: PEFT and transformers load what is saved, and compute our logits with it."""
+"""Promise of trainer/weights/adapter_io.py: PEFT and transformers load what is saved, and compute our logits with
+it."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from tiny_models import (
 
 import trainer.weights.adapter_io as adapter_io
 from conf.schema import LoraConfig, MlaNormEps, TrainMode
-from trainer.weights.adapter_io import load_adapter, save_adapter, save_merged
 from trainer.errors import CheckpointError
+from trainer.weights.adapter_io import load_adapter, save_adapter, save_merged
 
 TIED = {**DENSE, "tie_word_embeddings": True}
 

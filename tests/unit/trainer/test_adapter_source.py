@@ -1,5 +1,5 @@
-"""Promises of trainer/delivery/adapter_source.py: what is read is bitwise what vLLM makes of the adapter's file, in slots of a
-larger rank too, and ranks together hold all of it once.
+"""Promises of trainer/delivery/adapter_source.py: what is read is bitwise what vLLM makes of the adapter's file, in
+slots of a larger rank too, and ranks together hold all of it once.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from rank_helpers import MOE_CONFIG, fill_adapters, make_rank, spawn
 from safetensors.torch import load_file
 
 from conf.schema import DType, LoraConfig
-from trainer.weights.adapter_io import ADAPTER_FILE
-from trainer.weights.adapter_names import PREFIX, adapter_tensors, target_modules
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.errors import LayoutError
 from trainer.lora import Adapted
-from trainer.spec.model_spec import ModelSpec
 from trainer.rank import TrainerRank
+from trainer.spec.model_spec import ModelSpec
+from trainer.weights.adapter_io import ADAPTER_FILE
+from trainer.weights.adapter_names import PREFIX, adapter_tensors, target_modules
 from weight_sync.layout import Region
 from weight_sync.publish.packing import PackedRead
 

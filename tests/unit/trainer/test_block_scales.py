@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 
 from conf.errors import ConfigError
 from conf.schema import Device, DType, TrainMode
-from trainer.errors import LayoutError
 from trainer.delivery.planned_layouts import source_layouts, temporary_bytes
+from trainer.errors import LayoutError
+from trainer.rank import TrainerRank
 from trainer.weights.quantization import (
     BLOCK,
     SCALE_SUFFIX,
@@ -29,7 +30,6 @@ from trainer.weights.quantization import (
     shared_blocks,
     touched_blocks,
 )
-from trainer.rank import TrainerRank
 from weight_sync.layout import Region, TensorMeta
 from weight_sync.publish.packing import PackedRead
 

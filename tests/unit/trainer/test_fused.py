@@ -1,4 +1,5 @@
-"""Promise of trainer/weights/fused_experts.py: any rectangle of a fused checkpoint tensor is that rectangle of the merged whole."""
+"""Promise of trainer/weights/fused_experts.py: any rectangle of a fused checkpoint tensor is that rectangle of the
+merged whole."""
 
 from __future__ import annotations
 

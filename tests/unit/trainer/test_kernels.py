@@ -37,8 +37,8 @@ from trainer.kernels.swiglu import (
     activate_backward_triton,
     activate_triton,
 )
-from trainer.spec.activation import SWIGLU
 from trainer.moe.grouped import GroupedBackend, grouped_product
+from trainer.spec.activation import SWIGLU
 
 BLOCK_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """The most that a thread block gets, by compute capability."""

@@ -1,4 +1,5 @@
-"""Promise of trainer/weights/loading.py: every parameter is filled from the right place, or the missing tensor is named."""
+"""Promise of trainer/weights/loading.py: every parameter is filled from the right place, or the missing tensor is
+named."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import DEEPSEEK, DENSE, MIXED, SpreadReader, make_decoder
 
 from conf.schema import Init, ModelConfig
+from trainer.errors import CheckpointError
+from trainer.spec.model_spec import ModelSpec
 from trainer.weights import loading
 from trainer.weights.adapter_io import save_merged
-from trainer.errors import CheckpointError
 from trainer.weights.loading import (
     CheckpointReader,
     RandomReader,
@@ -23,9 +25,8 @@ from trainer.weights.loading import (
     open_reader,
     stream_key,
 )
-from trainer.spec.model_spec import ModelSpec
-from weight_sync.layout import Region
 from weight_sync.disk.safetensors_files import INDEX_NAME
+from weight_sync.layout import Region
 
 SPEC = ModelSpec.from_hf_config(MIXED)
 

@@ -26,8 +26,8 @@ from tiny_models import (
 
 from conf.errors import ConfigError
 from conf.schema import MlaNormEps, TrainMode
-from trainer.weights.fused_experts import interleave
 from trainer.model.attend import AttentionBackend, PackedSequences, attend
+from trainer.weights.fused_experts import interleave
 
 CONFIGS = {
     "dense": DENSE,

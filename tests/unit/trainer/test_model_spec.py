@@ -22,9 +22,9 @@ from tiny_models import (
 from transformers import AutoConfig
 
 from conf.errors import ConfigError
+from trainer.parallel import ParallelLayout
 from trainer.spec.families import check_spelling
 from trainer.spec.model_spec import ExpertFormat, MlaSpec, ModelSpec
-from trainer.parallel import ParallelLayout
 from trainer.weights.shards import local_shards
 
 

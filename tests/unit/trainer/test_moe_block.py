@@ -27,15 +27,15 @@ from tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss, rela
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.weights.adapter_io import pack_expert_a, pack_expert_b
 from trainer.kernels.dequant import GROUP
 from trainer.kernels.groups import RowGroups
-from trainer.spec.model_spec import ExpertFormat
 from trainer.moe import dispatch, routed
-from trainer.spec.activation import CLAMPED_SWIGLU, SWIGLU
 from trainer.moe.bank import Towards, UnpackedSlots
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.experts import Experts
+from trainer.spec.activation import CLAMPED_SWIGLU, SWIGLU
+from trainer.spec.model_spec import ExpertFormat
+from trainer.weights.adapter_io import pack_expert_a, pack_expert_b
 
 
 def oracle_experts(experts: Experts) -> nn.Module:

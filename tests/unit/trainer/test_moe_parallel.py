@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from tiny_models import DEEPSEEK, DENSE, GPT_OSS, GPT_OSS_MXFP4, KIMI_INT4, MIXED, MOE, relative_error
 
 from conf.schema import TrainMode
-from trainer.weights.loading import CheckpointReader, RandomReader
 from trainer.spec.model_spec import ModelSpec
+from trainer.weights.loading import CheckpointReader, RandomReader
 from weight_sync.layout import Region
 
 UNEVEN = {**MIXED, "num_experts": 7, "vocab_size": 97, "tie_word_embeddings": True}

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from trainer.kernels.groups import RowGroups
-from trainer.spec.model_spec import MoeSpec, RouterScore
 from trainer.moe import grouped
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product
 from trainer.moe.router import Router
+from trainer.spec.model_spec import MoeSpec, RouterScore
 
 CPU = torch.device("cpu")
 

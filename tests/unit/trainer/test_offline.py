@@ -1,4 +1,5 @@
-"""trainer/delivery/planned_layouts.py against real ranks: the layouts and temporary bytes that they report, and their parameters."""
+"""trainer/delivery/planned_layouts.py against real ranks: the layouts and temporary bytes that they report, and
+their parameters."""
 
 from __future__ import annotations
 
@@ -15,11 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from conf.schema import Device, DType, LoraConfig, TrainerConfig, TrainMode
 from trainer.delivery.adapter_source import AdapterSource
-from trainer.weights.merge import BLOCK_ROWS
-from trainer.model.decoder import build_decoder
-from trainer.spec.model_spec import ModelSpec
-from trainer.moe.experts import Experts
-from trainer.moe.expert_placement import expert_shares
+from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.delivery.planned_layouts import (
     adapter_elements,
     adapter_source_layouts,
@@ -28,9 +25,13 @@ from trainer.delivery.planned_layouts import (
     temporary_bytes,
     trainer_memory,
 )
+from trainer.model.decoder import build_decoder
+from trainer.moe.expert_placement import expert_shares
+from trainer.moe.experts import Experts
 from trainer.parallel import ParallelLayout
+from trainer.spec.model_spec import ModelSpec
+from trainer.weights.merge import BLOCK_ROWS
 from trainer.weights.quantization import MERGE_ROWS
-from trainer.delivery.merged_source import TrainerWeightSource
 from weight_sync.layout import SourceLayout
 
 ODD = {**MIXED, "vocab_size": 97, "num_experts": 6, "tie_word_embeddings": True}

@@ -1,5 +1,5 @@
-"""Promise of trainer/weights/packed_experts.py: four-bit experts keep every bit of the checkpoint, and compute what its authors'
-libraries say that those bits mean.
+"""Promise of trainer/weights/packed_experts.py: four-bit experts keep every bit of the checkpoint, and compute what
+its authors' libraries say that those bits mean.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from conf.errors import ConfigError
 from conf.schema import AlgorithmConfig, DType, LoraConfig, MlaNormEps, Objective, OptimConfig, OptimState, TrainMode
-from trainer.weights.adapter_io import save_adapter, save_merged
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.errors import CheckpointError, LayoutError
-from trainer.weights.loading import CheckpointReader, load_weights
 from trainer.model.decoder import Decoder, build_decoder
-from trainer.spec.model_spec import ModelSpec
-from trainer.weights.packed_experts import forget_unpacked, packed_tensors
 from trainer.parallel import ParallelLayout
+from trainer.spec.model_spec import ModelSpec
+from trainer.weights.adapter_io import save_adapter, save_merged
+from trainer.weights.loading import CheckpointReader, load_weights
+from trainer.weights.packed_experts import forget_unpacked, packed_tensors
 from weight_sync.layout import Region
 
 MODELS = {"int4": KIMI_INT4, "mxfp4": GPT_OSS_MXFP4}

@@ -1,5 +1,5 @@
-"""Promises of trainer/step/microbatches.py: every sample once, bounds kept, ranks in step, balance, and a right shift of
-targets.
+"""Promises of trainer/step/microbatches.py: every sample once, bounds kept, ranks in step, balance, and a right
+shift of targets.
 """
 
 from __future__ import annotations

@@ -318,7 +318,9 @@ def test_a_base_that_is_sent_again_has_the_watermark_for_itself(monkeypatch):
     base, slots = (endpoint.address for endpoint in endpoints)
     try:
         frozen: list[bool] = []
-        monkeypatch.setattr("trainer.delivery.delivery.freeze_heap", lambda: frozen.append(delivery._publisher._is_connected))
+        monkeypatch.setattr(
+            "trainer.delivery.delivery.freeze_heap", lambda: frozen.append(delivery._publisher._is_connected)
+        )
         rank.connect([base], transport, [slots])
         assert frozen == [True], "once the plan is there"
         assert rank.publish().num_committed == 1

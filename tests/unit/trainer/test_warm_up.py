@@ -13,8 +13,8 @@ from rank_helpers import VOCAB, count, fill_adapters, make_rank, make_samples
 
 from conf.schema import AlgorithmConfig, Normalization, TrainMode
 from trainer.errors import TrainerError
-from trainer.step.microbatches import pack
 from trainer.rank import TrainerRank
+from trainer.step.microbatches import pack
 from trainer.step.warm_up import full_microbatch, made_up_samples
 
 KL = AlgorithmConfig(kl_coef=0.1)

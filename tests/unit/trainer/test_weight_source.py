@@ -21,9 +21,9 @@ from trainer.errors import LayoutError
 from trainer.rank import TrainerRank
 from trainer.weights.shards import gather_lora_a
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
+from weight_sync.plan.plan import build_plan
 from weight_sync.publish.packing import PackedRead
 from weight_sync.publish.pipeline import Pipeline
-from weight_sync.plan.plan import build_plan
 from weight_sync.replica.receiver import Receiver
 from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 

@@ -10,11 +10,11 @@ from fakes.publish import DictSource, PlainEngine, engine_bytes, engine_layout, 
 
 from weight_sync.integrity import MIN_SCRATCH_BYTES
 from weight_sync.layout import Binding, Destination
-from weight_sync.publish.pipeline import Pipeline
+from weight_sync.plan.budget import sums_bytes
 from weight_sync.plan.plan import build_plan
 from weight_sync.publish.lanes import PipelineResult
+from weight_sync.publish.pipeline import Pipeline
 from weight_sync.publish.staging_slots import Load
-from weight_sync.plan.budget import sums_bytes
 from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 
 NUM_RANKS = 2

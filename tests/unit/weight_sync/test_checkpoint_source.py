@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from conf.errors import ConfigError
+from weight_sync.disk.safetensors_files import INDEX_NAME, StoredTensor, read_index
 from weight_sync.disk.safetensors_source import Checkpoint, plan_blocks
 from weight_sync.errors import WeightSyncError
 from weight_sync.layout import Region
-from weight_sync.publish.pipeline import Pipeline
 from weight_sync.plan.plan import build_plan
-from weight_sync.disk.safetensors_files import INDEX_NAME, StoredTensor, read_index
+from weight_sync.publish.pipeline import Pipeline
 from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 
 

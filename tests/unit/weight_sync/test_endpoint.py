@@ -15,9 +15,9 @@ import zmq
 from fakes.publish import KEY, EndpointThread, PlainEngine
 
 from conf.errors import ConfigError
+from weight_sync.errors import IntegrityError, ProtocolError, ReplicaError, StaleEpoch
 from weight_sync.replica import endpoint as endpoint_module
 from weight_sync.replica.endpoint import ReplicaClients
-from weight_sync.errors import IntegrityError, ProtocolError, ReplicaError, StaleEpoch
 from weight_sync.replica.protocol import Abort, Begin, Begun, Commit, Describe, Described, Message, Signer
 from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 

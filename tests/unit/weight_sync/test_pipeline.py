@@ -12,9 +12,9 @@ from pipeline_world import HASH_BYTES, NUM_RANKS, SMALL_WATERMARK, World, num_re
 import weight_sync.publish.staging_slots
 from weight_sync.errors import PlanError, TransportError, WatermarkError
 from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
-from weight_sync.publish.pipeline import Pipeline
-from weight_sync.plan.plan import build_plan
 from weight_sync.plan.budget import NUM_SLOTS
+from weight_sync.plan.plan import build_plan
+from weight_sync.publish.pipeline import Pipeline
 
 
 def test_every_byte_arrives_and_is_counted_and_hashed() -> None:

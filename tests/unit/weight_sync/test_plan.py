@@ -24,11 +24,11 @@ from layouts import (
     tiny_checkpoint,
 )
 
-from weight_sync.plan.chunks import MAX_RUNS
-from weight_sync.plan.proof import prove_coverage
 from weight_sync.errors import PlanError
 from weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, SourceLayout, SourceShard, TensorMeta
+from weight_sync.plan.chunks import MAX_RUNS
 from weight_sync.plan.plan import SHARES_PER_SOURCE, TransferPlan, build_plan, rank_plan_from_wire
+from weight_sync.plan.proof import prove_coverage
 from weight_sync.plan.schedule import MIN_SHARED_BYTES
 from weight_sync.plan.tasks import MESH_GROUPS, Task
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from weight_sync.replica import protocol
 from weight_sync.errors import AuthenticationError, ProtocolError, StaleEpoch
 from weight_sync.layout import Binding
+from weight_sync.replica import protocol
 from weight_sync.replica.protocol import (
     Begin,
     Begun,

@@ -18,10 +18,10 @@ from conf.schema import WeightSyncConfig
 from weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
 from weight_sync.layout import Binding
 from weight_sync.plan.plan import build_plan
-from weight_sync.replica.protocol import Bound
-from weight_sync.publish.report import EXCLUDED, PublishReport
 from weight_sync.publish.publisher import Publisher
+from weight_sync.publish.report import EXCLUDED, PublishReport
 from weight_sync.publish.transaction import Transaction
+from weight_sync.replica.protocol import Bound
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
 
 

@@ -10,9 +10,9 @@ from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_l
 
 from conf.schema import WeightSyncConfig
 from weight_sync.errors import PlanMismatch, ProtocolError, ReplicaError
-from weight_sync.replica.protocol import Bound, addresses_digest
-from weight_sync.publish.report import PublishReport
 from weight_sync.publish.publisher import Publisher
+from weight_sync.publish.report import PublishReport
+from weight_sync.replica.protocol import Bound, addresses_digest
 from weight_sync.replica.recovery import make_offer, pull
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
 

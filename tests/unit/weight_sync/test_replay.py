@@ -13,9 +13,9 @@ import torch
 from pipeline_world import HASH_BYTES, NUM_RANKS, World, num_reads
 
 from weight_sync.errors import TransferTimeout
-from weight_sync.publish.pipeline import Pipeline
-from weight_sync.publish.lanes import PipelineResult, Replay, _Door
 from weight_sync.plan.budget import NUM_SLOTS
+from weight_sync.publish.lanes import PipelineResult, Replay, _Door
+from weight_sync.publish.pipeline import Pipeline
 from weight_sync.publish.sums import Places, Sums
 from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
 

@@ -1,5 +1,5 @@
-"""Promises of weight_sync/simulation/simulate.py: never faster than the wire, a faster link never costs time, and the real
-pipeline's own cutting and constants."""
+"""Promises of weight_sync/simulation/simulate.py: never faster than the wire, a faster link never costs time, and
+the real pipeline's own cutting and constants."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from layouts import systems
 
 from weight_sync import integrity
-from weight_sync.publish import pipeline
-from weight_sync.simulation import simulate
-from weight_sync.plan import budget as staging
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
-from weight_sync.simulation.links import Faults, LinkRates, Placement, nic_of, place
-from weight_sync.plan.plan import TransferPlan, build_plan
-from weight_sync.simulation.simulate import Simulation, cut_loads
+from weight_sync.plan import budget as staging
 from weight_sync.plan.budget import Staging
+from weight_sync.plan.plan import TransferPlan, build_plan
 from weight_sync.plan.tasks import MESH_GROUPS, Piece, Task
+from weight_sync.publish import pipeline
+from weight_sync.simulation import simulate
+from weight_sync.simulation.links import Faults, LinkRates, Placement, nic_of, place
+from weight_sync.simulation.simulate import Simulation, cut_loads
 
 PROPERTY = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

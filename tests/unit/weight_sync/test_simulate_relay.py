@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
-from weight_sync.simulation.links import LinkRates, Placement, place
+from weight_sync.plan.budget import Staging
 from weight_sync.plan.plan import build_plan
+from weight_sync.simulation.links import LinkRates, Placement, place
 from weight_sync.simulation.simulate import Simulation, simulate
 from weight_sync.simulation.simulate_relay import neighbours, num_rounds, relay_s, written_alone
-from weight_sync.plan.budget import Staging
 
 STAGING = Staging(watermark_bytes=1 << 22)
 WIRE = LinkRates(
