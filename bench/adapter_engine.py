@@ -32,7 +32,7 @@ def slots_of(config: dict[str, Any], args: argparse.Namespace) -> Any:
     """What the engine is told about adapters."""
     from conf.schema import LoraConfig
     from rollout.types import AdapterSlotsSpec
-    from trainer.spec.model_spec import ModelSpec
+    from trainer.architecture.model_spec import ModelSpec
     from trainer.weights.adapter_names import adapter_tensors, target_modules
 
     tensors = ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16")
@@ -195,7 +195,7 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
     from orchestrator.inputs.model_folder import save_character_tokenizer
     from rollout.engine.engine_options import engine_environment
     from rollout.worker import RolloutWorker
-    from trainer.spec.model_spec import ModelSpec
+    from trainer.architecture.model_spec import ModelSpec
 
     os.environ.update(engine_environment(Device(device)))
     with tempfile.TemporaryDirectory() as folder:

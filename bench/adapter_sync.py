@@ -83,8 +83,8 @@ class Trainer:
         import torch
 
         from conf.schema import LoraConfig, TrainerConfig
+        from trainer.architecture.model_spec import ModelSpec
         from trainer.model.decoder import build_decoder
-        from trainer.spec.model_spec import ModelSpec
         from weight_sync.transport.mooncake import MooncakeTransport
 
         self.device = device

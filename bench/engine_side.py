@@ -115,7 +115,7 @@ class PlainReplica:
 
 def plain_layout(config: dict[str, Any]) -> Any:
     """What vLLM's loader does at tp_size=1: fused projections, stacked experts, all else as in the checkpoint."""
-    from trainer.spec.model_spec import ModelSpec
+    from trainer.architecture.model_spec import ModelSpec
     from weight_sync.layout import DestLayout, Load, Param, Region
 
     rows: dict[str, int] = {}
@@ -166,7 +166,7 @@ def build_worker(spec: EngineSpec, folder: Path) -> Any:
     import rollout.worker
     from conf.schema import DType, RolloutConfig, SamplingConfig, WeightSyncConfig
     from orchestrator.inputs.model_folder import save_character_tokenizer
-    from trainer.spec.model_spec import ModelSpec
+    from trainer.architecture.model_spec import ModelSpec
 
     (folder / "config.json").write_text(json.dumps(spec.hf_config))
     save_character_tokenizer(folder, vocab_size=64)

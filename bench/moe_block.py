@@ -34,6 +34,8 @@ sys.path[0] = str(ROOT)  # instead of this folder, where trainer.py hides the pa
 
 from bench.runs import environment  # noqa: E402
 from conf.schema import DType, LoraConfig  # noqa: E402
+from trainer.architecture.activation import SWIGLU  # noqa: E402
+from trainer.architecture.model_spec import ExpertFormat  # noqa: E402
 from trainer.kernels.combine import weighted_sum  # noqa: E402
 from trainer.kernels.counting_sort import sort_by_expert  # noqa: E402
 from trainer.kernels.dequant import dequantize_int4, dequantize_mxfp4  # noqa: E402
@@ -45,8 +47,6 @@ from trainer.moe.bank import UnpackedSlots  # noqa: E402
 from trainer.moe.dispatch import plan_dispatch  # noqa: E402
 from trainer.moe.experts import Experts  # noqa: E402
 from trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product  # noqa: E402
-from trainer.spec.activation import SWIGLU  # noqa: E402
-from trainer.spec.model_spec import ExpertFormat  # noqa: E402
 
 QWEN3 = {"hidden_size": 2048, "intermediate_size": 768, "num_experts": 128, "top_k": 8}
 KIMI_PART = {"hidden_size": 7168, "intermediate_size": 2048, "num_experts": 48, "top_k": 8}

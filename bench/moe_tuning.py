@@ -43,12 +43,12 @@ from bench.moe_block import (  # noqa: E402
 )
 from bench.runs import environment  # noqa: E402
 from conf.schema import DType  # noqa: E402
+from trainer.architecture.activation import SWIGLU  # noqa: E402
 from trainer.kernels import gather, grouped_gemm, low_rank, swiglu  # noqa: E402
 from trainer.kernels.launch import Tiling  # noqa: E402
 from trainer.moe import grouped  # noqa: E402
 from trainer.moe.dispatch import plan_dispatch  # noqa: E402
 from trainer.moe.grouped import GroupedBackend  # noqa: E402
-from trainer.spec.activation import SWIGLU  # noqa: E402
 
 TABLES = ("tilings", "host", "products")
 

@@ -37,8 +37,8 @@ from bench.runs import environment  # noqa: E402
 from conf.load import load_run_config  # noqa: E402
 from conf.schema import LoraConfig, TrainerConfig  # noqa: E402
 from rollout.layouts.offline_slots import offline_slots  # noqa: E402
+from trainer.architecture.model_spec import ModelSpec  # noqa: E402
 from trainer.delivery.planned_layouts import adapter_source_layouts, source_layouts  # noqa: E402
-from trainer.spec.model_spec import ModelSpec  # noqa: E402
 from trainer.weights.adapter_names import adapter_tensors  # noqa: E402
 from trainer.weights.quantization import BlockFp8  # noqa: E402
 from weight_sync.layout import (  # noqa: E402

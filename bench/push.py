@@ -102,7 +102,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> dict[str, float]:
     """
     import torch
 
-    from trainer.spec.model_spec import ModelSpec
+    from trainer.architecture.model_spec import ModelSpec
     from weight_sync.disk.safetensors_files import INDEX_NAME
 
     index = folder / INDEX_NAME

@@ -124,7 +124,7 @@ def fill_hf(model: Any, config: dict[str, Any], device: str) -> None:
     """The same values that TrainerRank draws, by checkpoint name; experts are stacked in transformers."""
     import torch
 
-    from trainer.spec.model_spec import ModelSpec
+    from trainer.architecture.model_spec import ModelSpec
     from trainer.weights.loading import RandomReader
     from weight_sync.layout import Region
 

@@ -119,11 +119,11 @@ class _Rank:
         import torch
 
         from conf.schema import LoraConfig, TrainerConfig
+        from trainer.architecture.model_spec import ModelSpec
         from trainer.delivery.merged_source import TrainerWeightSource
         from trainer.model.decoder import build_decoder
         from trainer.parallel import ParallelLayout, local_part
         from trainer.process_group import ControlGroup
-        from trainer.spec.model_spec import ModelSpec
 
         torch.set_num_threads(1)
         self.spec = spec

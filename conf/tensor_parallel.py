@@ -11,7 +11,7 @@
 
 Owns these rules, as vLLM 0.32 asserts them when it builds a model (`QKVParallelLinear`, `FusedMoEConfig`,
 `VocabParallelEmbedding`, `validate_fp8_block_shape`): late there, and some without a word. Does not own what an
-architecture is: fields of the wrong type are passed over here, trainer/spec/families.py refuses them.
+architecture is: fields of the wrong type are passed over here, trainer/architecture/families.py refuses them.
 Pure.
 """
 

@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from trainer.architecture.model_spec import CORRECTION_BIAS
 from trainer.errors import LayoutError
 from trainer.moe.expert_placement import expert_shares
 from trainer.moe.experts import Experts
-from trainer.spec.model_spec import CORRECTION_BIAS
 
 if TYPE_CHECKING:
     from trainer.model.decoder import Decoder

@@ -37,6 +37,7 @@ from conf.schema import (
     TrainMode,
     WeightSyncConfig,
 )
+from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.delivery import Delivery
 from trainer.errors import LayoutError, TrainerError
 from trainer.model.decoder import Decoder, build_decoder
@@ -44,7 +45,6 @@ from trainer.model.logprobs import token_logprobs
 from trainer.model.reference import ReferencePolicy
 from trainer.parallel import ParallelLayout, dense_trainable, expert_trainable, sharded_rows, take_device
 from trainer.process_group import ControlGroup
-from trainer.spec.model_spec import ModelSpec
 from trainer.step.checkpoint_state import read_rank_state, state_layout, write_rank_state
 from trainer.step.loss import CountedTokens, LossAccumulator, PolicyLoss, policy_loss, sft_loss
 from trainer.step.microbatches import Microbatch, collate

@@ -50,7 +50,7 @@ from orchestrator.files.run_folder import RunFolder
 from orchestrator.inputs.model_folder import engine_checkpoint
 from orchestrator.waiting import together, wait_for
 from rollout.types import AdapterSlotsSpec
-from trainer.spec.model_spec import ModelSpec
+from trainer.architecture.model_spec import ModelSpec
 from trainer.step.warm_up import full_microbatch
 from trainer.weights.adapter_names import adapter_tensors, target_modules
 

@@ -30,8 +30,8 @@ from conf.schema import DataConfig, DType, EngineFormat, Init, ModelConfig
 from orchestrator.inputs.model_files import read_hf_config
 from rollout.prompts import read_prompts
 from rollout.types import Prompt
-from trainer.spec.families import check_spelling
-from trainer.spec.model_spec import ModelSpec
+from trainer.architecture.families import check_spelling
+from trainer.architecture.model_spec import ModelSpec
 from trainer.weights.quantization import BlockFp8, engine_tensors
 from weight_sync.layout import TensorMeta
 

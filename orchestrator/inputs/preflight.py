@@ -48,7 +48,7 @@ from rollout.errors import DataError
 from rollout.prompts import read_prompts
 from rollout.rewards.runner import check_reward
 from rollout.types import Prompt
-from trainer.spec.model_spec import ModelSpec
+from trainer.architecture.model_spec import ModelSpec
 
 MIN_FREE_BYTES = 256 << 20
 """Free space below which a run is refused: logs, metrics and the checkpoints of a tiny model."""

@@ -25,6 +25,7 @@ from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_confi
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import offline_layouts
 from rollout.layouts.offline_slots import offline_slots
+from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.planned_layouts import (
     TrainerMemory,
     adapter_elements,
@@ -33,7 +34,6 @@ from trainer.delivery.planned_layouts import (
     temporary_bytes,
     trainer_memory,
 )
-from trainer.spec.model_spec import ModelSpec
 from trainer.weights.adapter_names import adapter_tensors
 from trainer.weights.quantization import BlockFp8
 from weight_sync.errors import PlanError, WatermarkError

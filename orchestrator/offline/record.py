@@ -18,7 +18,7 @@ from conf.tensor_parallel import check_tp_size_fits_model
 from orchestrator.inputs.model_files import read_hf_config
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import cached_file, engine_version, offline_layouts
-from trainer.spec.model_spec import ModelSpec
+from trainer.architecture.model_spec import ModelSpec
 from weight_sync.disk.safetensors_files import read_index, tensor_metas
 from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.record.layout_wire import layouts_digest, layouts_to_bytes

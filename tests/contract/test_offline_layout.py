@@ -24,7 +24,7 @@ from orchestrator.offline.record import layouts_digest, record
 from rollout.engine.engine_options import engine_arguments, engine_environment
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import offline_layouts
-from trainer.spec.model_spec import ModelSpec
+from trainer.architecture.model_spec import ModelSpec
 from weight_sync.layout import DestLayout, PostLoad
 from weight_sync.replica.protocol import pack, unpack
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from fakes.checkpoints import CONFIGS
-from trainer.spec.model_spec import ModelSpec
+from trainer.architecture.model_spec import ModelSpec
 from weight_sync.disk.safetensors_files import INDEX_NAME
 
 TINY: dict[str, Any] = {**CONFIGS["qwen3_moe"], "num_experts": 4, "torch_dtype": "bfloat16"}

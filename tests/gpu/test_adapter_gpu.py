@@ -21,9 +21,9 @@ from conf.load import load_run_config
 from conf.schema import Device, LoraConfig, RunConfig, SamplingConfig
 from orchestrator.inputs.model_folder import save_character_tokenizer
 from rollout.types import AdapterSlotsSpec, Prompt
+from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.rank import TrainerRank
-from trainer.spec.model_spec import ModelSpec
 from trainer.weights.adapter_names import adapter_tensors, target_modules
 from weight_sync.layout import Region
 

@@ -116,9 +116,9 @@ def publish(case: Case, folder: Path) -> dict[str, Any]:
 def merged_source(config: dict[str, Any], checkpoint: Path) -> Any:
     """A policy with adapters on everything, its export on disk, and its weight source."""
     from conf.schema import LoraConfig, TrainerConfig
+    from trainer.architecture.model_spec import ModelSpec
     from trainer.delivery.merged_source import TrainerWeightSource
     from trainer.model.decoder import build_decoder
-    from trainer.spec.model_spec import ModelSpec
     from trainer.weights.adapter_io import save_merged
     from trainer.weights.quantization import BlockFp8
 

@@ -100,7 +100,7 @@ def run_engine(utilization: float, folder: str, pipe: Connection) -> None:
 async def serve(utilization: float, folder: str, pipe: Connection) -> None:
     from rollout.types import Prompt
     from rollout.worker import RolloutWorker
-    from trainer.spec.model_spec import ModelSpec
+    from trainer.architecture.model_spec import ModelSpec
 
     worker = RolloutWorker(
         Path(folder),
@@ -254,9 +254,9 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
+    from trainer.architecture.model_spec import ModelSpec
     from trainer.delivery.merged_source import TrainerWeightSource
     from trainer.model.decoder import build_decoder
-    from trainer.spec.model_spec import ModelSpec
     from weight_sync.transport.mooncake import MooncakeTransport
 
     with tempfile.TemporaryDirectory() as name:

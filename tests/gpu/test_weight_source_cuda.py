@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from conf.schema import LoraConfig, TrainerConfig
+from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.model.decoder import build_decoder
-from trainer.spec.model_spec import ModelSpec
 from trainer.weights.adapter_io import save_merged
 from weight_sync.layout import Region
 from weight_sync.publish.packing import PackedRead

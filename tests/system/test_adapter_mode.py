@@ -28,8 +28,8 @@ from rollout.engine.engine_options import engine_arguments
 from rollout.errors import ReplicaNotServing
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from rollout.worker import RolloutWorker
+from trainer.architecture.model_spec import ModelSpec
 from trainer.rank import TrainerRank
-from trainer.spec.model_spec import ModelSpec
 from trainer.weights.adapter_names import adapter_tensors, target_modules
 from weight_sync.publish.report import PublishReport
 from weight_sync.transport.mooncake import MooncakeTransport

@@ -25,8 +25,8 @@ from orchestrator.inputs.model_folder import save_character_tokenizer
 from rollout.errors import ReplicaNotServing
 from rollout.types import Rollout
 from rollout.worker import RolloutWorker
+from trainer.architecture.model_spec import ModelSpec
 from trainer.rank import TrainerRank
-from trainer.spec.model_spec import ModelSpec
 from weight_sync.errors import IntegrityError, PlanMismatch, TransportError
 from weight_sync.publish.publisher import PublishReport
 

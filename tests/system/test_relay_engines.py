@@ -28,8 +28,8 @@ from orchestrator.inputs.model_folder import save_character_tokenizer
 from rollout.errors import ReplicaNotServing
 from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker
+from trainer.architecture.model_spec import ModelSpec
 from trainer.rank import TrainerRank
-from trainer.spec.model_spec import ModelSpec
 from weight_sync.errors import IntegrityError
 from weight_sync.publish.report import PublishReport
 from weight_sync.replica.recovery import Offer, Pulled

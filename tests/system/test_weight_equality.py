@@ -98,7 +98,7 @@ class TrainerProcesses:
 @pytest.mark.parametrize("model", ["tiny_qwen3_moe", "tiny_qwen3"])
 async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(model: str, tmp_path: Path) -> None:
     from rollout.worker import RolloutWorker
-    from trainer.spec.model_spec import ModelSpec
+    from trainer.architecture.model_spec import ModelSpec
 
     config = config_of(model)
     folder = tmp_path / "model"

@@ -19,8 +19,8 @@ from math import prod
 from typing import ClassVar
 
 from conf.schema import Device, LoraConfig, TrainerConfig, TrainMode
+from trainer.architecture.model_spec import CORRECTION_BIAS, ModelSpec
 from trainer.moe.expert_placement import expert_shares
-from trainer.spec.model_spec import CORRECTION_BIAS, ModelSpec
 from trainer.weights.adapter_names import adapter_tensors
 from trainer.weights.quantization import (
     MERGE_ROWS,

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.architecture.activation import ExpertActivation
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, tiling_of
-from trainer.spec.activation import ExpertActivation
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.spec.model_spec import GqaSpec, MlaSpec
+from trainer.architecture.model_spec import GqaSpec, MlaSpec
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import LoraConfig
+from trainer.architecture.model_spec import GqaSpec, MlaSpec, ModelSpec
 from trainer.kernels.latent import latent_heads
 from trainer.kernels.rms_norm import norm_rotate
 from trainer.lora import Linear, apply_together
 from trainer.model.attend import AttentionBackend, KeptAttention, PackedSequences, attend
 from trainer.model.norm import RMSNorm
-from trainer.spec.model_spec import GqaSpec, MlaSpec, ModelSpec
 
 
 def make_attention(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from conf.errors import ConfigError
 from conf.schema import CombineMode, LoraConfig, TrainerConfig, TrainMode
+from trainer.architecture.model_spec import CORRECTION_BIAS, ExpertFormat, ModelSpec
 from trainer.kernels.gather import gather_rows
 from trainer.lora import Linear, apply_together
 from trainer.model.attend import AttentionBackend, KeptAttention, PackedSequences, choose_attention_backend
@@ -35,7 +36,6 @@ from trainer.moe.block import MoeBlock
 from trainer.moe.experts import Experts
 from trainer.moe.router import Router
 from trainer.parallel import ParallelLayout, shard_decoder
-from trainer.spec.model_spec import CORRECTION_BIAS, ExpertFormat, ModelSpec
 
 Out = TypeVar("Out")
 

@@ -16,8 +16,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor, nn
 
+from trainer.architecture.model_spec import ExpertFormat
 from trainer.kernels.dequant import GROUP, dequantize_int4, dequantize_mxfp4
-from trainer.spec.model_spec import ExpertFormat
 
 
 class Towards(StrEnum):

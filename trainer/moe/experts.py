@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import CombineMode, LoraConfig
+from trainer.architecture.activation import SWIGLU, ExpertActivation
+from trainer.architecture.model_spec import ExpertFormat
 from trainer.lora import Adapted, adapter_dtype
 from trainer.moe.bank import PackedBank, UnpackedSlots
 from trainer.moe.dispatch import Dispatch
 from trainer.moe.grouped import choose_grouped_backend
 from trainer.moe.routed import ExpertCall, routed_experts
-from trainer.spec.activation import SWIGLU, ExpertActivation
-from trainer.spec.model_spec import ExpertFormat
 
 
 class Experts(Adapted):

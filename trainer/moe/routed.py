@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from conf.schema import CombineMode
+from trainer.architecture.activation import ExpertActivation
 from trainer.kernels.combine import weighted_sum
 from trainer.kernels.gather import gather_project, gather_rows
 from trainer.kernels.groups import RowGroups
@@ -41,7 +42,6 @@ from trainer.kernels.swiglu import InnerAdapter, activate, activate_backward
 from trainer.moe.bank import PackedBank, Towards
 from trainer.moe.dispatch import Dispatch
 from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
-from trainer.spec.activation import ExpertActivation
 
 COPIED_ROWS = 128
 """Rows an expert, on average: from here on adapters are copied into the compute dtype before kernels read them."""

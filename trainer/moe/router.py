@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from trainer.architecture.model_spec import MoeSpec, RouterScore
 from trainer.kernels.route import route
-from trainer.spec.model_spec import MoeSpec, RouterScore
 
 NORM_EPS = 1e-20
 """Added to the sum of a sigmoid router's top-k scores before they are divided by it."""

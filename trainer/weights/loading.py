@@ -21,11 +21,11 @@ from torch import Tensor
 
 from conf.errors import ConfigError
 from conf.schema import Init, ModelConfig
+from trainer.architecture.model_spec import ModelSpec
 from trainer.errors import CheckpointError
 from trainer.lora import Adapted
 from trainer.moe.experts import Experts
 from trainer.parallel import local_part
-from trainer.spec.model_spec import ModelSpec
 from trainer.weights.block_scales import dequantized
 from trainer.weights.packed_experts import forget_unpacked, packed_tensors
 from trainer.weights.quantization import SCALE_SUFFIX

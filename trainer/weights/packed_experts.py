@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from trainer.architecture.model_spec import ExpertFormat
 from trainer.errors import CheckpointError
 from trainer.moe.experts import Experts
-from trainer.spec.model_spec import ExpertFormat
 from trainer.weights.fused_experts import deinterleave
 from weight_sync.layout import Region
 

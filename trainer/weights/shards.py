@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trainer.architecture.model_spec import CORRECTION_BIAS
 from trainer.lora import Linear
 from trainer.moe.experts import Experts
 from trainer.moe.router import Router
 from trainer.parallel import gather_wholes, local_part
-from trainer.spec.model_spec import CORRECTION_BIAS
 from trainer.weights.fused_experts import FusedTensor, fused_experts
 from trainer.weights.row_runs import LoraDelta, RowRun, Rows, local_rows
 from weight_sync.layout import Region

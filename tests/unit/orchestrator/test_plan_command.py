@@ -23,7 +23,7 @@ from orchestrator.cli.main import main
 from orchestrator.offline import estimate as plan_command
 from orchestrator.offline.estimate import Hardware, PlanReport, plan_run
 from rollout.errors import EngineError
-from trainer.spec.model_spec import ModelSpec
+from trainer.architecture.model_spec import ModelSpec
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
 from weight_sync.simulation.links import Faults
 

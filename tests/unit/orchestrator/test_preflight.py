@@ -20,7 +20,7 @@ from orchestrator.errors import PreflightError
 from orchestrator.inputs.model_files import check_checkpoint_files
 from orchestrator.inputs.model_folder import save_character_tokenizer
 from orchestrator.inputs.preflight import run_preflight
-from trainer.spec.model_spec import ModelSpec
+from trainer.architecture.model_spec import ModelSpec
 from weight_sync.disk.safetensors_files import INDEX_NAME, read_header
 from weight_sync.layout import TensorMeta
 

@@ -14,8 +14,8 @@ import pytest
 from fakes.vllm_layout import engine_layouts
 
 from conf.schema import Device, LoraConfig, TrainerConfig
+from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.planned_layouts import source_layouts, temporary_bytes
-from trainer.spec.model_spec import ModelSpec
 from weight_sync.plan.budget import Staging, reserved_bytes
 from weight_sync.plan.plan import build_plan
 from weight_sync.simulation.links import LinkRates, place

@@ -9,6 +9,7 @@ import torch
 from kernel_inputs import COUNTS, TILE_ROWS, WIDE_RANK, WIDTH, H, assert_near, draw, dtypes_of, groups_of
 
 from conf.schema import CombineMode
+from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
 from trainer.kernels import gather
 from trainer.kernels.combine import weighted_sum_torch, weighted_sum_triton
 from trainer.kernels.counting_sort import sort_by_expert_torch, sort_by_expert_triton
@@ -39,7 +40,6 @@ from trainer.kernels.swiglu import (
     activate_triton,
 )
 from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
-from trainer.spec.activation import CLAMPED_SWIGLU, SWIGLU
 
 ACTIVATION_CASES = (
     (0, False, SWIGLU), (4, False, SWIGLU), (64, True, CLAMPED_SWIGLU), (WIDE_RANK, False, SWIGLU),

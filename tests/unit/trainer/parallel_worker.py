@@ -17,11 +17,11 @@ from tiny_models import MIXED, draw_b, logits_of, make_decoder, packed, probe_lo
 from torch import Tensor
 
 from conf.schema import LoraConfig, TrainMode
+from trainer.architecture.model_spec import ModelSpec
 from trainer.lora import disabled_adapters
 from trainer.model.decoder import Decoder, build_decoder
 from trainer.parallel import ParallelLayout, dense_trainable, expert_trainable, local_part, whole
 from trainer.process_group import ControlGroup
-from trainer.spec.model_spec import ModelSpec
 from trainer.weights.adapter_io import all_experts, load_adapter, save_adapter, save_merged
 from trainer.weights.loading import CheckpointReader, RandomReader, load_weights
 from trainer.weights.shards import gather_lora_a, local_shards, sharded_lora_a

@@ -14,11 +14,11 @@ from rank_helpers import MOE_CONFIG, fill_adapters, make_rank, spawn
 from safetensors.torch import load_file
 
 from conf.schema import DType, LoraConfig
+from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.errors import LayoutError
 from trainer.lora import Adapted
 from trainer.rank import TrainerRank
-from trainer.spec.model_spec import ModelSpec
 from trainer.weights.adapter_io import ADAPTER_FILE
 from trainer.weights.adapter_names import PREFIX, adapter_tensors, target_modules
 from weight_sync.layout import Region

@@ -280,7 +280,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_ranks(ranks, tmp_path):
 
 def test_layouts_and_temporary_bytes_are_foretold(ranks):
     quantization = BlockFp8.from_hf_config(QUANTIZED)
-    from trainer.spec.model_spec import ModelSpec
+    from trainer.architecture.model_spec import ModelSpec
 
     spec = ModelSpec.from_hf_config(QUANTIZED)
     for _, parts in ranks:

@@ -20,6 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from conf.schema import MAX_EXPERT_RANK, CombineMode
+from trainer.architecture.activation import SWIGLU
 from trainer.kernels import grouped_gemm, log_softmax
 from trainer.kernels.combine import weighted_sum
 from trainer.kernels.dequant import dequantize_int4, dequantize_mxfp4
@@ -38,7 +39,6 @@ from trainer.kernels.swiglu import (
     activate_triton,
 )
 from trainer.moe.grouped import GroupedBackend, grouped_product
-from trainer.spec.activation import SWIGLU
 
 BLOCK_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """The most that a thread block gets, by compute capability."""

@@ -7,9 +7,9 @@ import torch
 from fakes.vllm_layout import engine_layouts
 from tiny_models import MOE, trainer_config
 
+from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.model.decoder import build_decoder
-from trainer.spec.model_spec import ModelSpec
 from weight_sync.plan.plan import build_plan
 from weight_sync.publish.packing import packed_reads
 from weight_sync.publish.pipeline import Pipeline

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import DEEPSEEK, DENSE, MIXED, SpreadReader, make_decoder
 
 from conf.schema import Init, ModelConfig
+from trainer.architecture.model_spec import ModelSpec
 from trainer.errors import CheckpointError
-from trainer.spec.model_spec import ModelSpec
 from trainer.weights import loading
 from trainer.weights.adapter_io import save_merged
 from trainer.weights.loading import (

@@ -1,4 +1,4 @@
-"""Promise of trainer/spec/model_spec.py: a config is understood as transformers understands it, or refused by name."""
+"""A config is understood as transformers understands it, or refused by name: trainer/architecture/model_spec.py."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tiny_models import (
 from transformers import AutoConfig
 
 from conf.errors import ConfigError
+from trainer.architecture.families import check_spelling
+from trainer.architecture.model_spec import ExpertFormat, MlaSpec, ModelSpec
 from trainer.parallel import ParallelLayout
-from trainer.spec.families import check_spelling
-from trainer.spec.model_spec import ExpertFormat, MlaSpec, ModelSpec
 from trainer.weights.shards import local_shards
 
 

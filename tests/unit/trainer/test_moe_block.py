@@ -27,14 +27,14 @@ from tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss, rela
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
+from trainer.architecture.model_spec import ExpertFormat
 from trainer.kernels.dequant import GROUP
 from trainer.kernels.groups import RowGroups
 from trainer.moe import dispatch, routed
 from trainer.moe.bank import Towards, UnpackedSlots
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.experts import Experts
-from trainer.spec.activation import CLAMPED_SWIGLU, SWIGLU
-from trainer.spec.model_spec import ExpertFormat
 from trainer.weights.adapter_io import pack_expert_a, pack_expert_b
 
 

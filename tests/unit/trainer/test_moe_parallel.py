@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tiny_models import DEEPSEEK, DENSE, GPT_OSS, GPT_OSS_MXFP4, KIMI_INT4, MIXED, MOE, relative_error
 
 from conf.schema import TrainMode
-from trainer.spec.model_spec import ModelSpec
+from trainer.architecture.model_spec import ModelSpec
 from trainer.weights.loading import CheckpointReader, RandomReader
 from weight_sync.layout import Region
 

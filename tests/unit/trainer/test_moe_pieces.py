@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trainer.architecture.model_spec import MoeSpec, RouterScore
 from trainer.kernels.groups import RowGroups
 from trainer.moe import grouped
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product
 from trainer.moe.router import Router
-from trainer.spec.model_spec import MoeSpec, RouterScore
 
 CPU = torch.device("cpu")
 

@@ -15,6 +15,7 @@ from tiny_models import DEEPSEEK, DENSE, GPT_OSS, GPT_OSS_MXFP4, KIMI_INT4, MIXE
 from torch.distributed.tensor import DTensor
 
 from conf.schema import Device, DType, LoraConfig, TrainerConfig, TrainMode
+from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.delivery.planned_layouts import (
@@ -29,7 +30,6 @@ from trainer.model.decoder import build_decoder
 from trainer.moe.expert_placement import expert_shares
 from trainer.moe.experts import Experts
 from trainer.parallel import ParallelLayout
-from trainer.spec.model_spec import ModelSpec
 from trainer.weights.merge import BLOCK_ROWS
 from trainer.weights.quantization import MERGE_ROWS
 from weight_sync.layout import SourceLayout

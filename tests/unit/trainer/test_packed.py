@@ -36,11 +36,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from conf.errors import ConfigError
 from conf.schema import AlgorithmConfig, DType, LoraConfig, MlaNormEps, Objective, OptimConfig, OptimState, TrainMode
+from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.errors import CheckpointError, LayoutError
 from trainer.model.decoder import Decoder, build_decoder
 from trainer.parallel import ParallelLayout
-from trainer.spec.model_spec import ModelSpec
 from trainer.weights.adapter_io import save_adapter, save_merged
 from trainer.weights.loading import CheckpointReader, load_weights
 from trainer.weights.packed_experts import forget_unpacked, packed_tensors

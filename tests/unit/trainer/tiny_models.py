@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import LoraConfig, MlaNormEps, TrainerConfig, TrainMode
+from trainer.architecture.model_spec import ModelSpec
 from trainer.model.decoder import Decoder, build_decoder
 from trainer.parallel import ParallelLayout, local_part
-from trainer.spec.model_spec import ModelSpec
 from trainer.weights.loading import RandomReader, TensorReader, load_weights, named_generator
 from weight_sync.layout import Region
 

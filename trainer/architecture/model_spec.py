@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from conf.schema import MlaNormEps
-from trainer.spec.activation import SWIGLU, ExpertActivation
+from trainer.architecture.activation import SWIGLU, ExpertActivation
 from weight_sync.layout import DTYPE_BYTES, TensorMeta
 
 
@@ -276,7 +276,7 @@ class ModelSpec:
         Raises:
             ConfigError: unknown model_type, a missing size, or a feature that the decoder lacks.
         """
-        from trainer.spec.families import read_config
+        from trainer.architecture.families import read_config
 
         return read_config(config, mla_norm_eps)
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.schema import MlaNormEps
-from trainer.spec.activation import ExpertActivation
-from trainer.spec.model_spec import (
+from trainer.architecture.activation import ExpertActivation
+from trainer.architecture.model_spec import (
     INT4_GROUP,
     ExpertFormat,
     GqaSpec,
@@ -55,7 +55,7 @@ def read_config(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     if model_type not in _FAMILIES:
         raise ConfigError(
             f"model.hf_config.model_type must be one of {', '.join(sorted(_FAMILIES))}, got {model_type!r}; "
-            "a new architecture is one entry of trainer/spec/families.py"
+            "a new architecture is one entry of trainer/architecture/families.py"
         )
     for key in ("vision_config", "audio_config", "text_config"):
         if config.get(key):
