@@ -7,6 +7,7 @@
     python bench/weight_sync.py --plan 4x4                        8 GPUs
     python bench/weight_sync.py --plan 2x2 --colocate             2 GPUs, each with a trainer rank and an engine rank:
                                                                   2x2's code path at full size, not its speed
+    python bench/weight_sync.py --plan 1x1 --colocate             1 GPU for both
     python bench/weight_sync.py --plan 1x1 --cold                 without the warm-up: which kernels a pause waits for
 
 The model has Qwen3-30B-A3B's shape (61 GB) unless told otherwise. The source is the product's own decoder with random
@@ -122,7 +123,9 @@ class Bench:
             found: dict[str, Any] = {"engine": spec.title, "num_requests": spec.num_requests, "is_cold": spec.is_cold}
             found["start_s"] = time.monotonic() - began
             print(f"{spec.title}: started in {found['start_s']:.1f} s", flush=True)
-            self.ranks[0].pipe.send(("wire", endpoint, 5, 1 if spec.is_colocated else 0))  # to another GPU
+            self.ranks[0].pipe.send(
+                ("wire", endpoint, 5, spec.tp_size - 1 if spec.is_colocated else 0)
+            )  # to another GPU, if there is one
             found["wire"] = self.ranks[0].answer(ROW_TIMEOUT_S)
             first = Row(watermark_bytes=64 * MIB if self.device == "cuda" else 16 * MIB, warm_up=0, publishes=1)
             self.row("first", first, spec, engine, gpus, endpoint)  # loads kernels and opens links
