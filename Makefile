@@ -1,6 +1,7 @@
 # Every target does all of its own set-up from a fresh clone.
 PY := .venv/bin/python
 export PYTHONPATH := $(CURDIR)
+RUN_DIR ?= runs
 TEST_ENV := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 GLOO_SOCKET_IFNAME=lo RAY_AUTH_MODE=disabled
 
 .PHONY: help setup quickstart test unit contract system lint lock tensorboard
@@ -33,5 +34,5 @@ lock: setup       ## Resolve requirements/*.in again
 	@.venv/bin/uv pip compile -q --python-version 3.11 $(foreach l,$(shell $(PY) -m pip config get global.find-links 2>/dev/null),--find-links $(l)) --no-emit-find-links --override requirements/overrides.txt requirements/cpu.in -o requirements/cpu.lock --no-header --no-annotate
 	@.venv/bin/uv pip compile -q --python-version 3.12 --python-platform x86_64-manylinux_2_28 requirements/gpu.in -o requirements/gpu.lock --no-header --no-annotate
 
-tensorboard: setup ## Curves of all runs on http://127.0.0.1:6006
-	@.venv/bin/tensorboard --logdir runs --host 127.0.0.1
+tensorboard: setup ## Curves of all runs in RUN_DIR (runs) on http://127.0.0.1:6006
+	@.venv/bin/tensorboard --logdir "$(RUN_DIR)" --host 127.0.0.1

@@ -60,7 +60,7 @@ class Status:
 
     run: str
     state: str
-    """running, finished, or stopped."""
+    """running, finished, stopped, or unknown: the run is another user's, who alone may read its lock."""
     step: int | None
     """Optimizer steps done; None before the first row."""
     num_steps: int
@@ -119,7 +119,8 @@ def status_of(run: Path) -> Status:
     rows = read_rows(folder.metrics)
     step = int(rows[-1]["step"]) if rows else None
     is_finished = step is not None and step >= num_steps and (folder.adapter.is_dir() or folder.merged.is_dir())
-    state = "running" if is_alive(folder.root) else "finished" if is_finished else "stopped"
+    is_running = is_alive(folder.root)
+    state = "running" if is_running else "finished" if is_finished else "stopped" if is_running is False else "unknown"
     recent = {metric: mean for metric, _, _ in _SHOWN if (mean := _recent_mean(rows, metric)) is not None}
     seconds = [row["step/total_s"] for row in rows[2:][-NUM_RECENT:]]  # without the first step, which compiles kernels
     is_going_on = state == "running" and step is not None and seconds

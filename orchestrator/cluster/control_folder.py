@@ -1,13 +1,14 @@
 """Requests to a run that goes on, as files in its folder: `slipstream recover`.
 
-    runs/NAME/control/alive              locked by the controller for as long as it lives, however it ends
+    runs/NAME/control/                   0700: only the run's owner may ask
+    runs/NAME/control/alive              0600: locked by the controller for as long as it lives, however it ends
     runs/NAME/control/ID.request.json    {"worker": 0}, written by the command
     runs/NAME/control/ID.answer.json     {"done": true, "lines": [...]}, written by the controller
 
-Owns: both ends, and the lock that says whether a run is alive (the kernel drops it with the process, so that it cannot
-be left behind). Does not own: what a restart does (supervisor.py). Files rather than a port or Ray: whoever may write
-into the run folder may ask, nothing listens, and a cluster whose dashboard or head is busy does not matter.
-Invariant: a request is answered once; one that nobody waits for any more is not carried out.
+Owns: both ends, and the lock that says whether a run is alive. The kernel drops the lock with the process, so none is
+left behind. Does not own: what a restart does (supervisor.py). Files are used rather than a port or Ray: nothing
+listens, and it does not matter whether the cluster's head is busy.
+Invariant: a request is answered once; a request that nobody waits for any more is not carried out.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import contextlib
 import fcntl
 import json
 import logging
+import os
 import secrets
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -33,48 +36,67 @@ from orchestrator.cluster.supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-LOOK_LASTS_S = 0.2
-"""is_alive() holds a shared lock for the time of a look; a run that starts just then must not take that for a run."""
 ANSWER_TIMEOUT_S = 30.0
+_FLOCK = "@hhqqi4x"
+"""struct flock of <fcntl.h>: type, whence, start, length (0: the whole file), pid."""
 
 
 @contextlib.contextmanager
-def alive(run: Path) -> Iterator[None]:
-    """Hold the run's lock. Raises ConfigError when another process runs in this folder."""
+def alive(run: Path) -> Generator[None]:
+    """Hold the run's lock. Raises ConfigError when another process runs in this folder.
+
+    The lock is a write lock of the open file (fcntl(2), F_OFD_SETLK), which only a process that may write the file can
+    take. flock(2) would let everyone take it who may read the file.
+    """
     folder = run / "control"
-    folder.mkdir(exist_ok=True)
-    with (folder / "alive").open("w") as file:
-        deadline = time.monotonic() + LOOK_LASTS_S
-        while not _lock(file, fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                raise ConfigError(f"{run} is being run by another process; stop that one first")
-            time.sleep(0.01)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o700)
+        file = os.open(folder / "alive", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be opened ({error.strerror}); remove {folder}") from error
+    try:
+        os.fchmod(file, 0o600)
+        try:
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        except (BlockingIOError, PermissionError) as error:
+            raise ConfigError(f"{run} is being run by another process; stop that one first") from error
+        except OSError as error:
+            raise _no_locks(folder / "alive", error) from error
         for stale in folder.glob("*.json"):
             stale.unlink(missing_ok=True)
         yield
+    finally:
+        os.close(file)
 
 
-def is_alive(run: Path) -> bool:
-    """Whether a controller runs in this folder."""
+def is_alive(run: Path) -> bool | None:
+    """Whether a controller runs in this folder; None when only the folder's owner may know.
+
+    Asks for the lock (F_OFD_GETLK) without taking it, so that a run that starts at the same time is not disturbed.
+    """
     lock = run / "control" / "alive"
-    if not lock.is_file():
-        return False
-    with lock.open() as file:
-        return not _lock(file, fcntl.LOCK_SH)
-
-
-def _lock(file: IO[str], kind: int) -> bool:
-    """Whether the lock could be had at once; it goes with the file."""
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
+        file = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except PermissionError:
+        return None
+    except OSError:
         return False
+    try:
+        question = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+        answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, question)
     except OSError as error:
-        raise ConfigError(
-            f"{file.name} cannot be locked ({error.strerror}), and a lock keeps a second process out of a run; "
-            "put run.dir on a file system with locks (flock)"
-        ) from error
-    return True
+        raise _no_locks(lock, error) from error
+    finally:
+        os.close(file)
+    return struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK
+
+
+def _no_locks(file: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{file} cannot be locked ({error.strerror}), and a lock keeps a second process out of a run; "
+        "put run.dir on a file system with locks"
+    )
 
 
 def ask(run: Path, worker: int | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -> list[str]:
@@ -89,11 +111,11 @@ def ask(run: Path, worker: int | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -
     run = run.resolve()
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not a run folder; give one like runs/latest")
-    if not is_alive(run):
-        raise ConfigError(
-            f"the run in {run} is not alive; to go on with it, give `slipstream train` the options that it had, and "
-            f"run.resume={run}"
-        )
+    is_running = is_alive(run)
+    if is_running is None:
+        raise ConfigError(f"the run in {run} belongs to another user, who alone may ask it; ask as that user")
+    if not is_running:
+        raise ConfigError(f"the run in {run} is not alive; to go on with it: slipstream resume {run}")
     if yaml.safe_load((run / "config.yaml").read_text())["algorithm"]["objective"] == Objective.sft:
         raise ConfigError(f"the run in {run} is fine-tuning (algorithm=sft): it has no rollout workers to restart")
     name = secrets.token_hex(8)

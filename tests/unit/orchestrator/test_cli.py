@@ -251,7 +251,7 @@ def test_a_background_job_that_ignores_interrupts_can_be_wound_down(signum: sign
         "module = types.ModuleType('orchestrator.run')\n"
         "module.run = lambda *_: asyncio.run(train())\n"
         "sys.modules['orchestrator.run'] = module\n"
-        "from orchestrator.cli import main\n"
+        "from orchestrator.cli.main import main\n"
         f"sys.exit(main({READY!r}))\n"
     )
     done = subprocess.run(
@@ -300,9 +300,9 @@ sys.meta_path.insert(0, Block())
 
 def test_help_config_and_controller_need_no_heavy_library() -> None:
     code = BLOCK + (
-        "import orchestrator.cli, orchestrator.controller, orchestrator.run\n"
-        "assert orchestrator.cli.main(['train', '--help']) == 0\n"
-        "assert orchestrator.cli.main(['train', 'experiment=quickstart', '--cfg', 'job']) == 0\n"
+        "import orchestrator.cli.main, orchestrator.loop.controller, orchestrator.run\n"
+        "assert orchestrator.cli.main.main(['train', '--help']) == 0\n"
+        "assert orchestrator.cli.main.main(['train', 'experiment=quickstart', '--cfg', 'job']) == 0\n"
         "assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)\n"
     )
     done = run_python(code)
@@ -311,7 +311,7 @@ def test_help_config_and_controller_need_no_heavy_library() -> None:
 
 def test_missing_base_package_is_one_message() -> None:
     # None in sys.modules makes the import raise ModuleNotFoundError.
-    code = "import sys; sys.modules['hydra'] = None; from orchestrator.cli import main; "
+    code = "import sys; sys.modules['hydra'] = None; from orchestrator.cli.main import main; "
     done = run_python(code + "sys.exit(main(['train', 'experiment=quickstart']))")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: this environment lacks hydra; run `make setup`, then see: slipstream doctor\n"
@@ -320,7 +320,7 @@ def test_missing_base_package_is_one_message() -> None:
 def test_help_loads_neither_hydra_nor_numpy() -> None:
     """What makes `--help` answer at once: a list of modules, not a stopwatch."""
     code = (
-        "import sys; from orchestrator.cli import main; main(['--help']); main(['train', '--help'])\n"
+        "import sys; from orchestrator.cli.main import main; main(['--help']); main(['train', '--help'])\n"
         "assert not {'hydra', 'omegaconf', 'numpy', 'torch', 'ray', 'rich'} & set(sys.modules), sorted(sys.modules)\n"
     )
     done = run_python(code)
@@ -357,7 +357,7 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
 
 
 def test_closed_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m orchestrator.cli train --help options | head -1"
+    command = f"{sys.executable} -m orchestrator.cli.main train --help options | head -1"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""

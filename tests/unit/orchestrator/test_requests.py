@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -99,6 +100,32 @@ def test_a_run_that_is_over_is_told_apart(run: Path, tmp_path: Path) -> None:
         ask(tmp_path / "nowhere", 0)
 
 
+def test_control_is_the_owners_alone_and_a_readers_lock_proves_nothing(run: Path) -> None:
+    (run / "control").mkdir(mode=0o755)
+    (run / "control" / "alive").touch(0o644)  # as an older version left it
+    reader = os.open(run / "control" / "alive", os.O_RDONLY)  # all that another user could do then
+    with alive(run):
+        modes = [path.stat().st_mode & 0o777 for path in (run / "control", run / "control" / "alive")]
+        assert modes == [0o700, 0o600]
+    fcntl.flock(reader, fcntl.LOCK_EX)
+    assert not is_alive(run), "another user's lock on a finished run"
+    with alive(run):
+        assert is_alive(run)
+    os.close(reader)
+
+
+def test_a_planted_link_is_not_followed(run: Path, tmp_path: Path) -> None:
+    (run / "control").mkdir()
+    (run / "control" / "alive").symlink_to(tmp_path / "elsewhere")
+    with (
+        pytest.raises(ConfigError, match=r"control/alive cannot be opened \(Too many levels of symbolic links\)"),
+        alive(run),
+    ):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+    assert not is_alive(run)
+
+
 def hold_for_ever(run: Path) -> None:
     with alive(run):
         signal.pause()
@@ -132,10 +159,10 @@ def test_the_command_says_what_is_wrong(words: list[str], said: str, capsys: pyt
 
 
 def test_a_disk_without_locks_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(*_: object) -> None:
+    def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr("fcntl.flock", flock)
+    monkeypatch.setattr("fcntl.fcntl", no_locks)
     with (
         pytest.raises(ConfigError, match=r"alive cannot be locked .*put run\.dir on a file system with locks"),
         alive(run),
