@@ -29,7 +29,7 @@ from orchestrator.inputs.conversations import read_conversations
 from orchestrator.inputs.model_folder import TextEncoder, complete_export, prepare_model, read_all_prompts
 from orchestrator.loop.controller import RAY_CALL_S, Controller
 from orchestrator.loop.finetuner import Finetuner
-from orchestrator.loop.ports import Rooms
+from orchestrator.loop.ports import LoopServices
 from orchestrator.waiting import together
 from rollout.prompts import Shuffled
 from rollout.rewards.runner import RewardRunner
@@ -124,7 +124,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
             max_missed_publishes=config.algorithm.max_staleness_steps if is_adapter_mode else 0,
         )
         stack.push_async_callback(supervisor.close)
-        rooms = Rooms(
+        services = LoopServices(
             trainer=cluster.trainer,
             supervisor=supervisor,
             prompts=Shuffled(prompts, seed=config.run.seed, shuffle=config.data.shuffle),
@@ -135,7 +135,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
             traces=folder.traces,
             on_clock=log.context.set,
         )
-        controller = Controller(config, rooms)
+        controller = Controller(config, services)
         progress.say("the first publish and evaluation" if resume_from is None else f"going on from {resume_from.name}")
         stack.callback(progress.say, "ending the run's processes")
         listening = asyncio.create_task(answer_requests(folder.root, supervisor))

@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,22 @@ from conf.schema import RunConfig
 from orchestrator.environment import resolve_device
 from orchestrator.errors import CheckpointError
 from orchestrator.files.run_folder import flatten, to_plain
-from orchestrator.loop.buffer import BufferState
 from rollout.types import Group, Prompt, Rollout
 
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class BufferState:
+    """The rollout buffer between two steps. Example: BufferState(12, {97: Group(...)}, {98: Prompt(...)})."""
+
+    num_batches: int = 0
+    """Batches consumed."""
+    groups: dict[int, Group] = field(default_factory=dict[int, Group])
+    """Finished, not yet consumed, by ticket number."""
+    in_flight: dict[int, Prompt] = field(default_factory=dict[int, Prompt])
+    """Being sampled, by ticket number: to be sampled again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ METRICS: dict[str, str] = {
 
 @dataclass(slots=True)
 class StepRecord:
-    """What happened in one step, as the rooms reported it. Unset parts become nulls in the row."""
+    """What happened in one step, as the parts of the run reported it. Unset parts become nulls in the row."""
 
     step: int
     policy_version: int

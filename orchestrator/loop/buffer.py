@@ -3,48 +3,51 @@
 Owns: which group belongs to which batch (tickets), when the next group may start, and the check at consumption.
 Does not own: sampling, rewards, versions of workers. Pure asyncio: one Condition, no threads, no clock.
 
-    admit() -> Slot --> ... sample, reward ... --> put(slot, group)
-      |  waits while ticket >= (opened + S + 1) * P           |
-      |                                                      v
-      |      tickets   0 1 .. P-1 | P .. 2P-1 | 2P .. 3P-1 | ...      batch b is exactly tickets [b*P, (b+1)*P)
+    claim_ticket() -> Ticket --> ... sample, reward ... --> deliver(ticket, group)
+      |  waits while number >= (opened + S + 1) * P           |
+      |                                                       v
+      |     numbers    0 1 .. P-1 | P .. 2P-1 | 2P .. 3P-1 | ...    batch b is exactly the tickets [b*P, (b+1)*P)
       |                 batch 0       batch 1      batch 2
-      +--<-- open_next() after version b+1 is committed      take_batch() waits for all tickets of batch b
+      +--<-- open_next_batch(), once version b+1 is committed       take_batch() waits for all tickets of batch b
 
-The bound (P = groups_per_step, S = max_staleness_steps, `opened` = batches trained on and published):
+The bound (P = groups_per_step, S = max_staleness_steps, `opened` = batches that were trained on and published):
 
-    Ticket g starts only when g < (opened + S + 1) * P, and it is consumed in batch b = g // P. So b <= opened + S when
-    it starts. Every batch raises the policy version by at most one (a step that was refused raises it by none), and all
-    serving workers have committed the version of batch `opened` by then. Hence the version at consumption is at most
-    (b - opened) <= S above the version that sampled the group's first token, and later tokens are younger. QED.
+    Ticket g can be claimed only while g < (opened + S + 1) * P, and its group is consumed in batch b = g // P. So
+    b <= opened + S when it starts. Every batch raises the policy version by at most one (a refused step does not raise
+    it), and all serving workers have committed the version of batch `opened` by then. Hence the version at consumption
+    is at most (b - opened) <= S above the version that sampled the group's first token, and later tokens are younger.
 
 With S = 0 the groups of batch b start only after version b is committed: strictly on-policy. With S > 0 workers sample
-up to S batches ahead while the trainer works. Batches are filled in ticket order, not in order of completion: a long
-response is neither starved nor overtaken, so batches carry no bias towards short responses, and by these rules no group
-is ever late. What may still break the bound lies outside of them (a worker that serves an old version), so `take_batch`
-judges every group again; one that is too old is dropped, counted, and its prompt is handed out again under its ticket.
-docs/staleness.md shows the numbers moving.
+up to S batches ahead while the trainer works. Batches are filled in the order of tickets, not in the order in which
+groups finish: a long response is neither starved nor overtaken, so batches carry no bias towards short responses, and
+by these rules no group is ever late. Only something outside of them can break the bound (a worker that serves an old
+version), so `take_batch` judges every group again. It drops and counts a group that is too old, and hands its prompt
+out again with the same ticket. docs/staleness.md shows the numbers moving.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from orchestrator.files.run_checkpoint import BufferState
 from rollout.types import Group, Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Leave to sample one group. Example: Slot(17, None) is the 18th group of the run, its prompt yet to be drawn."""
+class Ticket:
+    """Permission to sample one group. Example: Ticket(17) is for the 18th group of the run, whose prompt must still be
+    drawn.
+    """
 
-    ticket: int
+    number: int
     prompt: Prompt | None = None
     """Set when the ticket is handed out again: sample this prompt. None: draw the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The groups of one optimizer step, in ticket order."""
+    """The groups of one optimizer step, in the order of their tickets."""
 
     index: int
     groups: list[Group]
@@ -52,17 +55,6 @@ class Batch:
     """One per group: trainer's version at consumption - oldest version in the group."""
     num_dropped: int
     """Groups that were too old for this batch and were sampled again."""
-
-
-@dataclass(frozen=True, slots=True)
-class BufferState:
-    """What a checkpoint keeps. Example: BufferState(12, {97: Group(...)}, {98: Prompt(...)})."""
-
-    num_batches: int = 0
-    groups: dict[int, Group] = field(default_factory=dict[int, Group])
-    """Finished, not yet consumed, by ticket."""
-    in_flight: dict[int, Prompt] = field(default_factory=dict[int, Prompt])
-    """Admitted, not finished: to be sampled again."""
 
 
 class GroupBuffer:
@@ -88,111 +80,114 @@ class GroupBuffer:
         self._enforce_bound = enforce_bound
         self._end = None if num_batches is None else num_batches * groups_per_step
         self._changed = asyncio.Condition()
-        self._opened = 0
-        """Batches trained on and published: how far admission has been opened."""
+        self._num_opened = 0
+        """Batches that were trained on and published: how far tickets may be claimed."""
         self._num_batches = 0
-        """Batches taken. Runs ahead of `_opened` while a step trains."""
-        self._next_ticket = 0
+        """Batches taken. Runs ahead of `_num_opened` while a step trains."""
+        self._next_number = 0
         self._again: dict[int, Prompt] = {}
+        """Prompts that must be sampled again, by ticket number."""
         self._in_flight: dict[int, Prompt | None] = {}
+        """Claimed and not delivered, by ticket number; None until the prompt is drawn."""
         self._groups: dict[int, Group] = {}
+        """Delivered and not consumed, by ticket number."""
         self._failure: BaseException | None = None
 
     @property
     def num_ready(self) -> int:
         """Groups of the next batch that have arrived."""
-        return sum(ticket in self._groups for ticket in self._tickets_of(self._num_batches))
+        return sum(number in self._groups for number in self._numbers_of(self._num_batches))
 
     @property
     def num_outstanding(self) -> int:
-        """Groups admitted and not yet consumed; at most (S + 1) * P."""
+        """Groups claimed and not yet consumed; at most (S + 1) * P."""
         return len(self._again) + len(self._in_flight) + len(self._groups)
 
-    async def admit(self) -> Slot:
-        """Wait for leave to sample one group. A ticket that came back goes first: the oldest batch waits for it."""
+    async def claim_ticket(self) -> Ticket:
+        """Wait until one more group may be sampled. Tickets that came back go first: the oldest batch waits."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._again or self._is_open(self._next_ticket))
+            await self._changed.wait_for(lambda: self._again or self._is_open(self._next_number))
             if self._again:
-                ticket = min(self._again)
-                prompt = self._again.pop(ticket)
-                self._in_flight[ticket] = prompt
-                return Slot(ticket, prompt)
-            ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-            self._in_flight[ticket] = None
-            return Slot(ticket)
+                number = min(self._again)
+                prompt = self._again.pop(number)
+                self._in_flight[number] = prompt
+                return Ticket(number, prompt)
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._in_flight[number] = None
+            return Ticket(number)
 
-    def drew(self, slot: Slot, prompt: Prompt) -> None:
-        """Remember which prompt a ticket samples, so that a checkpoint can hand it out again."""
-        self._in_flight[slot.ticket] = prompt
+    def assign_prompt(self, ticket: Ticket, prompt: Prompt) -> None:
+        """Note which prompt is sampled for a ticket, so that a checkpoint can hand it out again."""
+        self._in_flight[ticket.number] = prompt
 
-    async def put(self, slot: Slot, group: Group) -> None:
-        """Deliver the group of an admitted slot. Never waits for room: admission bounded it beforehand."""
+    async def deliver(self, ticket: Ticket, group: Group) -> None:
+        """Hand in the group of a claimed ticket. Never waits for room: there is room for every claimed ticket."""
         async with self._changed:
-            if slot.ticket not in self._in_flight:
-                raise AssertionError(f"ticket {slot.ticket} was not admitted, or was delivered twice")
-            del self._in_flight[slot.ticket]
-            self._groups[slot.ticket] = group
+            if ticket.number not in self._in_flight:
+                raise AssertionError(f"ticket {ticket.number} was not claimed, or was delivered twice")
+            del self._in_flight[ticket.number]
+            self._groups[ticket.number] = group
             self._changed.notify_all()
 
     async def take_batch(self, policy_version: int) -> Batch:
         """Wait for every group of the next batch, none of them older than the bound at `policy_version`.
 
-        Raises: whatever `fail` was given. A failure is raised here and nowhere else, that is, between two steps.
+        Raises: the error that `fail` was given. It is raised here and nowhere else, that is, between two steps.
         """
         num_dropped = 0
         async with self._changed:
+            numbers = self._numbers_of(self._num_batches)
             while True:
-                tickets = self._tickets_of(self._num_batches)
-                await self._changed.wait_for(lambda: self._failure or all(t in self._groups for t in tickets))  # noqa: B023
+                await self._changed.wait_for(lambda: self._failure or all(n in self._groups for n in numbers))
                 if self._failure:
                     raise self._failure
-                too_old = [t for t in tickets if self._is_too_old(self._groups[t], policy_version)]
+                too_old = [n for n in numbers if self._is_too_old(self._groups[n], policy_version)]
                 if not too_old:
                     break
-                for ticket in too_old:
-                    self._again[ticket] = self._groups.pop(ticket).prompt
+                for number in too_old:
+                    self._again[number] = self._groups.pop(number).prompt
                 num_dropped += len(too_old)
                 self._changed.notify_all()
             index, self._num_batches = self._num_batches, self._num_batches + 1
-            groups = [self._groups.pop(ticket) for ticket in tickets]
+            groups = [self._groups.pop(number) for number in numbers]
         ages = [policy_version - group.oldest_version for group in groups]
         return Batch(index, groups, ages, num_dropped)
 
-    async def open_next(self) -> None:
-        """Call once a batch was trained on and its version is committed: P more groups may start."""
+    async def open_next_batch(self) -> None:
+        """Let P more tickets be claimed. Call it once a batch was trained on and its version is committed."""
         async with self._changed:
-            self._opened = self._num_batches
+            self._num_opened = self._num_batches
             self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
-        """No more groups will come: wake the train loop, which raises `error` at `take_batch`."""
+        """No more groups will come: wake the train loop, whose `take_batch` raises `error`."""
         async with self._changed:
             self._failure = error
             self._changed.notify_all()
 
     def state(self) -> BufferState:
-        """Snapshot for a checkpoint. A ticket without a prompt yet is not in it: its draw has not happened."""
-        in_flight = {ticket: prompt for ticket, prompt in self._in_flight.items() if prompt is not None}
+        """Snapshot for a checkpoint. It leaves out tickets whose prompt is not drawn yet."""
+        in_flight = {number: prompt for number, prompt in self._in_flight.items() if prompt is not None}
         return BufferState(self._num_batches, dict(self._groups), {**self._again, **in_flight})
 
     def load_state(self, state: BufferState) -> None:
         """Continue from a snapshot: groups as they were, prompts in flight handed out again.
 
-        A ticket that is in neither was admitted without a prompt; it is handed out anew. Such tickets are always the
-        newest ones, because prompts are drawn in ticket order.
+        A ticket that is in neither was claimed and had no prompt yet; it is claimed anew. Such tickets are always the
+        newest ones, because prompts are drawn in the order of tickets.
         """
-        self._num_batches = self._opened = state.num_batches
+        self._num_batches = self._num_opened = state.num_batches
         self._groups = dict(state.groups)
         self._again = dict(state.in_flight)
         first = state.num_batches * self._groups_per_step
-        self._next_ticket = max([*self._groups, *self._again, first - 1]) + 1
+        self._next_number = max([*self._groups, *self._again, first - 1]) + 1
 
-    def _tickets_of(self, batch: int) -> range:
+    def _numbers_of(self, batch: int) -> range:
         return range(batch * self._groups_per_step, (batch + 1) * self._groups_per_step)
 
-    def _is_open(self, ticket: int) -> bool:
-        is_within_run = self._end is None or ticket < self._end
-        return is_within_run and ticket < (self._opened + self._max_staleness_steps + 1) * self._groups_per_step
+    def _is_open(self, number: int) -> bool:
+        is_within_run = self._end is None or number < self._end
+        return is_within_run and number < (self._num_opened + self._max_staleness_steps + 1) * self._groups_per_step
 
     def _is_too_old(self, group: Group, policy_version: int) -> bool:
         return self._enforce_bound and policy_version - group.oldest_version > self._max_staleness_steps

@@ -8,16 +8,16 @@
                        +------------------- rollout workers (vLLM) <--- DIRTY -> VERIFIED -> CLEAN(v)
 
     loop          consumes          waits for                         unblocked by
-    Sampler.run   tickets, prompts  a ticket (buffer.admit)           train_loop: buffer.open_next after a publish
+    Sampler.run   tickets, prompts  buffer.claim_ticket               train_loop: buffer.open_next_batch
                                     a place (max_concurrent_groups)   a group that was delivered
                                     a serving replica                 supervisor: a publish settled, a recovery
-    train_loop    batches           a batch (buffer.take_batch)       Sampler.run: buffer.put, or buffer.fail
+    train_loop    batches           buffer.take_batch                 Sampler.run: buffer.deliver, or buffer.fail
                                     the trainer, the publish          deadlines of their own
 
 No deadlock: the sampler waits for nothing but train_loop's publish, and train_loop waits for groups only while the
 tickets of its batch are open to the sampler (that and the staleness bound: orchestrator/loop/buffer.py,
-docs/staleness.md). A restarted worker that nobody can fill would wait for a publish while train_loop waits for its
-groups: wherever train_loop waits for groups it publishes to such a worker at once (`_fed`).
+docs/staleness.md). A restarted worker that has no peer to read from would wait for a publish while train_loop waits
+for its groups: wherever train_loop waits for groups it publishes to such a worker at once (`_fed`).
 
 Owns: the order of things; when to publish, evaluate, save and stop. Does not own: how groups are sampled and judged
 (sampler), what is started and ended around it (run), where processes live (placement), who serves (supervisor), what a
@@ -48,7 +48,7 @@ from orchestrator.files.run_checkpoint import RunState
 from orchestrator.files.telemetry import StepRecord, Value
 from orchestrator.loop.advantages import build_samples, denominators_of
 from orchestrator.loop.buffer import Batch, GroupBuffer
-from orchestrator.loop.ports import Rooms, Stopwatch
+from orchestrator.loop.ports import LoopServices, Stopwatch
 from orchestrator.loop.sampler import Sampler
 from orchestrator.waiting import finish_first, last_attempt, wait_for
 from trainer.step.microbatches import pack
@@ -74,9 +74,9 @@ SAVE_S = 120.0
 class Controller:
     """See the module's docstring. `await controller.train()` runs to the last step."""
 
-    def __init__(self, config: RunConfig, rooms: Rooms) -> None:
+    def __init__(self, config: RunConfig, services: LoopServices) -> None:
         self.config = config
-        self.rooms = rooms
+        self.services = services
         self.step = 0
         self.policy_version = 0
         self.buffer = GroupBuffer(
@@ -85,7 +85,7 @@ class Controller:
             num_batches=config.run.num_steps,
             enforce_bound=config.weight_sync.enabled,
         )
-        self.sampler = Sampler(config, rooms, self.buffer)
+        self.sampler = Sampler(config, services, self.buffer)
         self._is_whole = True
         """Whether trainer, clock and buffer agree: what a checkpoint may be made of."""
         self._shuffle_rng = np.random.default_rng([config.run.seed, 0x5A])
@@ -122,7 +122,7 @@ class Controller:
             record = StepRecord(self.step, self.policy_version, sync=report)
             await self._fed(self._evaluate_into(record))
             record.extra["step/total_s"] = time.monotonic() - started
-            self.rooms.telemetry.step(record)
+            self.services.telemetry.step(record)
 
     async def train_loop(self) -> None:
         """One iteration = one optimizer step = one policy version.
@@ -141,7 +141,7 @@ class Controller:
 
     async def _train_on(self, batch: Batch, clock: Stopwatch) -> None:
         """A step: update, publish, evaluate where due. It has a row, whatever fails after the update."""
-        config, num_ranks = self.config, self.rooms.trainer.num_ranks
+        config, num_ranks = self.config, self.services.trainer.num_ranks
         self._is_whole = False
         record = StepRecord(
             self.step + 1, self.policy_version, batch.groups, batch.staleness_steps, num_ranks=num_ranks
@@ -157,7 +157,7 @@ class Controller:
             if record.optim is not None and record.optim.is_finite and config.weight_sync.enabled:
                 record.sync = await self.publish()
                 self._check_that_weights_moved(record.optim, record.sync)
-            await self.buffer.open_next()  # only after the commit: what starts now starts from the new version
+            await self.buffer.open_next_batch()  # only after the commit: what starts now starts from the new version
             self._is_whole = True
             is_due = config.run.is_due(config.run.eval_every_steps, self.step)
             record.shows_groups = is_due or self.step == 1
@@ -168,11 +168,11 @@ class Controller:
                 "staleness/dropped_groups": batch.num_dropped,
                 "step/total_s": clock.total_s,
             }  # fmt: skip
-            self.rooms.telemetry.step(record)
+            self.services.telemetry.step(record)
 
     async def _update(self, samples: list[Sample], record: StepRecord, clock: Stopwatch) -> None:
         """Gradients of a batch, and the optimizer's step."""
-        trainer, config = self.rooms.trainer, self.config
+        trainer, config = self.services.trainer, self.config
         # Of the whole batch, for every microbatch.
         denominators = denominators_of(samples, self.policy_version, config.rollout.sampling.max_tokens)
         plan = pack([s.num_tokens for s in samples], trainer.num_ranks, config.trainer.max_microbatch_tokens)
@@ -186,7 +186,7 @@ class Controller:
 
     async def publish(self) -> PublishReport:
         """Send the trainer's version to every replica. Who fails is restarted, or out; the others go on."""
-        supervisor, trainer, config = self.rooms.supervisor, self.rooms.trainer, self.config.weight_sync
+        supervisor, trainer, config = self.services.supervisor, self.services.trainer, self.config.weight_sync
         held = await supervisor.hold(pauses=config.mode is not SyncMode.adapter)
         # Every replica has its own deadline inside; these only catch a trainer that is lost.
         timeout_s = 2 * config.timeout_s * config.publish_waves + 60
@@ -204,7 +204,7 @@ class Controller:
 
         async def write(exclude: list[int], number: int = 0) -> PublishReport:
             name = f"publish-{self.policy_version:06d}{f'-round{number}' * bool(number)}.json"
-            trace = self.rooms.traces / name if is_traced else None
+            trace = self.services.traces / name if is_traced else None
             return await trainer.publish(timeout_s=timeout_s, exclude=exclude, trace=trace)
 
         if config.relay is Relay.node:
@@ -220,7 +220,7 @@ class Controller:
         task = asyncio.ensure_future(sampling)
         try:
             while True:
-                stranded = asyncio.ensure_future(self.rooms.supervisor.stranded())
+                stranded = asyncio.ensure_future(self.services.supervisor.stranded())
                 try:
                     await asyncio.wait({task, stranded}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -233,33 +233,33 @@ class Controller:
 
     async def save(self) -> Path:
         """Write a checkpoint of trainer, prompts, buffer and generators; sampling goes on meanwhile."""
-        saved = self.rooms.checkpoints.of_step(self.step)
+        saved = self.services.checkpoints.of_step(self.step)
         if saved is not None:  # of the same weights; groups that came since are sampled again
             return saved
-        partial = self.rooms.checkpoints.begin(self.step)
-        await self.rooms.trainer.save_state(partial / "trainer")
+        partial = self.services.checkpoints.begin(self.step)
+        await self.services.trainer.save_state(partial / "trainer")
         if self.config.trainer.mode is TrainMode.lora:
-            await self.rooms.trainer.export(partial / "adapter")
+            await self.services.trainer.export(partial / "adapter")
         # One instant for prompts and buffer: nothing is awaited between them.
         state = RunState(
             step=self.step,
             policy_version=self.policy_version,
-            prompts=self.rooms.prompts.state_dict(),
+            prompts=self.services.prompts.state_dict(),
             shuffle_rng=dict(self._shuffle_rng.bit_generator.state),
             buffer=self.buffer.state(),
         )
-        path = await asyncio.to_thread(self.rooms.checkpoints.finish, partial, state)
+        path = await asyncio.to_thread(self.services.checkpoints.finish, partial, state)
         logger.info("checkpoint: %s", path)
         return path
 
     async def _load(self, path: Path) -> None:
-        state = await asyncio.to_thread(self.rooms.checkpoints.read, path)
-        await self.rooms.trainer.load_state(path / "trainer")
-        self.rooms.prompts.load_state_dict(state.prompts)
+        state = await asyncio.to_thread(self.services.checkpoints.read, path)
+        await self.services.trainer.load_state(path / "trainer")
+        self.services.prompts.load_state_dict(state.prompts)
         self._shuffle_rng.bit_generator.state = state.shuffle_rng
         self.buffer.load_state(state.buffer)
         self.step, self.policy_version = state.step, state.policy_version
-        self.rooms.on_clock(self.step, self.policy_version)
+        self.services.on_clock(self.step, self.policy_version)
         logger.info("resumed from %s at step %d, policy version %d", path, self.step, self.policy_version)
 
     async def _next_batch(self) -> Batch:
@@ -268,7 +268,7 @@ class Controller:
             self.buffer.take_batch(self.policy_version),
             lambda: (
                 f"a batch: {self.buffer.num_ready} of {groups_per_step} groups are in, "
-                f"{self.rooms.supervisor.num_serving} replicas serve, "
+                f"{self.services.supervisor.num_serving} replicas serve, "
                 f"{self.sampler.num_uninformative - self._num_reported[1]} groups had equal rewards and were replaced"
             ),
             timeout_s=self.sampler.patience_s,
@@ -276,7 +276,7 @@ class Controller:
         )
 
     async def _evaluate_into(self, record: StepRecord) -> None:
-        if self.rooms.eval_prompts:
+        if self.services.eval_prompts:
             started = time.monotonic()
             record.eval_groups = await self.sampler.evaluate()
             record.extra["eval/total_s"] = time.monotonic() - started
@@ -289,7 +289,7 @@ class Controller:
             self._num_refused_in_a_row = 0 if record.optim.is_finite else self._num_refused_in_a_row + 1
             if not record.optim.is_finite:
                 logger.warning("step %d: loss or gradient is not finite; nothing was updated or published", self.step)
-        self.rooms.on_clock(self.step, self.policy_version)
+        self.services.on_clock(self.step, self.policy_version)
 
     async def _or_save(self, sampling: Awaitable[T]) -> T:
         """Await what depends on workers and rewards. When they fail the trainer is well: save before the run ends."""
@@ -323,7 +323,7 @@ class Controller:
 
     def _counts(self) -> dict[str, Value]:
         """Counters since the last row."""
-        supervisor = self.rooms.supervisor
+        supervisor = self.services.supervisor
         counts = (
             supervisor.num_failed_groups,
             self.sampler.num_uninformative,

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 
 from conf.schema import RunConfig, TrainMode
 from orchestrator.errors import TrainingStopped
-from orchestrator.files.run_checkpoint import CheckpointStore, RunState
+from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState
 from orchestrator.files.telemetry import StepRecord, Telemetry, Value
 from orchestrator.inputs.conversations import Conversation
 from orchestrator.loop.advantages import denominators_of
-from orchestrator.loop.buffer import BufferState
 from orchestrator.loop.controller import LAST_STEP_S, MAX_REFUSED_STEPS, SAVE_S
 from orchestrator.loop.ports import Stopwatch
 from orchestrator.waiting import finish_first, last_attempt

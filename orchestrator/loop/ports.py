@@ -1,7 +1,7 @@
-"""What the controller drives, as narrow interfaces: a Ray cluster stands behind them in a run, small fakes in tests.
+"""What the loop calls, as narrow interfaces. In a run a Ray cluster is behind them, in tests small fakes.
 
-Owns: the protocols and `Rooms`, the bundle of them. Does not own any behaviour beyond a stopwatch, nor the protocol of
-a rollout worker (replicas.py).
+Owns: the protocols, `LoopServices` (all of them together) and a stopwatch. Does not own the protocol of a rollout
+worker (replicas.py).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Rewards(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rooms:
-    """What the controller drives. Everything behind these names may live in other processes."""
+class LoopServices:
+    """Everything that a reinforcement run's loop calls. What is behind a name may live in other processes."""
 
     trainer: TrainerGroup
     supervisor: Supervisor

@@ -18,8 +18,8 @@ from dataclasses import replace
 from conf.schema import RunConfig, SamplingConfig
 from orchestrator.errors import TrainingStopped
 from orchestrator.loop.advantages import is_informative
-from orchestrator.loop.buffer import GroupBuffer, Slot
-from orchestrator.loop.ports import Rooms
+from orchestrator.loop.buffer import GroupBuffer, Ticket
+from orchestrator.loop.ports import LoopServices
 from orchestrator.waiting import together, wait_for
 from rollout.types import Group, Prompt
 
@@ -30,9 +30,9 @@ MAX_UNJUDGED_GROUPS = 8
 class Sampler:
     """See the module's docstring."""
 
-    def __init__(self, config: RunConfig, rooms: Rooms, buffer: GroupBuffer) -> None:
+    def __init__(self, config: RunConfig, services: LoopServices, buffer: GroupBuffer) -> None:
         self._config = config
-        self._rooms = rooms
+        self._services = services
         self._buffer = buffer
         self._places = asyncio.Semaphore(config.rollout.max_concurrent_groups)
         self.num_generated = 0
@@ -50,18 +50,18 @@ class Sampler:
         try:
             async with asyncio.TaskGroup() as groups:
                 while True:
-                    slot = await self._buffer.admit()
+                    ticket = await self._buffer.claim_ticket()
                     # No await between ticket and prompt: a checkpoint must never see one without the other.
-                    prompt = slot.prompt or self._draw(slot)
+                    prompt = ticket.prompt or self._draw(ticket)
                     await self._places.acquire()
-                    groups.create_task(self._sample_into(slot, prompt))
+                    groups.create_task(self._sample_into(ticket, prompt))
         except* Exception as errors:
             # Raised by the train loop at `take_batch`, between two steps; here it would only be lost.
             await self._buffer.fail(errors.exceptions[0])
 
     async def evaluate(self) -> list[Group]:
         """Sample and judge every held-out prompt under the version that replicas serve."""
-        rollout, prompts = self._config.rollout, self._rooms.eval_prompts
+        rollout, prompts = self._config.rollout, self._services.eval_prompts
         sampling = None
         if rollout.eval_temperature is not None:
             sampling = replace(rollout.sampling, temperature=rollout.eval_temperature, top_p=1.0)
@@ -85,7 +85,7 @@ class Sampler:
         requests_s = rollout.request_timeout_s * (rollout.num_workers + 1)
         return requests_s + self._config.reward.timeout_s * num_judged + restart_s + 60.0
 
-    async def _sample_into(self, slot: Slot, prompt: Prompt) -> None:
+    async def _sample_into(self, ticket: Ticket, prompt: Prompt) -> None:
         """Deliver one group for one ticket. With dynamic sampling, prompts follow until a group tells something."""
         algorithm = self._config.algorithm
         try:
@@ -94,20 +94,20 @@ class Sampler:
                 self._stop_if_unjudged(group)
                 if not algorithm.drop_zero_variance_groups or self._is_telling(group):
                     break
-                prompt = self._draw(slot)
-            await self._buffer.put(slot, group)
+                prompt = self._draw(ticket)
+            await self._buffer.deliver(ticket, group)
         finally:
             self._places.release()
 
     async def _sample(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> Group:
-        rollouts = await self._rooms.supervisor.generate_group(prompt, n, sampling)
-        rewards = await self._rooms.rewards.score_group(prompt, rollouts)
+        rollouts = await self._services.supervisor.generate_group(prompt, n, sampling)
+        rewards = await self._services.rewards.score_group(prompt, rollouts)
         self.num_generated += 1
         return Group(prompt, rollouts, rewards)
 
-    def _draw(self, slot: Slot) -> Prompt:
-        prompt = next(self._rooms.prompts)
-        self._buffer.drew(slot, prompt)
+    def _draw(self, ticket: Ticket) -> Prompt:
+        prompt = next(self._services.prompts)
+        self._buffer.assign_prompt(ticket, prompt)
         return prompt
 
     def _is_telling(self, group: Group) -> bool:

@@ -1,4 +1,4 @@
-"""A controller on fakes of its rooms: a trainer that counts, workers that answer at once, rewards that read the text.
+"""A controller on fakes of its services: a trainer that counts, workers and rewards that answer at once.
 
 They share one `World`: the version that the trainer has, the version that each worker has committed, and a diary of
 what was called in which order. Nothing here sleeps; a test that wants an order holds an `asyncio.Event`.
@@ -24,7 +24,7 @@ from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
 from orchestrator.files.telemetry import Telemetry, read_rows
 from orchestrator.loop.controller import Controller
-from orchestrator.loop.ports import Rooms
+from orchestrator.loop.ports import LoopServices
 from rollout.types import Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 from weight_sync.errors import PlanMismatch
@@ -283,7 +283,7 @@ class Loop:
             progress=ProgressLine(Console(file=StringIO())),
         )
         with telemetry:
-            rooms = Rooms(
+            services = LoopServices(
                 trainer=self.trainer,
                 supervisor=Supervisor(
                     self.workers, request_timeout_s=5, restart=self.restart, max_restarts=self.max_restarts, backoff_s=0
@@ -295,7 +295,7 @@ class Loop:
                 checkpoints=self.checkpoints,
                 traces=Path("traces"),
             )
-            self.controller = Controller(self.config, rooms)
+            self.controller = Controller(self.config, services)
             async with asyncio.timeout(20):
                 await self.controller.start(self.checkpoints.newest() if self.resume_step else None)
                 await self.controller.train()

@@ -10,8 +10,7 @@ import pytest
 
 from conf.schema import RunConfig, RunSection
 from orchestrator.errors import CheckpointError
-from orchestrator.files.run_checkpoint import CheckpointStore, RunState, fingerprint, step_of
-from orchestrator.loop.buffer import BufferState
+from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint, step_of
 from rollout.types import Group, Prompt, Rollout
 
 

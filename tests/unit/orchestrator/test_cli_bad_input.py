@@ -17,9 +17,8 @@ import pytest
 from conf.load import load_run_config
 from orchestrator import machine
 from orchestrator.cli.main import main
-from orchestrator.files.run_checkpoint import CheckpointStore, RunState, fingerprint
+from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
 from orchestrator.inputs.model_folder import save_character_tokenizer
-from orchestrator.loop.buffer import BufferState
 
 Refuse = Callable[..., str]
 

@@ -323,7 +323,7 @@ def test_controller_needs_neither_torch_nor_vllm() -> None:
         "        if name.split('.')[0] in ('torch', 'vllm', 'transformers', 'mooncake'):\n"
         "            raise ImportError(name + ' must not be imported here')\n"
         "sys.meta_path.insert(0, Refuse())\n"
-        "import orchestrator.controller, orchestrator.placement, orchestrator.run\n"
+        "import orchestrator.loop.controller, orchestrator.cluster.placement, orchestrator.run\n"
     )
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
