@@ -65,7 +65,7 @@ async def serve_plain(spec: EngineSpec, pipe: Connection) -> None:
     """Parameters in vLLM's layout behind an endpoint."""
     import torch
 
-    from weight_sync.replica.endpoint import ReplicaEndpoint
+    from weight_sync.replica.control_server import ReplicaEndpoint
     from weight_sync.replica.receiver import Receiver
     from weight_sync.transport.mooncake import MooncakeTransport
 
@@ -96,7 +96,7 @@ class PlainReplica:
 
     async def begin(self, version: int, epoch: int, digest: str, known: Any) -> list[Any]:
         """See ReplicaHandler."""
-        from weight_sync.replica.protocol import Bound
+        from weight_sync.replica.messages import Bound
 
         return [Bound.of(self._receiver.begin(version, epoch, digest), known)]
 

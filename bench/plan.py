@@ -54,11 +54,13 @@ from weight_sync.layout import (  # noqa: E402
 from weight_sync.plan.budget import Staging, reserved_bytes  # noqa: E402
 from weight_sync.plan.plan import TransferPlan, build_plan  # noqa: E402
 from weight_sync.publish.address_book import AddressBook  # noqa: E402
-from weight_sync.publish.sums import Places, Planned, Sums  # noqa: E402
+from weight_sync.publish.sums import Places, Sums  # noqa: E402
 from weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
-from weight_sync.replica.protocol import Begin, Begun, Bound, Commit, Expected, Signer, pack, unpack  # noqa: E402
+from weight_sync.replica.expected import Planned  # noqa: E402
+from weight_sync.replica.messages import Begin, Begun, Bound, Commit, Expected, Signer  # noqa: E402
 from weight_sync.simulation.links import LinkRates, place  # noqa: E402
 from weight_sync.simulation.simulate import simulate  # noqa: E402
+from weight_sync.typed_msgpack import pack, unpack  # noqa: E402
 
 T = TypeVar("T")
 FP8, BF16, F32 = "float8_e4m3fn", "bfloat16", "float32"

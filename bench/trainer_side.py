@@ -87,8 +87,8 @@ def measure_wire(transport: Any, endpoint: str, repeats: int, *, device: Any, ra
     """GB/s of Mooncake's own synchronous write into an engine rank's largest parameter, by size."""
     import torch
 
-    from weight_sync.replica.endpoint import ReplicaClients
-    from weight_sync.replica.protocol import Describe, Described
+    from weight_sync.replica.control_client import ReplicaClients
+    from weight_sync.replica.messages import Describe, Described
 
     clients = ReplicaClients([endpoint], KEY)
     reply = clients.call(Describe, {0: {}}, {0: 60.0})[0]

@@ -2,7 +2,7 @@
 
 Owns: when the engine may sample (only while every rank holds one committed version), the order of steps around a
 publish, seeds, and text. Does not own the engine's mechanics (`engine.py`), the proof of the bytes
-(`weight_sync.replica.receiver`, in the engine's processes) nor the control socket (`weight_sync.replica.endpoint`,
+(`weight_sync.replica.receiver`, in the engine's processes) nor the control socket (`control_server.py`,
 which calls the handler methods below one at a time).
 Invariant: generate_group() starts requests in phase CLEAN only; tokens are stamped with the version that sampled them.
 
@@ -46,9 +46,11 @@ from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from weight_sync.errors import PlanMismatch
 from weight_sync.gc_freeze import allow_collections, freeze_heap, hold_collections
 from weight_sync.layout import TensorMeta
-from weight_sync.replica.endpoint import ReplicaEndpoint
-from weight_sync.replica.protocol import Bound, EngineRank, Expected, Phase, VersionState, pack, unpack
+from weight_sync.replica.control_server import ReplicaEndpoint
+from weight_sync.replica.messages import Bound, EngineRank, Expected
 from weight_sync.replica.recovery import Offer, Pulled, slowest
+from weight_sync.replica.version_state import Phase, VersionState
+from weight_sync.typed_msgpack import pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -304,7 +306,7 @@ class RolloutWorker:
         self._sockets.close()
         await asyncio.to_thread(self._engine.shutdown)
 
-    # -- for the endpoint: weight_sync.endpoint.ReplicaHandler
+    # -- for the endpoint: weight_sync.replica.control_server.ReplicaHandler
     # ----------------------------------------------------------
 
     async def describe(self) -> Sequence[EngineRank]:

@@ -35,8 +35,9 @@ from rollout.adapters.slot_leases import PROBE, Adapter, SlotTable
 from rollout.engine.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
 from rollout.types import Rollout
-from weight_sync.replica.protocol import Bound, EngineRank, Expected, pack, unpack
+from weight_sync.replica.messages import Bound, EngineRank, Expected
 from weight_sync.replica.recovery import Offer, Pulled, slowest
+from weight_sync.typed_msgpack import pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ EVICT_RETRY_S = 0.02
 
 
 class AdapterReplica:
-    """weight_sync.endpoint.ReplicaHandler over the adapter slots of one engine.
+    """weight_sync.replica.control_server.ReplicaHandler over the adapter slots of one engine.
 
     Args:
         engine: Started, with LoRA.
@@ -141,7 +142,7 @@ class AdapterReplica:
             raise EngineError("the engine aborted requests although nobody asked it to")
         self.num_evicted_requests += num_requests
 
-    # -- weight_sync.endpoint.ReplicaHandler ---------------------------------------------------------------------------
+    # -- ReplicaHandler
 
     async def describe(self) -> Sequence[EngineRank]:
         """What a slot of every engine rank must receive."""

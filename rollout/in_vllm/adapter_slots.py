@@ -33,10 +33,11 @@ from vllm.lora.request import LoRARequest
 from rollout.errors import UnsupportedWeights
 from weight_sync.layout import DestLayout, PostLoad, TensorMeta
 from weight_sync.record.recorder import record_layout
-from weight_sync.replica.protocol import Bound, EngineRank, Expected, pack, unpack
+from weight_sync.replica.messages import Bound, EngineRank, Expected
 from weight_sync.replica.receiver import Receiver
 from weight_sync.replica.recovery import Offer, make_offer, pull, release
 from weight_sync.transport.base import Transport
+from weight_sync.typed_msgpack import pack, unpack
 
 _EXPERT_BUFFERS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
 _LINEAR_BUFFERS = ("lora_a_stacked", "lora_b_stacked")

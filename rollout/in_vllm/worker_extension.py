@@ -36,10 +36,11 @@ from weight_sync.layout import TensorMeta
 from weight_sync.record.layout_wire import layouts_digest
 from weight_sync.record.recorder import record_layout
 from weight_sync.record.repeated_layers import record_repeating
-from weight_sync.replica.protocol import Bound, Expected, pack, unpack
+from weight_sync.replica.messages import Bound, Expected
 from weight_sync.replica.receiver import Receiver
 from weight_sync.replica.recovery import Offer, make_offer, pull, release
 from weight_sync.transport.mooncake import MooncakeTransport
+from weight_sync.typed_msgpack import pack, unpack
 
 # At import, because vLLM imports its worker extension just before it loads the model, and both decisions are made while
 # it loads: with oneDNN (float32, AVX512) or the AMX kernels, linear weights move into private packed copies. Their

@@ -40,8 +40,9 @@ from rollout.errors import EngineError, error_class
 from rollout.in_vllm.worker_extension import WeightReceiver, timed
 from rollout.served.client import RankReport
 from rollout.served.vllm_plugin import register
-from weight_sync.replica.endpoint import ReplicaEndpoint
-from weight_sync.replica.protocol import Bound, EngineRank, Expected, pack, unpack
+from weight_sync.replica.control_server import ReplicaEndpoint
+from weight_sync.replica.messages import Bound, EngineRank, Expected
+from weight_sync.typed_msgpack import pack, unpack
 
 logger = logging.getLogger(__name__)
 

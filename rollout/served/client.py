@@ -35,7 +35,7 @@ import zmq
 from conf.errors import ConfigError
 from rollout.errors import EngineError
 from weight_sync.layout import TensorMeta
-from weight_sync.replica.protocol import unpack
+from weight_sync.typed_msgpack import unpack
 
 logger = logging.getLogger(__name__)
 

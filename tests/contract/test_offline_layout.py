@@ -26,7 +26,7 @@ from rollout.errors import EngineError
 from rollout.layouts.offline_layout import offline_layouts
 from trainer.architecture.model_spec import ModelSpec
 from weight_sync.layout import DestLayout, PostLoad
-from weight_sync.replica.protocol import pack, unpack
+from weight_sync.typed_msgpack import pack, unpack
 
 REPOSITORY = Path(__file__).parents[2]
 MODELS: dict[str, dict[str, Any]] = {
@@ -188,7 +188,7 @@ def main(model: str, tp_size: int, folder: Path, is_plain: bool) -> None:
     ]
     replies = engine.collective_rpc("slipstream_describe", args=(tensors, "tcp", "127.0.0.1", 5.0))
     layouts: list[DestLayout] = []
-    from weight_sync.replica.protocol import EngineRank
+    from weight_sync.replica.messages import EngineRank
 
     for error, text, described in replies:
         assert not error, (error, text)

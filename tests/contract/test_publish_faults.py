@@ -22,7 +22,7 @@ import pytest
 from fakes.publish_processes import Cluster, committed
 
 from weight_sync.errors import RankLost
-from weight_sync.replica.protocol import Phase
+from weight_sync.replica.version_state import Phase
 
 TIMEOUT_S = 5.0
 """Of a publish to one replica, and of a transfer without progress. Mooncake accepts no less."""

@@ -11,11 +11,11 @@ from typing import Protocol
 
 import pytest
 import torch
+from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.stopped import stop_process
 
 from weight_sync.errors import TransferFailed, TransferTimeout, TransportError
 from weight_sync.transport.base import Transport
-from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 from weight_sync.transport.mooncake import MooncakeTransport
 
 NUM_BYTES = 3 << 20

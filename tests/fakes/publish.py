@@ -26,9 +26,9 @@ from weight_sync.layout import (
     SourceShard,
     TensorMeta,
 )
-from weight_sync.publish.sums import Planned
-from weight_sync.replica.endpoint import ReplicaEndpoint
-from weight_sync.replica.protocol import Bound, EngineRank, Expected
+from weight_sync.replica.control_server import ReplicaEndpoint
+from weight_sync.replica.expected import Planned
+from weight_sync.replica.messages import Bound, EngineRank, Expected
 from weight_sync.replica.receiver import Receiver
 from weight_sync.transport.base import Transport
 

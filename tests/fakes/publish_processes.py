@@ -30,7 +30,7 @@ from fakes.stopped import stop_process
 from weight_sync.errors import WeightSyncError
 from weight_sync.publish.publisher import Publisher
 from weight_sync.publish.report import PublishReport
-from weight_sync.replica.endpoint import ReplicaEndpoint
+from weight_sync.replica.control_server import ReplicaEndpoint
 from weight_sync.replica.recovery import Offer, make_offer, pull, release
 from weight_sync.transport.mooncake import MooncakeTransport
 

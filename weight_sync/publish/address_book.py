@@ -1,7 +1,7 @@
 """Which addresses of which replica the trainer's ranks know, so that a replica need not say them at every publish.
 
 Owns: what is known, by digest of what it is, and the check of an answer. Does not own: how it reaches all ranks
-(publisher.py broadcasts what `check` finds, and every rank learns it), nor the digest (protocol.py).
+(publisher.py broadcasts what `check` finds, and every rank learns it), nor the digest (messages.py).
 
     rank 0                                          replica
     Begin(known digests of this replica)     ->     Receiver.begin on every engine rank
@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from weight_sync.errors import ProtocolError
 from weight_sync.layout import Binding
-from weight_sync.replica.protocol import Bound, addresses_digest
+from weight_sync.replica.messages import Bound, addresses_digest
 
 Addresses = dict[str, int]
 """Parameter -> device pointer."""

@@ -3,7 +3,7 @@
 Owns: the plan's way to every rank, epochs, who is in and who is out, the order of phases, the expected sums. Every
 trainer rank has a Publisher and calls the same methods at the same time; rank 0 alone speaks to the replicas. Does not
 own bytes (`pipeline.py`), how ranks meet (`collectives.py`), what replicas are told and what is made of their
-answers in a publish (`transaction.py`), sockets (`endpoint.py`), or the fence (the caller must not change weights
+answers in a publish (`transaction.py`), sockets (`control_client.py`), or the fence (the caller must not change weights
 until publish() returns).
 
     rank 0                                    every rank                              replica (each on its own)
@@ -47,12 +47,13 @@ from weight_sync.publish.collectives import Meeting, attempt, values
 from weight_sync.publish.lanes import PipelineResult
 from weight_sync.publish.pipeline import Pipeline
 from weight_sync.publish.report import PublishReport, joined
-from weight_sync.publish.sums import Places, Planned, Sums
+from weight_sync.publish.sums import Places, Sums
 from weight_sync.publish.trace import write_trace
 from weight_sync.publish.transaction import Transaction
 from weight_sync.publish.waves import assign_waves
-from weight_sync.replica.endpoint import ReplicaClients
-from weight_sync.replica.protocol import Describe, Described, Expected, addresses_digest
+from weight_sync.replica.control_client import ReplicaClients
+from weight_sync.replica.expected import Planned
+from weight_sync.replica.messages import Describe, Described, Expected, addresses_digest
 from weight_sync.source import WeightSource
 from weight_sync.transport.base import Transport
 

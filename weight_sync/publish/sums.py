@@ -1,73 +1,24 @@
 """What was sent to whom: bytes and hash sums of every parameter of every engine rank, in two rows of integers.
 
-Owns: the places in those rows, adding up, and the form that messages have. Does not own: the hashes (integrity.py), the
-writes (lanes.py), or the meeting of the ranks (collectives.py).
+Owns: the places in those rows, and adding up. Does not own: the hashes (integrity.py), the writes (lanes.py), the
+meeting of the ranks (collectives.py), or what a replica is told (replica/expected.py).
 
     places   (replica, dest_rank) -> a stretch of columns, one a parameter
     table    2 x columns, int64:   bytes written | sum of hashes, modulo 2^64
 
 Two tables of the same places add up as integers do, so that ranks need no dictionaries of each other's: 256 ranks of
-Kimi-K2 send 80,000 different (engine rank, parameter) pairs each, which took rank 0 nine seconds to unpack and add. A
-replica is told its part in the same columns (protocol.Expected): without names, and without counts where they are those
-planned, as they are whenever nothing went wrong.
+Kimi-K2 send 80,000 different (engine rank, parameter) pairs each, and rank 0 took nine seconds to unpack and add them.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from weight_sync.errors import PlanMismatch, ProtocolError
 from weight_sync.layout import Destination
 from weight_sync.plan.columns import Ints
 from weight_sync.plan.tasks import Task
-from weight_sync.replica.protocol import Expected, pack
-
-
-@dataclass(frozen=True, eq=False)
-class Planned:
-    """What a publish writes into the parameters of one engine rank, as both sides know it from the rank's layout."""
-
-    digest: str
-    """sha256, hex, of the parameters in their order and the bytes of each."""
-    num_bytes: Ints
-
-    @classmethod
-    def of(cls, sizes: Mapping[str, int]) -> Planned:
-        """Of parameters and their bytes, in the layout's order."""
-        return cls(hashlib.sha256(pack(dict(sizes))).hexdigest(), np.array(list(sizes.values()), np.int64))
-
-    def write(self, num_bytes: Ints, hashes: Ints | None) -> Expected:
-        """The form that messages have.
-
-        Args:
-            num_bytes: Sent, per parameter in their order.
-            hashes: Likewise, as int64; None where they are off.
-        """
-        counts = b"" if (num_bytes == self.num_bytes).all() else num_bytes.astype("<i8", copy=False).tobytes()
-        return Expected(self.digest, counts, b"" if hashes is None else hashes.astype("<i8", copy=False).tobytes())
-
-    def read(self, expected: Expected) -> tuple[list[int], list[int] | None]:
-        """Bytes sent, and hash sums modulo 2^64 or None, per parameter.
-
-        Raises:
-            PlanMismatch: The sender plans for other parameters, in another order or of other sizes.
-            ProtocolError: There is not one entry a parameter.
-        """
-        if expected.planned != self.digest:
-            raise PlanMismatch(
-                f"the publisher planned for parameters {expected.planned[:12]}, here are {self.digest[:12]}: connect"
-                " again"
-            )
-        whole = self.num_bytes.nbytes
-        for what, column in (("counts", expected.num_bytes), ("hashes", expected.hashes)):
-            if column and len(column) != whole:
-                raise ProtocolError(f"{len(column)} bytes of {what} for {len(self.num_bytes)} parameters of 8 each")
-        counts = np.frombuffer(expected.num_bytes, "<i8") if expected.num_bytes else self.num_bytes
-        return counts.tolist(), np.frombuffer(expected.hashes, "<u8").tolist() if expected.hashes else None
 
 
 class Places:

@@ -1,7 +1,7 @@
 """One publish as rank 0 conducts it: who began, who may commit, who is told that nothing will come, and the report.
 
 Owns: the notes on every replica, their deadlines, and the order of the messages. Does not own: what is planned and
-expected, nor the epoch's number (publisher.py); sockets (endpoint.py); addresses (address_book.py).
+expected, nor the epoch's number (publisher.py); sockets (control_client.py); addresses (address_book.py).
 
     begin     Begin to all who take part                         who is alive, where to write, how long
               (every rank writes)
@@ -25,8 +25,8 @@ from weight_sync.publish.address_book import AddressBook, Addresses
 from weight_sync.publish.lanes import PipelineResult
 from weight_sync.publish.report import EXCLUDED, PublishReport, ReplicaReport
 from weight_sync.publish.trace import ReplicaTimes, Span
-from weight_sync.replica.endpoint import ReplicaClients
-from weight_sync.replica.protocol import Abort, Begin, Begun, Commit, Committed, Expected
+from weight_sync.replica.control_client import ReplicaClients
+from weight_sync.replica.messages import Abort, Begin, Begun, Commit, Committed, Expected
 
 logger = logging.getLogger(__name__)
 

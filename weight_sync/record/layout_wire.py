@@ -1,6 +1,6 @@
 """Engine layouts as bytes, and back: small and quick, for files that hold a whole engine's, and for control messages.
 
-Owns: that form. Does not own: the form of all else in a message (protocol.py). A name is
+Owns: that form. Does not own: the form of all else in a message (typed_msgpack.py). A name is
 written once and then called by its number; a column of a rank's loads that equals one of another rank (all but where
 its share starts, as a rule) is written once, and shared when it is read: 16 ranks of an engine with 140,000 loads each
 are read in a blink. Invariants: what comes back equals what was written, bytes that were cut off are refused, and equal

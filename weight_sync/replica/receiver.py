@@ -26,8 +26,9 @@ import torch
 from weight_sync.errors import IntegrityError, ProtocolError
 from weight_sync.integrity import HASH_MASK, RangeHashes, hash_bytes
 from weight_sync.layout import DTYPE_BYTES, Binding, DestLayout, Param, PostLoad
-from weight_sync.publish.sums import Planned
-from weight_sync.replica.protocol import EngineRank, Expected, VersionState
+from weight_sync.replica.expected import Planned
+from weight_sync.replica.messages import EngineRank, Expected
+from weight_sync.replica.version_state import VersionState
 from weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)

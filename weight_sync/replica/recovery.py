@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from weight_sync.errors import LinkMismatch, PlanMismatch, ReplicaDirty, TransportError
 from weight_sync.layout import Binding, DestLayout
-from weight_sync.replica.protocol import pack
+from weight_sync.typed_msgpack import pack
 
 if TYPE_CHECKING:
     from weight_sync.replica.receiver import (

@@ -1,7 +1,7 @@
 """What a link must do: move bytes one-sided between registered memory here and registered memory of another process.
 
-Owns the protocol that `memory.py` and `mooncake.py` implement and `tests/contract/test_transport.py` holds them to.
-Knows nothing of plans, versions or parameters.
+Owns the protocol that `mooncake.py` implements; tests/contract/test_transport.py holds it, and the link inside one
+process that tests use, to this protocol. Knows nothing of plans, versions or parameters.
 
 Failure model, the same for every link and for both directions:
 

@@ -16,7 +16,7 @@ import zmq
 from rollout.errors import EngineError
 from rollout.served.client import RankReport, Rendezvous, ServedEngine
 from weight_sync.layout import TensorMeta
-from weight_sync.replica.protocol import pack
+from weight_sync.typed_msgpack import pack
 
 KEY = b"k" * 32
 TENSORS = [TensorMeta("w", (2, 3), "bfloat16")]

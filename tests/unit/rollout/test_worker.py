@@ -22,9 +22,10 @@ from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from rollout.worker import RolloutWorker
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from weight_sync.layout import Binding, DestLayout, Param, TensorMeta
-from weight_sync.replica.endpoint import ReplicaClients
-from weight_sync.replica.protocol import Begin, Bound, Describe, Described, EngineRank, Expected, pack
+from weight_sync.replica.control_client import ReplicaClients
+from weight_sync.replica.messages import Begin, Bound, Describe, Described, EngineRank, Expected
 from weight_sync.replica.recovery import Offer, Pulled
+from weight_sync.typed_msgpack import pack
 
 PROMPT = Prompt(0, (1, 5), "a")
 EXPECTED = Expected("9f", bytes(8), bytes(8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.vllm_layout import engine_layouts
 from tiny_models import MOE, trainer_config
 
@@ -13,7 +14,6 @@ from trainer.model.decoder import build_decoder
 from weight_sync.plan.plan import build_plan
 from weight_sync.publish.packing import packed_reads
 from weight_sync.publish.pipeline import Pipeline
-from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 
 TWO_LAYERS = {
     **MOE,

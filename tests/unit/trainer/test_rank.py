@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import publish
+from fakes.memory_transport import MemoryFabric, MemoryTransport
 from rank_helpers import count, fill_adapters, join_ranks, local_gradients, make_rank, make_samples, spawn
 
 from conf.schema import (
@@ -27,7 +28,6 @@ from conf.schema import (
 from trainer.errors import CheckpointError, LayoutError, TrainerError
 from trainer.rank import TrainerRank
 from trainer.types import Denominators
-from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 
 LAYOUTS = {
     "uneven": [[[0], [3, 1]], [[2], [4]]],

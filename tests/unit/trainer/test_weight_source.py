@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import EndpointThread, PlainEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,6 @@ from weight_sync.plan.plan import build_plan
 from weight_sync.publish.packing import PackedRead
 from weight_sync.publish.pipeline import Pipeline
 from weight_sync.replica.receiver import Receiver
-from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 
 
 def load_export(folder: Path) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import DictSource, PlainEngine, engine_bytes, engine_layout, repacked
 
 from weight_sync.integrity import MIN_SCRATCH_BYTES
@@ -15,7 +16,6 @@ from weight_sync.plan.plan import build_plan
 from weight_sync.publish.lanes import PipelineResult
 from weight_sync.publish.pipeline import Pipeline
 from weight_sync.publish.staging_slots import Load
-from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 
 NUM_RANKS = 2
 HASH_BYTES = MIN_SCRATCH_BYTES + sums_bytes(0)

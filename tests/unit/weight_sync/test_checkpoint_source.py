@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import PlainEngine, checkpoint, engine_layout, expected_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,6 @@ from weight_sync.errors import WeightSyncError
 from weight_sync.layout import Region
 from weight_sync.plan.plan import build_plan
 from weight_sync.publish.pipeline import Pipeline
-from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor], num_files: int = 2) -> None:

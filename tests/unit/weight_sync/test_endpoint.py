@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import zmq
+from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import KEY, EndpointThread, PlainEngine
 
 from conf.errors import ConfigError
 from weight_sync.errors import IntegrityError, ProtocolError, ReplicaError, StaleEpoch
-from weight_sync.replica import endpoint as endpoint_module
-from weight_sync.replica.endpoint import ReplicaClients
-from weight_sync.replica.protocol import Abort, Begin, Begun, Commit, Describe, Described, Message, Signer
-from weight_sync.transport.memory import MemoryFabric, MemoryTransport
+from weight_sync.replica import control_client, control_server
+from weight_sync.replica.control_client import ReplicaClients
+from weight_sync.replica.messages import Abort, Begin, Begun, Commit, Describe, Described, Message, Signer
 
 
 class Replica:
@@ -216,7 +216,7 @@ def test_garbage_is_logged_once_and_then_now_and_then(
 
     (line,) = garbage(20, 1)
     assert line.startswith("1 control messages ignored (1 in all): a control message of 7 bytes is not signed")
-    monkeypatch.setattr(endpoint_module, "REJECTED_LOG_S", 0.0)
+    monkeypatch.setattr(control_server, "REJECTED_LOG_S", 0.0)
     (line,) = garbage(1, 2)
     assert line.startswith("20 control messages ignored (21 in all)")
     client.close()
@@ -225,7 +225,8 @@ def test_garbage_is_logged_once_and_then_now_and_then(
 def test_what_is_longer_than_any_request_is_not_read(
     monkeypatch: pytest.MonkeyPatch, clients: list[ReplicaClients]
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "MAX_REQUEST_BYTES", 4096)
+    for module in (control_client, control_server):
+        monkeypatch.setattr(module, "MAX_REQUEST_BYTES", 4096)
     replica = Replica()
     client = RawClient(replica.address)
     monitor = client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -276,8 +277,8 @@ class Cable:
 def test_a_replica_that_vanished_without_a_word_is_gone_before_its_deadline(
     replica: Replica, clients: list[ReplicaClients], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(endpoint_module, "SILENCE_S", 0.4)
+    monkeypatch.setattr(control_client, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(control_client, "SILENCE_S", 0.4)
     cable = Cable(replica.address)
     clients.append(client := ReplicaClients([cable.address], KEY))
     assert isinstance(ask(client, Describe), Described)
@@ -291,8 +292,8 @@ def test_a_replica_that_vanished_without_a_word_is_gone_before_its_deadline(
 def test_a_replica_whose_loop_is_busy_for_longer_than_a_silence_is_not_gone(
     replica: Replica, clients: list[ReplicaClients], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(endpoint_module, "SILENCE_S", 0.4)
+    monkeypatch.setattr(control_client, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(control_client, "SILENCE_S", 0.4)
 
     async def busy(version: int, epoch: int, digest: str) -> None:
         until = time.monotonic() + 1.5

@@ -9,11 +9,11 @@ import torch
 from fakes.publish import DictSource, engine_layout
 from pipeline_world import HASH_BYTES, NUM_RANKS, SMALL_WATERMARK, World, num_reads
 
-import weight_sync.publish.staging_slots
 from weight_sync.errors import PlanError, TransportError, WatermarkError
 from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
 from weight_sync.plan.budget import NUM_SLOTS
 from weight_sync.plan.plan import build_plan
+from weight_sync.publish import staging_slots
 from weight_sync.publish.pipeline import Pipeline
 
 
@@ -35,7 +35,7 @@ def test_every_byte_arrives_and_is_counted_and_hashed() -> None:
 def test_hashes_of_more_packets_than_the_device_has_sums_for(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(2)
     most = max(len(load.packets) for load in world.pipeline._slots.loads)
-    monkeypatch.setattr(weight_sync.slots, "max_packets", lambda _: -(-most // NUM_SLOTS))
+    monkeypatch.setattr(staging_slots, "max_packets", lambda _: -(-most // NUM_SLOTS))
     world.pipeline.load(world.plan.tasks[0])
     assert len(world.pipeline._slots._windows) > 2
     for version in (3, 4):

@@ -13,21 +13,26 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from weight_sync.errors import AuthenticationError, ProtocolError, StaleEpoch
 from weight_sync.layout import Binding
-from weight_sync.replica import protocol
-from weight_sync.replica.protocol import (
+from weight_sync.replica.messages import (
+    REPLIES,
+    REQUESTS,
+    Abort,
+    Aborted,
     Begin,
     Begun,
     Bound,
     Commit,
     Committed,
+    Describe,
     Described,
     EngineRank,
     Expected,
     Failed,
-    Phase,
+    Message,
     Signer,
-    VersionState,
 )
+from weight_sync.replica.version_state import Phase, VersionState
+from weight_sync.typed_msgpack import pack, unpack
 
 small = st.integers(0, 3)
 
@@ -112,21 +117,21 @@ def test_an_abort_of_a_committed_epoch_changes_nothing() -> None:
     assert state.failed(1) == state
 
 
-def messages(signer: Signer) -> list[protocol.Message]:
+def messages(signer: Signer) -> list[Message]:
     head = {
         "run_id": signer.run_id, "client": "5e", "incarnation": "abc", "request_id": 9, "epoch": 4, "version": 3,
         "digest": "9f",
     }  # fmt: skip
     rank = EngineRank(engine_layout(1), Binding("127.0.0.1:15000", {"qk": 1 << 46}), "tcp")
     return [
-        protocol.Describe(**head),
+        Describe(**head),
         Described(**head, ranks=(rank,), own_epoch=3, own_version=2),
         Begin(**head, known=("9f" * 32,)),
         Begun(**head, bindings=(Bound.of(rank.binding), Bound("s", "9f" * 32, None)), idle_s=0.02, mark_s=0.001),
         Commit(**head, expected=(Expected("9f" * 32, bytes(16), b"\xff" * 16), Expected("", b"", b""))),
         Committed(**head, verify_s=0.5, commit_s=1, pause_s=2.25),
-        protocol.Abort(**head, reason="because"),
-        protocol.Aborted(**head),
+        Abort(**head, reason="because"),
+        Aborted(**head),
         Failed(**head, error="IntegrityError", text="qk"),
     ]
 
@@ -135,10 +140,10 @@ def test_every_message_survives_the_wire() -> None:
     signer = Signer(KEY)
     kinds = set()
     for message in messages(signer):
-        opener = signer.open_request if type(message) in protocol.REQUESTS else signer.open_reply
+        opener = signer.open_request if type(message) in REQUESTS else signer.open_reply
         assert opener(signer.seal(message)) == message
         kinds.add(type(message))
-    assert kinds == {*protocol.REQUESTS, *protocol.REPLIES}
+    assert kinds == {*REQUESTS, *REPLIES}
 
 
 @given(st.binary(max_size=200))
@@ -209,4 +214,4 @@ def test_the_key_is_not_shown() -> None:
 
 def test_plain_data_packs_for_other_channels() -> None:
     rank = EngineRank(engine_layout(0), Binding("s", {"qk": 5}), "tcp")
-    assert protocol.unpack(EngineRank, protocol.pack(rank)) == rank
+    assert unpack(EngineRank, pack(rank)) == rank

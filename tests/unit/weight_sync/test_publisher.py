@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
 
 from conf.schema import WeightSyncConfig
@@ -21,8 +22,7 @@ from weight_sync.plan.plan import build_plan
 from weight_sync.publish.publisher import Publisher
 from weight_sync.publish.report import EXCLUDED, PublishReport
 from weight_sync.publish.transaction import Transaction
-from weight_sync.replica.protocol import Bound
-from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
+from weight_sync.replica.messages import Bound
 
 
 class World:
@@ -469,7 +469,7 @@ def test_an_answer_of_too_few_ranks_is_an_error(world: World) -> None:
 
 
 def test_a_taken_port_is_one_clear_error(world: World) -> None:
-    from weight_sync.replica.endpoint import ReplicaEndpoint
+    from weight_sync.replica.control_server import ReplicaEndpoint
 
     port = int(world.endpoints[0].address.rsplit(":", 1)[1])
     second = ReplicaEndpoint(world.engines[0], KEY, port=port)

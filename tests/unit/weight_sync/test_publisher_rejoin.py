@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
 
 from conf.schema import WeightSyncConfig
 from weight_sync.errors import PlanMismatch, ProtocolError, ReplicaError
 from weight_sync.publish.publisher import Publisher
 from weight_sync.publish.report import PublishReport
-from weight_sync.replica.protocol import Bound, addresses_digest
+from weight_sync.replica.messages import Bound, addresses_digest
 from weight_sync.replica.recovery import make_offer, pull
-from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
 
 
 class World:

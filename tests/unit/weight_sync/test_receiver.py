@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from fakes import publish
+from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import PlainEngine, engine_bytes, engine_layout, engine_params, repacked
 
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from weight_sync.integrity import hash_bytes
-from weight_sync.replica.protocol import Expected
+from weight_sync.replica.messages import Expected
 from weight_sync.replica.receiver import Receiver
-from weight_sync.transport.memory import MemoryFabric, MemoryTransport
 
 DIGEST = "9f" * 32
 

@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 import torch
+from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import PlainEngine, engine_bytes, expected_of, repacked
 
 from weight_sync.errors import IntegrityError, LinkMismatch, PlanMismatch, ReplicaDirty, StaleEpoch, TransferFailed
 from weight_sync.integrity import hash_bytes
-from weight_sync.replica.protocol import pack, unpack
 from weight_sync.replica.receiver import Receiver
 from weight_sync.replica.recovery import Offer, layout_digest, make_offer, pull, release
-from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
+from weight_sync.typed_msgpack import pack, unpack
 
 DIGEST = "9f" * 32
 

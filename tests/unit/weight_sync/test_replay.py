@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from pipeline_world import HASH_BYTES, NUM_RANKS, World, num_reads
 
 from weight_sync.errors import TransferTimeout
@@ -17,7 +18,6 @@ from weight_sync.plan.budget import NUM_SLOTS
 from weight_sync.publish.lanes import PipelineResult, Replay, _Door
 from weight_sync.publish.pipeline import Pipeline
 from weight_sync.publish.sums import Places, Sums
-from weight_sync.transport.memory import Fault, MemoryFabric, MemoryTransport
 
 
 def test_a_device_that_fails_at_the_end_does_not_leave_a_write_under_way() -> None:

@@ -1,9 +1,9 @@
 """A link inside one process: sessions are entries of a `MemoryFabric`, a transfer is a memmove. CPU memory only.
 
-Ships: unit tests and experiments run whole publishes over it, and its faults (delay, drop, corrupt, stall, refuse) are
-how failures that a real link shows once a month are tested every day. Obeys `transport/base.py`, late writes
-included: what a stalled write had not copied lands when the fabric is told so, unless the source was reset or the
-destination renewed first.
+Unit tests run whole publishes over it, and its faults (delay, drop, corrupt, stall, refuse) happen every day there,
+while a real link shows them once a month. It obeys `weight_sync/transport/base.py`, late writes included: what a
+stalled write had not copied lands when the fabric is told so, unless the source was reset or the destination renewed
+first. `tests/contract/test_transport.py` holds it to the same promises as Mooncake's link.
 """
 
 from __future__ import annotations

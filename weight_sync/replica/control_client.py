@@ -1,0 +1,207 @@
+"""A publisher's end of the control channel: one socket to every replica, and the wait for their answers.
+
+Owns the sockets, the deadline of each request, and the news that a replica is gone. Does not own the messages
+(`messages.py`), the replica's end (`control_server.py`), or what an answer means (`publish/transaction.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from conf.errors import named_error
+from weight_sync.errors import ProtocolError, ReplicaError, TransferTimeout, WeightSyncError
+from weight_sync.replica.control_server import MAX_REQUEST_BYTES
+from weight_sync.replica.messages import Described, Failed, Message, Signer
+
+logger = logging.getLogger(__name__)
+
+WAIT_LOG_S = 30.0
+"""How often a wait says who is late."""
+HEARTBEAT_S, SILENCE_S = 5, 20
+"""A replica is asked for a heartbeat every HEARTBEAT_S, and is gone when it then stays silent for SILENCE_S: a machine
+that vanishes closes no connection. ZMQ's own thread answers, however busy Python is. Replicas ask nothing: a publisher
+whose process stood still for a while would lose all of them."""
+
+
+class ReplicaClients:
+    """A publisher's sockets to its replicas. Blocking; used by one thread.
+
+    Requests go to many replicas at once; each answer has its own deadline. A replica whose connection breaks, or is
+    silent, is out at once and for good: its process is gone. One that was started again is another one: replace().
+    """
+
+    def __init__(self, endpoints: Sequence[str], key: bytes) -> None:
+        self._signer = Signer(key)
+        self._endpoints = list(endpoints)
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._monitors: list[zmq.Socket[bytes]] = []
+        self._incarnations = [""] * len(endpoints)
+        self._gone: dict[int, str] = {}
+        self.answer_s: dict[int, float] = {}
+        """Replica -> seconds that its last answer took."""
+        self._name = secrets.token_hex(8)
+        self._request_id = 0
+        try:
+            for endpoint in endpoints:
+                socket, monitor = self._connect(endpoint)
+                self._sockets.append(socket)
+                self._monitors.append(monitor)
+        except ProtocolError:
+            self.close()
+            raise
+
+    def replace(self, replica: int, endpoint: str) -> None:
+        """A replica was started again: talk to its successor from now on, whatever is known of the old one."""
+        socket, monitor = self._connect(endpoint)
+        _close_socket(self._sockets[replica], self._monitors[replica])
+        self._sockets[replica], self._monitors[replica] = socket, monitor
+        self._endpoints[replica], self._incarnations[replica] = endpoint, ""
+        self._gone.pop(replica, None)
+
+    def give_up(self, replica: int, reason: str) -> None:
+        """Send nothing to a replica until it is replaced."""
+        self._gone[replica] = reason
+
+    def _connect(self, endpoint: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """A socket and its monitor."""
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as e:
+            _close_socket(socket, monitor)
+            raise ProtocolError(f"{endpoint!r} is no address of a replica (tcp://host:port): {e}") from e
+        return socket, monitor
+
+    def call(
+        self,
+        kind: type[Message],
+        fields: Mapping[int, Mapping[str, object]],
+        timeouts_s: Mapping[int, float],
+        **common: object,
+    ) -> dict[int, Message | WeightSyncError]:
+        """Send one request to each replica in `fields` and wait for all answers, each until its own deadline.
+
+        Args:
+            kind: Message class.
+            fields: Replica -> the fields of its message that only it gets.
+            timeouts_s: Replica -> seconds to wait for it.
+            common: Fields that all get: version, epoch, digest.
+
+        Returns:
+            Replica -> its reply, or the error that stands for it (never raised here).
+        """
+        results: dict[int, Message | WeightSyncError] = {}
+        pending: dict[int, tuple[int, float]] = {}
+        for replica, own in fields.items():
+            if replica in self._gone:
+                results[replica] = ReplicaError(self._gone[replica])
+                continue
+            self._request_id += 1
+            message = kind(
+                run_id=self._signer.run_id,
+                client=self._name,
+                incarnation=self._incarnations[replica],
+                request_id=self._request_id,
+                **common,  # type: ignore[arg-type]
+                **own,  # type: ignore[arg-type]
+            )
+            sealed = self._signer.seal(message)
+            if len(sealed) > MAX_REQUEST_BYTES:
+                results[replica] = ProtocolError(
+                    f"{kind.__name__} for {self._endpoints[replica]} has {len(sealed)} bytes, a replica reads at most"
+                    f" {MAX_REQUEST_BYTES}"
+                )
+                continue
+            self._sockets[replica].send(sealed)
+            pending[replica] = (self._request_id, time.monotonic() + timeouts_s[replica])
+        self._collect(kind.__name__, pending, results)
+        return results
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for socket, monitor in zip(self._sockets, self._monitors, strict=True):
+            _close_socket(socket, monitor)
+        self._sockets, self._monitors = [], []
+        self._context.destroy(linger=0)
+
+    def _collect(
+        self, verb: str, pending: dict[int, tuple[int, float]], results: dict[int, Message | WeightSyncError]
+    ) -> None:
+        poller = zmq.Poller()
+        owners: dict[zmq.Socket[bytes], tuple[int, bool]] = {}
+        for replica in pending:
+            for socket, is_monitor in ((self._sockets[replica], False), (self._monitors[replica], True)):
+                poller.register(socket, zmq.POLLIN)
+                owners[socket] = (replica, is_monitor)
+        began = time.monotonic()
+        next_log = began + WAIT_LOG_S
+        while pending:
+            now = time.monotonic()
+            for replica, (_, deadline) in list(pending.items()):
+                if now >= deadline:
+                    results[replica] = TransferTimeout(
+                        f"{self._endpoints[replica]} did not answer {verb} within {now - began:.1f} s"
+                    )
+                    del pending[replica]
+            if not pending:
+                return
+            if now >= next_log:
+                late = ", ".join(self._endpoints[replica] for replica in pending)
+                logger.warning("%s: waiting for %s since %.0f s", verb, late, now - began)
+                next_log += WAIT_LOG_S
+            wait_s = min(next_log, *(deadline for _, deadline in pending.values())) - now
+            for socket, _ in poller.poll(max(1, int(wait_s * 1000) + 1)):
+                replica, is_monitor = owners[socket]
+                result = self._see_event(replica) if is_monitor else self._receive(replica, pending)
+                if result is not None and replica in pending:
+                    results[replica] = result
+                    self.answer_s[replica] = time.monotonic() - began
+                    del pending[replica]
+
+    def _see_event(self, replica: int) -> WeightSyncError | None:
+        recv_monitor_message(self._monitors[replica])
+        self._gone[replica] = (
+            f"the replica at {self._endpoints[replica]} is gone: its control connection broke or was refused"
+        )
+        return ReplicaError(self._gone[replica])
+
+    def _receive(self, replica: int, pending: Mapping[int, tuple[int, float]]) -> Message | WeightSyncError | None:
+        """One answer: the reply, the error that it carries, or None when it is not an answer to the pending request."""
+        try:
+            reply = self._signer.open_reply(self._sockets[replica].recv())
+        except ProtocolError as e:
+            logger.warning("a message from %s was ignored: %s", self._endpoints[replica], e)
+            return None
+        if replica not in pending or (reply.client, reply.request_id) != (self._name, pending[replica][0]):
+            logger.warning("a late %s from %s was ignored", type(reply).__name__, self._endpoints[replica])
+            return None
+        if isinstance(reply, Failed):
+            return _error_from(reply, self._endpoints[replica])
+        if isinstance(reply, Described):
+            self._incarnations[replica] = reply.incarnation
+        return reply
+
+
+def _close_socket(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    socket.disable_monitor()
+    socket.close(0)
+    monitor.close(0)
+
+
+def _error_from(reply: Failed, endpoint: str) -> WeightSyncError:
+    """The replica's error as one of ours; a class of another package becomes ReplicaError."""
+    cls = named_error(reply.error, WeightSyncError)
+    if cls is not None:
+        return cls(f"{endpoint}: {reply.text}")
+    return ReplicaError(f"{endpoint}: {reply.error}: {reply.text}")

@@ -1,0 +1,62 @@
+"""What one engine rank must hold after a publish, in columns of integers that both sides derive from its layout.
+
+A replica is told its part of the sums in these columns: without names, and without counts where they are the planned
+ones, as they are whenever nothing went wrong. Owns the columns and their check. Does not own the message that carries
+them (messages.Expected) or the sums that fill them (publish/sums.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from weight_sync.errors import PlanMismatch, ProtocolError
+from weight_sync.plan.columns import Ints
+from weight_sync.replica.messages import Expected
+from weight_sync.typed_msgpack import pack
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """What a publish writes into the parameters of one engine rank, as both sides know it from the rank's layout."""
+
+    digest: str
+    """sha256, hex, of the parameters in their order and the bytes of each."""
+    num_bytes: Ints
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> Planned:
+        """Of parameters and their bytes, in the layout's order."""
+        return cls(hashlib.sha256(pack(dict(sizes))).hexdigest(), np.array(list(sizes.values()), np.int64))
+
+    def write(self, num_bytes: Ints, hashes: Ints | None) -> Expected:
+        """The form that messages have.
+
+        Args:
+            num_bytes: Sent, per parameter in their order.
+            hashes: Likewise, as int64; None where they are off.
+        """
+        counts = b"" if (num_bytes == self.num_bytes).all() else num_bytes.astype("<i8", copy=False).tobytes()
+        return Expected(self.digest, counts, b"" if hashes is None else hashes.astype("<i8", copy=False).tobytes())
+
+    def read(self, expected: Expected) -> tuple[list[int], list[int] | None]:
+        """Bytes sent, and hash sums modulo 2^64 or None, per parameter.
+
+        Raises:
+            PlanMismatch: The sender plans for other parameters, in another order or of other sizes.
+            ProtocolError: There is not one entry a parameter.
+        """
+        if expected.planned != self.digest:
+            raise PlanMismatch(
+                f"the publisher planned for parameters {expected.planned[:12]}, here are {self.digest[:12]}: connect"
+                " again"
+            )
+        whole = self.num_bytes.nbytes
+        for what, column in (("counts", expected.num_bytes), ("hashes", expected.hashes)):
+            if column and len(column) != whole:
+                raise ProtocolError(f"{len(column)} bytes of {what} for {len(self.num_bytes)} parameters of 8 each")
+        counts = np.frombuffer(expected.num_bytes, "<i8") if expected.num_bytes else self.num_bytes
+        return counts.tolist(), np.frombuffer(expected.hashes, "<u8").tolist() if expected.hashes else None

@@ -1,0 +1,223 @@
+"""The signed messages between a publisher and a replica.
+
+Owns the wire messages and their signature. Does not own their encoding (`typed_msgpack.py`), the sockets
+(`control_server.py`, `control_client.py`) or what a request does (`receiver.py`).
+
+Publishers may follow one another, with no clock in common: the publisher that called Describe last takes ownership at
+its first Begin, and earlier ones are StaleEpoch there until they describe the replica again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import msgpack
+
+from weight_sync.errors import AuthenticationError, ProtocolError
+from weight_sync.layout import Binding, DestLayout
+from weight_sync.typed_msgpack import from_plain, pack
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRank:
+    """What one engine rank tells a publisher: what it must receive, where that is now, and over which link."""
+
+    layout: DestLayout
+    binding: Binding
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A Binding, said to a publisher that may know its addresses: they hardly ever change, and there are many.
+
+    They are named by what they are, not by when they were said: nobody has to remember what the other one heard last.
+    """
+
+    session: str
+    digest: str
+    """addresses_digest of the addresses."""
+    addresses: dict[str, int] | None
+    """None where the publisher named `digest` among those that it knows."""
+
+    @classmethod
+    def of(cls, binding: Binding, known: Collection[str] = ()) -> Bound:
+        """For a publisher that knows the addresses of these digests."""
+        digest = addresses_digest(binding.addresses)
+        return cls(binding.session, digest, None if digest in known else binding.addresses)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What one engine rank must hold, in columns: `sums.py` writes and reads them.
+
+    The parameters are those of its layout that are sent, in the layout's order, on which both sides agreed when the
+    publisher planned; `planned` proves it. Names would be most of a message: 171,392 of them at 128 ranks of Kimi-K2.
+    """
+
+    planned: str
+    """Planned.digest (expected.py): of the parameters, and of the bytes that a publish writes into each."""
+    num_bytes: bytes
+    """Bytes sent, little-endian int64; empty where they are those planned."""
+    hashes: bytes
+    """Sums of their hashes, little-endian uint64; empty where hashes are off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What every message says. A reply repeats its request's fields."""
+
+    run_id: str
+    """Fingerprint of the run's key."""
+    client: str
+    """Random name that a publisher's end takes when it is made; a reply to another one is no reply."""
+    incarnation: str = ""
+    """Random name that a replica's endpoint takes at its start; empty in Describe, which asks for it."""
+    request_id: int
+    """Starts at 1 and grows with every request of one client; one that does not is a replay. No clock has a say."""
+    epoch: int = 0
+    version: int = -1
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Describe(Message):
+    """What must your ranks receive, and where?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described(Message):
+    """Answer to Describe. `own_epoch` and `own_version` are the replica's, so that a publisher goes on from there."""
+
+    ranks: tuple[EngineRank, ...]
+    own_epoch: int
+    own_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin(Message):
+    """Stop serving; bytes of `version` will be written. `known`: digests of the replica's addresses that need not be
+    said again."""
+
+    known: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun(Message):
+    """Every rank is idle and DIRTY. `bindings`: where to write, one per rank (sessions change after a failed epoch, and
+    addresses from one adapter slot to another).
+
+    Seconds: until the engine stood still, and until every rank had marked itself DIRTY after that.
+    """
+
+    bindings: tuple[Bound, ...]
+    idle_s: float
+    mark_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit(Message):
+    """All bytes were written. Prove them against `expected` (one per rank), then serve `version`."""
+
+    expected: tuple[Expected, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(Message):
+    """Every rank serves `version`. Seconds: of the proof, of the rest of the commit, and from Begin until now."""
+
+    verify_s: float
+    commit_s: float
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort(Message):
+    """The transaction is over and failed. Stay DIRTY."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aborted(Message):
+    """The replica knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Message):
+    """The request raised `error` (a class name) with `text`."""
+
+    error: str
+    text: str
+
+
+REQUESTS: tuple[type[Message], ...] = (Describe, Begin, Commit, Abort)
+REPLIES: tuple[type[Message], ...] = (Described, Begun, Committed, Aborted, Failed)
+_KINDS = {cls.__name__: cls for cls in (*REQUESTS, *REPLIES)}
+_MAC_BYTES = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True, slots=True)
+class Signer:
+    """Signs and checks messages with the run's key (HMAC-SHA256 over direction and body, compared in constant time).
+
+    The signed body holds the client, its request id and the endpoint's incarnation, so that a recorded message is
+    refused when it is sent again, sent to another replica or to the same one after a restart. Describe alone names no
+    incarnation: another endpoint of the run answers a recorded one, once, to nobody's harm, because it changes nothing
+    and its answer names a client that is gone. The direction is signed too: a request cannot be played back to its
+    sender as a reply.
+    """
+
+    key: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.key) < 16:
+            raise ProtocolError(f"the run's key must have at least 16 bytes, got {len(self.key)}")
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run that is safe to show: a fingerprint of its key."""
+        return hmac.new(self.key, b"slipstream run id", hashlib.sha256).hexdigest()[:16]
+
+    def seal(self, message: Message) -> bytes:
+        """Encode and sign."""
+        body = pack([type(message).__name__, message])
+        return self._mac(type(message) in REQUESTS, body) + body
+
+    def open_request(self, data: bytes) -> Message:
+        """Check and decode what an endpoint received. Raises AuthenticationError or ProtocolError."""
+        return self._open(data, REQUESTS)
+
+    def open_reply(self, data: bytes) -> Message:
+        """Check and decode what a publisher received. Raises AuthenticationError or ProtocolError."""
+        return self._open(data, REPLIES)
+
+    def _open(self, data: bytes, kinds: tuple[type[Message], ...]) -> Message:
+        mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(kinds is REQUESTS, body)):
+            raise AuthenticationError(f"a control message of {len(data)} bytes is not signed with this run's key")
+        try:
+            kind, plain = msgpack.unpackb(body)
+        except (ValueError, TypeError) as e:
+            raise ProtocolError(
+                f"a signed control message of {len(data)} bytes is not msgpack of [kind, fields]: {e}"
+            ) from e
+        cls = _KINDS.get(kind) if isinstance(kind, str) else None
+        if cls not in kinds:
+            raise ProtocolError(f"control message kind {kind!r} is none of {', '.join(k.__name__ for k in kinds)}")
+        message = from_plain(cls, plain)
+        if message.run_id != self.run_id:
+            raise AuthenticationError(f"a control message names run {message.run_id}, this is run {self.run_id}")
+        return message
+
+    def _mac(self, is_request: bool, body: bytes) -> bytes:
+        direction = b"slipstream/3 request\0" if is_request else b"slipstream/3 reply\0"
+        return hmac.digest(self.key, direction + body, "sha256")
+
+
+def addresses_digest(addresses: Mapping[str, int]) -> str:
+    """sha256, hex, of parameters and their addresses."""
+    return hashlib.sha256(pack(dict(addresses))).hexdigest()

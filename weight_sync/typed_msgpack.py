@@ -1,0 +1,125 @@
+"""Dataclasses of plain values as msgpack, checked against their types on arrival. Never pickle.
+
+A dataclass becomes the list of its fields, a DestLayout the bytes of `record/layout_wire.py`; all else is left to
+msgpack. Whoever reads names the type that it expects: bytes that do not fit it raise ProtocolError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, NoReturn, TypeVar
+
+import msgpack
+
+from weight_sync.errors import ProtocolError
+from weight_sync.layout import DestLayout
+from weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes
+
+T = TypeVar("T")
+
+
+def pack(value: Any) -> bytes:
+    """Encode dataclasses of plain values (layouts, bindings, tuples and lists of them)."""
+    return typing.cast(bytes, msgpack.packb(value, default=_fields_of))
+
+
+def unpack(cls: type[T], data: bytes) -> T:
+    """Inverse of pack, for a known type, e.g. unpack(EngineRank, data)."""
+    return from_plain(cls, msgpack.unpackb(data))
+
+
+def from_plain(cls: Any, value: Any) -> Any:
+    """What msgpack read, as the type `cls`, by which it is checked. Raises ProtocolError where it does not fit."""
+    return _decoder(cls)(value)
+
+
+@functools.cache
+def _decoder(cls: Any) -> Callable[[Any], Any]:
+    """from_plain for one type, looked at once."""
+    origin, args = typing.get_origin(cls), typing.get_args(cls)
+    if cls is DestLayout:
+        return _layout_of
+    if dataclasses.is_dataclass(cls):
+        return _dataclass_decoder(typing.cast(type, cls))
+    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+        item = _decoder(args[0])
+        return lambda value: tuple([item(one) for one in _checked(value, list, cls)])
+    if origin is tuple:
+        items = [_decoder(kind) for kind in args]
+
+        def decode_tuple(value: Any) -> Any:
+            if type(value) is not list or len(value) != len(items):
+                raise ProtocolError(f"expected {cls}, got {_brief(value)}")
+            return tuple([decode(one) for decode, one in zip(items, value, strict=True)])
+
+        return decode_tuple
+    if origin is list:
+        item = _decoder(args[0])
+        return lambda value: [item(one) for one in _checked(value, list, cls)]
+    if origin is dict:
+        key, item = (_decoder(kind) for kind in args)
+        return lambda value: {key(k): item(one) for k, one in _checked(value, dict, cls).items()}
+    if origin is types.UnionType:
+        some = _decoder(next(kind for kind in args if kind is not types.NoneType))
+        return lambda value: None if value is None and types.NoneType in args else some(value)
+    if isinstance(cls, type) and issubclass(cls, StrEnum):
+        return lambda value: cls(value if value in cls._value2member_map_ else _refuse(value, cls))
+    if cls is float:
+        return lambda value: float(value if type(value) in (int, float) else _refuse(value, cls))
+    return lambda value: value if type(value) is cls else _refuse(value, cls)
+
+
+def _dataclass_decoder(cls: type) -> Callable[[Any], Any]:
+    fields = [(name, _decoder(kind)) for name, kind in _fields(cls)]
+
+    def decode(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(fields):
+            raise ProtocolError(f"expected the {len(fields)} fields of {cls.__name__}, got {_brief(value)}")
+        return cls(**{name: decode_field(one) for (name, decode_field), one in zip(fields, value, strict=True)})
+
+    return decode
+
+
+def _layout_of(value: Any) -> DestLayout:
+    """Quick: a layout has 20,000 loads, which are read as columns."""
+    try:
+        (layout,) = layouts_from_bytes(_checked(value, bytes, DestLayout))
+    except ProtocolError:
+        raise
+    except Exception as e:  # whatever bytes that are no layout make of themselves
+        raise ProtocolError(f"expected a layout, got {len(value)} bytes that are none: {e}") from e
+    return layout
+
+
+def _checked(value: Any, kind: type[T], cls: Any) -> T:
+    if type(value) is not kind:
+        _refuse(value, cls)
+    return value
+
+
+def _refuse(value: Any, cls: Any) -> NoReturn:
+    raise ProtocolError(f"expected {cls}, got {_brief(value)}")
+
+
+def _fields_of(value: Any) -> list[Any] | bytes:
+    if isinstance(value, DestLayout):
+        return layouts_to_bytes((value,))
+    if not dataclasses.is_dataclass(value):
+        raise TypeError(f"a message cannot hold {_brief(value)}")
+    return [getattr(value, name) for name, _ in _fields(type(value))]
+
+
+@functools.cache
+def _fields(cls: type) -> tuple[tuple[str, Any], ...]:
+    hints = typing.get_type_hints(cls)
+    return tuple((item.name, hints[item.name]) for item in dataclasses.fields(cls))
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
