@@ -71,11 +71,7 @@ def load_run_config(overrides: Sequence[str], config_dir: Path | None = None) ->
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain_foreign(error)) from error
     assert isinstance(config, RunConfig)
-    is_model_known = config.model.init is Init.random and config.model.path is None
-    names = [override.key_or_group for override in parsed]
-    check_no_override_is_ignored(config, names, config.model.hf_config if is_model_known else None)
-    check_all(config)
-    return config
+    return _checked(config, parsed)
 
 
 def check_model_reads_overrides(config: RunConfig, overrides: Sequence[str], hf_config: Mapping[str, Any]) -> None:
@@ -95,17 +91,40 @@ def resolved_yaml(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def load_resolved_yaml(text: str) -> RunConfig:
-    """The RunConfig that `resolved_yaml` wrote, for example into a run folder.
+def load_resolved_yaml(text: str, overrides: Sequence[str] = (), subject: str = "") -> RunConfig:
+    """The RunConfig that `resolved_yaml` wrote, for example into a run folder, with overrides of single options.
+
+    Args:
+        text: The YAML.
+        overrides: `section.option=value`.
+        subject: Stands before an error in the text, "FILE: ".
 
     Raises:
-        ConfigError: The text is not a configuration of this version's schema, or cannot run.
+        ConfigError: The text is not a configuration of this version's schema, or an override or the result cannot run.
     """
+    parsed = [_read_override(word, None) for word in overrides]
+    for override in parsed:
+        if override.key_or_group in GROUPS or override.type is OverrideType.DEL:
+            raise ConfigError(
+                f"{override.input_line}: the run has its options already, and takes no presets; set single options, "
+                f"as in {_example_of('run')}"
+            )
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(schema_node(), OmegaConf.create(text)))
+        tree = OmegaConf.merge(schema_node(), OmegaConf.create(text))
+        for override in parsed:
+            OmegaConf.update(tree, override.key_or_group, override.value(), force_add=True)
+        config = OmegaConf.to_object(tree)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(_explain_foreign(error)) from error
+        raise ConfigError(subject + _explain_foreign(error)) from error
     assert isinstance(config, RunConfig)
+    return _checked(config, parsed)
+
+
+def _checked(config: RunConfig, overrides: Sequence[Override]) -> RunConfig:
+    """The same configuration, once its options contradict nothing and every override has an effect."""
+    is_model_known = config.model.init is Init.random and config.model.path is None
+    names = [override.key_or_group for override in overrides]
+    check_no_override_is_ignored(config, names, config.model.hf_config if is_model_known else None)
     check_all(config)
     return config
 

@@ -14,7 +14,7 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
-def run_to_an_exit_code(config: RunConfig, overrides: list[str], received: list[int], words: list[str]) -> int:
-    """Train, and turn every way in which that ends into an exit code. `words` start the same run again."""
+def run_to_an_exit_code(config: RunConfig, overrides: list[str], received: list[int]) -> int:
+    """Train, and turn every way in which that ends into an exit code."""
     latest = Path(config.run.resume or Path(config.run.dir) / "latest")
     before = None if config.run.resume else latest.resolve()
     try:
@@ -37,12 +37,12 @@ def run_to_an_exit_code(config: RunConfig, overrides: list[str], received: list[
 
         run(config, overrides)
     except KeyboardInterrupt:
-        tell(f"\nstopped; processes of the run have ended.\n{_where(latest, before, words)}")
+        tell(f"\nstopped; processes of the run have ended.\n{_where(latest, before)}")
         return 128 + received[0] if received else EXIT_INTERRUPTED
     except Exception as error:
         if isinstance(error, SlipstreamError) and _is_users(error):
             return say(error)
-        return _fail(error, _where(latest, before, words))
+        return _fail(error, _where(latest, before))
     return EXIT_OK
 
 
@@ -109,7 +109,7 @@ def tell(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def _where(latest: Path, before: Path | None, words: Sequence[str]) -> str:
+def _where(latest: Path, before: Path | None) -> str:
     """Where to read on and how to go on, once the run has a folder of its own."""
     from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 
@@ -121,7 +121,4 @@ def _where(latest: Path, before: Path | None, words: Sequence[str]) -> str:
     complete = complete_checkpoints(folder / "checkpoints")
     if not complete:
         return f"{said}\nThere is no checkpoint yet (run.checkpoint_every_steps)."
-    command = shlex.join(
-        ["slipstream", "train", *(word for word in words if not word.startswith("run.resume=")), f"run.resume={folder}"]
-    )
-    return f"{said}\nGo on from step {step_of(complete[-1])}: {command}"
+    return f"{said}\nGo on from step {step_of(complete[-1])}: slipstream resume {shlex.quote(str(folder))}"

@@ -32,6 +32,7 @@ carries the policy's new weights from one to the other after every step.
 
 commands
   train     start a run; its options are the words that follow
+  resume    go on with a run that ended, from its newest checkpoint
   plan      say what a publish of a run would move, hold and take, on any cluster; starts nothing
   push      bring a checkpoint on disk into vLLM engines, started here or running
   record    write down how an engine lays out a model; needs no GPU and no weights
@@ -58,8 +59,6 @@ examples
       your own model and prompts
   slipstream train algorithm=sft model=checkpoint model.path=/models/Qwen3-30B-A3B data=files data.path=talks.jsonl
       the trainer alone, taught by conversations: {"messages": [{"role": ..., "content": ...}, ...]} a line
-  slipstream train experiment=quickstart run.resume=runs/latest
-      go on from the newest checkpoint of a run; give it the options that the run had
   slipstream train experiment=mine --config-dir ~/slipstream
       options kept in a file, ~/slipstream/experiment/mine.yaml, whose first line is `# @package _global_`; below it,
       as in conf/experiment/: sections with their options (trainer: {ep_size: 8}), and defaults for presets
@@ -183,6 +182,27 @@ limits, ports, Ray, Mooncake. Starts nothing that lasts. Every warning comes wit
 exit code: 0 when a run can work here, 1 when something that it needs is missing or broken"""
 
 
+_RESUME = """\
+usage: slipstream resume RUN [SECTION.OPTION=VALUE ...] [--cfg job | --dry-run]
+
+Goes on with the run in the folder RUN, with the options that it had, from its newest checkpoint that is whole; rows of
+metrics.jsonl, logs and curves continue. A damaged checkpoint is named and put aside. Options that a checkpoint does not
+depend on may be changed: a learning rate, the number of steps or of rollout workers.
+
+examples
+  slipstream resume runs/latest
+  slipstream resume runs/quickstart-20260131-120000 run.num_steps=200 trainer.optim.lr=1e-3
+      train longer, with another learning rate
+
+Relative paths among the options (data.path, model.path) start at the working directory, as they did for the run: call
+it from the same place.
+
+  --cfg job         print every option of the run with its value, as YAML; starts nothing
+  --dry-run         check options, machine, files and checkpoint; starts nothing
+
+exit code: as of slipstream train; 2 when RUN is no run folder or has no whole checkpoint"""
+
+
 _STATUS = """\
 usage: slipstream status [RUN] [--json] [--curves]
 
@@ -239,6 +259,11 @@ def record() -> str:
 def doctor() -> str:
     """`slipstream doctor --help`."""
     return _DOCTOR
+
+
+def resume() -> str:
+    """`slipstream resume --help`."""
+    return _RESUME
 
 
 def status() -> str:

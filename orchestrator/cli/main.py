@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -24,7 +25,7 @@ from conf.errors import ConfigError, SlipstreamError
 from orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, run_to_an_exit_code, say, signals, tell
 
 if TYPE_CHECKING:
-    pass
+    from conf.schema import RunConfig
 
 _IN_OUR_WORDS = {
     r"^argument (\S+): invalid int value: ": r"\1 must be an integer, got ",
@@ -93,6 +94,7 @@ def _dispatch(words: list[str]) -> int:
         return EXIT_OK
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
+        "resume": _resume,
         "plan": _plan,
         "push": _push,
         "record": _record,
@@ -126,9 +128,50 @@ def _train(words: list[str]) -> int:
         return EXIT_OK
 
     with _names_missing_packages():
-        from conf.load import check_model_reads_overrides, load_run_config, resolved_yaml
+        from conf.load import load_run_config
 
-    config = load_run_config(overrides, flags.config_dir)
+    return _start(load_run_config(overrides, flags.config_dir), overrides, flags)
+
+
+def _resume(words: list[str]) -> int:
+    parser = _Parser(prog="slipstream resume", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("run", type=Path, nargs="?")
+    parser.add_argument("--cfg", choices=["job"])
+    parser.add_argument("--dry-run", action="store_true")
+    flags, overrides = parser.read_overrides(words)
+    if flags.help:
+        from orchestrator.cli import help as cli_help
+
+        print(cli_help.resume())
+        return EXIT_OK
+    if flags.run is None or "=" in flags.run.name:
+        raise ConfigError("slipstream resume needs a run folder, e.g. slipstream resume runs/latest")
+    for word in overrides:
+        if (name := word.partition("=")[0].lstrip("+")) in ("run.resume", "run.dir", "run.name"):
+            raise ConfigError(f"{name} has no effect with slipstream resume, which goes on in {flags.run}; remove it")
+    with _names_missing_packages():
+        from conf.load import load_resolved_yaml
+        from orchestrator.files.run_folder import RunFolder
+
+    folder = RunFolder(flags.run.resolve())
+    try:
+        saved = folder.config.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{flags.run} is not a run folder; give one like runs/latest") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"{folder.config} cannot be read: {why}; give all options again, and run.resume={folder.root}"
+        ) from error
+    config = load_resolved_yaml(saved, overrides, subject=f"{folder.config}: ")
+    return _start(replace(config, run=replace(config.run, resume=str(folder.root))), overrides, flags)
+
+
+def _start(config: RunConfig, overrides: list[str], flags: argparse.Namespace) -> int:
+    """Check the run against this machine and train, unless --cfg or --dry-run ask for less."""
+    from conf.load import check_model_reads_overrides, resolved_yaml
+
     if flags.cfg == "job":
         sys.stdout.write(resolved_yaml(config))
         return EXIT_OK
@@ -150,9 +193,8 @@ def _train(words: list[str]) -> int:
     for fact in report.facts:
         if fact.is_warning:
             print(f"warning: {fact.subject}: {fact.finding}", file=sys.stderr)
-    place = ["--config-dir", str(flags.config_dir)] if flags.config_dir else []
     with signals() as received:
-        return run_to_an_exit_code(report.config, overrides, received, [*place, *overrides])
+        return run_to_an_exit_code(report.config, overrides, received)
 
 
 def _plan(words: list[str]) -> int:

@@ -17,6 +17,7 @@ Invariant: a folder named step-* was complete when it got its name; a crash at a
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import zlib
@@ -29,6 +30,8 @@ from orchestrator.environment import resolve_device
 from orchestrator.errors import CheckpointError
 from orchestrator.files.run_folder import flatten, to_plain
 from rollout.types import Group, Prompt, Rollout
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 22
@@ -108,6 +111,7 @@ class CheckpointStore:
         self._folder = folder
         self._keep = keep
         self._options = options
+        self._verified: Path | None = None
 
     def newest(self) -> Path | None:
         """The complete checkpoint with the highest step."""
@@ -119,13 +123,40 @@ class CheckpointStore:
         return next((path for path in complete_checkpoints(self._folder) if step_of(path) == step), None)
 
     def to_resume(self, resume: str | None) -> Path | None:
-        """The checkpoint that run.resume asks for; None when it is not set."""
+        """The newest whole checkpoint of the run that run.resume names; None when it is not set. Damaged ones that are
+        newer lose their name, so that a later step may take it.
+        """
         if resume is None:
             return None
-        newest = self.newest()
-        if newest is None:
-            raise CheckpointError(f"run.resume={resume} holds no complete checkpoint under {self._folder}")
-        return newest
+        whole, damaged = self.newest_whole(resume)
+        for path, problem in damaged.items():
+            logger.warning("%s; going on from the checkpoint before it, %s", problem, whole.name)
+            aside = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        return whole
+
+    def newest_whole(self, resume: str) -> tuple[Path, dict[Path, str]]:
+        """The newest checkpoint whose files are as its manifest says, and what is wrong with each newer one.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        damaged: dict[Path, str] = {}
+        for path in reversed(complete_checkpoints(self._folder)):
+            try:
+                _verify(path)
+            except CheckpointError as error:
+                damaged[path] = str(error)
+            else:
+                self._verified = path
+                return path, damaged
+        if damaged:
+            listed = "; ".join(damaged.values())
+            raise CheckpointError(f"run.resume={resume} holds no whole checkpoint: {listed}; start a new run instead")
+        raise CheckpointError(
+            f"run.resume={resume} holds no complete checkpoint (checkpoints/step-*); start a new run instead"
+        )
 
     def begin(self, step: int) -> Path:
         """An empty folder under a temporary name; the trainer's ranks write into its `trainer/`."""
@@ -168,12 +199,13 @@ class CheckpointStore:
         return final
 
     def read(self, path: Path) -> RunState:
-        """Verify a checkpoint, compare it with this run's options, and return its state.
+        """Verify a checkpoint, unless newest_whole() just has; compare it with this run's options; return its state.
 
         Raises:
             CheckpointError: a file is missing or damaged, the format is another one, or an option differs.
         """
-        _verify(path)
+        if path != self._verified:
+            _verify(path)
         raw = _read_json(path / "state.json")
         if raw.get("format") != _FORMAT:
             raise CheckpointError(f"{path} has format {raw.get('format')}, this version reads {_FORMAT}")
@@ -205,17 +237,19 @@ class CheckpointStore:
 
 def _verify(path: Path) -> None:
     """Compare every file with the manifest."""
-    cure = "remove that folder to resume from the one before it"
     files = _read_json(path / "manifest.json").get("files")
     if not isinstance(files, dict):
-        raise CheckpointError(f"{path} is damaged: its manifest lists no files; {cure}")
+        raise CheckpointError(f"{path} is damaged: its manifest lists no files")
     for name, expected in files.items():
         file = path / name
         if not file.is_file():
-            raise CheckpointError(f"{path} lacks {name}; {cure}")
-        actual = _facts(file)
+            raise CheckpointError(f"{path} lacks {name}")
+        try:
+            actual = _facts(file)
+        except OSError as error:
+            raise CheckpointError(f"{path} is damaged: {name} cannot be read ({error.strerror})") from error
         if actual != expected:
-            raise CheckpointError(f"{path} is damaged: {name} is {actual}, its manifest says {expected}; {cure}")
+            raise CheckpointError(f"{path} is damaged: {name} is {actual}, its manifest says {expected}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

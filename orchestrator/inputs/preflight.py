@@ -346,6 +346,7 @@ def check_dashboard_port(config: RunConfig) -> Fact:
 def check_run_folder(config: RunConfig) -> Fact:
     """The run folder can be made and has room; a run to resume has a checkpoint."""
     run = config.run
+    resumed = ""
     if run.resume is not None:
         root = Path(run.resume)
         if not root.is_dir():
@@ -353,18 +354,15 @@ def check_run_folder(config: RunConfig) -> Fact:
                 f"run.resume={run.resume}: no such folder; give a run folder, for example {run.dir}/latest"
             )
         checkpoints = CheckpointStore(RunFolder(root).checkpoints, keep=1, options=fingerprint(config))
-        newest = checkpoints.newest()
-        if newest is None:
-            raise ConfigError(
-                f"run.resume={run.resume} holds no complete checkpoint (checkpoints/step-*); start a new run instead"
-            )
-        step = checkpoints.read(newest).step  # damaged, or of other options: found out here, that costs no start
+        newest, damaged = checkpoints.newest_whole(run.resume)
+        step = checkpoints.read(newest).step  # refuses a checkpoint of other options
         is_exported = any(path.is_dir() for path in (RunFolder(root).adapter, RunFolder(root).merged))
-        if step >= run.num_steps and is_exported:
+        if step > run.num_steps or (step == run.num_steps and is_exported):
             raise ConfigError(
                 f"run.resume={run.resume} has done {step} steps, and run.num_steps={run.num_steps}: nothing is left to "
                 "train; raise run.num_steps to go on"
             )
+        resumed = "".join(f"; {problem}" for problem in damaged.values()) + f"; goes on from step {step}"
     target = Path(run.resume or run.dir)
     existing = machine.nearest_existing(target)
     if not existing.is_dir():
@@ -377,7 +375,7 @@ def check_run_folder(config: RunConfig) -> Fact:
             f"run.dir={run.dir} has {free >> 20} MiB of free space, and a run wants {MIN_FREE_BYTES >> 20}; choose "
             "another folder"
         )
-    return Fact("run folder", f"{target} ({free / 1e9:.0f} GB free)")
+    return Fact("run folder", f"{target} ({free / 1e9:.0f} GB free){resumed}")
 
 
 CHECKS: tuple[Callable[[RunConfig], Fact], ...] = (

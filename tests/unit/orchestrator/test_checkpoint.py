@@ -76,6 +76,28 @@ def test_one_flipped_bit_is_refused_and_named(tmp_path: Path, name: str) -> None
         store.read(store.newest())
 
 
+def test_a_damaged_newest_one_is_named_and_the_one_before_it_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make_store(tmp_path, keep=3)
+    for step in (5, 10, 15):
+        write(store, step)
+    (tmp_path / "checkpoints" / "step-000015" / "state.json").write_text("{}")
+    (tmp_path / "checkpoints" / "step-000010" / "manifest.json").write_text("{}")
+    path, damaged = store.newest_whole("runs/x")
+    assert (step_of(path), [step_of(other) for other in damaged]) == (5, [15, 10])
+    assert store.newest() == tmp_path / "checkpoints" / "step-000015", "looking changes nothing"
+    assert store.to_resume("runs/x") == path
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "step-000015 is damaged: state.json" in caplog.text
+    assert "going on from the checkpoint before it, step-000005" in caplog.text
+    assert store.read(path).step == 5
+    assert write(store, 10) == store.newest(), "the resumed run reaches the step again"
+    (path / "trainer" / "rank0.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"is damaged: trainer/rank0\.bin"):
+        make_store(tmp_path).read(path)
+
+
 def test_missing_file_is_refused_and_named(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     (write(store) / "trainer" / "rank0.bin").unlink()

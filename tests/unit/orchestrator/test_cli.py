@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,9 @@ from conf.load import load_resolved_yaml, load_run_config
 from conf.options import GROUPS, flat_options, group_choices, section_docs
 from orchestrator.cli.main import main
 from orchestrator.errors import CheckpointError, NoReplicasLeft
+from orchestrator.files.run_checkpoint import CheckpointStore, RunState, fingerprint
+from orchestrator.files.run_folder import RunFolder, write_description
+from orchestrator.loop.buffer import BufferState
 from weight_sync.errors import WatermarkError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -194,8 +198,82 @@ def test_a_run_that_ended_early_says_how_to_go_on(
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Go on")]
     told, _, command = said.partition(": ")
     assert told == "Go on from step 40"
-    words = [*READY, "model.hf_config.note={a: 1}", f"run.resume={folder}"]
-    assert shlex.split(command) == ["slipstream", *words]
+    assert shlex.split(command) == ["slipstream", "resume", str(folder)]
+
+
+@pytest.fixture
+def old_run(tmp_path: Path) -> Path:
+    """A run folder with options of its own and one checkpoint, of step 3."""
+    config = load_run_config([*READY[1:], "run.seed=7", "model.hf_config.rope_theta=5.0"])
+    folder = RunFolder(tmp_path / "old run")
+    folder.root.mkdir()
+    write_description(folder, config, [])
+    store = CheckpointStore(folder.checkpoints, keep=2, options=fingerprint(config))
+    store.finish(store.begin(3), RunState(3, 3, {"epoch": 0}, {}, BufferState(3)))
+    return folder.root
+
+
+def test_resume_goes_on_with_the_options_of_the_run(old_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    fake_run(monkeypatch, lambda config, words: calls.append((config, words)))
+    words = ["run.num_steps=200", "trainer.optim.lr=1e-3"]
+    assert main(["resume", str(old_run), *words]) == 0
+    ((config, told),) = calls
+    assert told == words
+    expected = load_run_config([*READY[1:], "run.seed=7", "model.hf_config.rope_theta=5.0", *words])
+    assert replace(config, run=replace(config.run, resume=None)) == expected
+    assert config.run.resume == str(old_run)
+
+
+def test_resume_without_starting_says_what_it_would_do(
+    old_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_run(monkeypatch, lambda *_: pytest.fail("the run was started"))
+    assert main(["resume", str(old_run), "--dry-run"]) == 0
+    assert "goes on from step 3\n" in capsys.readouterr().out
+    assert main(["resume", str(old_run), "run.num_steps=9", "--cfg", "job"]) == 0
+    assert load_resolved_yaml(capsys.readouterr().out).run.num_steps == 9
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "slipstream resume needs a run folder, e.g. slipstream resume runs/latest"),
+        (["run.num_steps=9"], "slipstream resume needs a run folder"),
+        (["nowhere"], "nowhere is not a run folder"),
+        (["old run", "trainer=full"], "trainer=full: the run has its options already, and takes no presets"),
+        (["old run", "run.resume=x"], "run.resume has no effect with slipstream resume"),
+        (["old run", "run.dir=x"], "run.dir has no effect with slipstream resume"),
+        (["old run", "run.num_step=4"], "unknown option run.num_step. Did you mean run.num_steps?"),
+        (["old run", "run.num_steps=2"], "has done 3 steps, and run.num_steps=2: nothing is left to train"),
+        (["old run", "trainer.lora.rank=8"], "trainer.lora.rank: 16 there, 8 now"),
+        (["old run", "--dryrun"], "unknown flag --dryrun"),
+    ],
+)
+def test_resume_refuses(
+    words: list[str],
+    message: str,
+    old_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake_run(monkeypatch, lambda *_: pytest.fail("the run was started"))
+    assert main(["resume", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+@pytest.mark.parametrize("saved", [b"run: {num_steps: 3", b"\xff\xfe", b"run: {no_such_option: 1}", b"run"])
+def test_a_run_whose_options_cannot_be_read_is_not_resumed(
+    saved: bytes, old_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (old_run / "config.yaml").write_bytes(saved)
+    assert main(["resume", str(old_run)]) == 2
+    err = capsys.readouterr().err
+    assert str(old_run / "config.yaml") in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyncio"])

@@ -272,8 +272,9 @@ def old_run(tmp_path: Path) -> Path:
 def test_run_to_resume_is_damaged(refuse: Refuse, old_run: Path) -> None:
     (old_run / "trainer" / "rank-0.safetensors").write_bytes(bytes(99) + b"x")
     message = refuse("run.resume=old")
+    assert "run.resume=old holds no whole checkpoint" in message
     assert "step-000003 is damaged: trainer/rank-0.safetensors" in message
-    assert "resume from the one before it" in message
+    assert "start a new run instead" in message
 
 
 @pytest.mark.parametrize("manifest", ["", "[]", "{}"])
@@ -288,6 +289,8 @@ def test_run_to_resume_had_other_options(refuse: Refuse, old_run: Path) -> None:
 
 
 def test_run_to_resume_is_finished(refuse: Refuse, old_run: Path) -> None:
+    message = refuse("run.resume=old", "run.num_steps=2")
+    assert "has done 3 steps, and run.num_steps=2: nothing is left to train; raise run.num_steps" in message
     (old_run.parent.parent / "adapter").mkdir()
     message = refuse("run.resume=old", "run.num_steps=3")
     assert "has done 3 steps, and run.num_steps=3: nothing is left to train; raise run.num_steps" in message
