@@ -162,7 +162,7 @@ def test_a_process_ends_with_its_owner_and_takes_the_one_in_between_along(busy):
 @pytest.mark.timeout(60)
 def test_a_process_that_ends_by_itself_leaves_no_watcher_behind_and_no_word_of_it():
     code = (
-        "import os; from pathlib import Path; from rollout.lifeline import end_with; end_with(os.getppid());"
+        "import os; from pathlib import Path; from rollout.die_with_owner import end_with; end_with(os.getppid());"
         "print(Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text())"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, timeout=30)
@@ -176,11 +176,12 @@ def test_a_process_that_ends_by_itself_leaves_no_watcher_behind_and_no_word_of_i
 def test_a_process_that_is_its_own_owner_ends_alone():
     """An engine's owner may import what its processes import: its parent must live on."""
     code = (
-        "import os; from rollout.lifeline import end_with; end_with(os.getpid(), also_kill=[os.getppid()]);"
+        "import os; from rollout.die_with_owner import end_with; end_with(os.getpid(), also_kill=[os.getppid()]);"
         "print(__import__('pathlib').Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text())"
     )
     parent = (
-        f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {code!r}]); time.sleep(1); print('on')"
+        f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {code!r}], check=True);"
+        "time.sleep(1); print('on')"
     )
     done = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True, text=True, timeout=30)
     assert done.stdout.split() == ["on"]

@@ -234,7 +234,7 @@ class HangingLlm:
 @pytest.mark.parametrize("hangs", ["pause", "slipstream_begin"])
 async def test_a_rank_that_hangs_costs_one_begin_and_the_endpoint_answers_on(monkeypatch, tmp_path, hangs, caplog):
     monkeypatch.setattr(rollout.worker, "CALL_SLACK_S", 0.1)
-    monkeypatch.setattr(rollout.engine, "WAIT_LOG_S", 0.05)
+    monkeypatch.setattr(rollout.engine.engine, "WAIT_LOG_S", 0.05)
     save_character_tokenizer(tmp_path, vocab_size=64)
     worker = RolloutWorker(
         tmp_path, config=RolloutConfig(), weight_sync=WeightSyncConfig(timeout_s=0.1), dtype=DType.float32,
