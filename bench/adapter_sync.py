@@ -45,10 +45,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where a file hides the package weight_sync
 
-from bench.adapter_engine import run_engine  # noqa: E402
-from bench.runs import environment  # noqa: E402
+from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config  # noqa: E402
-from bench.trainer_side import KEY, draw_adapters, measure_wire, wait  # noqa: E402
+from bench.sync.adapter_engine import run_engine  # noqa: E402
+from bench.sync.trainer_process import KEY, draw_adapters, measure_wire, wait  # noqa: E402
 
 STAGES = ("total_s", "begin_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s")
 SHOWN = (

@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where trainer.py hides the package trainer
 
-from bench.runs import environment  # noqa: E402
+from bench.environment import environment  # noqa: E402
 
 NUM_GPUS, NUM_MOE_LAYERS, TOP_K, HIDDEN, EXCHANGES = 8, 60, 8, 7168, 4
 OTHERS, GOAL = 6600.0, 13000.0
@@ -40,7 +40,7 @@ ASSUMED_LINK_GB_S = 350.0
 
 def cases(args: argparse.Namespace, world_size: int) -> list[Any]:
     """Of both ranks: the whole model, or two depths of it."""
-    from bench.kimi_rank import Case
+    from bench.training.kimi_rank import Case
 
     shallow, deep = args.layers
     common: dict[str, Any] = {
@@ -75,7 +75,7 @@ def run_case(case: Any, world_size: int) -> dict[str, Any]:
     """
     import torch.multiprocessing as mp
 
-    from bench.kimi_rank import run_rank
+    from bench.training.kimi_rank import run_rank
 
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))

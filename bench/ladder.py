@@ -31,9 +31,9 @@ sys.path[0] = str(ROOT)  # instead of this folder, where trainer.py hides the pa
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from bench.runs import environment  # noqa: E402
+from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
-from bench.trainer_rows import Ours  # noqa: E402
+from bench.training.rows import Ours  # noqa: E402
 from trainer.model.attend import AttentionBackend  # noqa: E402
 from trainer.moe.experts import Experts  # noqa: E402
 from trainer.moe.grouped import GroupedBackend  # noqa: E402

@@ -10,7 +10,7 @@ Prints its environment, the copy bandwidth and a large matrix product measured i
     kernels   each kernel alone: time, GB/s or TFLOP/s, share of the measured limit; other ways to add an adapter
     packed    layers of packed experts, forward + backward
 
-`--tiny` is for a machine without a GPU. How tile sizes are chosen is in bench/moe_tuning.py.
+`--tiny` is for a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where trainer.py hides the package trainer
 
-from bench.runs import environment  # noqa: E402
+from bench.environment import environment  # noqa: E402
 from conf.schema import DType, LoraConfig  # noqa: E402
 from trainer.architecture.activation import SWIGLU  # noqa: E402
 from trainer.architecture.model_spec import ExpertFormat  # noqa: E402

@@ -33,7 +33,7 @@ sys.path[0] = str(ROOT)  # instead of this folder, where trainer.py hides the pa
 
 import numpy as np  # noqa: E402
 
-from bench.runs import environment  # noqa: E402
+from bench.environment import environment  # noqa: E402
 from conf.load import load_run_config  # noqa: E402
 from conf.schema import LoraConfig, TrainerConfig  # noqa: E402
 from rollout.layouts.offline_slots import offline_slots  # noqa: E402

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where files hide the packages trainer and weight_sync
 
-from bench.engine_side import KEY, EngineSpec, run_engine  # noqa: E402
-from bench.runs import environment  # noqa: E402
+from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config  # noqa: E402
+from bench.sync.engine_process import KEY, EngineSpec, run_engine  # noqa: E402
 
 MIB = 1 << 20
 PARTS = ["disk", "publish", "starts"]
@@ -348,7 +348,7 @@ def measure_starts(folder: Path, device: str, args: Any, scratch: Path, figures:
     dummy_s = measure_server(folder, device, ["--load-format", "dummy", *words], scratch / "1")
     figures.keep("dummy_s", dummy_s, f"dummy start       {dummy_s:8.2f} s")
     resident = drop_cache(folder)
-    push = measure_push(folder, args, words, scratch / "push-logs") | {"resident_before": resident}
+    push: dict[str, Any] = measure_push(folder, args, words, scratch / "push-logs") | {"resident_before": resident}
     figures.keep("push", push, f"slipstream push   {push['serving_s']:8.2f} s, {resident:.0%} cached before")
     for name in ("disk_done_s", "expected_s", "engines_up_s", "attached_s", "plan_s", "connect_s", "publish_s"):
         print(f"            {name:<16} {push[name]:8.2f} s", flush=True)

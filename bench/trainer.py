@@ -15,7 +15,7 @@ process of its own, which loads once for all lengths, and keeps each length's fi
     ours-bfloat16   bfloat16 adapters and moments           peft-bfloat16    the same
     ours-int8       bfloat16 adapters, 8-bit moments,       ours-host        float32 adapters, moments in host memory
                     embeddings read from host memory
-    unsloth-*       the same formats in Unsloth, where --unsloth names its packages (bench/peer_unsloth.py)
+    unsloth-*       the same formats in Unsloth, where --unsloth names its packages (bench/training/unsloth_row.py)
 
 MFU counts the multiplications of the model (frozen weights forward and to activations, adapters three times, causal
 attention), without those of recomputation, against the datasheet's 989 TFLOP/s; "of the roofline" against a large
@@ -41,10 +41,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where this file hides the package trainer
 
-from bench.peer_unsloth import Unsloth  # noqa: E402
-from bench.runs import environment  # noqa: E402
+from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
-from bench.trainer_rows import Ours, Peft, fill_hf  # noqa: E402
+from bench.training.rows import Ours, Peft, fill_hf  # noqa: E402
+from bench.training.unsloth_row import Unsloth  # noqa: E402
 
 OURS = ("ours-float32", "ours-bfloat16", "ours-int8", "ours-host")
 ROWS = (*OURS, "peft-float32", "peft-bfloat16", "unsloth-float32", "unsloth-bfloat16")

@@ -8,7 +8,6 @@
     python bench/weight_sync.py --plan 2x2 --colocate             2 GPUs, each with a trainer rank and an engine rank:
                                                                   2x2's code path at full size, not its speed
     python bench/weight_sync.py --plan 1x1 --colocate             1 GPU for both
-    python bench/weight_sync.py --plan 1x1 --cold                 without the warm-up: which kernels a pause waits for
 
 The model has Qwen3-30B-A3B's shape (61 GB) unless told otherwise. The source is the product's own decoder with random
 weights and LoRA on attention and all experts; A and B are drawn anew before every publish, all parameters are sent.
@@ -19,8 +18,7 @@ the engine's largest parameter; with several ranks it is one rank's. "of wire" c
 "excess" is the pause minus the publish. Memory, sampled every millisecond (NVML), of the GPUs that take part: "trainer"
 is the growth during publishes over what was in use before staging was allocated, "engine" over what was in use right
 before each publish, and "handed" is what torch's allocator handed out in the engine's processes between begin and
-commit, most of which it had already. What peers' figures include is in bench/peers.py and in the output. Per publish,
-"held up" lists garbage collections, compilations and busy event loops.
+commit, most of which it had already. What peers' figures include is in bench/sync/peers.py and in the output.
 
 Writes a table, bench/results/weight_sync-<plan>.json, a timeline for ui.perfetto.dev and, where matplotlib is, a PNG.
 """
@@ -44,13 +42,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, where this file hides the package weight_sync
 
-from bench import peers  # noqa: E402
-from bench.engine_side import EngineSpec, run_engine  # noqa: E402
-from bench.memory import MemorySampler, Samples  # noqa: E402
-from bench.plots import plot, show  # noqa: E402
-from bench.runs import environment  # noqa: E402
+from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config  # noqa: E402
-from bench.trainer_side import MIB, Row, TrainerSpec, run_rank  # noqa: E402
+from bench.sync import peers  # noqa: E402
+from bench.sync.engine_process import EngineSpec, run_engine  # noqa: E402
+from bench.sync.figures import plot, show  # noqa: E402
+from bench.sync.memory import MemorySampler, Samples  # noqa: E402
+from bench.sync.trainer_process import MIB, Row, TrainerSpec, run_rank  # noqa: E402
 
 PARTS = ("begin_s", "write_s", "verify_s", "commit_s")
 """Stages that do not overlap. What a publish takes beside them is "rest": the link waits for a slot to be packed, rank
@@ -120,7 +118,7 @@ class Bench:
         try:
             self.wait_for_ranks()
             endpoint = engine.answer(START_TIMEOUT_S)
-            found: dict[str, Any] = {"engine": spec.title, "num_requests": spec.num_requests, "is_cold": spec.is_cold}
+            found: dict[str, Any] = {"engine": spec.title, "num_requests": spec.num_requests}
             found["start_s"] = time.monotonic() - began
             print(f"{spec.title}: started in {found['start_s']:.1f} s", flush=True)
             self.ranks[0].pipe.send(
@@ -132,7 +130,6 @@ class Bench:
             found["rows"] = []
             for title, row in rows.items():
                 found["rows"] += self.row(title, row, spec, engine, gpus, endpoint)
-            found["held_up"] = held_up(ask(engine, "events"), found["rows"])
             found["num_generated_tokens"] = ask(engine, "tokens")
             found["peers"] = {}
             keep(found)
@@ -233,20 +230,6 @@ def ask(engine: Child, *order: Any) -> Any:
     return engine.answer(60)
 
 
-def held_up(events: list[tuple[str, str, float, float]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per publish: what was noted in the engine's processes while it was under way, longest first."""
-    found = []
-    for row in rows:
-        for report in row["reports"]:
-            start, stop = report["began"], report["began"] + report["total_s"]
-            mine = [(where, what, s) for where, what, when, s in events if when < stop and when + s > start]
-            if mine:
-                mine.sort(key=lambda event: -event[2])
-                notes = [{"where": where, "what": what, "seconds": s} for where, what, s in mine[:5]]
-                found.append({"row": row["title"], "version": report["version"], "events": notes})
-    return found
-
-
 def rows_of(args: argparse.Namespace, is_first: bool, folder: Path, title: str) -> dict[str, Row]:
     """What is measured in one engine."""
     base = Row(warm_up=args.warm_up, publishes=args.publishes)
@@ -266,7 +249,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plan", choices=("1x1", "2x2", "4x4"), default="1x1", help="trainer ranks x engine GPUs")
     parser.add_argument("--tiny", action="store_true", help="a small model; what a CPU can do")
     parser.add_argument("--engine", choices=("plain", "vllm"), default="vllm")
-    parser.add_argument("--cold", action="store_true", help="leave out warm-up and freezing in the rollout worker")
     parser.add_argument("--colocate", action="store_true", help="trainer and engine ranks on the same GPUs; no peers")
     parser.add_argument("--only", choices=("EP", "TP"), help="of 2x2 and 4x4: one of the two engines")
     add_shape_options(parser, rank=32)
@@ -286,7 +268,7 @@ def parse() -> argparse.Namespace:
         args.watermark_mib = [4, 16]
     args.no_peers |= args.colocate  # NCCL wants a GPU of its own for every rank of a group
     args.name = ("tiny-" if args.tiny else "") + args.plan
-    args.name += ("-colocated" if args.colocate else "") + ("-cold" if args.cold else "")
+    args.name += "-colocated" if args.colocate else ""
     return args
 
 
@@ -299,10 +281,8 @@ def main() -> None:
     num_gpus = max(num_ranks, tp_size) if args.colocate else num_ranks + tp_size
     if facts["gpus"] and len(facts["gpus"]) < num_gpus:
         sys.exit(f"--plan {args.plan} needs {num_gpus} GPUs, this host has {len(facts['gpus'])}")
-    base = EngineSpec(
-        args.engine, model_config(args), device, num_requests=args.requests, is_colocated=args.colocate,
-        is_cold=args.cold,
-    )  # fmt: skip
+    hf_config = model_config(args)
+    base = EngineSpec(args.engine, hf_config, device, num_requests=args.requests, is_colocated=args.colocate)
     engines = [base]
     if tp_size > 1:
         both = {"EP": replace(base, tp_size=tp_size, expert_parallel=True), "TP": replace(base, tp_size=tp_size)}

@@ -32,7 +32,7 @@ import psutil
 import pytest
 import torch
 
-from bench.runs import environment
+from bench.environment import environment
 from conf.schema import Device, DType, LoraConfig, RolloutConfig, SamplingConfig, TrainerConfig, WeightSyncConfig
 from orchestrator.inputs.model_folder import save_character_tokenizer
 from weight_sync.publish.publisher import Publisher

@@ -67,7 +67,7 @@ def choose_attention_backend(
 
 
 CUDNN_WIDTHS = ((64, 64), (128, 128), (192, 128))
-"""Widths of keys and values for which cuDNN's kernels are the fastest (bench/attention.py)."""
+"""Widths of keys and values for which cuDNN's kernels were the fastest that were timed (docs/LOG.md)."""
 
 
 @functools.cache

@@ -246,7 +246,7 @@ def test_the_activations_tiles_divide_those_of_its_table(tilings: dict[int, Tili
 
 @pytest.mark.parametrize("rank", [1, 16, 33, 64])
 def test_narrow_ranks_have_the_tilings_that_were_measured(rank: int) -> None:
-    """bench/moe_tuning.py, in bfloat16."""
+    """In bfloat16, on an H200 (docs/LOG.md)."""
     is_narrow = rank <= 16
     assert tiling_of(ADAPTED, rank, 2) == Tiling(64, 64 if is_narrow else 32, warps=4, stages=3)
     rows, warps = (16, 1) if is_narrow else (64, 4)

@@ -10,7 +10,7 @@ from pathlib import Path
 DIES = """
 import json, sys
 from bench import kimi_slice
-from bench.kimi_rank import Case
+from bench.training.kimi_rank import Case
 
 case = Case(
     "tiny", 1, 4, "bfloat16", "int8", {"balanced": ((8, 8), None), "broken": ((-1,), None)},

@@ -1,7 +1,6 @@
 """The engine's process: a live vLLM rollout worker under load, or plain parameters.
 
-Owns its start, the load, and the orders that a bench sends over a pipe. Does not own what is measured. Callers:
-bench/weight_sync.py; bench/push.py, with plain parameters.
+Owns its start, the load, and the orders that a bench sends over a pipe. Does not own what is measured.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ class EngineSpec:
     num_requests: int = 0
     is_colocated: bool = False
     """A trainer rank has the same GPU."""
-    is_cold: bool = False
-    """Leave out what the product does at start against slow pauses (the warm-up and freezing the heap)."""
 
     @property
     def title(self) -> str:
@@ -75,7 +72,7 @@ async def serve_plain(spec: EngineSpec, pipe: Connection) -> None:
     receiver = Receiver(params, layout, MooncakeTransport(device=spec.device), synchronize=synchronize)
     endpoint = ReplicaEndpoint(PlainReplica(receiver), KEY)
     pipe.send(await endpoint.start())
-    known: dict[str, Any] = {"events": [], "tokens": 0, "settle": 0.0, "allocated": []}
+    known: dict[str, Any] = {"tokens": 0, "settle": 0.0, "allocated": []}
     while (order := await asyncio.to_thread(pipe.recv))[0] != "end":
         pipe.send(known.get(order[0], RuntimeError("plain parameters have no loader")))
     await endpoint.close()
@@ -143,16 +140,12 @@ async def serve_vllm(spec: EngineSpec, pipe: Connection) -> None:
     with tempfile.TemporaryDirectory() as folder:
         worker = build_worker(spec, Path(folder))
         address = await worker.start()
-        await worker._engine._running().collective_rpc("probe_start")
-        from bench.probe import Probe
-
-        probe = Probe()
+        await worker._engine._running().collective_rpc("start_measuring")
         tasks = [asyncio.create_task(keep_sampling(worker, index)) for index in range(spec.num_requests)]
-        tasks.append(asyncio.create_task(probe.watch_loop()))
         pipe.send(address)
         while (order := await asyncio.to_thread(pipe.recv))[0] != "end":
             try:
-                pipe.send(await obey(worker, probe, *order))
+                pipe.send(await obey(worker, *order))
             except Exception as e:  # the boundary of one order
                 pipe.send(RuntimeError(f"{type(e).__name__}: {e}"))
         for task in tasks:
@@ -163,9 +156,9 @@ async def serve_vllm(spec: EngineSpec, pipe: Connection) -> None:
 
 def build_worker(spec: EngineSpec, folder: Path) -> Any:
     """The product's rollout worker, with the bench's extension in its engine."""
-    import rollout.worker
     from conf.schema import DType, RolloutConfig, SamplingConfig, WeightSyncConfig
     from orchestrator.inputs.model_folder import save_character_tokenizer
+    from rollout.worker import RolloutWorker
     from trainer.architecture.model_spec import ModelSpec
 
     (folder / "config.json").write_text(json.dumps(spec.hf_config))
@@ -174,7 +167,7 @@ def build_worker(spec: EngineSpec, folder: Path) -> Any:
     memory: dict[str, Any] = {"kv_cache_bytes": KV_CACHE_BYTES} if is_gpu else {}
     if is_gpu and spec.is_colocated:
         memory = {"kv_cache_bytes": COLOCATED_KV_CACHE_BYTES, "gpu_memory_utilization": COLOCATED_MEMORY}
-    worker = rollout.worker.RolloutWorker(
+    worker = RolloutWorker(
         folder,
         config=RolloutConfig(
             max_model_len=2048 if is_gpu else 256,
@@ -190,18 +183,11 @@ def build_worker(spec: EngineSpec, folder: Path) -> Any:
         tensors=ModelSpec.from_hf_config(spec.hf_config).checkpoint_tensors("bfloat16"),
         key=KEY,
     )
-    worker._engine._arguments["worker_extension_cls"] = "bench.probe.ProbedReceiver"
+    worker._engine._arguments["worker_extension_cls"] = "bench.sync.engine_extension.MeasuredReceiver"
     if is_gpu:
         from vllm.config.weight_transfer import WeightTransferConfig
 
         worker._engine._arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
-    if spec.is_cold:
-
-        async def nothing() -> None:
-            return None
-
-        worker._engine.warm_up = nothing
-        rollout.worker.freeze_heap = lambda: None
     return worker
 
 
@@ -241,15 +227,11 @@ async def settle(worker: Any, num_requests: int) -> float:
     return time.monotonic() - began
 
 
-async def obey(worker: Any, probe: Any, order: str, *args: Any) -> Any:
+async def obey(worker: Any, order: str, *args: Any) -> Any:
     """One order. The updates are a peer's, from the engine's pause until it goes on: what a publish is measured by."""
     llm = worker._engine._running()
-    if order == "events":
-        ranks = await llm.collective_rpc("probe_events")
-        named = [(f"engine rank {rank}", *event) for rank, events in enumerate(ranks) for event in events]
-        return [*named, *(("rollout worker", *event) for event in probe.events)]
     if order == "allocated":
-        return await llm.collective_rpc("probe_allocated")
+        return await llm.collective_rpc("allocated")
     if order == "settle":
         return await settle(worker, args[0])
     if order == "tokens":

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from bench.runs import version
+from bench.environment import version
 
 TIMEOUT_S = 75.0
 

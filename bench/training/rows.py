@@ -1,9 +1,8 @@
 """What bench/trainer.py runs: our trainer, and transformers + PEFT, on the same weights drawn by name from one seed.
 
 Owns how each is built, and one step of it. Does not own what is timed. A row has `facts`, for the report, and `step`,
-which takes the token ids of one sequence and returns its loss before the update. Unsloth's is in bench/peer_unsloth.py.
-transformers and PEFT are imported where they are used: in Unsloth's process they must come after it. Callers:
-bench/trainer.py, bench/ladder.py, bench/launches.py.
+which takes the token ids of one sequence and returns its loss before the update. Unsloth's is in unsloth_row.py.
+transformers and PEFT are imported where they are used: in Unsloth's process they must be imported after Unsloth.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
+from bench.environment import ROOT
 from conf import schema
 from trainer.kernels.dequant import dequantize_int4_torch
 from trainer.moe.bank import PackedBank
@@ -33,7 +34,6 @@ from trainer.rank import TrainerRank
 from trainer.step.adamw import MOMENTS
 from trainer.types import Denominators, Sample
 
-ROOT = Path(__file__).resolve().parent.parent
 SEED = 3
 
 
@@ -353,7 +353,7 @@ def profile(made: TrainerRank, work: Callable[[], Any]) -> dict[str, Any]:
             continue
         names = (c for c, parts in CATEGORIES if any(part.lower() in event.key.lower() for part in parts))
         _note(table, next(names, "elementwise, norms, optimizer"), event.key, event.self_device_time_total, event.count)
-    found = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    found = [event for event in profiler.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
     found.sort(key=lambda event: event.time_range.start)
     gaps: dict[tuple[str, str], list[float]] = {}
     last = found[0] if found else None

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.engine_side import KEY
+from bench.sync.engine_process import KEY
 
 MIB = 1 << 20
 POOL_BYTES = 1 << 30

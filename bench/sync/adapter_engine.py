@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.trainer_side import KEY
+from bench.sync.trainer_process import KEY
 
 WATCH_S = 0.005
 """How often the worker's event loop is asked whether it is late."""

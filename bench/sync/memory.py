@@ -1,8 +1,8 @@
 """Device memory in use, sampled every millisecond by a process of its own, so that nobody who is measured waits for it.
 
-Owns the sampling and what is read off the samples. Callers: bench/weight_sync.py. Reads NVML through ctypes: it counts
-all memory of a GPU, whoever allocated it, and needs no CUDA context there. Times are time.monotonic(), which all
-processes of a host share. What an allocator reuses is no growth here; bench/probe.py asks the engine's for that.
+Owns the sampling and what is read off the samples. Reads NVML through ctypes: it counts all memory of a GPU, whoever
+allocated it, and needs no CUDA context there. Times are time.monotonic(), which all processes of a host share. Memory
+that an allocator reuses is no growth here; bench/sync/engine_extension.py asks the engine's allocator for that.
 """
 
 from __future__ import annotations

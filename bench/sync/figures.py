@@ -1,6 +1,6 @@
 """The table and the picture of bench/weight_sync.py's JSON.
 
-python bench/plots.py bench/results/weight_sync-gpu-1x1.json
+python bench/sync/figures.py bench/results/weight_sync-gpu-1x1.json
 """
 
 from __future__ import annotations
@@ -40,9 +40,6 @@ def show(report: dict[str, Any]) -> None:
                   *("-" if value is None else f"{value / MIB:.1f}M" for value in memory))  # fmt: skip
         with_hashes, without = (next(r for r in engine["rows"] if r["title"] == t) for t in ("hashes", "no hashes"))
         print(f"hashes cost {_cost(with_hashes, without):+.1%} of a publish, by medians without the wait for steps")
-        for held in engine["held_up"]:
-            notes = ", ".join(f"{n['what']} {n['seconds']:.3f} s in {n['where']}" for n in held["events"])
-            print(f"held up: version {held['version']} ({held['row']}): {notes}")
         for name, peer in engine["peers"].items():
             if "failed" in peer:
                 print(f"peer {name}: failed: {peer['failed']}")
@@ -71,7 +68,7 @@ def plot(report: dict[str, Any], file: Path) -> None:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        print(f"no matplotlib here: python bench/plots.py {file.with_suffix('.json')} draws the picture elsewhere")
+        print(f"no matplotlib here; elsewhere: python bench/sync/figures.py {file.with_suffix('.json')}")
         return
     bars: list[tuple[str, dict[str, float]]] = []
     for engine in report["engines"]:

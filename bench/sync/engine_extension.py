@@ -1,0 +1,45 @@
+"""What bench/weight_sync.py gives to vLLM: the product's worker extension, with memory counted and a peer's hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rollout.in_vllm.worker_extension import WeightReceiver
+
+try:
+    from checkpoint_engine.worker import VllmColocateWorkerExtension as _Peer
+
+    PeerHooks: Any = _Peer
+except ImportError:  # only the peer needs it
+    PeerHooks = object
+
+
+class MeasuredReceiver(WeightReceiver, PeerHooks):
+    """The product's worker extension, which also notes what torch hands out between begin and commit."""
+
+    _allocated: list[int]
+
+    def start_measuring(self) -> None:
+        """Begin with an empty list."""
+        self._allocated = []
+
+    def slipstream_begin(self, version: int, epoch: int, digest: str, known: Any) -> Any:
+        """The product's; the allocator's peak counts from here on."""
+        reply = super().slipstream_begin(version, epoch, digest, known)
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        return reply
+
+    def slipstream_commit(self, version: int, epoch: int) -> Any:
+        """The product's; notes by how much the peak since begin exceeds what is still allocated."""
+        reply = super().slipstream_commit(version, epoch)
+        if torch.cuda.is_initialized():
+            self._allocated.append(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
+        return reply
+
+    def allocated(self) -> list[int]:
+        """Bytes that torch handed out during each publish since the last call, new from the device or reused."""
+        found, self._allocated = self._allocated, []
+        return found
