@@ -136,6 +136,12 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it: a function gets every column",
         ),
         Ignored(
+            "reward.env",
+            ":" not in reward.kind,
+            f"reward.kind={reward.kind}",
+            "remove it: only functions read the environment",
+        ),
+        Ignored(
             "algorithm.max_uninformative_batches",
             not algorithm.drop_zero_variance_groups,
             "algorithm.drop_zero_variance_groups=false, which drops none",

@@ -73,6 +73,7 @@ def read_prompts(
                 "shorten it, or raise data.max_prompt_tokens (and rollout.max_model_len with it)"
             )
         fields = {key: value for key, value in row.items() if key != prompt_key}
+        _check_plain(fields, where)
         prompts.append(Prompt(len(prompts), tuple(token_ids), text, fields))
     if not prompts:
         raise DataError(f"prompt file {file} has no rows")
@@ -109,6 +110,18 @@ def check_text(text: str, where: str) -> None:
             f"{where}: character {e.start + 1} of the text is {text[e.start]!a}, half of a surrogate pair; an "
             "escape was cut in two, or is of another encoding"
         ) from e
+
+
+def _check_plain(fields: dict[str, Any], where: str) -> None:
+    """Rewards and checkpoints get a row's columns as JSON; Parquet has types that JSON lacks."""
+    for name, value in fields.items():
+        try:
+            json.dumps(value)
+        except TypeError as e:
+            raise DataError(
+                f"{where}: column {name!r} holds what rewards cannot be given ({e}): text, numbers, true and false, "
+                "null, and lists and structs of these are allowed; write the column as text"
+            ) from e
 
 
 class Tokenized(Protocol):

@@ -50,8 +50,8 @@ class RewardConfig:
     """What a response is worth: the same kind of reward for every row."""
 
     kind: str = "exact_match"
-    """exact_match, regex, or the import path `package.module:function` of a function (prompt, response, fields) ->
-    float. Fields are the row's other columns, and `finish_reason`.
+    """exact_match, regex, or a function (prompt, response, fields) -> float: `FILE.py:function`, or
+    `package.module:function`. Fields are the row's other columns, and `finish_reason`.
     """
     answer_key: str = "answer"
     """Column with the expected answer; for exact_match and regex."""
@@ -65,11 +65,15 @@ class RewardConfig:
     """A reward that takes longer costs its sample: the sample gets no gradient and is counted."""
     num_processes: int = 1
     """Processes that run rewards, apart from the controller."""
+    env: tuple[str, ...] = ()
+    """Names of environment variables that a reward function is given, such as [JUDGE_API_KEY]; the values never enter
+    the run folder. Beside these it gets PATH, HOME, the locale and what its libraries need, and none of your secrets.
+    """
 
     def __post_init__(self) -> None:
         require(
-            self.kind in ("exact_match", "regex") or ":" in self.kind,
-            f"reward.kind must be exact_match, regex or an import path like package.module:function, got {self.kind!r}",
+            self.kind in ("exact_match", "regex") or all(self.kind.rpartition(":")),
+            f"reward.kind must be exact_match, regex, FILE.py:function or package.module:function, got {self.kind!r}",
         )
         require(
             not (self.keep_special_tokens and self.kind == "exact_match"),

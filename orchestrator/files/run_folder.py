@@ -14,6 +14,7 @@
       checkpoints/step-000050/
       adapter/           the trained adapter, in PEFT format (merged/ when trainer.mode=full)
       rewards.log        whatever rewards print
+      reward_source.py   the file that defines the reward, where that is a function
       ray/               logs of workers
       control/           requests to the run while it goes on (slipstream recover)
 

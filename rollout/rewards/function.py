@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from conf.schema import RewardConfig
@@ -44,30 +48,57 @@ def load_reward(config: RewardConfig) -> Reward:
     return import_function(config.kind)
 
 
-def import_function(path: str) -> Reward:
-    """The function at `package.module:function`.
+def source_file(function: Reward) -> str:
+    """Path of the file that defines the function; "" for what no file defines."""
+    try:
+        return inspect.getsourcefile(inspect.unwrap(function)) or ""
+    except TypeError:  # a built-in, or an object that can be called
+        return ""
+
+
+def import_function(kind: str) -> Reward:
+    """The function at `package.module:function` or `FILE.py:function`.
 
     Raises:
         RewardError: The module does not import, has no such name, or it is not a plain function of three arguments.
     """
-    module_name, _, name = path.partition(":")
+    place, _, name = kind.rpartition(":")
+    is_file = place.endswith(".py")
+    if is_file and not Path(place).is_file():
+        raise RewardError(f"reward.kind={kind}: there is no file {Path(place).absolute()}")
     try:
-        module = importlib.import_module(module_name)
-    except Exception as e:  # a user's module may raise anything
-        is_missing = isinstance(e, ModuleNotFoundError) and e.name in (module_name, module_name.partition(".")[0])
-        cure = "; start the run in the folder that holds it, or put that folder on PYTHONPATH" if is_missing else ""
-        raise RewardError(f"reward.kind={path}: importing {module_name!r} failed: {type(e).__name__}: {e}{cure}") from e
+        module = _load_file(Path(place)) if is_file else importlib.import_module(place)
+    except Exception as e:
+        is_missing = isinstance(e, ModuleNotFoundError) and e.name in (place, place.partition(".")[0])
+        cure = (
+            "; start the run in the folder that holds it, put that folder on PYTHONPATH, or name the file: "
+            f"reward.kind=FOLDER/FILE.py:{name}"
+        )
+        raise RewardError(
+            f"reward.kind={kind}: importing {place!r} failed: {type(e).__name__}: {e}{cure if is_missing else ''}"
+        ) from e
     function = getattr(module, name, None)
     if not callable(function):
-        raise RewardError(f"reward.kind={path}: {module_name!r} has no function {name!r}")
+        raise RewardError(f"reward.kind={kind}: {place!r} has no function {name!r}")
     if inspect.iscoroutinefunction(function):
         raise RewardError(
-            f"reward.kind={path}: {name!r} is async; a reward is a plain function, it has a process of its own"
+            f"reward.kind={kind}: {name!r} is async; a reward is a plain function, it has a process of its own"
         )
     try:
         inspect.signature(function).bind("prompt", "response", {})
     except TypeError as e:
-        raise RewardError(f"reward.kind={path}: {name!r} must take (prompt, response, fields): {e}") from e
+        raise RewardError(f"reward.kind={kind}: {name!r} must take (prompt, response, fields): {e}") from e
     except ValueError:
         pass  # built-ins have no signature to check
     return function
+
+
+def _load_file(file: Path) -> ModuleType:
+    """The file as a module of its own name. It can import its neighbours, and hides no installed module."""
+    sys.path.append(str(file.absolute().parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file.absolute())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)
+    spec.loader.exec_module(module)
+    return module

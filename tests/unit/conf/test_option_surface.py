@@ -112,6 +112,7 @@ OPTIONS = [
     "reward.keep_special_tokens",
     "reward.timeout_s",
     "reward.num_processes",
+    "reward.env",
     "cluster.device",
     "cluster.trainer_gpus",
     "cluster.rollout_gpus",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,9 @@ def test_parquet_reads_as_jsonl_does(tmp_path, encoder):
     assert read_prompts(str(tmp_path / "a.parquet"), encoder, max_prompt_tokens=8) == read_prompts(
         jsonl, encoder, max_prompt_tokens=8
     )
+    pq.write_table(pa.Table.from_pylist([{"prompt": "p", "when": date(2026, 1, 31)}]), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet: row 0: column 'when' holds .* date .*; write the column as text"):
+        read_prompts(str(tmp_path / "b.parquet"), encoder, max_prompt_tokens=8)
 
 
 @pytest.mark.parametrize(

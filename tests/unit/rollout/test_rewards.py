@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import textwrap
 from dataclasses import replace
@@ -203,6 +204,10 @@ async def test_what_rewards_print_goes_to_the_log_file(rewards_module, tmp_path)
             {"kind": "no_such_module:f"},
             "importing 'no_such_module' failed: ModuleNotFoundError.*put that folder on PYTHONPATH",
         ),
+        ({"kind": "no/such/file.py:f"}, r"reward\.kind=no/such/file\.py:f: there is no file /.*/no/such/file\.py"),
+        ({"kind": "FOLDER/broken_rewards.py:f"}, "importing .*no_such_package_at_all"),
+        ({"kind": "FOLDER/user_rewards.py:nothing"}, "has no function 'nothing'"),
+        ({"kind": "FOLDER/user_rewards.py:two_arguments"}, r"must take \(prompt, response, fields\)"),
         ({"kind": "broken_rewards:f"}, "no_such_package_at_all"),
         ({"kind": "user_rewards:nothing"}, "has no function 'nothing'"),
         ({"kind": "user_rewards:not_callable"}, "has no function 'not_callable'"),
@@ -212,9 +217,39 @@ async def test_what_rewards_print_goes_to_the_log_file(rewards_module, tmp_path)
         ({"kind": "regex", "pattern": "a"}, "has no group"),
     ],
 )
-def test_a_reward_that_cannot_run_is_refused_before_the_run(rewards_module, config, message):
+def test_a_reward_that_cannot_run_is_refused_before_the_run(rewards_module, tmp_path, config, message):
+    config["kind"] = config["kind"].replace("FOLDER", str(tmp_path))
     with pytest.raises(RewardError, match=message):
         check_reward(RewardConfig(**config))
+
+
+NEIGHBOUR = "WORTH = 0.25\n"
+IN_A_FILE = """
+import neighbour
+
+def score(prompt, response, fields):
+    return neighbour.WORTH
+"""
+
+
+async def test_a_reward_in_a_file_works_from_any_folder_and_its_source_is_kept(tmp_path, monkeypatch, caplog):
+    folder, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (folder / "json.py").write_text(IN_A_FILE)  # the name of an installed module, which stays what it is
+    (folder / "neighbour.py").write_text(NEIGHBOUR)
+    digest = hashlib.sha256(IN_A_FILE.encode()).hexdigest()
+    for start, path in ((elsewhere, folder / "json.py"), (folder, Path("json.py")), (tmp_path, Path("mine/json.py"))):
+        monkeypatch.chdir(start)
+        runner = RewardRunner(RewardConfig(kind=f"{path}:score"), log_path=tmp_path / "rewards.log")
+        with caplog.at_level(logging.INFO, "rollout.rewards.runner"):
+            await runner.start()
+        try:
+            assert await runner.score_group(PROMPT, rollouts("a")) == [0.25]
+        finally:
+            await runner.close()
+        assert (tmp_path / "reward_source.py").read_text() == IN_A_FILE
+        assert f"{folder / 'json.py'}, sha256 {digest}" in caplog.text
 
 
 def test_a_good_reward_passes_the_check(rewards_module):

@@ -1,0 +1,134 @@
+"""Runs a reward process and ends everything that it starts: `python -I -S keeper.py FD MAX_LOG_BYTES COMMAND...`.
+
+    RewardRunner --stdin: closed when the reward must end--> keeper --> reward process --> whatever it starts
+                                                              ^  output of all of them            |
+                                                              +-----------------------------------+
+
+Owns: the reward process's children, also those that left its session or whose parents have ended (the kernel hands
+orphans to the nearest ancestor that calls itself a subreaper, which this process is; no right is needed for that), and
+the size of the log. Does not own what a reward is, nor the connection FD over which it answers, which is passed on.
+Invariant: this process ends only when no process that the reward started is left, except those of another user.
+Standard library alone, and no import of the package: one of these stands beside every reward process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+REAP_S = 1
+"""How often orphans that have ended are waited for while the reward runs."""
+RETRY_S = 0.01
+"""Between two rounds of killing: a killed process takes a moment to hand its children on."""
+
+
+def keep(fd: int, max_log_bytes: int, command: list[str]) -> int:
+    """Run the command until it ends or stdin closes, then end all that it left. Returns its exit status, 128 + N after
+    signal N. What it prints goes to stdout, a file, until that has `max_log_bytes`.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    output, theirs = os.pipe()
+    reward = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        pass_fds=(fd,),
+        start_new_session=True,  # a signal that it sends to its own group does not reach this process
+        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+    )
+    os.close(theirs)
+    os.close(fd)
+    os.set_blocking(output, False)
+    log = CappedLog(1, max_log_bytes)
+    poller = select.poll()
+    for watched in (0, os.pidfd_open(reward.pid), output):
+        poller.register(watched, select.POLLIN)
+    while reward.returncode is None:
+        ready = {fd for fd, _ in poller.poll(REAP_S * 1000)}
+        if output in ready and not log.copy(output):
+            poller.unregister(output)
+        _reap(reward)
+        if 0 in ready:
+            break
+    end_children(reward)
+    while log.copy(output):
+        pass
+    status = reward.returncode or 0
+    return status if status >= 0 else 128 - status
+
+
+def end_children(reward: subprocess.Popen[bytes]) -> None:
+    """SIGKILL every child, take over the children of those, and so on until none is left but another user's.
+
+    Only own children are signalled: their numbers cannot come to name a stranger before _reap() has waited for them.
+    """
+    while _reap(reward):
+        can_end = False
+        for child in _children():
+            with contextlib.suppress(PermissionError):  # it changed its user, as sudo does
+                os.kill(child, signal.SIGKILL)
+                can_end = True
+        if not can_end:
+            return
+        time.sleep(RETRY_S)
+
+
+def _reap(reward: subprocess.Popen[bytes]) -> bool:
+    """Wait for all children that have ended. False: no child is left."""
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == reward.pid:
+                reward.returncode = os.waitstatus_to_exitcode(ended[1])
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> list[int]:
+    """Pids of this process's children, zombies included."""
+    own, children = os.getpid(), []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                # "pid (name) state ppid ..."; a name may hold spaces and parentheses
+                if int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1]) == own:
+                    children.append(int(folder.name))
+    return children
+
+
+class CappedLog:
+    """A file that several keepers append to, up to a size."""
+
+    def __init__(self, fd: int, max_bytes: int) -> None:
+        self._fd = fd
+        self._max_bytes = max_bytes
+
+    def copy(self, source: int) -> bool:
+        """Append what one read of `source` gives; drop what is over the size. False: nothing is there."""
+        try:
+            data = os.read(source, 1 << 16)
+        except BlockingIOError:
+            return False
+        room = self._max_bytes - os.fstat(self._fd).st_size
+        if data and room > 0:
+            if len(data) > room:
+                data = data[:room] + b"\n[cut here: this file has reached its %d bytes]\n" % self._max_bytes
+            with contextlib.suppress(OSError):  # a full disk costs words, not the reward
+                os.write(self._fd, data)
+        return bool(data)
+
+
+if __name__ == "__main__":
+    sys.exit(keep(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))

@@ -1,0 +1,247 @@
+"""Rewards that attack the exchange or leave processes behind: one sample each, nothing runs here, nothing is left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from conf.schema import RewardConfig
+from rollout.errors import RewardError
+from rollout.rewards.runner import RewardRunner, check_reward
+from rollout.types import Prompt, Rollout
+
+REWARDS = r"""
+import json, os, pickle, socket, stat, struct, subprocess, sys, time
+
+def connection():
+    fds = [int(fd) for fd in os.listdir("/proc/self/fd")]
+    return next(fd for fd in fds if is_socket(fd))
+
+def is_socket(fd):
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False
+
+def framed(payload):
+    return struct.pack(">I", len(payload)) + payload
+
+class Planted:
+    def __reduce__(self):
+        return open, (os.path.join(os.path.dirname(__file__), "planted"), "w")
+
+WRITTEN = {
+    "garbage": b"\xff" * 64,
+    "not JSON": framed(b"\xff\x00["),
+    "deep JSON": framed(b"[" * 60_000),
+    "a huge number": framed(b"[1, \"score\", 1" + b"0" * 400 + b"]"),
+    "no answer": framed(b"{}"),
+    "no number": framed(b"[1, \"score\", NaN]"),
+    "a number of another kind": framed(b"[1, \"score\", true]"),
+    "pickle": framed(pickle.dumps(Planted())),
+    "bare pickle": pickle.dumps(Planted()),
+    "1 GB": struct.pack(">I", 1 << 30),
+    "half": struct.pack(">I", 100) + b"[",
+}
+
+def vandal(prompt, response, fields):
+    if response in WRITTEN:
+        os.write(connection(), WRITTEN[response])
+    if response == "1 GB":
+        for _ in range(1 << 10):
+            os.write(connection(), bytes(1 << 20))
+    if response == "half":
+        time.sleep(600)
+    if response == "forged":
+        os.write(connection(), framed(b"[1, \"score\", 1000.0]"))
+    return 0.5
+
+DAEMON = (
+    "import os; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0);"
+    "open({path!r}, 'a').write(f'{{os.getpid()}}\\n'); os.execlp('sleep', 'sleep', '600')"
+)
+
+def leave_children(prompt, response, fields):
+    pids = os.path.join(os.path.dirname(__file__), "pids")
+    open(pids, "a").close()
+    noted = os.path.getsize(pids)
+    subprocess.run([sys.executable, "-c", DAEMON.format(path=pids)], check=True)
+    while os.path.getsize(pids) == noted:
+        time.sleep(0.01)
+    if response == "new session":
+        with open(pids, "a") as file:
+            print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid, file=file)
+    if response == "hang":
+        time.sleep(600)
+    if response == "exit":
+        os._exit(0)
+    return 0.5
+
+def shout(prompt, response, fields):
+    if response == "raise":
+        raise LookupError("x" * (1 << 20))
+    if response == "return":
+        return "x" * (1 << 20)
+    if response == "huge":
+        return 10 ** 5000
+    print(response * (1 << 20))
+    return 0.5
+
+def environment(prompt, response, fields):
+    with open(os.path.join(os.path.dirname(__file__), "environment"), "w") as file:
+        json.dump(dict(os.environ), file)
+    return 0.5
+"""
+PROMPT = Prompt(0, (1,), "p", {})
+Score = Callable[..., Awaitable[list[float | None]]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "hostile.py").write_text(textwrap.dedent(REWARDS))
+    return tmp_path
+
+
+@asynccontextmanager
+async def running(folder: Path, name: str, *, timeout_s: float = 30.0, **options: int) -> AsyncIterator[Score]:
+    config = RewardConfig(kind=f"{folder / 'hostile.py'}:{name}", timeout_s=timeout_s)
+    runner = RewardRunner(config, log_path=folder / "rewards.log", **options)
+
+    async def score(*responses: str) -> list[float | None]:
+        return await runner.score_group(PROMPT, [Rollout([5], [0.0], [0], text, "stop") for text in responses])
+
+    await runner.start()
+    try:
+        yield score
+    finally:
+        await runner.close()
+
+
+@pytest.mark.parametrize(
+    "attack",
+    ["garbage", "not JSON", "deep JSON", "a huge number", "no answer", "no number", "a number of another kind",
+     "pickle", "bare pickle", "1 GB"],
+)  # fmt: skip
+async def test_what_a_reward_writes_to_its_connection_costs_one_sample_and_runs_nothing(folder, attack, caplog):
+    async with running(folder, "vandal") as score:
+        assert await score(attack, "good", "good") == [None, 0.5, 0.5]
+    assert "a reward failed (garbled) on prompt 0" in caplog.text
+    assert not (folder / "planted").exists()
+
+
+async def test_half_an_answer_costs_one_sample_when_its_time_is_up(folder, caplog):
+    async with running(folder, "vandal", timeout_s=1.0) as score:
+        assert await score("half") == [None]
+    assert "a reward failed (timeout) on prompt 0" in caplog.text
+
+
+async def test_an_answer_too_many_never_becomes_the_score_of_another_sample(folder):
+    async with running(folder, "vandal") as score:
+        assert await score("forged") == [1000.0]  # it could have returned that
+        assert await score("good") == [None]
+        assert await score("good", "good") == [0.5, 0.5]
+
+
+def left_alive(folder: Path) -> list[int]:
+    """Processes that a reward left, by the pids that it noted."""
+    pids = [int(line) for line in (folder / "pids").read_text().split()]
+    assert pids
+    return [pid for pid in pids if not has_ended(pid)]
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return b") Z " in Path(f"/proc/{pid}/stat").read_bytes()
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("how", ["daemon", "new session"])
+async def test_processes_that_a_reward_leaves_end_with_the_run(folder, how):
+    async with running(folder, "leave_children") as score:
+        assert await score(how, how) == [0.5, 0.5]
+        assert len(left_alive(folder)) >= 2
+    assert left_alive(folder) == []
+
+
+@pytest.mark.parametrize("how", ["hang", "exit"])
+async def test_processes_of_a_reward_that_is_replaced_end_with_it(folder, how):
+    async with running(folder, "leave_children", timeout_s=5.0) as score:
+        assert await score(how) == [None]
+        assert left_alive(folder) == []
+
+
+@pytest.mark.timeout(60)
+def test_processes_that_a_reward_leaves_end_with_a_run_that_is_killed(folder):
+    code = f"""
+import asyncio
+from conf.schema import RewardConfig
+from rollout.rewards.runner import RewardRunner
+from rollout.types import Prompt, Rollout
+async def main():
+    runner = RewardRunner(RewardConfig(kind={str(folder / "hostile.py")!r} + ":leave_children"))
+    await runner.start()
+    rollouts = [Rollout([5], [0.0], [0], "new session", "stop")]
+    print(await runner.score_group(Prompt(0, (1,), "p", {{}}), rollouts), flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert run.stdout is not None
+    assert run.stdout.readline() == b"[0.5]\n"
+    assert left_alive(folder)
+    os.kill(run.pid, signal.SIGKILL)
+    run.communicate()
+    while left_alive(folder):
+        time.sleep(0.01)
+
+
+async def test_class_and_place_of_an_exception_survive_a_message_of_any_size(folder, caplog):
+    async with running(folder, "shout") as score:
+        with caplog.at_level(logging.WARNING, "rollout.rewards.runner"):
+            assert await score("raise", "return", "huge") == [None, None, None]
+    line = 1 + REWARDS.splitlines().index('        raise LookupError("x" * (1 << 20))')
+    raised = caplog.records[0].message
+    assert f'hostile.py", line {line}, in shout' in raised
+    assert "LookupError: xxx" in raised
+    assert max(len(record.message) for record in caplog.records) < 10_000
+
+
+async def test_the_log_of_what_rewards_print_has_an_end_that_says_so(folder):
+    async with running(folder, "shout", max_log_bytes=3 << 20) as score:
+        assert await score(*"abcdef") == [0.5] * 6
+    log = (folder / "rewards.log").read_bytes()
+    assert log.startswith(b"a" * (1 << 20))
+    assert log.endswith(b"\n[cut here: this file has reached its 3145728 bytes]\n")
+    assert len(log) < (3 << 20) + 100
+
+
+async def test_a_reward_gets_no_variable_but_what_programs_need_and_what_it_is_promised(folder, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "of the judge")
+    monkeypatch.setenv("HF_TOKEN", "of the owner")
+    monkeypatch.setenv("LANG", "C.UTF-8")
+    runner = RewardRunner(RewardConfig(kind=f"{folder / 'hostile.py'}:environment", env=("JUDGE_API_KEY",)))
+    await runner.start()
+    try:
+        assert await runner.score_group(PROMPT, [Rollout([5], [0.0], [0], "", "stop")]) == [0.5]
+    finally:
+        await runner.close()
+    seen = (folder / "environment").read_text()
+    assert "of the judge" in seen
+    assert "C.UTF-8" in seen
+    assert "of the owner" not in seen
+
+
+def test_a_variable_that_a_reward_is_promised_must_be_set(folder):
+    with pytest.raises(RewardError, match=r"reward\.env names NO_SUCH_KEY, which is not set .*; export it, or remove"):
+        check_reward(RewardConfig(kind=f"{folder / 'hostile.py'}:shout", env=("NO_SUCH_KEY",)))
