@@ -26,7 +26,8 @@ from orchestrator.files.run_folder import RunFolder, changed_options, open_run_f
 from orchestrator.files.run_log import ProgressLine, RunLog
 from orchestrator.files.telemetry import Telemetry
 from orchestrator.inputs.conversations import read_conversations
-from orchestrator.inputs.model_folder import TextEncoder, complete_export, prepare_model, read_all_prompts
+from orchestrator.inputs.model_folder import complete_export, prepare_model, read_all_prompts
+from orchestrator.inputs.text_encoder import TextEncoder
 from orchestrator.loop.controller import RAY_CALL_S, Controller
 from orchestrator.loop.finetuner import Finetuner
 from orchestrator.loop.ports import LoopServices

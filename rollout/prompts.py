@@ -29,7 +29,7 @@ PACKAGED = "pkg://"
 
 
 class Encoder(Protocol):
-    """What turns text into token ids; `orchestrator.inputs.model_folder.TextEncoder` in a run, ten lines in tests."""
+    """What turns text into token ids; `orchestrator.inputs.text_encoder.TextEncoder` in a run, ten lines in tests."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text."""

@@ -192,7 +192,7 @@ def run_engine(config: dict[str, Any], device: str, args: argparse.Namespace, pi
 async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, pipe: Connection) -> None:
     """Obeys: ("start", has_adapter), ("begin", seconds from flip to flip or None), ("settle",), ("end",), ("stop",)."""
     from conf.schema import BusySlot, Device, DType, RolloutConfig, SamplingConfig, SyncMode, WeightSyncConfig
-    from orchestrator.inputs.model_folder import save_character_tokenizer
+    from orchestrator.inputs.character_tokenizer import save_character_tokenizer
     from rollout.engine.engine_options import engine_environment
     from rollout.worker import RolloutWorker
     from trainer.architecture.model_spec import ModelSpec

@@ -157,7 +157,7 @@ async def serve_vllm(spec: EngineSpec, pipe: Connection) -> None:
 def build_worker(spec: EngineSpec, folder: Path) -> Any:
     """The product's rollout worker, with the bench's extension in its engine."""
     from conf.schema import DType, RolloutConfig, SamplingConfig, WeightSyncConfig
-    from orchestrator.inputs.model_folder import save_character_tokenizer
+    from orchestrator.inputs.character_tokenizer import save_character_tokenizer
     from rollout.worker import RolloutWorker
     from trainer.architecture.model_spec import ModelSpec
 

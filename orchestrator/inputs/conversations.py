@@ -28,7 +28,7 @@ from trainer.types import Sample
 
 
 class ConversationEncoder(Protocol):
-    """What turns text into tokens; orchestrator.prepare.TextEncoder in a run."""
+    """What turns text into tokens; orchestrator.inputs.text_encoder.TextEncoder in a run."""
 
     @property
     def end_of_text(self) -> str:

@@ -1,33 +1,26 @@
 """The model folder of a run: what engines and the prompt encoder read. Config and tokenizer, never weights.
 
-Owns: `hf_config` (the one config that trainer and engines both see), generation_config.json, the character tokenizer.
-Does not own: weights (version 0 comes by publish), nor which architectures exist in detail (trainer.model.spec).
+Owns: `hf_config` (the one config that trainer and engines both see), generation_config.json, the tokenizer's files.
+Does not own: weights (version 0 comes by publish), what a tokenizer is (text_encoder, character_tokenizer), nor which
+architectures exist in detail (trainer/architecture).
 Invariant: trainer and engines are built from the same config.json; no part of it is filled in by only one of them.
 Needs `tokenizers`, not torch.
-
-The character tokenizer (`model.tokenizer=characters`) has one token per character and four special tokens:
-
-    0 <pad>   1 <bos>   2 <eos>   3 <unk>   4 space   5..30 a-z   31..40 0-9   41.. newline, punctuation, A-Z, the rest
-
-cut after `vocab_size` entries, so a vocabulary of 64 holds lower case, digits and the first 23 of the punctuation. The
-table is fixed: a character has the same id in every run. Text is prefixed with <bos> unless the caller says no.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-
 from conf.errors import ConfigError
 from conf.schema import DataConfig, DType, EngineFormat, Init, ModelConfig
+from orchestrator.inputs.character_tokenizer import CHARACTERS, save_character_tokenizer
 from orchestrator.inputs.model_files import read_hf_config
+from orchestrator.inputs.text_encoder import TOKENIZER_FILE, TextEncoder, check_holds_tokenizer
 from rollout.prompts import read_prompts
 from rollout.types import Prompt
 from trainer.architecture.families import check_spelling
@@ -35,22 +28,6 @@ from trainer.architecture.model_spec import ModelSpec
 from trainer.weights.quantization import BlockFp8, engine_tensors
 from weight_sync.layout import TensorMeta
 
-CHARACTERS = "characters"
-SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-ALPHABET = (
-    " "
-    + string.ascii_lowercase
-    + string.digits
-    + "\n=+-*/.,:;?!()<>[]'\"_#"
-    + string.ascii_uppercase
-    + "&|%$@^~{}\\`\t"
-)
-"""Printable ASCII, the characters that small tasks use first."""
-
-TOKENIZER_FILE = "tokenizer.json"
-"""What prompts and responses are read with, by `tokenizers`."""
-_OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json")
-"""What transformers converts to TOKENIZER_FILE."""
 _TOKENIZER_FILES = (
     TOKENIZER_FILE,
     "tokenizer_config.json",
@@ -62,7 +39,6 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,116 +114,6 @@ def engine_checkpoint(hf_config: Mapping[str, Any], dtype: DType) -> list[Tensor
     """
     tensors = ModelSpec.from_hf_config(dict(hf_config)).checkpoint_tensors(dtype.value)
     return engine_tensors(tensors, BlockFp8.from_hf_config(hf_config))
-
-
-def check_character_vocabulary(vocab_size: int) -> None:
-    """Raise ConfigError unless there is room for the special tokens and one character."""
-    fewest = len(SPECIAL_TOKENS) + 1
-    if vocab_size < fewest:
-        raise ConfigError(f"model.tokenizer=characters needs model.hf_config.vocab_size >= {fewest}, got {vocab_size}")
-
-
-def save_character_tokenizer(folder: Path, *, vocab_size: int) -> None:
-    """Write the character tokenizer, in the format that `tokenizers`, transformers and vLLM all read."""
-    check_character_vocabulary(vocab_size)
-    entries = [*SPECIAL_TOKENS, *ALPHABET][:vocab_size]
-    pad, bos, eos, unk = SPECIAL_TOKENS
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(entries)}, unk_token=unk))
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
-        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, 1)]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    description = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": pad,
-        "bos_token": bos,
-        "eos_token": eos,
-        "unk_token": unk,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 1 << 30,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(description, indent=2) + "\n")
-
-
-def has_chat_template(folder: Path) -> bool:
-    """Whether a tokenizer's folder says how chat messages become text, in a place where transformers looks."""
-    if any((folder / name).is_file() for name in _CHAT_TEMPLATE_FILES):
-        return True
-    try:
-        description = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(description, dict) and bool(description.get("chat_template"))
-
-
-def check_holds_tokenizer(option: str, folder: Path) -> None:
-    """Raise ConfigError unless the folder has tokenizer.json: prompts, responses and offsets are read with it alone."""
-    if (folder / TOKENIZER_FILE).is_file():
-        return
-    older = [name for name in _OLDER_TOKENIZERS if (folder / name).is_file()]
-    if older:
-        raise ConfigError(
-            f"{option}={folder} has {older[0]} and no {TOKENIZER_FILE}, which responses are made text with; convert it "
-            "with transformers: AutoTokenizer.from_pretrained(FOLDER, use_fast=True).save_pretrained(FOLDER)"
-        )
-    raise ConfigError(f"{option}={folder} holds no {TOKENIZER_FILE}; give model.tokenizer=FOLDER")
-
-
-class TextEncoder:
-    """Text or chat messages to token ids. Plain text needs only `tokenizers`; chat templates load transformers.
-
-    Args:
-        folder: With tokenizer.json (check_holds_tokenizer).
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        try:
-            self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-        except Exception as error:  # the only class that `tokenizers` raises
-            raise ConfigError(
-                f"{folder / TOKENIZER_FILE} is not a tokenizer ({error}); copy the model's own, whole"
-            ) from error
-        self._templates: Any = None
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of plain text."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Chat messages as the model sees them, ending where its answer begins."""
-        return str(self._transformers().apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-
-    @property
-    def end_of_text(self) -> str:
-        """The end-of-sequence token's text; empty when the tokenizer has none."""
-        try:
-            described = json.loads((self._folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return ""
-        token = described.get("eos_token") or ""
-        return str(token.get("content", "")) if isinstance(token, dict) else str(token)
-
-    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
-        """(token ids, place of each token's first character in `text`; -1 for a special token that was added)."""
-        encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        places = [-1 if first == last else first for first, last in encoded.offsets]
-        return encoded.ids, places
-
-    def render_messages(self, messages: Sequence[dict[str, Any]], *, is_open: bool) -> str:
-        """The chat template's text; `is_open` adds what precedes an assistant's answer."""
-        template = self._transformers().apply_chat_template
-        return str(template(list(messages), tokenize=False, add_generation_prompt=is_open))
-
-    def _transformers(self) -> Any:
-        if self._templates is None:
-            from transformers import AutoTokenizer
-
-            self._templates = AutoTokenizer.from_pretrained(self._folder)
-        return self._templates
 
 
 def read_all_prompts(config: DataConfig, encoder: TextEncoder) -> tuple[list[Prompt], list[Prompt]]:

@@ -32,18 +32,11 @@ from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
 from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from orchestrator.files.run_folder import RunFolder
+from orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary, save_character_tokenizer
 from orchestrator.inputs.conversations import Conversation, read_conversations
 from orchestrator.inputs.model_files import check_checkpoint_files
-from orchestrator.inputs.model_folder import (
-    CHARACTERS,
-    TextEncoder,
-    check_character_vocabulary,
-    check_holds_tokenizer,
-    engine_checkpoint,
-    has_chat_template,
-    resolve_hf_config,
-    save_character_tokenizer,
-)
+from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
+from orchestrator.inputs.text_encoder import TextEncoder, check_holds_tokenizer, has_chat_template
 from rollout.errors import DataError
 from rollout.prompts import read_prompts
 from rollout.rewards.runner import check_reward
@@ -406,7 +399,7 @@ class _RowEncoder:
 
     def __init__(self, config: RunConfig) -> None:
         model = config.model
-        self._has_chat_template = model.tokenizer != CHARACTERS and has_chat_template(_tokenizer_folder(config))
+        self._has_chat_template = model.tokenizer == CHARACTERS or has_chat_template(_tokenizer_folder(config))
         if model.tokenizer != CHARACTERS:
             self._text = TextEncoder(_tokenizer_folder(config))
             return

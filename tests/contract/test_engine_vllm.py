@@ -23,7 +23,7 @@ import torch
 from fakes.vllm_oracle import vllm_loads
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
-from orchestrator.inputs.model_folder import save_character_tokenizer
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker

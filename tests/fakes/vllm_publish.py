@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
 from fakes.vllm_oracle import ONLY_THE_LIKELIEST
-from orchestrator.inputs.model_folder import save_character_tokenizer
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.types import Prompt
 from rollout.worker import RolloutWorker
 from weight_sync.publish.publisher import Publisher

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from conf.load import load_run_config
 from conf.schema import Device, LoraConfig, RunConfig, SamplingConfig
-from orchestrator.inputs.model_folder import save_character_tokenizer
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.types import AdapterSlotsSpec, Prompt
 from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.adapter_source import AdapterSource

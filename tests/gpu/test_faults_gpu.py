@@ -34,7 +34,7 @@ import torch
 
 from bench.environment import environment
 from conf.schema import Device, DType, LoraConfig, RolloutConfig, SamplingConfig, TrainerConfig, WeightSyncConfig
-from orchestrator.inputs.model_folder import save_character_tokenizer
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from weight_sync.publish.publisher import Publisher
 from weight_sync.publish.report import PublishReport
 from weight_sync.replica.recovery import Offer

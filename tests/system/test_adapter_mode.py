@@ -22,7 +22,7 @@ from fakes.vllm_oracle import vllm_serves_adapter
 
 from conf.load import load_run_config
 from conf.schema import BusySlot, Device, RunConfig, SamplingConfig
-from orchestrator.inputs.model_folder import save_character_tokenizer
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.engine.engine import Engine
 from rollout.engine.engine_options import engine_arguments
 from rollout.errors import ReplicaNotServing

@@ -21,7 +21,7 @@ import torch
 from system.test_adapter_mode import KEY, PROMPT, SHORT, config_of, slots_of
 
 from conf.schema import Device
-from orchestrator.inputs.model_folder import save_character_tokenizer
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.errors import ReplicaNotServing
 from rollout.types import Rollout
 from rollout.worker import RolloutWorker

@@ -24,7 +24,7 @@ from conf.schema import Device, SamplingConfig
 from orchestrator.cluster.relay import publish_by_relay
 from orchestrator.cluster.replicas import ReplicaState
 from orchestrator.cluster.supervisor import Supervisor
-from orchestrator.inputs.model_folder import save_character_tokenizer
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.errors import ReplicaNotServing
 from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker

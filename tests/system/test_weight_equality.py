@@ -21,7 +21,7 @@ from fakes.vllm_oracle import vllm_loads
 
 from conf.load import load_run_config
 from conf.schema import Device, RunConfig
-from orchestrator.inputs.model_folder import save_character_tokenizer
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 
 KEY = b"k" * 32
 NUM_RANKS = 2

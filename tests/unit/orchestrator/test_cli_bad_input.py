@@ -18,7 +18,7 @@ from conf.load import load_run_config
 from orchestrator import machine
 from orchestrator.cli.main import main
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
-from orchestrator.inputs.model_folder import save_character_tokenizer
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 
 Refuse = Callable[..., str]
 
@@ -177,7 +177,9 @@ def test_folder_in_place_of_a_prompt_file(refuse: Refuse, tmp_path: Path) -> Non
 def test_chat_prompts_need_a_chat_template(refuse: Refuse, tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "1a="}], "answer": "a"}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
-    message = refuse("data.path=prompts.jsonl")
+    save_character_tokenizer(tmp_path, vocab_size=64)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    message = refuse("data.path=prompts.jsonl", "model.tokenizer=.")
     assert "prompts.jsonl:1: rows are lists of chat messages, and the tokenizer has no chat template" in message
     assert "model.tokenizer=FOLDER" in message
 

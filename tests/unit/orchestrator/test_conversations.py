@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from conf.schema import DataConfig
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.inputs.conversations import read_conversations
-from orchestrator.inputs.model_folder import TextEncoder, save_character_tokenizer
+from orchestrator.inputs.text_encoder import TextEncoder
 from rollout.errors import DataError
 
 TEMPLATE = (

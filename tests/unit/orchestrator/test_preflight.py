@@ -17,8 +17,8 @@ from conf.schema import Device, Init
 from orchestrator import machine
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.inputs.model_files import check_checkpoint_files
-from orchestrator.inputs.model_folder import save_character_tokenizer
 from orchestrator.inputs.preflight import run_preflight
 from trainer.architecture.model_spec import ModelSpec
 from weight_sync.disk.safetensors_files import INDEX_NAME, read_header

@@ -9,14 +9,9 @@ import pytest
 
 from conf.errors import ConfigError
 from conf.schema import DType, Init, ModelConfig
-from orchestrator.inputs.model_folder import (
-    ALPHABET,
-    SPECIAL_TOKENS,
-    TextEncoder,
-    complete_export,
-    prepare_model,
-    save_character_tokenizer,
-)
+from orchestrator.inputs.character_tokenizer import ALPHABET, SPECIAL_TOKENS, save_character_tokenizer
+from orchestrator.inputs.model_folder import complete_export, prepare_model
+from orchestrator.inputs.text_encoder import TextEncoder
 
 TINY = {
     "model_type": "qwen3",
@@ -61,6 +56,19 @@ def test_transformers_reads_the_same_tokenizer(tmp_path: Path) -> None:
     assert theirs(text)["input_ids"] == TextEncoder(tmp_path).encode(text)
     assert theirs.decode([*TextEncoder(tmp_path).encode(text), 2], skip_special_tokens=True) == text
     assert (theirs.pad_token_id, theirs.bos_token_id, theirs.eos_token_id) == (0, 1, 2)
+
+
+def test_chat_messages_have_a_template(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    save_character_tokenizer(tmp_path, vocab_size=64)
+    encoder = TextEncoder(tmp_path)
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    assert encoder.render_chat(turns[:1]) == "<bos>user: 2 + 2?\nassistant: "
+    whole = encoder.render_messages(turns, is_open=False)
+    assert whole == "<bos>user: 2 + 2?\nassistant: 4<eos>\n"
+    ids, _ = encoder.encode_with_places(whole, add_special_tokens=False)
+    assert (ids[0], ids[-2]) == (1, 2)
+    assert SPECIAL_TOKENS.index("<unk>") not in ids
 
 
 def test_model_folder_is_what_engine_and_trainer_both_read(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import rollout.engine.engine
 import rollout.worker
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
-from orchestrator.inputs.model_folder import save_character_tokenizer
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.engine.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout

@@ -1,0 +1,101 @@
+"""Text and chat messages to token ids, with the tokenizer of a folder.
+
+Owns: which files a tokenizer's folder must hold, and the encoder of prompts and conversations. Does not own: the
+character tokenizer's table (character_tokenizer.py). Plain text needs only `tokenizers`; chat templates load
+transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from conf.errors import ConfigError
+
+TOKENIZER_FILE = "tokenizer.json"
+"""What prompts and responses are read with, by `tokenizers`."""
+_OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json")
+"""What transformers converts to TOKENIZER_FILE."""
+_CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a tokenizer's folder says how chat messages become text, in a place where transformers looks."""
+    if any((folder / name).is_file() for name in _CHAT_TEMPLATE_FILES):
+        return True
+    try:
+        description = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(description, dict) and bool(description.get("chat_template"))
+
+
+def check_holds_tokenizer(option: str, folder: Path) -> None:
+    """Raise ConfigError unless the folder has tokenizer.json: prompts, responses and offsets are read with it alone."""
+    if (folder / TOKENIZER_FILE).is_file():
+        return
+    older = [name for name in _OLDER_TOKENIZERS if (folder / name).is_file()]
+    if older:
+        raise ConfigError(
+            f"{option}={folder} has {older[0]} and no {TOKENIZER_FILE}, which responses are made text with; convert it "
+            "with transformers: AutoTokenizer.from_pretrained(FOLDER, use_fast=True).save_pretrained(FOLDER)"
+        )
+    raise ConfigError(f"{option}={folder} holds no {TOKENIZER_FILE}; give model.tokenizer=FOLDER")
+
+
+class TextEncoder:
+    """Text or chat messages to token ids. Plain text needs only `tokenizers`; chat templates load transformers.
+
+    Args:
+        folder: With tokenizer.json (check_holds_tokenizer).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        except Exception as error:  # the only class that `tokenizers` raises
+            raise ConfigError(
+                f"{folder / TOKENIZER_FILE} is not a tokenizer ({error}); copy the model's own, whole"
+            ) from error
+        self._templates: Any = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of plain text."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Chat messages as the model sees them, ending where its answer begins."""
+        return self.render_messages(messages, is_open=True)
+
+    @property
+    def end_of_text(self) -> str:
+        """The end-of-sequence token's text; empty when the tokenizer has none."""
+        try:
+            described = json.loads((self._folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return ""
+        token = described.get("eos_token") or ""
+        return str(token.get("content", "")) if isinstance(token, dict) else str(token)
+
+    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+        """(token ids, place of each token's first character in `text`; -1 for a special token that was added)."""
+        encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        places = [-1 if first == last else first for first, last in encoded.offsets]
+        return encoded.ids, places
+
+    def render_messages(self, messages: Sequence[dict[str, Any]], *, is_open: bool) -> str:
+        """The chat template's text; `is_open` adds what precedes an assistant's answer."""
+        template = self._transformers().apply_chat_template
+        return str(template(list(messages), tokenize=False, add_generation_prompt=is_open))
+
+    def _transformers(self) -> Any:
+        if self._templates is None:
+            from transformers import AutoTokenizer
+
+            self._templates = AutoTokenizer.from_pretrained(self._folder)
+        return self._templates
