@@ -6,15 +6,11 @@ the fast kernels compute what the plain ones do, forward and backward, on one GP
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "trainer"))
-
-from parallel_worker import Scenario, join_again, reference, run_ranks
-from tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
+from cases.parallel_worker import Scenario, join_again, reference, run_ranks
+from cases.tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
 from torch.utils.checkpoint import checkpoint
 from triton.runtime.jit import JITFunction
 

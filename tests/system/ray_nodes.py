@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on one machine: node i listens on 127.0.0.(i + 2) alone. Run by test_nodes.py.
+"""A Ray cluster of several nodes on one machine: node i listens on 127.0.0.(i + 2) alone. Run by test_ray_nodes.py.
 
     python ray_nodes.py TICKETS ...       tickets (hundredths of a CPU) that each node has left; the first is the head
 

@@ -32,7 +32,7 @@ class LinkRates:
     loads, the time of all writes is bytes / nvlink + loads x write_latency, and what the pipeline takes beside its
     writes is source_begin + replay + loads x hand_over; the first two lie in the wait for the engines where sources
     begin meanwhile (all but -plain and -vllm).
-    tests/unit/orchestrator/test_simulation_measured.py holds them.
+    tests/unit/orchestrator/offline/test_simulation_measured.py holds them.
     """
 
     nic_bytes_s: float = 50e9

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases.rank_helpers import count, fill_adapters, join_ranks, local_gradients, make_rank, make_samples, spawn
 from fakes import publish
 from fakes.memory_transport import MemoryFabric, MemoryTransport
-from rank_helpers import count, fill_adapters, join_ranks, local_gradients, make_rank, make_samples, spawn
 
 from conf.schema import (
     AlgorithmConfig,
@@ -336,7 +336,7 @@ def test_a_base_that_is_sent_again_has_the_watermark_for_itself(monkeypatch):
 
 
 def test_a_world_of_another_size_is_refused():
-    import rank_helpers
+    from cases import rank_helpers
 
     with pytest.raises(LayoutError, match=r"world of 2, but trainer\.num_ranks=1"):
         TrainerRank(

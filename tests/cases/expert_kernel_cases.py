@@ -1,0 +1,230 @@
+"""Kernels of the routed experts beside their torch definitions; see kernel_cases.py."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from unittest import mock
+
+import torch
+
+from cases.kernel_inputs import COUNTS, TILE_ROWS, WIDE_RANK, WIDTH, H, assert_near, draw, dtypes_of, groups_of
+from conf.schema import CombineMode
+from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
+from trainer.kernels import gather
+from trainer.kernels.combine import weighted_sum_torch, weighted_sum_triton
+from trainer.kernels.counting_sort import sort_by_expert_torch, sort_by_expert_triton
+from trainer.kernels.dequant import (
+    dequantize_int4_torch,
+    dequantize_int4_triton,
+    dequantize_mxfp4_torch,
+    dequantize_mxfp4_triton,
+)
+from trainer.kernels.gather import (
+    gather_project_torch,
+    gather_project_triton,
+    gather_rows_torch,
+    gather_rows_triton,
+)
+from trainer.kernels.grouped_gemm import grouped_gradient_triton, grouped_product_triton
+from trainer.kernels.low_rank import (
+    add_low_rank_torch,
+    add_low_rank_triton,
+    low_rank_gradient_torch,
+    low_rank_gradient_triton,
+)
+from trainer.kernels.swiglu import (
+    InnerAdapter,
+    activate_backward_torch,
+    activate_backward_triton,
+    activate_torch,
+    activate_triton,
+)
+from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
+
+ACTIVATION_CASES = (
+    (0, False, SWIGLU), (4, False, SWIGLU), (64, True, CLAMPED_SWIGLU), (WIDE_RANK, False, SWIGLU),
+)  # fmt: skip
+"""Rank, bias, activation."""
+
+
+def case_tiles(device: str) -> None:
+    """Tiles cover every row once, inside one expert."""
+    for counts in (COUNTS, (0, 0), (TILE_ROWS, 2 * TILE_ROWS, 0)):
+        covered = torch.zeros(sum(counts), dtype=torch.int64)
+        expert_of_row = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        for expert, first, stop in groups_of(counts, device).tiles(TILE_ROWS).tolist():
+            assert stop - first <= TILE_ROWS
+            covered[first:stop] += 1
+            assert bool((expert_of_row[first:stop] == expert).all())
+        assert bool((covered == 1).all())
+
+
+def case_tiles_abreast(device: str) -> None:
+    """The same tiles, by how far along their expert's rows they lie, then by expert; many experts, many tiles."""
+    skewed = (torch.arange(130) * 7919 % 97).tolist()
+    for counts in (COUNTS, (0, 0), (TILE_ROWS, 7 * TILE_ROWS, 0, 3 * TILE_ROWS - 1), skewed):
+        groups = groups_of(counts, device)
+        by_expert, abreast = (groups.tiles(TILE_ROWS, abreast=one).tolist() for one in (False, True))
+        num_tiles = [-(-count // TILE_ROWS) for count in counts]
+        starts = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
+
+        def along(tile: list[int], num_tiles=num_tiles, starts=starts) -> tuple[Fraction, int]:
+            expert, first, _ = tile
+            return Fraction((first - int(starts[expert])) // TILE_ROWS, num_tiles[expert]), expert
+
+        assert abreast[: sum(num_tiles)] == sorted(by_expert[: sum(num_tiles)], key=along)
+        assert all(first == stop for _, first, stop in abreast[sum(num_tiles) :])
+
+
+def case_gather(device: str) -> None:
+    for dtype in dtypes_of(device):
+        for num_columns in (H, 300):
+            x = draw(7, num_columns, device=device, dtype=dtype)
+            source = torch.tensor([3, 3, 0, 6, 1] * 9, device=device)
+            for one in (x, x[:, : num_columns - 8]):
+                for tiling in (gather.GATHER, gather.GATHER_FROM_HOST):  # either place of x may take either
+                    with mock.patch.multiple(gather, GATHER=tiling, GATHER_FROM_HOST=tiling):
+                        assert torch.equal(gather_rows_triton(one, source), gather_rows_torch(one, source))
+
+
+def case_gather_project(device: str) -> None:
+    groups, num_rows = groups_of(COUNTS, device), sum(COUNTS)
+    source = torch.randint(0, 11, (num_rows,), generator=torch.Generator().manual_seed(1)).to(device)
+    for dtype in dtypes_of(device):
+        for rank in (0, 4, 16, 64, WIDE_RANK):  # 0: the dots alone, for a bias without an adapter
+            x = draw(11, H, device=device, dtype=dtype)
+            b_ENR, v_EK = draw(4, H, rank, device=device), draw(4, H, device=device, dtype=dtype)
+            arguments = (x, source, b_ENR.transpose(1, 2), groups, 0.7, v_EK)
+            for one, other in zip(gather_project_triton(*arguments), gather_project_torch(*arguments), strict=True):
+                assert_near(one, other, f"{dtype} rank {rank}")
+
+
+def activation_inputs(device: str, dtype: torch.dtype, rank: int, has_bias: bool) -> tuple:
+    groups, num_rows = groups_of(COUNTS, device), sum(COUNTS)
+    # Spread over the clamps of gpt-oss at 7.
+    gu = draw(num_rows, 2 * WIDTH, device=device, dtype=dtype) * 4
+    adapter, xa = None, None
+    if rank:
+        adapter = InnerAdapter(draw(4, 2 * WIDTH, rank, device=device), draw(4, rank, WIDTH, device=device), 0.5)
+        xa = draw(num_rows, rank, device=device, dtype=dtype)
+    bias = draw(4, 2 * WIDTH, device=device, dtype=dtype) if has_bias else None
+    return gu, xa, adapter, bias, groups
+
+
+def case_activate(device: str) -> None:
+    for dtype in dtypes_of(device):
+        for rank, has_bias, activation in ACTIVATION_CASES:
+            gu, xa, adapter, bias, groups = activation_inputs(device, dtype, rank, has_bias)
+            arguments = (xa, adapter, bias, groups, activation)
+            for one, other in zip(activate_triton(gu, *arguments), activate_torch(gu, *arguments), strict=True):
+                assert_near(one, other, f"{dtype} rank {rank}")
+
+
+def case_activate_backward(device: str) -> None:
+    for dtype in dtypes_of(device):
+        for rank, has_bias, activation in ACTIVATION_CASES:
+            gu, xa, adapter, bias, groups = activation_inputs(device, dtype, rank, has_bias)
+            num_rows = sum(COUNTS)
+            dh, w = draw(num_rows, WIDTH, device=device, dtype=dtype), draw(num_rows, device=device).abs()
+            db = draw(num_rows, rank, device=device, dtype=dtype) if rank else None
+            for needs_h in (True, False):
+                rest = (db, w, groups, activation, needs_h)
+                mine = activate_backward_triton(gu.clone(), xa, adapter, bias, dh.clone(), *rest)
+                wanted = activate_backward_torch(gu, xa, adapter, bias, dh, *rest)
+                for name, one, other in zip(("dgu", "hw", "dw", "dba"), mine, wanted, strict=True):
+                    assert_near(one, other, f"{name} {dtype} rank {rank}")
+
+
+def case_add_low_rank(device: str) -> None:
+    groups, num_rows = groups_of(COUNTS, device), sum(COUNTS)
+    for dtype in dtypes_of(device):
+        for rank in (12, WIDE_RANK):
+            rows, low = (draw(num_rows, n, device=device, dtype=dtype) for n in (H, rank))
+            factor, bias = draw(4, H, rank, device=device), draw(4, H, device=device, dtype=dtype)
+            by_columns = draw(4, rank, H, device=device).transpose(1, 2)
+            for arguments in ((low, factor, None), (low, by_columns, bias), (None, None, bias)):
+                mine = add_low_rank_triton(rows.clone(), *arguments, groups)
+                wanted = add_low_rank_torch(rows.clone(), *arguments, groups)
+                assert_near(mine, wanted, f"{dtype} rank {rank}")
+
+
+def case_low_rank_gradient(device: str) -> None:
+    for counts in (COUNTS, (0, 0, 0, 0)):
+        groups, num_rows = groups_of(counts, device), sum(counts)
+        for dtype in dtypes_of(device):
+            for rank in (1, 12, 64, WIDE_RANK):
+                left = draw(num_rows, rank, device=device, dtype=dtype)
+                right = draw(max(num_rows, 1), H, device=device, dtype=dtype)
+                source = torch.arange(num_rows, device=device) * 7 % max(num_rows // 3, 1)
+                weights = draw(num_rows, device=device, dtype=dtype)
+                for more in ((), (source,), (None, weights), (source, weights)):
+                    straight = torch.full((4, rank, H), torch.nan, device=device)
+                    turned = torch.full((4, H, rank), torch.nan, device=device).transpose(1, 2)
+                    wanted = low_rank_gradient_torch(left, right, groups, torch.empty_like(straight), *more)
+                    for out in (straight, turned):
+                        mine = low_rank_gradient_triton(left, right, groups, out, *more)
+                        assert_near(mine, wanted, f"{dtype} rank {rank}")
+
+
+def case_weighted_sum(device: str) -> None:
+    for dtype in dtypes_of(device):
+        for num_tokens, top_k in ((5, 3), (4, 8)):
+            rows = draw(num_tokens * top_k, H, device=device, dtype=dtype)
+            order = torch.randperm(num_tokens * top_k, generator=torch.Generator().manual_seed(2))
+            row_of_slot, weights = order.view(num_tokens, top_k).to(device), draw(num_tokens, top_k, device=device)
+            for mode in CombineMode:
+                for one in (weights, None):
+                    mine = weighted_sum_triton(rows, one, row_of_slot, mode)
+                    wanted = weighted_sum_torch(rows, one, row_of_slot, mode)
+                    assert_near(mine, wanted, f"{mode} {dtype}")
+
+
+def case_sort_by_expert(device: str) -> None:
+    for num_ids, num_experts in ((0, 4), (1, 1), (300, 5), (1000, 128)):
+        ids = torch.randint(0, num_experts, (num_ids,), generator=torch.Generator().manual_seed(num_ids)).to(device)
+        for one, other in zip(
+            sort_by_expert_triton(ids, num_experts, 4), sort_by_expert_torch(ids, num_experts, 4), strict=True
+        ):
+            assert one.dtype is other.dtype
+            assert torch.equal(one, other), (num_ids, num_experts)
+
+
+def case_dequantize_int4(device: str) -> None:
+    """All nibbles in all places against many scales, and a number of words that no program divides."""
+    generator = torch.Generator().manual_seed(3)
+    packed = torch.randint(-(2**31), 2**31, (3, 43, 8), generator=generator).to(torch.int32).to(device)
+    scale = torch.randn(3, 43, 2, generator=generator).to(torch.bfloat16).to(device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    out, wanted = (torch.empty(3, 43, 64, dtype=dtype, device=device) for _ in range(2))
+    assert torch.equal(dequantize_int4_triton(packed, scale, out), dequantize_int4_torch(packed, scale, wanted))
+
+
+def case_dequantize_mxfp4(device: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    blocks = torch.randint(0, 256, (3, 43, 2, 16), generator=generator).to(torch.uint8).to(device)
+    scales = torch.randint(0, 255, (3, 43, 2), generator=generator).to(torch.uint8).to(device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    out, wanted = (torch.empty(3, 43, 64, dtype=dtype, device=device) for _ in range(2))
+    assert torch.equal(dequantize_mxfp4_triton(blocks, scales, out), dequantize_mxfp4_torch(blocks, scales, wanted))
+
+
+def case_grouped_gemm(device: str) -> None:
+    for counts in (COUNTS, (0, 0, 700, 30), (1500, 1, 2595, 0), (0, 0, 0, 0)):
+        groups, num_rows = groups_of(counts, device), sum(counts)
+        for dtype in dtypes_of(device):
+            x, weight = draw(num_rows, H, device=device, dtype=dtype), draw(4, WIDTH, H, device=device, dtype=dtype)
+            low = draw(num_rows, 12, device=device, dtype=dtype)
+            for matrices in (weight.transpose(1, 2), draw(4, H, 40, device=device, dtype=dtype)):
+                p = draw(4, matrices.shape[2], 12, device=device)
+                wide = (x.float(), matrices.float(), groups, GroupedBackend.native)
+                plain = grouped_product(*wide).to(dtype)
+                assert_near(grouped_product_triton(x, matrices, groups, None, None), plain, str(dtype))
+                adapted = grouped_product(*wide, low_SR=low.float(), p_ENR=p.to(dtype)).to(dtype)
+                assert_near(grouped_product_triton(x, matrices, groups, low, p), adapted, f"adapted {dtype}")
+                wide_low, wide_p = (draw(*one.shape[:-1], WIDE_RANK, device=device, dtype=dtype) for one in (low, p))
+                more = {"low_SR": wide_low.float(), "p_ENR": wide_p.float()}
+                beside = grouped_product(x, matrices, groups, GroupedBackend.triton, low_SR=wide_low, p_ENR=wide_p)
+                assert_near(beside, grouped_product(*wide, **more).to(dtype), f"wide {dtype}")
+            left = draw(num_rows, WIDTH, device=device, dtype=dtype)
+            wanted = grouped_gradient(left, x, groups, GroupedBackend.native)
+            assert_near(grouped_gradient_triton(left, x, groups), wanted, str(dtype))

@@ -1,0 +1,441 @@
+"""The command line: help that is complete and quick, flags that start nothing, exit codes, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from conf.errors import ConfigError
+from conf.load import load_resolved_yaml, load_run_config
+from conf.options import GROUPS, flat_options, group_choices, section_docs
+from orchestrator.cli.main import main
+from orchestrator.errors import CheckpointError, NoReplicasLeft
+from orchestrator.files.run_checkpoint import CheckpointStore, RunState, fingerprint
+from orchestrator.files.run_folder import RunFolder, write_description
+from orchestrator.loop.buffer import BufferState
+from weight_sync.errors import WatermarkError
+
+REPOSITORY = Path(__file__).parents[4]
+READY = ["train", "experiment=quickstart", "cluster.dashboard=false"]
+
+
+@pytest.fixture(autouse=True)
+def somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test runs in an empty folder, and leaves the process's environment as it was."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return tmp_path
+
+
+def fake_run(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    """Stand in for orchestrator.run, which the command line imports when it starts a run."""
+    module = ModuleType("orchestrator.run")
+    module.run = run  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "orchestrator.run", module)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_top_help_lists_the_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "slipstream train experiment=quickstart" in out
+    assert "slipstream doctor" in out
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("slipstream")
+
+
+def test_train_help_names_every_group_choice_and_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    words = capsys.readouterr().out.split()
+    for group in GROUPS:
+        assert group in words
+        assert all(choice.name in words for choice in group_choices(group))
+    assert all(section in words for section in section_docs())
+
+
+@pytest.mark.parametrize("topic", ["trainer", "trainer.lora", "trainer.ep_size", "experiment", "options"])
+def test_help_on_a_topic(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", topic]) == 0
+    out = capsys.readouterr().out
+    for option in flat_options():
+        if topic == "options" or option.name == topic or option.name.startswith(f"{topic}."):
+            assert f"{option.name}=" in out
+    assert ("quickstart_gpu" in out) == (topic == "experiment")
+
+
+def test_help_beside_overrides_is_general_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", "experiment=quickstart"]) == 0
+    assert capsys.readouterr().out.startswith("usage: slipstream train")
+
+
+def test_help_on_an_unknown_topic_suggests_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", "trainr"]) == 2
+    assert capsys.readouterr().err.startswith("error: no help on 'trainr'. Did you mean trainer")
+
+
+def test_help_lists_a_preset_without_a_comment(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\n")
+    assert main(["train", "--config-dir", str(tmp_path), "--help", "experiment"]) == 0
+    assert "\n  mine\n" in capsys.readouterr().out
+
+
+def test_examples_of_help_and_guide_compose(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every `slipstream train` and `slipstream plan` that people are shown names options and choices that exist."""
+    for words in (["--help"], ["train", "--help"], ["plan", "--help"]):
+        assert main(words) == 0
+    shown = capsys.readouterr().out + (REPOSITORY / "docs" / "guide.md").read_text()
+    examples = re.findall(r"^ +slipstream (?:train|plan) ([^#\n]*=[^#\n]*)", shown, re.MULTILINE)
+    known = [words.split("  ")[0].split() for words in examples if "..." not in words and "mine" not in words]
+    assert len(known) >= 14
+    for words in known:
+        load_run_config([word for word in words if re.match(r"[a-z_.]+=", word)])
+
+
+def test_cfg_job_prints_yaml_that_loads_to_the_same_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["experiment=quickstart", "run.seed=3"]
+    assert main(["train", *words, "--cfg", "job"]) == 0
+    assert load_resolved_yaml(capsys.readouterr().out) == load_run_config(words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_reports_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_run(monkeypatch, lambda *_: pytest.fail("a dry run must not train"))
+    assert main([*READY, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "8 experts" in out
+    assert "Nothing was started" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_says_at_its_start_what_is_seldom_meant(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_run(monkeypatch, lambda *_: None)
+    assert main([*READY, "rollout.sampling.top_p=0.9"]) == 0
+    assert "warning: responses: temperature 1, at most 4 tokens, rollout.sampling.top_p=0.9" in capsys.readouterr().err
+    assert main([*READY]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_train_sets_the_environment_and_hands_over_config_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, list[str], str | None]] = []
+    fake_run(monkeypatch, lambda config, words: calls.append((config, words, os.environ.get("HF_HUB_OFFLINE"))))
+    assert main([*READY, "run.seed=5"]) == 0
+    ((config, words, offline),) = calls
+    assert config.run.seed == 5
+    assert words == [*READY[1:], "run.seed=5"]
+    assert offline == "1"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "has_log", "has_traceback"),
+    [
+        (ConfigError("an option is wrong"), 2, False, False),
+        (CheckpointError("it belongs to another run"), 2, False, False),
+        (WatermarkError("trainer rank 0: raise the watermark"), 2, False, False),
+        (NoReplicasLeft("every worker is gone"), 1, True, False),
+        (ZeroDivisionError("a bug"), 1, True, True),
+    ],
+)
+def test_exit_code_and_traceback_tell_whose_mistake_it_was(
+    error: Exception,
+    code: int,
+    has_log: bool,
+    has_traceback: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "runs" / "quickstart-1"
+
+    def run(config: Any, words: list[str]) -> None:
+        folder.mkdir(parents=True)
+        (tmp_path / "runs" / "latest").symlink_to("quickstart-1")
+        raise error
+
+    fake_run(monkeypatch, run)
+    assert main(READY) == code
+    err = capsys.readouterr().err
+    assert ("Traceback" in err) == has_traceback
+    assert str(error) in err.splitlines()[-3 if has_log else -1]
+    assert (f"Log: {folder / 'run.log'}\nThere is no checkpoint yet" in err) == has_log
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), NoReplicasLeft("every worker is gone")])
+def test_a_run_that_ended_early_says_how_to_go_on(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs" / "quickstart-1"
+
+    def run(config: Any, words: list[str]) -> None:
+        for name in ("step-000020", "step-000040", ".step-000060.partial"):
+            (folder / "checkpoints" / name).mkdir(parents=True)
+            (folder / "checkpoints" / name / "manifest.json").write_text("{}")
+        (tmp_path / "runs" / "latest").symlink_to("quickstart-1")
+        raise error
+
+    fake_run(monkeypatch, run)
+    assert main([*READY, "model.hf_config.note={a: 1}"]) != 0
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Go on")]
+    told, _, command = said.partition(": ")
+    assert told == "Go on from step 40"
+    assert shlex.split(command) == ["slipstream", "resume", str(folder)]
+
+
+@pytest.fixture
+def old_run(tmp_path: Path) -> Path:
+    """A run folder with options of its own and one checkpoint, of step 3."""
+    config = load_run_config([*READY[1:], "run.seed=7", "model.hf_config.rope_theta=5.0"])
+    folder = RunFolder(tmp_path / "old run")
+    folder.root.mkdir()
+    write_description(folder, config, [])
+    store = CheckpointStore(folder.checkpoints, keep=2, options=fingerprint(config))
+    store.finish(store.begin(3), RunState(3, 3, {"epoch": 0}, {}, BufferState(3)))
+    return folder.root
+
+
+def test_resume_goes_on_with_the_options_of_the_run(old_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    fake_run(monkeypatch, lambda config, words: calls.append((config, words)))
+    words = ["run.num_steps=200", "trainer.optim.lr=1e-3"]
+    assert main(["resume", str(old_run), *words]) == 0
+    ((config, told),) = calls
+    assert told == words
+    expected = load_run_config([*READY[1:], "run.seed=7", "model.hf_config.rope_theta=5.0", *words])
+    assert replace(config, run=replace(config.run, resume=None)) == expected
+    assert config.run.resume == str(old_run)
+
+
+def test_resume_without_starting_says_what_it_would_do(
+    old_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_run(monkeypatch, lambda *_: pytest.fail("the run was started"))
+    assert main(["resume", str(old_run), "--dry-run"]) == 0
+    assert "goes on from step 3\n" in capsys.readouterr().out
+    assert main(["resume", str(old_run), "run.num_steps=9", "--cfg", "job"]) == 0
+    assert load_resolved_yaml(capsys.readouterr().out).run.num_steps == 9
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "slipstream resume needs a run folder, e.g. slipstream resume runs/latest"),
+        (["run.num_steps=9"], "slipstream resume needs a run folder"),
+        (["nowhere"], "nowhere is not a run folder"),
+        (["old run", "trainer=full"], "trainer=full: the run has its options already, and takes no presets"),
+        (["old run", "run.resume=x"], "run.resume has no effect with slipstream resume"),
+        (["old run", "run.dir=x"], "run.dir has no effect with slipstream resume"),
+        (["old run", "run.num_step=4"], "unknown option run.num_step. Did you mean run.num_steps?"),
+        (["old run", "run.num_steps=2"], "has done 3 steps, and run.num_steps=2: nothing is left to train"),
+        (["old run", "trainer.lora.rank=8"], "trainer.lora.rank: 16 there, 8 now"),
+        (["old run", "--dryrun"], "unknown flag --dryrun"),
+    ],
+)
+def test_resume_refuses(
+    words: list[str],
+    message: str,
+    old_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake_run(monkeypatch, lambda *_: pytest.fail("the run was started"))
+    assert main(["resume", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+@pytest.mark.parametrize("saved", [b"run: {num_steps: 3", b"\xff\xfe", b"run: {no_such_option: 1}", b"run"])
+def test_a_run_whose_options_cannot_be_read_is_not_resumed(
+    saved: bytes, old_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (old_run / "config.yaml").write_bytes(saved)
+    assert main(["resume", str(old_run)]) == 2
+    err = capsys.readouterr().err
+    assert str(old_run / "config.yaml") in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyncio"])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_wind_the_run_down(
+    signum: signal.Signals,
+    code: int,
+    is_async: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wound_down: list[bool] = []
+
+    async def train() -> None:
+        try:
+            signal.raise_signal(signum)
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # teardown may await: the loop still runs
+            wound_down.append(True)
+
+    def run(config: Any, words: list[str]) -> None:
+        if is_async:
+            asyncio.run(train())
+            return
+        try:
+            signal.raise_signal(signum)
+        finally:
+            wound_down.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    fake_run(monkeypatch, run)
+    assert main(READY) == code
+    assert wound_down
+    assert "Traceback" not in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_background_job_that_ignores_interrupts_can_be_wound_down(signum: signal.Signals, code: int) -> None:
+    """A shell starts `command &` with SIGINT ignored; asyncio then installs no handler of its own."""
+    program = (
+        "import asyncio, os, signal, sys, types\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # these tests may run under nohup
+        "async def train():\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), int(sys.argv[1]))\n"
+        "        await asyncio.wait_for(asyncio.Event().wait(), 30)\n"
+        "    finally:\n"
+        "        await asyncio.sleep(0)\n"
+        "        print('wound down')\n"
+        "module = types.ModuleType('orchestrator.run')\n"
+        "module.run = lambda *_: asyncio.run(train())\n"
+        "sys.modules['orchestrator.run'] = module\n"
+        "from orchestrator.cli.main import main\n"
+        f"sys.exit(main({READY!r}))\n"
+    )
+    done = subprocess.run(
+        ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c", program, str(int(signum))],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (code, "wound down\n"), done.stderr
+
+
+def test_nohup_survives_a_hangup(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        fake_run(monkeypatch, lambda *_: signal.raise_signal(signal.SIGHUP))
+        assert main(READY) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that sees this source tree."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "ray", "vllm", "transformers", "mooncake"}:
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Block())
+"""
+
+
+def test_help_config_and_controller_need_no_heavy_library() -> None:
+    code = BLOCK + (
+        "import orchestrator.cli.main, orchestrator.loop.controller, orchestrator.run\n"
+        "assert orchestrator.cli.main.main(['train', '--help']) == 0\n"
+        "assert orchestrator.cli.main.main(['train', 'experiment=quickstart', '--cfg', 'job']) == 0\n"
+        "assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)\n"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_missing_base_package_is_one_message() -> None:
+    # None in sys.modules makes the import raise ModuleNotFoundError.
+    code = "import sys; sys.modules['hydra'] = None; from orchestrator.cli.main import main; "
+    done = run_python(code + "sys.exit(main(['train', 'experiment=quickstart']))")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: this environment lacks hydra; run `make setup`, then see: slipstream doctor\n"
+
+
+def test_help_loads_neither_hydra_nor_numpy() -> None:
+    """What makes `--help` answer at once: a list of modules, not a stopwatch."""
+    code = (
+        "import sys; from orchestrator.cli.main import main; main(['--help']); main(['train', '--help'])\n"
+        "assert not {'hydra', 'omegaconf', 'numpy', 'torch', 'ray', 'rich'} & set(sys.modules), sorted(sys.modules)\n"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (RuntimeError("x"), 1)])
+def test_a_terminal_that_has_gone_leaves_the_exit_code(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*_: object) -> None:
+        raise error
+
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    fake_run(monkeypatch, end)
+    monkeypatch.setattr(sys, "stderr", Gone())
+    assert main(READY) == code
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    """`slipstream doctor | head -3` in a script that looks at exit codes. rich has an opinion of its own on it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator.cli.main", "doctor"],
+        env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m orchestrator.cli.main train --help options | head -1"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""

@@ -1,0 +1,176 @@
+"""Locks: a run that goes on hears what it is asked; one that does not is told apart, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from fakes.loop import FakeWorker, World
+
+from conf.errors import ConfigError
+from orchestrator.cli.main import main
+from orchestrator.cluster.control_folder import alive, answer_requests, ask, is_alive
+from orchestrator.cluster.replicas import ReplicaState
+from orchestrator.cluster.supervisor import Supervisor
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text("algorithm: {objective: policy}")
+    return tmp_path
+
+
+@contextlib.asynccontextmanager
+async def listening(run: Path) -> AsyncIterator[Supervisor]:
+    world = World(committed=[0, 0])
+
+    async def restart(index: int) -> FakeWorker:
+        return FakeWorker(world, index)
+
+    workers = [FakeWorker(world, i) for i in range(2)]
+    supervisor = Supervisor(workers, request_timeout_s=5, restart=restart, max_restarts=1, backoff_s=0)
+    with alive(run):
+        task = asyncio.create_task(answer_requests(run, supervisor))
+        yield supervisor
+        task.cancel()
+    await supervisor.close()
+
+
+async def test_a_worker_is_restarted_on_request(run: Path) -> None:
+    async with listening(run) as supervisor:
+        (line,) = await asyncio.to_thread(ask, run, 1)
+        assert line == "rollout-1 was pending and is being restarted"
+        while supervisor.num_restarts == 0:
+            await asyncio.sleep(0)
+        assert supervisor.replicas[0].state is ReplicaState.pending
+
+
+async def test_without_a_number_it_is_every_worker_that_is_out(run: Path) -> None:
+    async with listening(run) as supervisor:
+        (line,) = await asyncio.to_thread(ask, run, None)
+        assert "no rollout worker is out of service" in line
+        supervisor.replicas[1].state = ReplicaState.starting
+        assert await asyncio.to_thread(ask, run, None) == ["rollout-1 is being restarted already"]
+        supervisor.replicas[0].state = ReplicaState.out
+        (line,) = await asyncio.to_thread(ask, run, None)
+        assert line == "rollout-0 was out and is being restarted"
+
+
+async def test_restarting_the_last_one_that_serves_is_told(run: Path) -> None:
+    async with listening(run) as supervisor:
+        supervisor.replicas[0].state = ReplicaState.out
+        supervisor.replicas[1].state = ReplicaState.serving
+        lines = await asyncio.to_thread(ask, run, 1)
+        assert lines == [
+            "rollout-1 was serving and is being restarted",
+            "no other rollout worker serves: sampling stands still until one is back",
+        ]
+
+
+async def test_mistakes_are_answered_and_cost_the_run_nothing(run: Path) -> None:
+    async with listening(run):
+        with pytest.raises(ConfigError, match="--worker 2: this run has 2 rollout workers, 0 to 1"):
+            await asyncio.to_thread(ask, run, 2)
+        (run / "control" / "x.request.json").write_text("nonsense")
+        while not (run / "control" / "x.answer.json").exists():
+            await asyncio.sleep(0.01)
+        (line,) = await asyncio.to_thread(ask, run, 0)
+        assert "is being restarted" in line
+        assert {path.name for path in (run / "control").iterdir()} == {"alive", "x.answer.json"}
+
+
+def test_a_run_that_is_over_is_told_apart(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not alive; to go on with it"):
+        ask(run, 0)
+    with alive(run):
+        assert is_alive(run)
+        with pytest.raises(ConfigError, match="did not answer within 0 s; nothing was done"):
+            ask(run, 0, timeout_s=0)
+        assert list((run / "control").glob("*.json")) == [], "a request that was given up is not carried out"
+    assert not is_alive(run)
+    with pytest.raises(ConfigError, match="not a run folder"):
+        ask(tmp_path / "nowhere", 0)
+
+
+def test_control_is_the_owners_alone_and_a_readers_lock_proves_nothing(run: Path) -> None:
+    (run / "control").mkdir(mode=0o755)
+    (run / "control" / "alive").touch(0o644)  # as an older version left it
+    reader = os.open(run / "control" / "alive", os.O_RDONLY)  # all that another user could do then
+    with alive(run):
+        modes = [path.stat().st_mode & 0o777 for path in (run / "control", run / "control" / "alive")]
+        assert modes == [0o700, 0o600]
+    fcntl.flock(reader, fcntl.LOCK_EX)
+    assert not is_alive(run), "another user's lock on a finished run"
+    with alive(run):
+        assert is_alive(run)
+    os.close(reader)
+
+
+def test_a_planted_link_is_not_followed(run: Path, tmp_path: Path) -> None:
+    (run / "control").mkdir()
+    (run / "control" / "alive").symlink_to(tmp_path / "elsewhere")
+    with (
+        pytest.raises(ConfigError, match=r"control/alive cannot be opened \(Too many levels of symbolic links\)"),
+        alive(run),
+    ):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+    assert not is_alive(run)
+
+
+def hold_for_ever(run: Path) -> None:
+    with alive(run):
+        signal.pause()
+
+
+def test_a_controller_that_is_killed_leaves_no_lock(run: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=hold_for_ever, args=(run,))
+    process.start()
+    while not is_alive(run):
+        assert process.is_alive()
+    with pytest.raises(ConfigError, match="is being run by another process"), alive(run):
+        pass
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert not is_alive(run)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "needs a run folder"),
+        (["nowhere"], "not a run folder"),
+        (["nowhere", "--worker", "first"], "--worker must be an integer, got 'first'"),
+    ],
+)
+def test_the_command_says_what_is_wrong(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recover", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert main(["recover", "--help"]) == 0
+
+
+def test_a_disk_without_locks_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.fcntl", no_locks)
+    with (
+        pytest.raises(ConfigError, match=r"alive cannot be locked .*put run\.dir on a file system with locks"),
+        alive(run),
+    ):
+        pass
+
+
+def test_a_run_that_fine_tunes_has_no_workers_and_says_so_at_once(run: Path) -> None:
+    (run / "config.yaml").write_text("algorithm: {objective: sft}")
+    with alive(run), pytest.raises(ConfigError, match=r"fine-tuning .*no rollout workers"):
+        ask(run, None, timeout_s=0)

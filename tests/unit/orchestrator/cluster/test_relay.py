@@ -1,0 +1,300 @@
+"""Locks: who is written and who reads in a publish by relay, and that no failure costs more than it must.
+
+Supervisor and relay are the product's own; workers and the trainer's publish are fakes (tests/fakes/loop.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from fakes.loop import FakeWorker, Outcome, Report, World
+
+from orchestrator.cluster.relay import by_node, publish_by_relay
+from orchestrator.cluster.replicas import ReplicaState
+from orchestrator.cluster.supervisor import Supervisor
+
+S = ReplicaState
+
+
+class Worker(FakeWorker):
+    """On a node of its own choice; may hang or fail at a verb."""
+
+    def __init__(self, world: World, index: int, node: str) -> None:
+        super().__init__(world, index)
+        self.node = node
+        self.fails_at: dict[str, Exception] = {}
+        self.hangs_at: set[str] = set()
+        self.epoch = 1
+
+    def break_at(self, verb: str, how: str) -> None:
+        """From now on it dies or hangs there."""
+        if how == "dies":
+            self.fails_at[verb] = ConnectionError("it died")
+        else:
+            self.hangs_at.add(verb)
+
+    async def _at(self, verb: str) -> None:
+        if verb in self.hangs_at:
+            await asyncio.Event().wait()
+        if verb in self.fails_at:
+            raise self.fails_at[verb]
+
+    async def offer(self) -> list[Any]:
+        await self._at("offer")
+        return await super().offer()
+
+    async def pull(self, offers: Sequence[Any]) -> Any:
+        await self._at("pull")
+        return await super().pull(offers)
+
+    async def adopt(self, version: int, epoch: int) -> None:
+        self.world.diary.append(("adopt", self.index, version))
+        await super().adopt(version, epoch)
+
+    async def release(self, offers: Sequence[Any]) -> None:
+        await self._at("release")
+        await super().release(offers)
+
+
+class Cast:
+    """Workers on nodes, their supervisor, and a trainer's publish that fails where it is told to."""
+
+    def __init__(self, nodes: str, max_restarts: int = 1) -> None:
+        self.world = World(committed=[-1] * len(nodes))
+        self.workers = [Worker(self.world, i, node) for i, node in enumerate(nodes)]
+        self.supervisor = Supervisor(
+            self.workers, request_timeout_s=5, restart=self.restart, max_restarts=max_restarts, backoff_s=0.0,
+            recovery_timeout_s=5.0,
+        )  # fmt: skip
+        self.may_restart = asyncio.Event()
+        self.failing: set[int] = set()
+        self.written: list[list[int]] = []
+
+    @property
+    def states(self) -> list[ReplicaState]:
+        return [replica.state for replica in self.supervisor.replicas]
+
+    async def restart(self, index: int) -> Worker:
+        self.world.diary.append(("restart", index))
+        await self.may_restart.wait()
+        self.world.committed[index] = -1
+        self.workers[index] = Worker(self.world, index, self.workers[index].node)
+        return self.workers[index]
+
+    async def publish(self, version: int) -> Report:
+        async def write(exclude: list[int], number: int) -> Report:
+            assert number == len(self.written) - before
+            included = [i for i in range(len(self.workers)) if i not in exclude]
+            self.written.append(included)
+            done = [i for i in included if i not in self.failing]
+            for index in done:
+                self.world.committed[index] = version
+            outcomes = [Outcome(i in done, None if i in done else "not written") for i in range(len(self.workers))]
+            return Report(version, outcomes)
+
+        before = len(self.written)
+        self.world.diary.clear()
+        held = await self.supervisor.hold()
+        for index in held.joining:
+            self.supervisor.joined(index)
+        report = await publish_by_relay(write, self.supervisor.replicas, timeout_s=0.5)  # type: ignore[arg-type]
+        await self.supervisor.settle(report.replicas)
+        return report  # type: ignore[return-value]
+
+    def pulls(self) -> list[int]:
+        return [entry[1] for entry in self.world.diary if entry[0] == "pull"]
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def test_one_replica_of_every_node_is_written_and_the_others_read_from_it() -> None:
+    cast = Cast("abababa")
+    report = await cast.publish(3)
+    assert cast.written == [[0, 1]], "one write, to the first replica of each node"
+    assert sorted(cast.pulls()) == [2, 3, 4, 5, 6]
+    assert cast.world.committed == [3] * 7
+    assert cast.states == [S.serving] * 7
+    assert [replica.committed for replica in report.replicas] == [True] * 7
+    assert (report.num_committed, report.num_relayed, report.relay_bytes) == (7, 5, 50)
+    assert report.num_bytes == 1000, "bytes of the trainer's writes alone"
+    assert report.total_s == pytest.approx(0.06 + report.relay_s)
+    await cast.publish(4)
+    assert cast.written[1] == [0, 1], "the same ones: the trainer's links stay open"
+
+
+async def test_every_holder_gives_to_one_reader_at_a_time() -> None:
+    cast = Cast("a" * 8)
+    open_reads: dict[int, int] = {}
+    most = 0
+    sources: dict[int, int] = {}
+    for worker in cast.workers:
+
+        async def pull(offers: Sequence[Any], worker: Worker = worker) -> Any:
+            nonlocal most
+            peer = offers[0].epoch
+            open_reads[peer] = open_reads.get(peer, 0) + 1
+            sources[worker.index] = peer
+            assert open_reads[peer] == 1
+            most = max(most, sum(open_reads.values()))
+            await asyncio.sleep(0.01)
+            open_reads[peer] -= 1
+            return await FakeWorker.pull(worker, offers)
+
+        async def offer(worker: Worker = worker) -> list[Any]:
+            (one,) = await FakeWorker.offer(worker)
+            return [type(one)(one.version, worker.index)]
+
+        worker.pull, worker.offer = pull, offer  # type: ignore[method-assign]
+    await cast.publish(1)
+    assert sources == {1: 0, 2: 0, 3: 1, 4: 0, 5: 1, 6: 2, 7: 3}, "one holder, then two, then four"
+    assert most == 4
+
+
+async def test_a_primary_that_fails_is_replaced_in_the_same_publish_and_its_node_still_gets_the_version() -> None:
+    cast = Cast("aaabb")
+    cast.failing = {0}
+    report = await cast.publish(1)
+    assert cast.written == [[0, 3], [1]]
+    assert cast.pulls() == [4, 2], "the healthy node does not wait for the other one"
+    assert [replica.committed for replica in report.replicas] == [False, True, True, True, True]
+    assert report.replicas[0].error == "not written"
+    assert cast.states == [S.starting, S.serving, S.serving, S.serving, S.serving]
+    assert report.total_s == pytest.approx(0.12 + report.relay_s), "both rounds"
+
+
+async def test_a_node_whose_replicas_all_fail_ends_after_one_round_each() -> None:
+    cast = Cast("aab")
+    cast.failing = {0, 1}
+    report = await cast.publish(1)
+    assert cast.written == [[0, 2], [1]]
+    assert [replica.committed for replica in report.replicas] == [False, False, True]
+    assert cast.pulls() == []
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+async def test_a_primary_that_is_gone_before_it_was_read_costs_itself_alone(how: str) -> None:
+    cast = Cast("aaa")
+    cast.workers[0].break_at("offer", how)
+    report = await cast.publish(1)
+    assert cast.written == [[0], [1]], "1 was not touched, so the trainer writes it"
+    assert [replica.committed for replica in report.replicas] == [False, True, True]
+    assert "then made no offer" in (report.replicas[0].error or "")
+    assert report.num_committed == 2
+    assert cast.states == [S.starting, S.serving, S.serving]
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+async def test_a_read_that_fails_takes_its_reader_out_and_nobody_else(how: str) -> None:
+    cast = Cast("aaaa")
+    cast.workers[1].break_at("pull", how)
+    report = await cast.publish(1)
+    assert cast.written == [[0]], "what a failed read left behind is not written in the same publish"
+    assert [replica.committed for replica in report.replicas] == [True, False, True, True]
+    assert "reading from rollout-0 failed" in (report.replicas[1].error or "")
+    assert cast.world.committed[1] == -1
+    assert cast.states == [S.serving, S.starting, S.serving, S.serving]
+    cast.may_restart.set()
+    await until(lambda: cast.states[1] is S.serving)
+    assert cast.world.committed == [1] * 4, "a recovery brought it back"
+
+
+async def test_a_version_that_moved_while_it_was_read_is_not_adopted() -> None:
+    cast = Cast("aa")
+    pull = cast.workers[1].pull
+
+    async def pull_while_the_peer_moves(offers: Sequence[Any]) -> Any:
+        cast.world.committed[0] = 9
+        return await pull(offers)
+
+    cast.workers[1].pull = pull_while_the_peer_moves  # type: ignore[method-assign]
+    report = await cast.publish(1)
+    assert not report.replicas[1].committed
+    assert "has moved on" in (report.replicas[1].error or "")
+    assert ("adopt", 1, 1) not in cast.world.diary
+
+
+async def test_nobody_who_left_meanwhile_is_chosen() -> None:
+    cast = Cast("aaa")
+    await cast.publish(0)
+    held = await cast.supervisor.hold()
+    assert held.exclude == []
+    await cast.supervisor.fail(cast.supervisor.replicas[0], "a group on it failed")
+    assert by_node(cast.supervisor.replicas) == {"a": [1, 2]}
+
+
+async def test_a_replica_that_fails_while_its_neighbours_read_is_left_alone() -> None:
+    cast = Cast("aaa")
+    pull = cast.workers[1].pull
+
+    async def pull_while_a_neighbour_dies(offers: Sequence[Any]) -> Any:
+        await cast.supervisor.fail(cast.supervisor.replicas[2], "a group on it failed")
+        return await pull(offers)
+
+    cast.workers[1].pull = pull_while_a_neighbour_dies  # type: ignore[method-assign]
+    report = await cast.publish(1)
+    assert cast.pulls() == [1]
+    assert [replica.committed for replica in report.replicas] == [True, True, False]
+    assert cast.states == [S.serving, S.serving, S.starting]
+
+
+async def test_a_publish_to_nobody_is_made_all_the_same() -> None:
+    cast = Cast("a", max_restarts=1)
+    await cast.publish(0)
+    await cast.supervisor.fail(cast.supervisor.replicas[0], "it died")
+    report = await cast.publish(1)
+    assert cast.written[-1] == []
+    assert report.num_committed == 0
+
+
+async def test_a_replica_that_serves_is_written_rather_than_one_that_comes_back() -> None:
+    cast = Cast("aaa")
+    await cast.publish(0)
+    for worker in cast.workers:
+        worker.fails_at["offer"] = ConnectionError("busy")  # so that nobody fills it before the next publish
+    cast.may_restart.set()
+    await cast.supervisor.fail(cast.supervisor.replicas[0], "it died")
+    await until(lambda: cast.states[0] is S.pending)
+    for worker in cast.workers:
+        worker.fails_at.clear()
+    await cast.publish(1)
+    assert cast.written[-1] == [1]
+    assert cast.states == [S.serving] * 3
+
+
+async def test_links_to_a_dead_worker_are_closed_before_it_is_started_again_and_not_during_a_publish() -> None:
+    cast = Cast("aaa")
+    cast.may_restart.set()
+    await cast.publish(0)
+    assert [sorted(replica.links) for replica in cast.supervisor.replicas] == [[], [0], [0]]
+    cast.world.diary.clear()
+    await cast.supervisor.hold()
+    await cast.supervisor.fail(cast.supervisor.replicas[0], "it died")
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert cast.world.diary == [], "a publish is under way"
+    await cast.supervisor.settle([Outcome(i > 0, "it died") for i in range(3)])
+    await until(lambda: cast.states[0] is S.serving)
+    verbs = [entry[:2] for entry in cast.world.diary if entry[0] in ("release", "restart")]
+    assert sorted(verbs[:2]) == [("release", 1), ("release", 2)]
+    assert verbs[2] == ("restart", 0)
+    assert [replica.links for replica in cast.supervisor.replicas] == [{}, {}, {}]
+
+
+async def test_a_publish_waits_until_links_are_closed() -> None:
+    cast = Cast("aa")
+    await cast.publish(0)
+    cast.workers[1].break_at("release", "hangs")
+    await cast.supervisor.fail(cast.supervisor.replicas[0], "it died")
+    await until(lambda: cast.supervisor._num_closing == 1)
+    hold = asyncio.ensure_future(cast.supervisor.hold())
+    await asyncio.sleep(0.01)
+    assert not hold.done(), "its address is about to change"
+    hold.cancel()
+    await cast.supervisor.close()

@@ -1,0 +1,364 @@
+"""Locks: how a failed worker comes back, who fills it, and that it is never asked before it holds current weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from fakes.loop import FakeWorker, Outcome, World
+
+from orchestrator.cluster.replicas import ReplicaState
+from orchestrator.cluster.supervisor import Supervisor
+from orchestrator.errors import NoReplicasLeft
+from rollout.types import Prompt
+
+PROMPT = Prompt(0, (1,), "p")
+S = ReplicaState
+
+
+class Cast:
+    """A supervisor, its workers, and restarts that succeed when `gate` is open, unless they are told to fail."""
+
+    def __init__(self, num_workers: int = 2, max_restarts: int = 2, max_missed_publishes: int = 0) -> None:
+        self.world = World(committed=[-1] * num_workers)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failures: list[Exception] = []
+        self.num_started = 0
+        self.supervisor = Supervisor(
+            [FakeWorker(self.world, i) for i in range(num_workers)],
+            request_timeout_s=5, restart=self.restart, max_restarts=max_restarts, backoff_s=0.0,
+            max_missed_publishes=max_missed_publishes,
+        )  # fmt: skip
+
+    @property
+    def states(self) -> list[ReplicaState]:
+        return [replica.state for replica in self.supervisor.replicas]
+
+    def worker(self, index: int) -> FakeWorker:
+        worker = self.supervisor.replicas[index].worker
+        assert isinstance(worker, FakeWorker)
+        return worker
+
+    async def restart(self, index: int) -> FakeWorker:
+        self.num_started += 1
+        await self.gate.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+        self.world.committed[index] = -1
+        worker = FakeWorker(self.world, index)
+        worker.name, worker.endpoint = f"rollout-{index}.{self.num_started}", f"tcp://{self.num_started}"
+        return worker
+
+    async def publish(self, version: int) -> list[int]:
+        """Returns who was left out."""
+        held = await self.supervisor.hold()
+        for index in held.joining:
+            self.supervisor.joined(index)
+        for index in range(len(self.states)):
+            if index not in held.exclude:
+                self.world.committed[index] = version
+        await self.supervisor.settle([Outcome(i not in held.exclude, "excluded") for i in range(len(self.states))])
+        return held.exclude
+
+    async def fail(self, index: int) -> None:
+        await self.supervisor.fail(self.supervisor.replicas[index], "it died")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other_serves() -> None:
+    cast = Cast()
+    await cast.publish(7)
+    cast.gate.clear()
+    await cast.fail(0)
+    await until(lambda: cast.num_started == 1)
+    assert cast.states == [S.starting, S.serving]
+    assert len(await cast.supervisor.generate_group(PROMPT, 2)) == 2
+    assert cast.worker(1).num_groups == 1
+    cast.gate.set()
+    await until(lambda: cast.states[0] is S.serving)
+    await until(lambda: cast.world.diary[-2:] == [("pull", 0, 7), ("release", 0)])
+    assert cast.world.committed == [7, 7]
+    (recovery,) = cast.supervisor.recoveries
+    assert (recovery.replica, recovery.read_s) == (0, 0.5)
+    assert cast.supervisor.num_restarts == 1
+    held = await cast.supervisor.hold()
+    assert held.exclude == []
+    assert held.joining == {0: "tcp://1"}, "the publisher does not know it yet"
+
+
+async def test_a_publish_leaves_out_whoever_is_starting_and_a_version_that_moves_makes_a_recovery_worthless() -> None:
+    cast = Cast()
+    await cast.publish(0)
+    offered, go_on = asyncio.Event(), asyncio.Event()
+    pull = FakeWorker.pull
+
+    async def slow_pull(offers):  # type: ignore[no-untyped-def]
+        offered.set()
+        await go_on.wait()
+        return await pull(cast.worker(0), offers)
+
+    restart = cast.restart
+
+    async def restart_slow_reader(index: int) -> FakeWorker:
+        worker = await restart(index)
+        worker.pull = slow_pull  # type: ignore[method-assign]
+        return worker
+
+    cast.supervisor._restart = restart_slow_reader
+    await cast.fail(0)
+    await offered.wait()
+    assert cast.states[0] is S.recovering
+    assert await cast.publish(1) == [0]
+    go_on.set()
+    await until(lambda: cast.states[0] is S.pending)
+    assert await cast.publish(2) == []
+    assert cast.states == [S.serving, S.serving]
+    assert cast.supervisor.recoveries[0].read_s is None, "a publish brought the weights"
+
+
+async def test_a_worker_that_comes_up_during_a_publish_reads_as_soon_as_a_peer_has_committed() -> None:
+    cast = Cast()
+    await cast.publish(0)
+    cast.gate.clear()
+    await cast.fail(0)
+    held = await cast.supervisor.hold()
+    assert held.exclude == [0]
+    cast.gate.set()
+    await until(lambda: cast.states[0] is S.recovering)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not any(entry[0] == "pull" for entry in cast.world.diary)
+    cast.world.committed[1] = 1
+    await cast.supervisor.settle([Outcome(False, "excluded"), Outcome(True)])
+    await until(lambda: cast.states[0] is S.serving)
+    assert cast.world.committed == [1, 1]
+
+
+async def test_a_peer_that_moved_without_our_knowledge_is_noticed_by_its_second_offer() -> None:
+    cast = Cast()
+    await cast.publish(0)
+    pull = FakeWorker.pull
+
+    async def peer_moves(offers):  # type: ignore[no-untyped-def]
+        cast.world.committed[1] += 1
+        return await pull(cast.worker(0), offers)
+
+    restart = cast.restart
+
+    async def restarted(index: int) -> FakeWorker:
+        worker = await restart(index)
+        worker.pull = peer_moves  # type: ignore[method-assign]
+        return worker
+
+    cast.supervisor._restart = restarted
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.pending)
+    assert cast.world.committed[0] == -1, "nothing was adopted"
+
+
+async def test_a_publish_that_begins_after_the_peers_second_offer_makes_the_recovery_worthless_too() -> None:
+    cast = Cast()
+    await cast.publish(0)
+    adopt = FakeWorker.adopt
+
+    async def adopt_during_a_publish(version: int, epoch: int) -> None:
+        assert (await cast.supervisor.hold()).exclude == [0]
+        await adopt(cast.worker(0), version, epoch)
+
+    restart = cast.restart
+
+    async def restarted(index: int) -> FakeWorker:
+        worker = await restart(index)
+        worker.adopt = adopt_during_a_publish  # type: ignore[method-assign]
+        return worker
+
+    cast.supervisor._restart = restarted
+    await cast.fail(0)
+    await until(lambda: cast.states == [S.pending, S.updating])
+    cast.world.committed[1] = 1
+    await cast.supervisor.settle([Outcome(False, "excluded"), Outcome(True)])
+    assert cast.states == [S.pending, S.serving], "it holds version 0"
+
+
+async def test_a_recovery_that_fails_leaves_the_worker_to_the_next_publish() -> None:
+    cast = Cast()
+    await cast.publish(0)
+
+    async def refuse() -> list[object]:
+        raise ConnectionError("the link broke")
+
+    cast.worker(1).offer = refuse  # type: ignore[method-assign]
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.pending)
+    assert cast.states[1] is S.serving
+    await cast.publish(1)
+    assert cast.states == [S.serving, S.serving]
+
+
+async def test_a_worker_with_nobody_to_read_from_is_stranded_until_it_is_published_to() -> None:
+    cast = Cast(num_workers=1)
+    await cast.publish(0)
+    stranded = asyncio.create_task(cast.supervisor.stranded())
+    group = asyncio.create_task(cast.supervisor.generate_group(PROMPT, 2))
+    await until(lambda: group.done() or cast.worker(0).num_groups == 1)
+    assert not stranded.done()
+    await cast.fail(0)
+    await asyncio.wait_for(stranded, 5)
+    assert cast.states == [S.pending]
+    waiting = asyncio.create_task(cast.supervisor.generate_group(PROMPT, 2))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await cast.publish(0)
+    assert len(await waiting) == 2
+
+
+async def test_restarts_are_counted_a_failed_one_too_and_end_for_good() -> None:
+    cast = Cast(max_restarts=2)
+    await cast.publish(0)
+    cast.failures = [RuntimeError("no memory"), RuntimeError("no memory still")]
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.out)
+    assert cast.num_started == 2
+    assert cast.supervisor.num_restarts == 0
+    assert "restart 2 of 2 failed: RuntimeError: no memory still" in cast.supervisor.replicas[0].reason
+    cast.failures = [RuntimeError("a"), RuntimeError("b")]
+    await cast.fail(1)
+    with pytest.raises(NoReplicasLeft, match=r"no memory still.*b"):
+        await cast.supervisor.generate_group(PROMPT, 2)
+
+
+async def test_a_late_failure_of_the_old_process_does_not_cost_its_successor() -> None:
+    cast = Cast()
+    await cast.publish(0)
+    old = cast.worker(0)
+    reached, die = asyncio.Event(), asyncio.Event()
+
+    async def die_late(prompt: Prompt, n: int, sampling: object = None):  # type: ignore[no-untyped-def]
+        reached.set()
+        await die.wait()
+        raise ConnectionError("the actor died")
+
+    old.generate_group = die_late  # type: ignore[method-assign]
+    group = asyncio.create_task(cast.supervisor.generate_group(PROMPT, 2))
+    await reached.wait()
+    replica = cast.supervisor.replicas[0]
+    left, replica.left = replica.left, asyncio.Event()  # the group does not hear of the failure
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.serving)
+    die.set()
+    assert len(await group) == 2
+    assert cast.states == [S.serving, S.serving]
+    assert cast.num_started == 1
+    assert not left.is_set()
+
+
+async def test_a_restart_on_request_takes_any_worker_and_grants_new_attempts() -> None:
+    cast = Cast(max_restarts=1)
+    await cast.publish(0)
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.serving)
+    cast.failures = []
+    await cast.fail(0)
+    assert cast.states[0] is S.out
+    assert "was out" in await cast.supervisor.restart_now(0)
+    await until(lambda: cast.states[0] is S.serving)
+    cast.gate.clear()
+    assert "was serving" in await cast.supervisor.restart_now(0)
+    await until(lambda: cast.num_started == 3)
+    assert "already" in await cast.supervisor.restart_now(0)
+    cast.gate.set()
+    await until(lambda: cast.states[0] is S.serving)
+
+
+async def test_closing_gives_up_restarts_under_way() -> None:
+    cast = Cast()
+    await cast.publish(0)
+    cast.gate.clear()
+    await cast.fail(0)
+    await until(lambda: cast.num_started == 1)
+    await cast.supervisor.close()
+    assert cast.states[0] is S.starting
+
+
+async def test_nobody_reads_from_a_peer_while_a_publish_goes_past_it() -> None:
+    """In adapter mode a peer serves during a publish; what it offers then may be the version before."""
+    cast = Cast()
+    await cast.publish(0)
+    cast.gate.clear()
+    await cast.fail(0)
+    await cast.supervisor.hold(pauses=False)
+    assert cast.states == [S.starting, S.serving]
+    cast.gate.set()
+    await until(lambda: cast.states[0] is S.recovering)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not any(entry[0] == "pull" for entry in cast.world.diary)
+    cast.world.committed[1] = 1
+    await cast.supervisor.settle([Outcome(False, "excluded"), Outcome(True)])
+    await until(lambda: cast.states == [S.serving, S.serving])
+    assert cast.world.committed == [1, 1]
+
+
+async def test_a_peer_that_missed_a_publish_gives_its_base_and_not_its_version() -> None:
+    cast = Cast(max_missed_publishes=1)
+    await cast.publish(0)
+    await cast.supervisor.hold(pauses=False)
+    await cast.supervisor.settle([Outcome(True), Outcome(False, "its link stalled")])
+    assert cast.states == [S.serving, S.serving]
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.pending)
+    assert ("pull", 0, 0) in cast.world.diary
+    assert cast.world.committed[0] == -1, "the version was not adopted"
+    await cast.publish(1)
+    assert cast.states == [S.serving, S.serving]
+
+
+async def test_a_worker_that_lacks_its_base_says_where_it_goes_and_a_recovered_one_lacks_nothing() -> None:
+    cast = Cast()
+    await cast.publish(0)
+    restart = cast.restart
+
+    async def without_base(index: int) -> FakeWorker:
+        worker = await restart(index)
+        worker.wants_base_at = f"tcp://base-{cast.num_started}"
+        return worker
+
+    async def refuse() -> list[object]:
+        raise ConnectionError("the link broke")
+
+    cast.supervisor._restart = without_base
+    offer, cast.worker(1).offer = cast.worker(1).offer, refuse  # type: ignore[method-assign]
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.pending)
+    assert cast.supervisor.replicas[0].base_wanted_at == "tcp://base-1"
+    cast.worker(1).offer = offer  # type: ignore[method-assign]
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.serving)
+    assert cast.supervisor.replicas[0].base_wanted_at == ""
+
+
+async def test_a_worker_that_dies_while_it_comes_back_is_started_again() -> None:
+    cast = Cast()
+    await cast.publish(0)
+    restart = cast.restart
+
+    async def dead() -> str:
+        raise ConnectionError("the actor died")
+
+    async def dies_once(index: int) -> FakeWorker:
+        worker = await restart(index)
+        if cast.num_started == 1:
+            worker.pull = worker.base_wanted_at = dead  # type: ignore[method-assign, assignment]
+        return worker
+
+    cast.supervisor._restart = dies_once
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.serving)
+    assert cast.num_started == 2

@@ -1,0 +1,206 @@
+"""Locks: rows are complete, means do not depend on the layout, resumes keep one row a step, sinks agree."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import re
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from fakes.loop import SUMS, Outcome, Report
+from rich.console import Console
+
+from orchestrator.files.curves import draw_curves
+from orchestrator.files.run_folder import RunFolder
+from orchestrator.files.run_log import ProgressLine, RunLog, format_s
+from orchestrator.files.telemetry import METRICS, StepRecord, Telemetry, loss_metrics, read_rows, row_of, truncate_rows
+from rollout.types import Group, Prompt, Rollout
+from trainer.types import LossStats, OptimStats
+
+
+def stats(num_tokens: float, k3: float, num_stale: float = 0.0) -> LossStats:
+    sums = dict.fromkeys(SUMS, 0.0) | {
+        "policy/num_tokens": num_tokens,
+        "policy/entropy_sum": 1.5 * num_tokens,
+        "parity/num_tokens": num_tokens - num_stale,
+        "parity/num_stale_tokens": num_stale,
+        "parity/k3_sum": k3 * (num_tokens - num_stale),
+        "parity/k3_stale_sum": 10 * k3 * num_stale,
+    }
+    return LossStats(sums, {"parity/max_abs_log_ratio": k3, "parity/max_abs_log_ratio_stale": 0.0})
+
+
+def record(step: int, **changes: object) -> StepRecord:
+    rollouts = [
+        Rollout([1, 2], [-1.0, -1.0], [0, 0], "a", "stop"),
+        Rollout([1] * 4, [-1.0] * 4, [0] * 4, "b", "length", num_evictions=3),
+    ]
+    parts: dict = {
+        "groups": [Group(Prompt(0, (1, 2, 3), "p"), rollouts, [1.0, None])],
+        "staleness_steps": [1],
+        "loss": [stats(4, 0.5), stats(2, 0.2)],
+        "optim": OptimStats(step, 0.7, 1e-3, True),
+        "sync": Report(step, [Outcome(True), Outcome(False, "x")]),
+        "num_ranks": 2,
+        "extra": {"step/total_s": 2.0, "trainer/forward_backward_s": 0.75, "trainer/optimizer_s": 0.25},
+    }
+    return StepRecord(step, step, **(parts | changes))
+
+
+def test_row_has_every_metric_by_hand() -> None:
+    row = row_of(record(3))
+    assert row.keys() == METRICS.keys()
+    assert (row["reward/mean"], row["reward/failures"]) == (1.0, 1)
+    assert row["parity/k3"] == pytest.approx((4 * 0.5 + 2 * 0.2) / 6)
+    assert row["parity/k3_stale"] is None
+    assert row["policy/entropy"] == pytest.approx(1.5)
+    assert row["rollout/tokens_per_s"] == 6 / 2.0
+    assert row["rollout/truncated_fraction"] == 0.5
+    assert row["rollout/evictions"] == 3
+    assert row["trainer/tokens_per_s_per_rank"] == (2 * 3 + 6) / 1.0 / 2
+    assert (row["sync/replicas_committed"], row["sync/publish_s"], row["sync/watermark_bytes"]) == (1, 0.06, 1 << 20)
+    assert row["eval/reward"] is None
+
+
+def test_means_do_not_depend_on_how_samples_were_split_over_ranks() -> None:
+    whole = loss_metrics([stats(8, 0.5, num_stale=2)])
+    split = loss_metrics([stats(4, 0.5, num_stale=0), stats(4, 0.5, num_stale=2), stats(0, 0.0)])
+    assert split == pytest.approx(whole)
+    assert whole["parity/k3_stale"] == pytest.approx(5.0)
+
+
+def test_weights_are_averaged_over_tokens_and_memory_is_the_fullest_ranks() -> None:
+    first, second = stats(4, 0.5), stats(2, 0.2)
+    first.sums["tis/weight_sum"], second.sums["tis/weight_sum"] = 5.0, 1.0
+    metrics = loss_metrics([first, second])
+    assert metrics["loss/tis_weight_mean"] == pytest.approx(6 / 6)
+    assert metrics["trainer/peak_device_bytes"] is None  # on CPUs
+    for rank, num_bytes in ((first, 7e9), (second, 9e9)):
+        rank.maxima["memory/peak_device_bytes"] = num_bytes
+        rank.sums["tis/weight_sum"] *= 2
+    metrics = loss_metrics([first, second])
+    assert (metrics["loss/tis_weight_mean"], metrics["trainer/peak_device_bytes"]) == (pytest.approx(2.0), 9e9)
+    for rank in (first, second):
+        rank.sums["sft/nll_sum"] = 1.0
+    assert loss_metrics([first, second])["trainer/peak_device_bytes"] == 9e9
+
+
+def test_metric_outside_of_the_catalogue_is_refused() -> None:
+    with pytest.raises(AssertionError, match="rewrad/mean"):
+        row_of(record(1, extra={"rewrad/mean": 1.0}))
+
+
+def open_telemetry(folder: Path, first_step: int = 0, console: Console | None = None) -> Telemetry:
+    progress = ProgressLine(console or Console(file=StringIO()))
+    return Telemetry(RunFolder(folder), num_steps=10, first_step=first_step, tensorboard=True, progress=progress)
+
+
+class Gone(StringIO):
+    """A terminal after a SIGHUP."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_that_has_gone_costs_no_row(tmp_path: Path, is_terminal: bool) -> None:
+    with open_telemetry(tmp_path, console=Console(file=Gone(), force_terminal=is_terminal)) as telemetry:
+        for step in range(3):
+            telemetry.step(record(step))
+    with RunLog(tmp_path / "run.log", Console(file=Gone(), force_terminal=is_terminal)) as log:
+        log.say("done")
+    assert len(list(read_rows(tmp_path / "metrics.jsonl"))) == 3
+
+
+def test_resume_continues_the_file_after_the_checkpoint(tmp_path: Path) -> None:
+    with open_telemetry(tmp_path) as first:
+        for step in range(6):
+            first.step(record(step))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "half a li')  # the crash
+    with open_telemetry(tmp_path, first_step=3) as second:
+        second.step(record(4))
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_curves_of_a_resumed_run_do_not_double_back(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with open_telemetry(tmp_path) as first:
+        for step in range(6):
+            first.step(record(step))
+    with open_telemetry(tmp_path, first_step=3) as second:
+        second.step(record(4))
+    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in curves.Scalars("optim/lr")] == [0, 1, 2, 3, 4]
+
+
+def test_truncate_leaves_an_absent_file_absent(tmp_path: Path) -> None:
+    truncate_rows(tmp_path / "metrics.jsonl", after_step=3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_that_are_not_finite_are_null_and_rows_stay_json(tmp_path: Path) -> None:
+    with open_telemetry(tmp_path) as telemetry:
+        telemetry.step(record(1, optim=OptimStats(0, math.nan, 1e-3, False), sync=None))
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert (row["optim/grad_norm"], row["optim/skipped"], row["sync/total_s"]) == (None, 1, None)
+
+
+def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    with open_telemetry(tmp_path) as telemetry:
+        row = telemetry.step(record(2))
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    seen = {}
+    for event in EventFileLoader(str(file)).Load():
+        for value in event.summary.value:
+            assert event.step == 2
+            seen[value.tag] = value.tensor.float_val[0]
+    expected = {name: value for name, value in row.items() if value is not None}
+    assert seen == pytest.approx(expected)
+
+
+def test_progress_line_shows_step_numbers_and_time_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = StringIO()
+    compiles = {**record(1).extra, "step/total_s": 60.0}
+    with caplog.at_level("INFO"), open_telemetry(tmp_path, console=Console(file=text)) as telemetry:
+        telemetry.step(record(1, extra=compiles))
+        telemetry.step(record(2))
+    assert "step 1/10" in text.getvalue() and "reward 1.000" in text.getvalue()
+    first, second = (line for line in caplog.messages if line.startswith("step "))
+    assert "left" not in first
+    assert "left 0:16" in second  # eight steps of 2 s
+    assert format_s(3725) == "1:02:05"
+
+
+def test_progress_line_fits_the_terminal() -> None:
+    shown = StringIO()
+    with ProgressLine(Console(file=shown, force_terminal=True, width=40)) as progress:
+        progress.show(3, 10, "reward 1.000  [eval] 0.500  entropy 3.66  wait 0.50s", 65)
+    lines = re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", shown.getvalue())
+    assert " step 3/10  left 1:05  reward 1.000  […" in lines
+    assert "0.50s" not in shown.getvalue()
+
+
+def test_run_log_carries_the_clock_and_leaves_the_root_logger_as_it_was(tmp_path: Path) -> None:
+    import logging
+
+    before = list(logging.getLogger().handlers)
+    with RunLog(tmp_path / "run.log", Console(file=StringIO())) as log:
+        log.context.set(7, 6)
+        logging.getLogger("orchestrator.test").info("hello")
+    assert "[step 7 v6] orchestrator.test: hello" in (tmp_path / "run.log").read_text()
+    assert logging.getLogger().handlers == before
+
+
+def test_curves_are_drawn_from_the_rows_alone(tmp_path: Path) -> None:
+    with open_telemetry(tmp_path) as telemetry:
+        telemetry.step(StepRecord(0, 0))
+        telemetry.step(record(1))
+    draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,344 @@
+"""Locks: what is trained on which version, in which order things happen, and what each failure costs.
+
+The loop is the product's own; trainer, workers and rewards are fakes of a few lines (tests/fakes/loop.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from fakes.loop import FakeWorker, Loop, make_config
+
+from conf.schema import Relay, WeightSyncConfig
+from orchestrator.errors import NoReplicasLeft, TrainingStopped
+from rollout.types import Prompt, Rollout
+
+
+async def test_strictly_on_policy_trains_on_its_own_version_only(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(staleness=0))
+    await loop.run()
+    for version, samples in loop.trainer.trained:
+        assert {sample.oldest_version for sample in samples} == {version}
+    # the diary's order: version v is published, sampled from, trained on; then v + 1 is published
+    kinds = [entry for entry in loop.world.diary if entry[0] != "sample" or entry[1] < 1000]
+    for step in range(4):
+        part = kinds[step * 5 : step * 5 + 5]
+        assert part[0] == ("publish", step)
+        assert {(e[0], e[2]) for e in part[1:4]} == {("sample", step)}
+        assert part[4] == ("train", step)
+    assert [row["staleness/max"] for row in loop.rows] == [None, 0, 0, 0, 0]
+
+
+async def test_publishes_are_traced_as_often_as_asked(tmp_path: Path) -> None:
+    for every, traced in ((0, []), (2, [0, 2, 4])):
+        config = replace(make_config(), weight_sync=WeightSyncConfig(trace_every_steps=every))
+        (tmp_path / str(every)).mkdir()
+        loop = Loop(tmp_path / str(every), config)
+        await loop.run()
+        assert loop.trainer.traced == {v: Path("traces") / f"publish-{v:06d}.json" for v in traced}
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+async def test_staleness_stays_within_the_bound_and_overlap_happens(tmp_path: Path, staleness: int) -> None:
+    loop = Loop(tmp_path, make_config(staleness=staleness, num_steps=8))
+    await loop.run()
+    observed = [version - sample.oldest_version for version, samples in loop.trainer.trained for sample in samples]
+    assert max(observed) == staleness
+    assert sum(row["staleness/dropped_groups"] or 0 for row in loop.rows) == 0
+
+
+async def test_every_step_has_one_row_and_all_prompts_are_used_once(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=4))
+    await loop.run()
+    assert [row["step"] for row in loop.rows] == [0, 1, 2, 3, 4]
+    assert [row["policy_version"] for row in loop.rows] == [0, 1, 2, 3, 4]
+    assert [row["eval/reward"] for row in loop.rows] == [0.0, None, None, None, 0.0]
+    assert [row["reward/mean"] for row in loop.rows][1:] == [0.5] * 4
+    assert all(row["sync/replicas_committed"] == 2 for row in loop.rows)
+    sampled = sorted(entry[1] for entry in loop.world.diary if entry[0] == "sample" and entry[1] < 1000)
+    assert sampled == list(range(12))
+    samples = [json.loads(line) for line in loop.folder.samples.read_text().splitlines()]
+    assert {row["step"] for row in samples if row["kind"] == "held-out"} == {0, 4}
+    assert {row["step"] for row in samples if row["kind"] == "training"} == {1, 4}
+
+
+@pytest.mark.parametrize("num_ranks", [4, 9])
+async def test_samples_need_not_divide_over_ranks(tmp_path: Path, num_ranks: int) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=2))
+    loop.trainer.num_ranks = num_ranks
+    await loop.run()
+    assert [len(samples) for _, samples in loop.trainer.trained] == [6, 6]
+    assert [row["trainer/num_microbatches"] for row in loop.rows] == [None, 1, 1]
+
+
+async def test_step_that_is_not_finite_publishes_nothing_and_is_counted(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=4))
+    loop.trainer.not_finite = {1}
+    controller = await loop.run()
+    assert [entry[1] for entry in loop.world.diary if entry[0] == "publish"] == [0, 1, 2, 3]
+    assert (controller.step, controller.policy_version) == (4, 3)
+    assert [row["optim/skipped"] for row in loop.rows] == [None, 0, 1, 0, 0]
+    assert loop.rows[2]["sync/total_s"] is None and loop.rows[2]["optim/grad_norm"] is None
+    assert [version for version, _ in loop.trainer.trained] == [0, 1, 1, 2]
+
+
+async def test_three_refused_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=9))
+    loop.trainer.not_finite = {2, 3, 4}
+    with pytest.raises(TrainingStopped, match="3 steps in a row"):
+        await loop.run()
+    assert loop.rows[-1]["step"] == 5
+    state = loop.checkpoints.read(loop.checkpoints.newest())
+    assert (state.step, state.policy_version, state.buffer.num_batches) == (5, 2, 5)
+
+    lower_rate = Loop(tmp_path, make_config(num_steps=9), resume_step=5)
+    assert (await lower_rate.run()).policy_version == 6
+    assert [row["step"] for row in lower_rate.rows] == list(range(10))
+
+
+async def test_replica_that_fails_a_publish_serves_no_more(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=4))
+    loop.trainer.failing_replicas = {2: {1}}
+    await loop.run()
+    published_2 = loop.world.diary.index(("publish", 2))
+    assert {entry[2] for entry in loop.world.diary[published_2:] if entry[0] == "sample"} == {2, 3, 4}
+    assert [row["rollout/replicas_serving"] for row in loop.rows[1:]] == [2, 1, 1, 1]
+    assert [row["sync/replicas_committed"] for row in loop.rows] == [2, 2, 1, 1, 1]
+    assert loop.trainer.excluded == [(0, []), (1, []), (2, []), (3, [1]), (4, [1])]
+
+
+async def test_version_0_that_nobody_adopts_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config())
+    loop.trainer.failing_replicas = {0: {0, 1}}
+    with pytest.raises(NoReplicasLeft, match=r"lm_head\.weight"):
+        await loop.run()
+
+
+async def test_dead_worker_costs_its_groups_a_second_try(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=4))
+    loop.workers[1].fails_after = 3
+    await loop.run()
+    assert [row["step"] for row in loop.rows] == [0, 1, 2, 3, 4]
+    assert sum(row["rollout/groups_failed"] for row in loop.rows[1:]) >= 1
+    assert all(len(samples) == 6 for _, samples in loop.trainer.trained)
+
+
+async def test_all_workers_dead_saves_the_run_and_says_why(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=9))
+    for worker in loop.workers:
+        worker.fails_after = 6
+    with pytest.raises(NoReplicasLeft, match="rollout-0 died"):
+        await loop.run()
+    state = loop.checkpoints.read(loop.checkpoints.newest())
+    assert state.step == state.buffer.num_batches == state.policy_version == loop.rows[-1]["step"]
+
+
+async def test_replicas_that_all_fail_a_publish_leave_a_row_and_a_checkpoint_of_its_step(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=9))
+    loop.trainer.failing_replicas = {4: {0, 1}}
+    with pytest.raises(NoReplicasLeft, match=r"lm_head\.weight"):
+        await loop.run()
+    state = loop.checkpoints.read(loop.checkpoints.newest())
+    assert state.step == state.policy_version == state.buffer.num_batches == 4
+    assert [row["step"] for row in loop.rows] == [0, 1, 2, 3, 4]
+    assert loop.rows[-1]["sync/replicas_committed"] == 0
+
+
+async def test_workers_lost_during_an_evaluation_leave_its_steps_row_and_checkpoint(tmp_path: Path) -> None:
+    config = make_config(num_steps=4)
+    loop = Loop(tmp_path, replace(config, run=replace(config.run, eval_every_steps=2)))
+
+    async def dies_at_2(prompt: Prompt, n: int, sampling: object, worker: FakeWorker) -> list[Rollout]:
+        if prompt.prompt_id >= 1000 and loop.world.version == 2:
+            raise ConnectionError("gone")
+        return await FakeWorker.generate_group(worker, prompt, n)
+
+    for worker in loop.workers:
+        worker.generate_group = partial(dies_at_2, worker=worker)  # type: ignore[method-assign]
+    with pytest.raises(NoReplicasLeft, match="gone"):
+        await loop.run()
+    assert loop.checkpoints.read(loop.checkpoints.newest()).step == 2
+    assert [row["step"] for row in loop.rows] == [0, 1, 2]
+
+
+async def test_reward_that_always_fails_ends_the_run_with_its_name_and_a_checkpoint(tmp_path: Path) -> None:
+    """8 groups in a row are too many; until then steps without a single sample pass, and leave nulls in their rows."""
+    loop = Loop(tmp_path, make_config(num_steps=9))
+    score = loop.rewards.score_group
+
+    async def breaks_at_version_2(prompt, rollouts):  # type: ignore[no-untyped-def]
+        loop.rewards.fails = loop.world.version >= 2
+        return await score(prompt, rollouts)
+
+    loop.rewards.score_group = breaks_at_version_2  # type: ignore[method-assign]
+    with pytest.raises(TrainingStopped, match=r"reward\.kind=exact_match failed on every response of 8 groups"):
+        await loop.run()
+    assert loop.checkpoints.read(loop.checkpoints.newest()).step == 4
+    assert [row["reward/failures"] for row in loop.rows] == [None, 0, 0, 6, 6]
+    assert [row["loss/total"] for row in loop.rows] == [None, 0, 0, None, None]
+    assert [row["optim/skipped"] for row in loop.rows] == [None, 0, 0, 1, 1]
+    assert [row["policy_version"] for row in loop.rows] == [0, 1, 2, 2, 2], "momentum alone must not move the policy"
+
+
+@pytest.mark.parametrize(("num_changed", "is_loud"), [(0, True), (1, False), (None, False)])
+async def test_step_that_never_reached_the_engines_is_loud(
+    num_changed: int | None, is_loud: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=1))
+    loop.trainer.num_changed_params = num_changed
+    await loop.run()
+    assert ("sync/changed_params is 0" in caplog.text) == is_loud
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_only_worker_is_restarted_and_published_to_at_once_while_its_batch_waits(
+    tmp_path: Path, staleness: int
+) -> None:
+    loop = Loop(tmp_path, make_config(staleness=staleness, num_steps=4), num_workers=1)
+    loop.max_restarts = 1
+    loop.workers[0].fails_after = 7
+    await loop.run()
+    assert [row["policy_version"] for row in loop.rows] == [0, 1, 2, 3, 4]
+    diary = [entry for entry in loop.world.diary if entry[0] in ("restart", "publish", "reconnect")]
+    restart = diary.index(("restart", 0))
+    version = diary[restart - 1][1]
+    assert diary[restart + 1] == ("reconnect", 0, "tcp://rollout-0")
+    assert diary[restart + 2] in [("publish", version), ("publish", version + min(staleness, 1))], "or the step's own"
+    assert all(entry[2] >= 0 for entry in loop.world.diary if entry[0] == "sample"), "dummy weights never sample"
+    assert sum(row["rollout/restarts"] or 0 for row in loop.rows) == 1
+    assert sum(row["rollout/recoveries"] or 0 for row in loop.rows) == 1
+    assert {row["rollout/recovery_read_s"] for row in loop.rows} == {None}
+
+
+async def test_worker_that_recovers_from_its_peer_costs_the_trainer_one_introduction(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=6))
+    loop.max_restarts = 1
+    loop.workers[1].fails_after = 3
+    await loop.run()
+    publishes = [entry for entry in loop.world.diary if entry[0] == "publish"]
+    assert [entry[1] for entry in publishes] == list(range(7)), "no publish for the recovery's sake"
+    assert [entry for entry in loop.world.diary if entry[0] == "reconnect"] == [("reconnect", 1, "tcp://rollout-1")]
+    assert loop.rows[-1]["rollout/replicas_serving"] == 2
+    assert sum(row["rollout/recoveries"] or 0 for row in loop.rows) == 1
+
+
+async def test_only_worker_gets_its_base_before_the_version(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=4), num_workers=1)
+    loop.max_restarts = 1
+    loop.workers[0].fails_after = 7
+    loop.base_of_restarted = "tcp://base"
+    await loop.run()
+    diary = [entry for entry in loop.world.diary if entry[0] in ("restart", "base", "publish", "reconnect")]
+    restart = diary.index(("restart", 0))
+    assert diary[restart + 1 : restart + 3] == [("base", 0, "tcp://base"), ("reconnect", 0, "tcp://rollout-0")]
+    assert [entry[0] for entry in diary].count("base") == 1
+    assert [row["policy_version"] for row in loop.rows] == [0, 1, 2, 3, 4]
+
+
+async def test_restarted_worker_with_another_layout_is_refused_and_the_others_commit(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=6))
+    loop.max_restarts = 1
+    loop.workers[1].fails_after = 3
+    loop.trainer.refuses_reconnect = {1}
+    await loop.run()
+    assert loop.rows[-1]["rollout/replicas_serving"] == 1
+    assert [row["step"] for row in loop.rows] == list(range(7))
+    assert loop.trainer.excluded[-1] == (6, [1])
+
+
+async def test_hanging_worker_is_given_up_when_it_goes_out_of_service(tmp_path: Path) -> None:
+    """A replica that fails a publish leaves a group hanging; the group is sampled on the other one."""
+    loop = Loop(tmp_path, make_config(staleness=1, num_steps=4, groups_per_step=2))
+    loop.workers[1].gate = asyncio.Event()  # never opens
+    loop.trainer.failing_replicas = {0: {1}}
+    await loop.run()
+    assert [row["step"] for row in loop.rows] == [0, 1, 2, 3, 4]
+
+
+async def test_control_without_publishing_samples_from_version_0_for_ever(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, replace(make_config(num_steps=5), weight_sync=WeightSyncConfig(enabled=False)))
+    await loop.run()
+    assert [entry for entry in loop.world.diary if entry[0] == "publish"] == [("publish", 0)]
+    assert {entry[2] for entry in loop.world.diary if entry[0] == "sample"} == {0}
+    assert [row["staleness/max"] for row in loop.rows[1:]] == [0, 1, 2, 3, 4]
+
+
+async def test_dynamic_sampling_replaces_groups_that_tell_nothing(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=2, drop_zero_variance_groups=True))
+    score = loop.rewards.score_group
+
+    async def every_third_is_flat(prompt, rollouts):  # type: ignore[no-untyped-def]
+        return [1.0] * len(rollouts) if prompt.prompt_id % 3 == 0 else await score(prompt, rollouts)
+
+    loop.rewards.score_group = every_third_is_flat  # type: ignore[method-assign]
+    await loop.run()
+    assert all(len({s.advantages[-1] for s in samples}) > 1 for _, samples in loop.trainer.trained)
+    assert sum(row["rollout/groups_uninformative"] for row in loop.rows[1:]) >= 2
+    assert [row["reward/mean"] for row in loop.rows[1:]] == [0.5, 0.5]
+
+
+async def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
+    """One row a step and no prompt skipped, although rows 3 and 4 were written after the checkpoint."""
+    whole = Loop(tmp_path / "whole", make_config(staleness=1, num_steps=6))
+    (tmp_path / "whole").mkdir()
+    await whole.run()
+
+    (tmp_path / "parts").mkdir()
+    first = Loop(tmp_path / "parts", make_config(staleness=1, num_steps=6))
+    first.trainer.not_finite = set()
+    real_publish = first.trainer.publish
+
+    async def dies_at_version_4(timeout_s: float, exclude=(), trace=None):  # type: ignore[no-untyped-def]
+        if first.world.version == 4:
+            raise ConnectionError("power cut")
+        return await real_publish(timeout_s, exclude)
+
+    first.trainer.publish = dies_at_version_4  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        await first.run()
+    assert [row["step"] for row in first.rows] == [0, 1, 2, 3, 4]
+
+    second = Loop(tmp_path / "parts", make_config(staleness=1, num_steps=6), resume_step=2)
+    await second.run()
+    assert [row["step"] for row in second.rows] == list(range(7))
+    assert [row["policy_version"] for row in second.rows] == list(range(7))
+    assert second.trainer.trained[0][0] == 2
+    assert whole.prompts.cursor >= 18 and second.prompts.cursor >= 18
+    used = {e[1] for loop in (first, second) for e in loop.world.diary if e[0] == "sample" and e[1] < 1000}
+    assert set(range(18)) <= used, "no prompt is skipped by a resume"
+
+
+def test_controller_needs_neither_torch_nor_vllm() -> None:
+    program = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'vllm', 'transformers', 'mooncake'):\n"
+        "            raise ImportError(name + ' must not be imported here')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "import orchestrator.loop.controller, orchestrator.cluster.placement, orchestrator.run\n"
+    )
+    root = Path(__file__).parents[4]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+async def test_with_a_relay_the_trainer_writes_to_one_replica_and_after_its_failure_to_the_next(tmp_path: Path) -> None:
+    config = replace(make_config(), weight_sync=WeightSyncConfig(relay=Relay.node, trace_every_steps=1))
+    loop = Loop(tmp_path, config, num_workers=3)
+    loop.trainer.failing_replicas = {2: {0}}
+    await loop.run()
+    assert loop.trainer.excluded == [(0, [1, 2]), (1, [1, 2]), (2, [1, 2]), (2, [0, 2]), (3, [0, 2]), (4, [0, 2])]
+    assert [row["sync/replicas_committed"] for row in loop.rows] == [3, 3, 2, 2, 2]
+    assert [row["sync/replicas_relayed"] for row in loop.rows] == [2, 2, 1, 1, 1]
+    assert [row["sync/relay_bytes"] for row in loop.rows] == [20, 20, 10, 10, 10]
+    assert loop.trainer.traced[2] == Path("traces/publish-000002-round1.json"), "beside that of the round before"
+    for version, samples in loop.trainer.trained:
+        assert {sample.oldest_version for sample in samples} == {version}

@@ -1,0 +1,129 @@
+"""Locks: a run that is told to end (Ctrl-C, SIGTERM) ends the step under way and saves what it has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes.loop import Loop, make_config
+
+from conf.schema import RunConfig, WeightSyncConfig
+from orchestrator.loop import controller
+from orchestrator.waiting import finish_first
+
+
+def without_checkpoints(config: RunConfig) -> RunConfig:
+    return replace(config, run=replace(config.run, checkpoint_every_steps=0))
+
+
+async def end(running: asyncio.Task[object]) -> None:
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not is_so():
+            await asyncio.sleep(0)
+
+
+async def test_while_it_waits_for_a_batch_it_is_saved_as_it_is(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, without_checkpoints(make_config(num_steps=9)))
+    running = asyncio.create_task(loop.run())
+    await until(lambda: len(loop.trainer.trained) == 3)
+    for worker in loop.workers:
+        worker.gate = asyncio.Event()  # never opens: the next batch does not come
+    await until(lambda: loop.controller is not None and loop.controller.step == 3)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await end(running)
+    state = loop.checkpoints.read(loop.checkpoints.newest())
+    assert (state.step, state.policy_version, state.buffer.num_batches) == (3, 3, 3)
+
+    rest = Loop(tmp_path, without_checkpoints(make_config(num_steps=9)), resume_step=3)
+    await rest.run()
+    assert [row["step"] for row in rest.rows] == list(range(10))
+
+
+async def test_a_step_under_way_is_ended_and_saved(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, without_checkpoints(make_config(num_steps=9)))
+    step, gate = loop.trainer.optimizer_step, asyncio.Event()
+
+    async def slow_at_4():  # type: ignore[no-untyped-def]
+        if loop.world.version == 4:
+            await gate.wait()
+        return await step()
+
+    loop.trainer.optimizer_step = slow_at_4  # type: ignore[method-assign]
+    running = asyncio.create_task(loop.run())
+    await until(lambda: len(loop.trainer.trained) == 5)
+    asyncio.get_running_loop().call_later(0.05, gate.set)
+    await end(running)
+    state = loop.checkpoints.read(loop.checkpoints.newest())
+    assert (state.step, state.policy_version, state.buffer.num_batches) == (5, 5, 5)
+    assert [row["step"] for row in loop.rows] == list(range(6))
+
+
+async def test_a_step_that_takes_too_long_is_left_and_nothing_half_done_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "LAST_STEP_S", 0.05)
+    loop = Loop(tmp_path, without_checkpoints(make_config(num_steps=9)))
+
+    async def never():  # type: ignore[no-untyped-def]
+        await asyncio.Event().wait()
+
+    loop.trainer.optimizer_step = never  # type: ignore[method-assign]
+    running = asyncio.create_task(loop.run())
+    await until(lambda: len(loop.trainer.trained) == 1)
+    await end(running)
+    assert loop.checkpoints.newest() is None
+
+
+async def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config())
+    for worker in loop.workers:
+        worker.gate = asyncio.Event()
+    running = asyncio.create_task(loop.run())
+    await until(lambda: ("publish", 0) in loop.world.diary)
+    await end(running)
+    assert loop.checkpoints.newest() is None
+
+
+async def test_a_checkpoint_of_the_same_step_is_not_written_twice(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=4))
+    running = asyncio.create_task(loop.run())
+    await running
+    assert loop.controller is not None
+    newest = loop.checkpoints.newest()
+    before = {path: path.stat().st_mtime_ns for path in newest.rglob("*")}
+    assert (newest / "adapter" / "adapter_model.safetensors").read_text() == "4", "it can be served"
+    assert await loop.controller.save() == newest
+    assert {path: path.stat().st_mtime_ns for path in newest.rglob("*")} == before
+
+
+async def test_what_the_work_raised_meanwhile_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    gate = asyncio.Event()
+
+    async def fails() -> None:
+        await gate.wait()
+        raise ValueError("no such thing")
+
+    running = asyncio.create_task(finish_first(fails(), "the step", timeout_s=5))
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_later(0.01, gate.set)
+    await end(running)
+    assert "the step failed while the run was told to end: no such thing" in caplog.text
+
+
+async def test_control_without_publishing_is_resumed_with_version_0_in_its_engines(tmp_path: Path) -> None:
+    config = replace(make_config(num_steps=4), weight_sync=WeightSyncConfig(enabled=False))
+    await Loop(tmp_path, config).run()
+    longer = Loop(tmp_path, replace(config, run=replace(config.run, num_steps=6)), resume_step=4)
+    await longer.run()
+    assert [entry for entry in longer.world.diary if entry[0] == "publish"] == [("publish", 0)]
+    assert [row["policy_version"] for row in longer.rows] == list(range(7))

@@ -1,0 +1,279 @@
+"""`slipstream plan`: figures that add up, files that others can read, mistakes with a cure, and nothing started.
+
+The engine's layout comes from a stand-in here (it takes a vLLM to record one: tests/contract/test_offline_layout.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.checks import check_engine_takes_merged_weights
+from conf.errors import ConfigError
+from conf.load import load_run_config
+from conf.schema import LoraConfig
+from orchestrator.cli.main import main
+from orchestrator.offline import estimate as plan_command
+from orchestrator.offline.estimate import Hardware, PlanReport, plan_run
+from rollout.errors import EngineError
+from trainer.architecture.model_spec import ModelSpec
+from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
+from weight_sync.simulation.links import Faults
+
+REPOSITORY = Path(__file__).parents[4]
+QUICK = ["experiment=quickstart"]
+
+
+def row_layouts(
+    _config: Any, tensors: Sequence[TensorMeta], *, tp_size: int, **_options: Any
+) -> tuple[DestLayout, ...]:
+    """An engine whose parameters are the checkpoint's tensors, cut by rows where the rows divide."""
+    layouts: list[DestLayout] = []
+    for rank in range(tp_size):
+        params: list[Param] = []
+        loads: list[Load] = []
+        for meta in tensors:
+            rows = meta.shape[0] // tp_size if meta.shape[0] % tp_size == 0 else meta.shape[0]
+            first = rank * rows if rows < meta.shape[0] else 0
+            shape, dims = (rows, *meta.shape[1:]), range(len(meta.shape))
+            stride = tuple(Region((0,) * (len(shape) - dim - 1), shape[dim + 1 :]).num_elements for dim in dims)
+            params.append(Param(meta.name, shape, meta.dtype))
+            region = Region((first, *(0,) * (len(shape) - 1)), shape)
+            loads.append(Load(meta.name, region, tuple(dims), meta.name, 0, stride))
+        layouts.append(DestLayout(rank, tuple(params), tuple(loads)))
+    return tuple(layouts)
+
+
+@pytest.fixture(autouse=True)
+def stand_in_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs in an empty folder, with an engine whose layout needs no vLLM."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan_command, "offline_layouts", row_layouts)
+
+
+def planned(*words: str, hardware: Hardware | None = None) -> PlanReport:
+    return plan_run(load_run_config([*QUICK, *words]), hardware or Hardware())
+
+
+def test_the_figures_of_a_plan_add_up():
+    report = planned("rollout.num_workers=3", "rollout.tp_size=2")
+    summary = report.summary
+    assert sum(summary.sent_bytes.values()) == sum(summary.received_bytes.values()) == summary.num_bytes
+    assert len(summary.sent_bytes) == 2
+    assert len(summary.received_bytes) == 6
+    # Three engines, each with every tensor once, and a second time what does not divide over its two ranks.
+    assert summary.num_bytes >= 3 * report.model.num_bytes
+    assert summary.largest_task_bytes <= report.staging.max_task_bytes
+    assert report.simulation.peak_bytes <= report.config.weight_sync.watermark_bytes
+    assert report.simulation.total_s > report.simulation.floor_s > 0
+    assert report.rollout.weights * 2 >= report.model.num_bytes
+
+
+def test_a_relay_is_planned_beside_the_publish_to_every_engine(capsys: pytest.CaptureFixture[str]):
+    words = ["rollout.num_workers=6", "rollout.tp_size=2"]
+    assert planned(*words).relay is None
+    report = planned(*words, "weight_sync.relay=node", hardware=Hardware(ranks_per_node=4))
+    # Two trainer ranks and one engine share node 0; nodes 1 and 2 have two engines each, node 3 has one.
+    assert report.relay is not None
+    assert report.relay.num_written == 4
+    assert report.relay.num_bytes * 6 == report.summary.num_bytes * 4
+    assert report.simulation == planned(*words, hardware=Hardware(ranks_per_node=4)).simulation
+    assert main(["plan", *QUICK, *words, "weight_sync.relay=node", "--ranks-per-node=4", "--output=out"]) == 0
+    said = capsys.readouterr().out
+    assert "The same with weight_sync.relay=node" in said
+    assert "2 engines on their nodes read from them" in said
+
+
+def test_an_experiment_for_gpus_can_be_planned_where_there_are_none():
+    report = planned(
+        "cluster.device=auto", "trainer.num_ranks=16", "trainer.ep_size=4", hardware=Hardware(ranks_per_node=4)
+    )
+    assert report.config.cluster.device.value == "cuda"
+    assert report.placement.num_nodes == 5  # 16 trainer ranks and 2 engines, 4 GPUs a node
+    assert [rank.rank for rank in report.simulation.ranks] == list(range(16))
+
+
+def test_a_slow_rank_is_named_and_costs_time():
+    normal = planned()
+    slow = planned(hardware=Hardware(faults=Faults(slow_ranks={1: 1000.0})))
+    assert slow.simulation.total_s > normal.simulation.total_s
+    assert slow.summary == normal.summary
+
+
+def test_the_command_prints_and_writes_a_picture_and_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *QUICK]) == 0
+    out = capsys.readouterr().out
+    for words in ("8 experts (top-2)", "Publish (plan ", "max/mean", "estimated", "Predicted publish", "total"):
+        assert words in out
+    assert "Nothing was started" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["plan"]
+    assert (tmp_path / "plan" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    trace = json.loads((tmp_path / "plan" / "timeline.trace.json").read_text())
+    tracks: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            tracks.setdefault((event["pid"], event["tid"]), []).append(event)
+    for events in tracks.values():
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.002 for a, b in itertools.pairwise(events))
+    named = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert {"trainer rank 0 (GPU 0)", "engine 1 rank 0 (GPU 3)"} <= named
+
+
+def test_json_holds_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QUICK, "--json", "--output", str(tmp_path / "x"), "--nic-gb-s", "44"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    report = planned()
+    assert found["plan"]["digest"] == report.summary.digest
+    assert sum(found["plan"]["sent_bytes"]) == found["plan"]["bytes"] == report.summary.num_bytes
+    assert found["rates"]["nic_bytes_s"] == 44e9
+    assert found["memory_estimate"]["trainer_gpu"]["weights"] == report.trainer.weights
+    assert found["predicted_s"]["total"] >= found["predicted_s"]["receiver_floor"]
+
+
+def test_rates_and_faults_of_the_command_line_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+    def total(*flags: str) -> float:
+        assert main(["plan", *QUICK, "--json", *flags]) == 0
+        return json.loads(capsys.readouterr().out)["predicted_s"]["total"]
+
+    slow_wire = ["--nvlink-gb-s", "0.001", "--nic-gb-s", "0.001"]
+    assert total(*slow_wire) > 1 > total()
+    assert total(*slow_wire, "--slow-rank", "0=3") > 2 * total(*slow_wire)
+    assert total("--hbm-gb-s", "0.001") > total()
+    apart = ["--ranks-per-node", "2", *slow_wire]
+    assert total(*apart, "--lost-nic", "0") > total(*apart)
+
+
+def test_a_plan_is_carried_to_the_cluster_that_is_asked_for():
+    report = planned("cluster.trainer_gpus=8", "cluster.rollout_gpus=6", "rollout.tp_size=2")
+    assert len(report.summary.sent_bytes) == 8
+    assert len(report.summary.received_bytes) == 6
+    assert report.config.rollout.num_workers == 3
+
+
+def test_nics_that_deliver_less_are_shown_beside_their_line_rate():
+    report = planned("cluster.trainer_gpus=16", hardware=Hardware(ranks_per_node=4))
+    (line, at_line), (seen, at_seen) = report.total_s_by_nic.items()
+    assert (line, seen) == (50e9, 44e9)
+    assert at_line == report.simulation.total_s < at_seen
+
+
+def test_modes_are_compared_and_the_loss_of_decode_speed_decides():
+    free, costly = (planned(hardware=Hardware(adapter_decode_loss=loss)).modes for loss in (0.0, 0.5))
+    assert free.adapter_s is not None
+    assert free.break_even_s == float("inf")
+    assert costly.break_even_s == pytest.approx((free.merged_s - free.adapter_s) / 0.5)
+    assert planned("trainer.mode=full").modes.adapter_s is None
+
+
+def test_an_adapter_slot_of_kimi_k2_has_the_known_size():
+    # 24 experts a rank of EP16, 60 layers, r=32, bfloat16: 3 x (7168 + 2048) x 32 x 24 x 60 x 2 bytes = 2.55 GB
+    spec = ModelSpec.from_hf_config(load_run_config(["experiment=kimi_k2_fp8_merged"]).model.hf_config)
+    lora = LoraConfig(rank=32, attention=False, mlp=False)
+    assert plan_command.adapter_slot_bytes(spec, lora, 16, is_split=True) == 3 * 9216 * 32 * 24 * 60 * 2
+    # Under TP16 all 384 experts: 3 x (7168 + 128) x 32 x 384 x 60 x 2 bytes = 32.3 GB
+    assert plan_command.adapter_slot_bytes(spec, lora, 16, is_split=False) == 3 * 7296 * 32 * 384 * 60 * 2
+
+
+def test_int4_engines_take_adapters_only() -> None:
+    thinking, merged = (
+        load_run_config([f"experiment={name}"]) for name in ("kimi_k2_thinking_lora", "kimi_k2_fp8_merged")
+    )
+    check_engine_takes_merged_weights(thinking, thinking.model.hf_config)
+    check_engine_takes_merged_weights(merged, merged.model.hf_config)  # block-FP8 takes them
+    with pytest.raises(ConfigError, match="INT4 engines accept adapter mode only"):  # `train` and `plan` alike
+        load_run_config(["experiment=kimi_k2_thinking_lora", "weight_sync.mode=merged"])
+
+
+def test_an_adapter_plan_of_kimi_k2_sends_every_factor_once_and_a_shared_one_once_a_gpu() -> None:
+    words = ["model.hf_config.num_hidden_layers=3", "cluster.trainer_gpus=256", "cluster.rollout_gpus=128"]
+    report = plan_run(load_run_config(["experiment=kimi_k2_thinking_lora", *words]), Hardware())
+    # 24 experts a rank of EP16, 2 layers, r=32: A of gate, A of down, three B
+    received = (7168 + 2048 + 2 * 2048 + 7168) * 32 * 24 * 2 * 2
+    assert set(report.summary.received_bytes.values()) == {received}
+    slot, shared = report.modes.slot_bytes, 7168 * 32 * 24 * 2 * 2
+    assert slot == received + shared
+    assert report.rollout.slots == slot * report.rollout.num_slots
+    assert report.modes.merged_s is None
+    assert report.summary.send_balance == 1.0  # 384 experts over 256 ranks, 1 and 2 in turns
+
+
+def test_memory_of_an_int4_base_is_that_of_what_is_stored() -> None:
+    """594 GB, as the checkpoint of Kimi-K2-Thinking is published; an even share of it on an engine's 16 GPUs."""
+    report = plan_run(load_run_config(["experiment=kimi_k2_thinking_lora", "cluster.rollout_gpus=16"]), Hardware())
+    assert report.model.num_bytes == pytest.approx(594e9, rel=0.01)
+    assert report.rollout.weights == report.model.num_bytes // 16
+    assert report.rollout.slots == report.rollout.num_slots * report.modes.slot_bytes > 0
+    # 384 experts a layer over 256 ranks in 4.5 bits; beside them two layers unpacked, and a share of dense tensors
+    experts = 1.5 * 3 * 7168 * 2048
+    packed, unpacked = 60 * experts * 4.5 / 8, 2 * 2 * experts
+    assert packed < report.trainer.weights < packed + unpacked + 0.2e9
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["cluster.trainer_gpus=3"], "cluster.trainer_gpus=3 is no multiple of trainer.ep_size=2"),
+        (["cluster.rollout_gpus=3", "rollout.tp_size=2"], "cluster.rollout_gpus=3 is no multiple of rollout.tp_size=2"),
+        (["cluster.rollout_gpus=0"], "cluster.rollout_gpus must be >= 1"),
+        (["--op-us", "-1"], "--op-us must be >= 0"),
+        (["--nic-gb-s", "0"], "--nic-gb-s must be > 0"),
+        (["--nvlink-gb-s", "fast"], "--nvlink-gb-s must be a number, got 'fast'"),
+        (["--slow-rank", "three"], "--slow-rank takes RANK=FACTOR"),
+        (["--slow-rank", "0=0.5"], "at least 1 times slower"),
+        (["--slow-rank", "7=2"], "--slow-rank names trainer rank 7; there are 2"),
+        (["--lost-nic", "9"], "--lost-nic names GPU 9"),
+        (["--lost-nic", "0", "--ranks-per-node", "1"], "node 0 has lost all its NICs"),
+        (["--ranks-per-node", "0"], "--ranks-per-node must be >= 1, got 0"),
+        (["--adapter-decode-loss", "2"], "--adapter-decode-loss is a part of the decode speed, in [0, 1), got 2"),
+        (["--slow-ranks", "0=2"], "unknown flag --slow-ranks. Did you mean --slow-rank?"),
+        (["algorithm=sft"], "algorithm=sft publishes nothing"),
+        (["weight_sync.watermark_bytes=65536"], "raise the watermark"),
+        (["rollout.tp_size=3"], "rollout.tp_size=3 does not divide"),
+        (["trainer.num_rank=2"], "trainer.num_ranks"),
+        (["--output", "/proc/nowhere"], "--output=/proc/nowhere cannot be written"),
+    ],
+)
+def test_mistakes_come_with_a_cure_and_no_traceback(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *QUICK, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert told in error
+
+
+def test_an_engine_that_cannot_be_recorded_is_said_plainly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise EngineError("no vLLM is installed")
+
+    monkeypatch.setattr(plan_command, "offline_layouts", refuse)
+    assert main(["plan", *QUICK]) == 2
+    assert capsys.readouterr().err == "error: no vLLM is installed\n"
+
+
+def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--help"]) == 0
+    out = capsys.readouterr().out
+    for flag in ("--ranks-per-node", "--nic-gb-s", "--slow-rank", "--lost-nic", "--output", "--json", "--layout-cache"):
+        assert flag in out
+    assert main(["--help"]) == 0
+    assert "  plan " in capsys.readouterr().out
+
+
+def test_planning_needs_neither_torch_nor_an_engine_in_its_own_process() -> None:
+    code = "import sys, orchestrator.offline.estimate; print(sorted({'torch', 'vllm', 'ray'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=REPOSITORY
+    )
+    assert done.stdout.strip() == "[]"

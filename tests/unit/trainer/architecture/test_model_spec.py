@@ -1,0 +1,234 @@
+"""A config is understood as transformers understands it, or refused by name: trainer/architecture/model_spec.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases.tiny_models import (
+    DEEPSEEK,
+    DENSE,
+    GLM,
+    GPT_OSS,
+    KIMI_INT4,
+    LLAMA,
+    MIXED,
+    MOE,
+    PACKED,
+    make_decoder,
+    trainer_config,
+)
+from transformers import AutoConfig
+
+from conf.errors import ConfigError
+from trainer.architecture.families import check_spelling
+from trainer.architecture.model_spec import ExpertFormat, MlaSpec, ModelSpec
+from trainer.parallel import ParallelLayout
+from trainer.weights.shards import local_shards
+
+
+@pytest.mark.parametrize(
+    "hf_config",
+    [DENSE, MOE, MIXED, DEEPSEEK, LLAMA, GLM, GPT_OSS, {**DENSE, "tie_word_embeddings": True, "attention_bias": True}],
+)
+def test_the_model_holds_exactly_the_checkpoints_tensors(hf_config):
+    spec = ModelSpec.from_hf_config(hf_config)
+    expected = {meta.name: meta.shape for meta in spec.checkpoint_tensors("bfloat16")}
+    held = {one.tensor: one.region.shape for one in local_shards(make_decoder(hf_config))}
+    assert held == expected
+
+
+def test_a_config_written_by_transformers_reads_the_same():
+    from transformers import Qwen3MoeConfig
+
+    fields = {key: value for key, value in MOE.items() if key not in ("model_type", "rope_theta")}
+    written = Qwen3MoeConfig(**fields, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}).to_dict()
+    assert ModelSpec.from_hf_config(written) == ModelSpec.from_hf_config({**MOE, "rope_theta": 5e5})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_type": "bert"},
+            r"must be one of deepseek_v3, .*, qwen3_moe, got 'bert'",
+        ),
+        ({"hidden_size": None}, "hidden_size must be a positive whole number, got None"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not supported"),
+        ({"vision_config": {"depth": 2}}, "vision_config: models with towers"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "is not supported: quant_method='gptq'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is not supported: quant_method='fp8'"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "is not supported: quant_method='bitsandbytes'"),
+        ({"partial_rotary_factor": 0.2}, "must turn an even number of at most 16 dims, got 3"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok must be <= num_experts"),
+    ],
+)
+def test_what_the_decoder_cannot_do_is_refused_by_name(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelSpec.from_hf_config({**MOE, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 2}, "num_key_value_heads must equal num_attention_heads 4"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ({"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy' is not supported"),
+        ({"n_group": 3}, "n_group must cut the 8 experts"),
+        ({"topk_group": 1}, "must hold num_experts_per_tok=3"),
+        ({"kv_lora_rank": None}, "kv_lora_rank must be a positive whole number"),
+    ],
+)
+def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelSpec.from_hf_config({**DEEPSEEK, **changes})
+
+
+def test_kimi_k2_is_deepseek_v3_with_its_own_numbers():
+    """The published shape: 61 layers, the first dense, 384 experts of 2048, 1.03 trillion parameters."""
+    config = {
+        "model_type": "kimi_k2",
+        "vocab_size": 163840,
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "routed_scaling_factor": 2.827,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262144,
+        "rope_theta": 50000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 64.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    }
+    spec = ModelSpec.from_hf_config(config)
+    tensors = {meta.name: meta for meta in spec.checkpoint_tensors("bfloat16")}
+    assert sum(math.prod(meta.shape) for meta in tensors.values()) == pytest.approx(1.026e12, rel=1e-3)
+    assert tensors["model.layers.60.self_attn.kv_a_proj_with_mqa.weight"].shape == (576, 7168)
+    assert tensors["model.layers.60.self_attn.kv_b_proj.weight"].shape == (16384, 512)
+    assert tensors["model.layers.60.mlp.gate.e_score_correction_bias"].dtype == "float32"
+    assert tensors["model.layers.60.mlp.gate.weight"].dtype == "bfloat16"
+    assert "model.layers.0.mlp.gate_proj.weight" in tensors
+    assert isinstance(spec.attention, MlaSpec)
+    assert spec.attention.norm_eps == 1e-5
+    # (128 + 64)^-0.5 * (0.1 ln 64 + 1)^2
+    assert spec.attention.softmax_scale == pytest.approx(0.144680, abs=1e-5)
+
+
+def test_blocks_of_fp8_do_not_change_what_the_trainer_holds():
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    assert ModelSpec.from_hf_config({**DEEPSEEK, "quantization_config": quantization}) == ModelSpec.from_hf_config(
+        DEEPSEEK
+    )
+
+
+def test_packed_experts_are_recognized_by_their_three_tensors():
+    spec = ModelSpec.from_hf_config(KIMI_INT4)
+    assert spec.moe is not None
+    assert spec.moe.expert_format is ExpertFormat.int4
+    tensors = {meta.name: (meta.shape, meta.dtype) for meta in spec.checkpoint_tensors("bfloat16")}
+    down = "model.layers.2.mlp.experts.7.down_proj.weight"
+    assert tensors[f"{down}_packed"] == ((64, 4), "int32")
+    assert tensors[f"{down}_scale"] == ((64, 1), "bfloat16")
+    assert tensors[f"{down}_shape"] == ((2,), "int64")
+    assert down not in tensors
+    assert tensors["model.layers.2.mlp.shared_experts.down_proj.weight"] == ((64, 32), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "int-quantized"}, "format='int-quantized'"),
+        ({"ignore": PACKED["ignore"][1:]}, "does not name lm_head: only routed experts"),
+        ({"ignore": [*PACKED["ignore"][:1], *PACKED["ignore"][2:]]}, "does not name model.layers.0.self_attn.q_a_proj"),
+        ({"config_groups": {"a": {"weights": {**PACKED["config_groups"]["group_0"]["weights"], "num_bits": 8}}}}, "8"),
+    ],
+)
+def test_other_packings_are_refused_by_name(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelSpec.from_hf_config({**KIMI_INT4, "quantization_config": {**PACKED, **changes}})
+
+
+def test_packed_rows_that_are_no_whole_groups_are_refused():
+    with pytest.raises(ConfigError, match="multiples of 32 for packed experts, got 64 and 24"):
+        ModelSpec.from_hf_config({**KIMI_INT4, "moe_intermediate_size": 24})
+
+
+def test_an_expert_parallel_size_that_does_not_fit_is_refused():
+    layout = ParallelLayout(9, 9, 0, torch.device("cpu"), None, None, None)
+    with pytest.raises(ConfigError, match="ep_size must be <= the number of experts 8, got 9"):
+        make_decoder(MOE, trainer_config(), layout=layout)
+    with pytest.raises(ConfigError, match="ep_size must be 1 for a model without experts"):
+        make_decoder(DENSE, trainer_config(), layout=layout)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_no_field_that_transformers_writes_is_taken_for_a_misspelt_one(model_type):
+    hf_config = {**AutoConfig.for_model(model_type).to_dict(), "model_type": model_type}
+    check_spelling(hf_config, hf_config)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("num_experts_per_token", "num_experts_per_tok"),
+        ("norm_topk_probs", "norm_topk_prob"),
+        ("hiddensize", "hidden_size"),
+        ("rope_thata", "rope_theta"),
+        ("rms_norm_epsilon", "rms_norm_eps"),
+    ],
+)
+def test_a_misspelt_field_is_refused_and_the_right_one_named(wrong, right):
+    hf_config = {**AutoConfig.for_model("qwen3_moe").to_dict(), "model_type": "qwen3_moe", wrong: 1}
+    with pytest.raises(ConfigError, match=f"hf_config.{wrong} is .* Did you mean {right}"):
+        check_spelling(hf_config, [wrong])
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "num_bytes"),
+    [
+        # keys and values of 2 heads of 16 in 2 layers, float32, 100 tokens
+        (1, 100 * 2 * (2 * 2 * 16) * 4),
+        (2, 100 * 2 * (2 * 1 * 16) * 4),
+        (4, 100 * 2 * (2 * 1 * 16) * 4),  # two ranks share a head, each with all of it
+    ],
+)
+def test_a_sequence_takes_keys_and_values_of_every_layer(tp_size, num_bytes):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    assert ModelSpec.from_hf_config({**DENSE, **sizes}).sequence_cache_bytes(100, "float32", tp_size) == num_bytes
+
+
+def test_latents_are_cached_once_and_windows_bound_what_a_layer_keeps():
+    latent = ModelSpec.from_hf_config(DEEPSEEK)
+    assert isinstance(latent.attention, MlaSpec)
+    width = latent.attention.kv_lora_rank + latent.attention.qk_rope_head_dim
+    assert latent.sequence_cache_bytes(100, "bfloat16", 2) == 100 * latent.num_layers * width * 2
+
+    spec = ModelSpec.from_hf_config(GPT_OSS)
+    windows = spec.attention.windows
+    kept = sum(1000 if window is None else window for window in windows)
+    assert 0 < kept < 1000 * spec.num_layers
+    assert spec.sequence_cache_bytes(1000, "bfloat16", 1) == kept * spec.attention.cached_elements(1) * 2

@@ -1,0 +1,289 @@
+"""Promises of trainer/delivery/merged_source.py: what is read is bitwise the merged export, and ranks together hold all
+of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from cases.rank_helpers import SYNC_KEY, count, fill_adapters, make_rank, make_samples, spawn
+from fakes.memory_transport import MemoryFabric, MemoryTransport
+from fakes.publish import EndpointThread, PlainEngine
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from conf.schema import DType, TrainMode
+from trainer.errors import LayoutError
+from trainer.rank import TrainerRank
+from trainer.weights.shards import gather_lora_a
+from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
+from weight_sync.plan.plan import build_plan
+from weight_sync.publish.packing import PackedRead
+from weight_sync.publish.pipeline import Pipeline
+from weight_sync.replica.receiver import Receiver
+
+
+def load_export(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def read_all(rank: TrainerRank) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
+    """Every shard of this rank, by (tensor, start)."""
+    source = rank._delivery.source
+    source.begin(version=0)
+    read = {}
+    for shard in source.layout().shards:
+        out = torch.empty(shard.region.shape, dtype=rank._decoder.dtype)
+        source.read(shard.tensor, shard.region, out)
+        read[shard.tensor, shard.region.start] = out
+    source.end()
+    return read
+
+
+def work(
+    rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int, mode: TrainMode, dtype: DType
+) -> tuple:
+    trainer = make_rank(rank, world_size, rendezvous, ep_size=ep_size, mode=mode, dtype=dtype)
+    fill_adapters(trainer, world_size)
+    trainer.save_merged(folder / "merged")
+    result = (trainer._delivery.source.layout(), read_all(trainer))
+    trainer.shutdown()
+    return result
+
+
+CASES = [(2, TrainMode.lora, DType.bfloat16), (1, TrainMode.lora, DType.float32), (1, TrainMode.full, DType.bfloat16)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Case -> (its merged export, what each of two ranks returned)."""
+    folder = tmp_path_factory.mktemp("ranks")
+    parts = spawn(work, 2, folder, CASES)
+    return {case: (load_export(folder / str(index) / "merged"), parts[index]) for index, case in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=["lora-ep2-bf16", "lora-fsdp2-fp32", "full-fsdp2-bf16"])
+def test_two_ranks_cover_the_export_without_overlap_and_bitwise(two_ranks, case):
+    export, parts = two_ranks[case]
+    assert parts[0][0].tensors == parts[1][0].tensors
+    assert {meta.name: meta.shape for meta in parts[0][0].tensors} == {n: tuple(t.shape) for n, t in export.items()}
+    seen = {name: torch.zeros(tensor.shape, dtype=torch.int32) for name, tensor in export.items()}
+    for _, read in parts:
+        for (name, start), values in read.items():
+            window = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))
+            assert torch.equal(values, export[name][window]), name
+            seen[name][window] += 1
+    for name, times in seen.items():
+        # Vectors are frozen in LoRA mode, and then every rank has them whole.
+        is_whole = times.dim() == 1 and TrainMode.lora in case
+        assert (times == (len(parts) if is_whole else 1)).all(), name
+
+
+@pytest.fixture(scope="module", params=[DType.bfloat16, DType.float32])
+def merged(request, tmp_path_factory) -> tuple[TrainerRank, dict[str, torch.Tensor]]:
+    """One LoRA rank amid a publish, and its merged export. float32 shows a last bit that bfloat16 rounds away."""
+    folder = tmp_path_factory.mktemp("merged")
+    rank = make_rank(dtype=request.param)
+    fill_adapters(rank, 1)
+    rank.save_merged(folder)
+    rank._delivery.source.begin(version=0)
+    return rank, load_export(folder)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_region_is_bitwise_a_slice_of_the_export(merged, data):
+    rank, export = merged
+    name = data.draw(st.sampled_from(sorted(export)))
+    start, shape = [], []
+    for size in export[name].shape:
+        first = data.draw(st.integers(0, size - 1))
+        start.append(first)
+        shape.append(data.draw(st.integers(1, size - first)))
+    region = Region(tuple(start), tuple(shape))
+    out = torch.empty(shape[::-1], dtype=export[name].dtype).permute(*reversed(range(len(shape))))
+    rank._delivery.source.read(name, region, out)
+    window = tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+    assert torch.equal(out, export[name][window])
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_joined_reads_are_bitwise_slices_of_the_export(merged, data):
+    """Tensors in checkpoint order, cut by rows, some permuted, with gaps: what joins and what does not. Tensors of one
+    shape are cut alike, as by TP.
+    """
+    rank, export = merged
+    metas = rank._delivery.source.layout().tensors
+    first = data.draw(st.integers(0, len(metas) - 1))
+    reads, offset = [], 0
+    is_kept = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+    cuts: dict[tuple[int, ...], int] = {}
+    for meta in metas[first : first + data.draw(st.integers(1, 12))]:
+        cut = cuts.setdefault(meta.shape, data.draw(st.integers(1, meta.shape[0])))
+        for (start, stop), is_wanted in zip(((0, cut), (cut, meta.shape[0])), is_kept, strict=True):
+            if start < stop and is_wanted:
+                region = Region((start,) + (0,) * (len(meta.shape) - 1), (stop - start, *meta.shape[1:]))
+                axes = tuple(data.draw(st.permutations(range(len(meta.shape)))))
+                reads.append(PackedRead(meta.name, region, axes, meta.dtype, offset))
+                offset += reads[-1].num_bytes + data.draw(st.sampled_from([0, 0, 0, 64]))
+    slot = torch.zeros(offset, dtype=torch.uint8)
+    rank._delivery.source.compile_reads(reads)(slot)()
+    for read in reads:
+        window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
+        assert torch.equal(read.view(slot), export[read.tensor][window])
+
+
+@torch.no_grad()
+def test_a_compiled_load_reads_what_the_parameters_hold_now_wherever_they_are():
+    rank = make_rank()
+    metas = {meta.name: meta for meta in rank._delivery.source.layout().tensors}
+    reads, offset = [], 0
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.1.down_proj.weight"):
+        reads.append(PackedRead(name, Region((0, 0), metas[name].shape), (0, 1), metas[name].dtype, offset))
+        offset += reads[-1].num_bytes
+    slot = torch.zeros(offset, dtype=torch.uint8)
+    fill = rank._delivery.source.compile_reads(reads)(slot)
+    for version, does_move in enumerate((False, False, True)):
+        for parameter in rank._decoder.parameters():
+            if does_move:
+                parameter.data = parameter.data.clone()
+            parameter.normal_()
+        rank._delivery.source.begin(version)
+        fill()
+        for read in reads:
+            rank._delivery.source.read(read.tensor, read.region, wanted := torch.empty(read.region.shape))
+            assert torch.equal(read.view(slot), wanted.to(getattr(torch, read.dtype)))
+        rank._delivery.source.end()
+    with pytest.raises(LayoutError, match=r"outside begin\(\) and end\(\)"):
+        fill()
+
+
+def test_an_a_that_is_not_gathered_anew_is_refused():
+    """A layer that FSDP2 has whole shows no shard of it; what was gathered before is of another version."""
+    a = torch.zeros(4, 64)
+    with pytest.raises(KeyError, match="q_proj"):
+        gather_lora_a(make_rank()._decoder, {"model.layers.0.self_attn.q_proj.lora_A": a})
+
+
+@pytest.mark.parametrize("end", [Pipeline.allocate, Pipeline.release, Pipeline.close])
+def test_staging_ends_though_the_plan_is_kept(end):
+    """What fills a slot names its addresses; torch must not find it in use when it is asked to give memory back."""
+    rank, transport = make_rank(), MemoryTransport(MemoryFabric())
+    layout = MirrorEngine(rank._delivery.source.layout().tensors, transport).receivers[0].describe().layout
+    pipeline = Pipeline(rank._delivery.source, transport, device="cpu", watermark_bytes=1 << 20, verify_hashes=True)
+    plan = build_plan([rank._delivery.source.layout()], [[layout]], max_task_bytes=pipeline.max_task_bytes)
+    pipeline.load(plan.tasks[0])
+    pipeline.prepare(0)
+    assert pipeline._prepared.filled
+    pipeline.cancel()
+    staging = StorageWeakRef(pipeline._slots._staging.untyped_storage())
+    assert not staging.expired()
+    end(pipeline)
+    assert staging.expired()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_runs_are_as_many_as_layers_parameters_and_destinations_whatever_the_experts(merged, tp_size):
+    """A TP rank's w13 takes bands of gate_up_proj, its w2 columns of down_proj; both are one run, and right."""
+    rank, export = merged
+    source = rank._delivery.source
+    shapes = {meta.name: meta.shape for meta in source.layout().tensors}
+    reads, offset = [], 0
+    for tp_rank in range(tp_size):
+        for layer in range(2):
+            for leaves, dim in ((("gate_proj", "up_proj"), 0), (("down_proj",), 1)):
+                for name in (
+                    f"model.layers.{layer}.mlp.experts.{e}.{leaf}.weight" for e in range(4) for leaf in leaves
+                ):
+                    shape = list(shapes[name])
+                    shape[dim] //= tp_size
+                    start = [0, 0]
+                    start[dim] = tp_rank * shape[dim]
+                    region = Region(tuple(start), tuple(shape))
+                    reads.append(PackedRead(name, region, (0, 1), source.layout().tensors[0].dtype, offset))
+                    offset += reads[-1].num_bytes
+    assert len(source.joined(reads)) == tp_size * 2 * 2
+    slot = torch.zeros(offset, dtype=torch.uint8)
+    source.compile_reads(reads)(slot)()
+    for read in reads:
+        window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
+        assert torch.equal(read.view(slot), export[read.tensor][window])
+
+
+def test_adapters_really_merge(merged):
+    rank, export = merged
+    base = dict(rank._decoder.named_parameters())["model.layers.0.mlp.experts.down_proj"][1]
+    assert not torch.equal(export["model.layers.0.mlp.experts.1.down_proj.weight"], base)
+
+
+def test_reading_outside_a_publish_or_a_shard_is_refused():
+    source = make_rank()._delivery.source
+    region = Region((0, 0), (1, 1))
+    with pytest.raises(LayoutError, match=r"outside begin\(\) and end\(\)"):
+        source.read("lm_head.weight", region, torch.empty(1, 1))
+    held_bytes = source.begin(version=1)
+    assert held_bytes <= source.temporary_bytes
+    with pytest.raises(LayoutError, match="before the end of the publish"):
+        source.begin(version=2)
+    with pytest.raises(LayoutError, match="none of it"):
+        source.read("no.such.tensor", region, torch.empty(1, 1))
+    with pytest.raises(LayoutError, match="cannot read"):
+        source.read("lm_head.weight", Region((39, 0), (2, 1)), torch.empty(2, 1))
+    source.end()
+    source.end()
+
+
+class MirrorEngine(PlainEngine):
+    """One engine rank whose parameters are the checkpoint's tensors, one to one."""
+
+    def __init__(self, metas: tuple[TensorMeta, ...], transport: MemoryTransport) -> None:
+        params = {meta.name: torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in metas}
+        layout = DestLayout(
+            0,
+            tuple(Param(meta.name, meta.shape, meta.dtype) for meta in metas),
+            tuple(
+                Load(
+                    meta.name,
+                    Region((0,) * len(meta.shape), meta.shape),
+                    tuple(range(len(meta.shape))),
+                    meta.name,
+                    0,
+                    params[meta.name].stride(),
+                )
+                for meta in metas
+            ),
+        )
+        self.params = [params]
+        receiver = Receiver(params, layout, transport, repack=lambda _name, _tensor: None, recompute=lambda: None)
+        self.receivers = [receiver]
+        self.calls, self.fail_on, self.aborted = [], {}, threading.Event()
+
+
+def test_each_publish_brings_the_merged_policy_to_an_engine_bitwise(tmp_path):
+    rank, fabric = make_rank(dtype=DType.bfloat16), MemoryFabric()
+    engine = MirrorEngine(rank._delivery.source.layout().tensors, MemoryTransport(fabric))
+    endpoint = EndpointThread(engine, key=SYNC_KEY)
+    try:
+        summary = rank.connect([endpoint.address], MemoryTransport(fabric))
+        for version in range(2):
+            report = rank.publish()
+            assert (report.version, report.num_committed) == (version, 1), report
+            rank.save_merged(tmp_path / str(version))
+            for name, tensor in load_export(tmp_path / str(version)).items():
+                assert torch.equal(engine.params[0][name], tensor), (version, name)
+            assert report.num_bytes == summary["num_bytes"]
+            samples = make_samples(version=version)
+            rank.forward_backward([samples], count(samples, version))
+            assert rank.optimizer_step().is_finite
+    finally:
+        rank.shutdown()
+        endpoint.close()

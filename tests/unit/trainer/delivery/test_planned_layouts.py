@@ -1,0 +1,205 @@
+"""trainer/delivery/planned_layouts.py against real ranks: the layouts and temporary bytes that they report, and
+their parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases.rank_helpers import spawn
+from cases.tiny_models import (
+    DEEPSEEK,
+    DENSE,
+    GPT_OSS,
+    GPT_OSS_MXFP4,
+    KIMI_INT4,
+    MIXED,
+    MOE,
+    make_decoder,
+    trainer_config,
+)
+from torch.distributed.tensor import DTensor
+
+from conf.schema import Device, DType, LoraConfig, TrainerConfig, TrainMode
+from trainer.architecture.model_spec import ModelSpec
+from trainer.delivery.adapter_source import AdapterSource
+from trainer.delivery.merged_source import TrainerWeightSource
+from trainer.delivery.planned_layouts import (
+    adapter_elements,
+    adapter_source_layouts,
+    expert_of,
+    source_layouts,
+    temporary_bytes,
+    trainer_memory,
+)
+from trainer.model.decoder import build_decoder
+from trainer.moe.expert_placement import expert_shares
+from trainer.moe.experts import Experts
+from trainer.parallel import ParallelLayout
+from trainer.weights.merge import BLOCK_ROWS
+from trainer.weights.quantization import MERGE_ROWS
+from weight_sync.layout import SourceLayout
+
+ODD = {**MIXED, "vocab_size": 97, "num_experts": 6, "tie_word_embeddings": True}
+"""Rows and experts that do not divide evenly."""
+SEVEN = {**MOE, "num_experts": 7}
+"""Experts that two ep_ranks cannot share evenly."""
+MODELS = {
+    "dense": DENSE,
+    "moe": MOE,
+    "mixed": MIXED,
+    "odd": ODD,
+    "seven": SEVEN,
+    "deepseek": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
+}
+
+
+def sorted_shards(layout: SourceLayout) -> SourceLayout:
+    return dataclasses.replace(layout, shards=tuple(sorted(layout.shards, key=lambda one: (one.tensor, one.region))))
+
+
+def held_bytes(decoder: torch.nn.Module, *, trained: bool) -> int:
+    """Bytes of this rank's own parameters."""
+    params = [p for p in decoder.parameters() if p.requires_grad == trained]
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in params]
+    return sum(p.numel() * p.element_size() for p in local)
+
+
+def report(rank: int, layout: ParallelLayout, model: str, trainer: TrainerConfig) -> tuple:
+    decoder = make_decoder(MODELS[model], trainer, dtype=torch.bfloat16, layout=layout, nonzero_b=False)
+    source = TrainerWeightSource(decoder, rank)
+    sizes = (held_bytes(decoder, trained=False), held_bytes(decoder, trained=True))
+    has_names = trainer.mode is TrainMode.lora and model not in ("deepseek", "gpt_oss")
+    adapter = AdapterSource(decoder, rank, trainer.lora).layout() if has_names else None
+    return source.layout(), source.temporary_bytes, *sizes, adapter
+
+
+def work(rank: int, world_size: int, rendezvous: str, folder: Path, model: str, trainer: TrainerConfig) -> tuple:
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method=rendezvous)
+    try:
+        return report(rank, ParallelLayout.create(world_size, trainer.ep_size, rank, "cpu"), model, trainer)
+    finally:
+        dist.destroy_process_group()
+
+
+CASES = [
+    ("dense", trainer_config(num_ranks=2)),
+    ("moe", trainer_config(num_ranks=2, ep_size=2)),
+    ("mixed", trainer_config(num_ranks=2)),
+    ("mixed", trainer_config(num_ranks=2, lora=LoraConfig(rank=4, alpha=8.0, dtype=DType.bfloat16))),
+    ("odd", trainer_config(TrainMode.full, num_ranks=2, ep_size=2)),
+    ("odd", trainer_config(num_ranks=2)),
+    ("seven", trainer_config(num_ranks=2, ep_size=2)),
+    ("deepseek", trainer_config(num_ranks=2, ep_size=2)),
+    ("gpt_oss", trainer_config(num_ranks=2, ep_size=2)),
+    ("gpt_oss", trainer_config(TrainMode.full, num_ranks=2)),
+]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> list[list]:
+    return spawn(work, 2, tmp_path_factory.mktemp("offline"), CASES)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-ep{CASES[i][1].ep_size}")
+def test_two_ranks_hold_what_was_foretold(two_ranks, case):
+    model, trainer = CASES[case]
+    spec = ModelSpec.from_hf_config(MODELS[model])
+    foretold = source_layouts(spec, "bfloat16", trainer)
+    for rank, (layout, held, frozen, trained, adapter) in enumerate(two_ranks[case]):
+        if adapter is not None:
+            assert sorted_shards(adapter) == sorted_shards(adapter_source_layouts(spec, "bfloat16", trainer)[rank])
+        assert sorted_shards(layout) == sorted_shards(foretold[rank])
+        assert held == temporary_bytes(spec, trainer, Device.cpu)
+        memory = trainer_memory(spec, "bfloat16", trainer)
+        total = memory.weights + memory.adapters
+        # Rows that do not divide make one rank fuller: the estimate is the fullest one's.
+        assert (frozen + trained) <= total * 1.01
+        assert total <= (frozen + trained) * 1.1
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mode", TrainMode)
+def test_one_rank_holds_what_was_foretold(model, mode):
+    trainer = trainer_config(mode)
+    spec = ModelSpec.from_hf_config(MODELS[model])
+    layout, held, frozen, trained, _ = report(0, ParallelLayout.single("cpu"), model, trainer)
+    (foretold,) = source_layouts(spec, "bfloat16", trainer)
+    assert sorted_shards(layout) == sorted_shards(foretold)
+    assert held == temporary_bytes(spec, trainer, Device.cpu)
+    memory = trainer_memory(spec, "bfloat16", trainer)
+    assert (memory.weights + memory.adapters, memory.gradients, memory.optimizer) == (
+        frozen + trained,
+        trained,
+        2 * trained,
+    )
+    if mode is TrainMode.lora:
+        assert 4 * adapter_elements(spec, trainer.lora) == trained
+
+
+@pytest.mark.parametrize("hf_config", [KIMI_INT4, GPT_OSS_MXFP4], ids=["int4", "mxfp4"])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_packed_experts_are_counted_as_stored_with_two_layers_unpacked(hf_config, ep_size):
+    trainer = trainer_config(num_ranks=2, ep_size=ep_size)
+    spec = ModelSpec.from_hf_config(hf_config)
+    layout = ParallelLayout(2, ep_size, 0, torch.device("cpu"), None, None, None)
+    decoder = build_decoder(spec, dtype=torch.bfloat16, device="cpu", trainer=trainer, layout=layout)
+    packed = sum(b.numel() * b.element_size() for b in decoder.buffers())
+    banks = [module.packed for module in decoder.modules() if isinstance(module, Experts) and module.packed is not None]
+    unpacked = 2 * 2 * sum(math.prod(shape) for shape in banks[0].shapes.values())
+    dense = [p for name, p in decoder.named_parameters() if not p.requires_grad and ".experts." not in name]
+    biases = [p for name, p in decoder.named_parameters() if not p.requires_grad and ".experts." in name]
+    held = packed + unpacked + sum(p.numel() * p.element_size() for p in dense) // 2
+    held += sum(p.numel() * p.element_size() for p in biases) * ep_size // 2
+    assert trainer_memory(spec, "bfloat16", trainer).weights == pytest.approx(held, rel=0.01)
+
+
+@pytest.mark.parametrize("hf_config", [MIXED, DEEPSEEK], ids=["mixed", "deepseek"])
+@pytest.mark.parametrize(
+    "parts",
+    [{"attention": False}, {"mlp": False}, {"experts": False}, {"attention_rank": 5, "expert_rank": 2}],
+    ids=str,
+)
+def test_adapters_are_counted_by_their_targets(parts, hf_config):
+    lora = LoraConfig(rank=3, **parts)
+    decoder = make_decoder(hf_config, trainer_config(lora=lora), nonzero_b=False)
+    spec = ModelSpec.from_hf_config(hf_config)
+    assert adapter_elements(spec, lora) == sum(p.numel() for p in decoder.parameters() if p.requires_grad)
+
+
+def test_every_element_has_one_holder_in_any_layout():
+    spec = ModelSpec.from_hf_config(ODD)
+    for num_ranks, ep_size in ((1, 1), (4, 2), (6, 3), (8, 1), (5, 1), (12, 6)):
+        layouts = source_layouts(spec, "bfloat16", TrainerConfig(num_ranks=num_ranks, ep_size=ep_size))
+        vectors = {meta.name for meta in layouts[0].tensors if len(meta.shape) == 1}
+        shards = [shard for layout in layouts for shard in layout.shards if shard.tensor not in vectors]
+        total = sum(shard.region.num_elements for shard in shards)
+        assert total == sum(torch.Size(meta.shape).numel() for meta in layouts[0].tensors if meta.name not in vectors)
+        assert len({(shard.tensor, shard.region.start) for shard in shards}) == len(shards)
+        for layout in layouts:  # frozen vectors are whole on every rank
+            held = {shard.tensor: shard.region.shape for shard in layout.shards if shard.tensor in vectors}
+            assert held == {meta.name: meta.shape for meta in layout.tensors if meta.name in vectors}
+
+
+@pytest.mark.parametrize(("num_experts", "ep_size"), [(384, 256), (4, 3), (7, 2), (8, 8), (6, 1)])
+def test_shares_of_experts_tile_and_even_out_over_layers(num_experts, ep_size):
+    period = ep_size // math.gcd(num_experts, ep_size)
+    held = [0] * ep_size
+    for layer in range(period):
+        shares = expert_shares(num_experts, ep_size, layer)
+        assert [expert for share in shares for expert in share] == list(range(num_experts))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        held = [before + len(share) for before, share in zip(held, shares)]
+    assert set(held) == {period * num_experts // ep_size}
+
+
+def test_constants_and_names():
+    assert MERGE_ROWS == BLOCK_ROWS
+    assert temporary_bytes(ModelSpec.from_hf_config(MOE), trainer_config(), Device.cuda) == 0
+    assert expert_of("model.layers.0.mlp.experts.13.up_proj.weight") == 13
+    assert expert_of("model.layers.0.mlp.gate.weight") is None

@@ -1,0 +1,254 @@
+"""Promise of trainer/kernels: every Triton kernel computes its torch definition, under Triton's interpreter.
+
+One process runs all cases, because the interpreter is chosen when Triton is imported; natively they run in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cases.kernel_cases import CASES
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from conf.schema import MAX_EXPERT_RANK, CombineMode
+from trainer.architecture.activation import SWIGLU
+from trainer.kernels import grouped_gemm, log_softmax
+from trainer.kernels.combine import weighted_sum
+from trainer.kernels.dequant import dequantize_int4, dequantize_mxfp4
+from trainer.kernels.gather import PROJECT, gather_project_triton
+from trainer.kernels.groups import RowGroups
+from trainer.kernels.launch import Tiling, tiling_of
+from trainer.kernels.low_rank import ADD, GRADIENT, add_low_rank_triton, low_rank_gradient_triton
+from trainer.kernels.swiglu import (
+    ADAPTED,
+    ADAPTED_BACKWARD,
+    BACKWARD,
+    FORWARD,
+    TABLE_ROWS,
+    InnerAdapter,
+    activate_backward_triton,
+    activate_triton,
+)
+from trainer.moe.grouped import GroupedBackend, grouped_product
+
+BLOCK_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""The most that a thread block gets, by compute capability."""
+ONE_STEP_RANK = 64
+"""The widest that a product takes in one step, whose memory the product's own steps do not get back."""
+
+
+class OnlyCompiles:
+    """In place of CUDA's driver: what Triton asks it before it compiles. Launches nothing."""
+
+    target = 90
+    """Compute capability, times ten."""
+
+    def get_current_device(self) -> int:
+        return -1  # kernels compiled here are not found by a launch on a device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.target, 32)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, str]:
+    """Name of a case -> traceback, "" when it passed."""
+    paths = os.pathsep.join(str(folder) for folder in Path(__file__).parents[3:5])  # of `cases` and of the product
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "cases.kernel_cases"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_is_its_torch_definition(results: dict[str, str], name: str) -> None:
+    assert results[name] == "", results[name]
+
+
+def test_int4_is_compressed_tensors_to_the_bit() -> None:
+    """Every nibble in every place, against every finite bfloat16 scale."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    scale = bits[bits.isfinite()].view(-1, 1)  # one group a row
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-8, 8, (scale.shape[0], 32), generator=generator)
+    values[0] = torch.arange(-8, 8).repeat(2)
+    shifts = torch.arange(0, 32, 4)
+    packed = ((values + 8).view(-1, 4, 8) << shifts).sum(-1).to(torch.int64)
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    theirs = unpack_from_int32(packed, 4, torch.Size(values.shape))
+    assert torch.equal(theirs.to(torch.int64), values)
+    out = dequantize_int4(packed, scale, torch.empty(values.shape, dtype=torch.bfloat16))
+    wanted = theirs.to(torch.bfloat16) * scale
+    assert torch.equal(out.view(torch.int16), wanted.view(torch.int16))
+
+
+def test_int4_is_what_compressed_tensors_decompresses() -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    generator = torch.Generator().manual_seed(1)
+    scale = (torch.rand(24, 4, generator=generator) / 8).bfloat16()
+    values = torch.randint(-8, 8, (24, 128), generator=generator)
+    weight = (values.bfloat16().view(24, 4, 32) * scale[..., None]).view(24, 128)
+    arguments = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    stored = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    wanted = compressor.decompress(dict(stored), scheme)["weight"]
+    out = torch.empty(24, 128, dtype=torch.bfloat16)
+    assert torch.equal(dequantize_int4(stored["weight_packed"], stored["weight_scale"], out), wanted)
+    assert bool((wanted != 0).any())
+
+
+def test_mxfp4_is_transformers_to_the_bit() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(2)
+    blocks = torch.randint(0, 256, (3, 40, 2, 16), generator=generator).to(torch.uint8)
+    scales = torch.randint(0, 255, (3, 40, 2), generator=generator).to(torch.uint8)
+    wanted = convert_moe_packed_tensors(blocks.clone(), scales.clone()).transpose(1, 2)
+    out = dequantize_mxfp4(blocks, scales, torch.empty(3, 40, 64, dtype=torch.bfloat16))
+    assert torch.equal(out.view(torch.int16), wanted.contiguous().view(torch.int16))
+
+
+def test_the_combine_modes_round_where_they_say() -> None:
+    """Against transformers' loop of index_add_ (hf_eager), and products rounded before a sum (vllm_like)."""
+    generator = torch.Generator().manual_seed(3)
+    num_tokens, top_k, hidden = 40, 8, 64
+    experts = torch.stack([torch.randperm(16, generator=generator)[:top_k] for _ in range(num_tokens)])
+    row_of_slot = torch.empty_like(experts)
+    order = experts.flatten().argsort(stable=True)
+    row_of_slot.view(-1)[order] = torch.arange(order.numel())
+    rows = torch.randn(num_tokens * top_k, hidden, generator=generator).bfloat16()
+    weights = torch.rand(num_tokens, top_k, generator=generator).bfloat16()
+    eager = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16)
+    for expert in range(16):
+        token, slot = torch.where(experts == expert)
+        eager.index_add_(0, token, rows[row_of_slot[token, slot]] * weights[token, slot, None])
+    assert torch.equal(weighted_sum(rows, weights, row_of_slot, CombineMode.hf_eager), eager)
+    products = rows[row_of_slot] * weights[..., None]
+    in_order = torch.zeros(num_tokens, hidden)
+    exact = torch.zeros(num_tokens, hidden)
+    for slot in range(top_k):
+        in_order += products[:, slot].float()
+        exact += rows[row_of_slot[:, slot]].float() * weights[:, slot, None].float()
+    assert torch.equal(weighted_sum(rows, weights, row_of_slot, CombineMode.vllm_like), in_order.bfloat16())
+    once = weighted_sum(rows, weights, row_of_slot)
+    assert torch.equal(once, exact.bfloat16())
+    assert not torch.equal(once, eager) and not torch.equal(in_order.bfloat16(), eager)
+
+
+def test_more_rows_of_logits_than_the_second_axis_of_a_grid_holds(monkeypatch) -> None:
+    """CUDA's limits; the interpreter has none, so the launch is looked at and not made."""
+    grids: list[tuple[int, ...]] = []
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *_, **__: grids.append(grid)
+
+    monkeypatch.setattr(log_softmax, "_logits_gradient", Launches())
+    rows = torch.zeros(70_000, 2)
+    log_softmax.logits_gradient_triton(rows, torch.zeros(70_000).long(), rows[:, 0], rows[:, 1], 1.0)
+    ((first, *others),) = grids
+    assert first < 1 << 31
+    assert all(size < 1 << 16 for size in others)
+
+
+@pytest.fixture
+def shared_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Name of a kernel -> the shared memory of its launches in this test, which are compiled and not made."""
+    found: dict[str, int] = {}
+
+    def compiled(kernel: JITFunction, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: object, **options: object) -> None:
+            found[kernel.fn.__name__] = kernel.warmup(*args, grid=grid, **options).metadata.shared
+
+        return launch
+
+    monkeypatch.setattr(driver, "_active", OnlyCompiles())
+    monkeypatch.setattr(JITFunction, "__getitem__", compiled)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank"),
+    [
+        (torch.float16, 16),
+        (torch.float16, 64),
+        (torch.float32, 32),
+        (torch.bfloat16, 128),
+        (torch.bfloat16, 256),
+        (torch.bfloat16, MAX_EXPERT_RANK),
+        (torch.float32, MAX_EXPERT_RANK),
+    ],
+)
+def test_every_rank_fits_into_a_blocks_shared_memory(
+    shared_bytes: dict[str, int], dtype: torch.dtype, rank: int
+) -> None:
+    """The last rank of each tiling, and rank 256; float32 factors, which take the most."""
+    num_experts, num_rows, hidden, width = 4, 1024, 128, 256
+    groups = RowGroups(torch.full((num_experts,), num_rows // num_experts), num_rows)
+    rows, gu, h = (torch.zeros(num_rows, n, dtype=dtype) for n in (hidden, 2 * width, width))
+    low, weights, source = torch.zeros(num_rows, rank, dtype=dtype), torch.zeros(num_rows), torch.arange(num_rows)
+    a_gate_up, b_gate_up = torch.zeros(num_experts, rank, hidden), torch.zeros(num_experts, 2 * width, rank)
+    inner = InnerAdapter(b_gate_up, torch.zeros(num_experts, rank, width), 1.0)
+    gather_project_triton(rows, source, a_gate_up, groups, 1.0, None)
+    activate_triton(gu, low, inner, None, groups, SWIGLU)
+    activate_backward_triton(gu, low, inner, None, h, low, weights, groups, SWIGLU, True)
+    low_rank_gradient_triton(low, rows, groups, torch.empty_like(a_gate_up), source, weights)
+    add_low_rank_triton(gu, low, b_gate_up, None, groups)
+    assert shared_bytes.keys() == {
+        "_write_tiles", "_gather_project", "_activate", "_activate_backward", "_low_rank_gradient", "_add_low_rank",
+    }  # fmt: skip
+    assert max(shared_bytes.values()) <= BLOCK_SHARED_BYTES[OnlyCompiles.target], shared_bytes
+
+
+@pytest.mark.parametrize("num_rows", [128, 8192])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("target", BLOCK_SHARED_BYTES)
+def test_a_product_and_its_adapter_fit_into_a_blocks_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, shared_bytes: dict[str, int], target: int, dtype: torch.dtype, num_rows: int
+) -> None:
+    """Every tiling, both ways that weights lie; factors of the product's dtype, which take the most here."""
+    monkeypatch.setattr(OnlyCompiles, "target", target)
+    monkeypatch.setattr(grouped_gemm, "_capability", lambda device: target // 10)
+    num_experts, hidden, width = 4, 128, 512
+    groups = RowGroups(torch.full((num_experts,), num_rows // num_experts), num_rows)
+    rows, weights = torch.zeros(num_rows, hidden, dtype=dtype), torch.zeros(num_experts, width, hidden, dtype=dtype)
+    for rank in (ONE_STEP_RANK, MAX_EXPERT_RANK):
+        low, factors = torch.zeros(num_rows, rank, dtype=dtype), torch.zeros(num_experts, width, rank, dtype=dtype)
+        for matrices in (weights.transpose(1, 2), weights.view(num_experts, hidden, width)):
+            grouped_product(rows, matrices, groups, GroupedBackend.triton, low_SR=low, p_ENR=factors)
+            assert 0 < shared_bytes.pop("_product") <= BLOCK_SHARED_BYTES[target]
+
+
+@pytest.mark.parametrize("tilings", [ADAPTED, ADAPTED_BACKWARD, {0: FORWARD}, {0: BACKWARD}])
+def test_the_activations_tiles_divide_those_of_its_table(tilings: dict[int, Tiling]) -> None:
+    assert all(TABLE_ROWS % tiling.rows == 0 for tiling in tilings.values())
+
+
+@pytest.mark.parametrize("rank", [1, 16, 33, 64])
+def test_narrow_ranks_have_the_tilings_that_were_measured(rank: int) -> None:
+    """In bfloat16, on an H200 (docs/LOG.md)."""
+    is_narrow = rank <= 16
+    assert tiling_of(ADAPTED, rank, 2) == Tiling(64, 64 if is_narrow else 32, warps=4, stages=3)
+    rows, warps = (16, 1) if is_narrow else (64, 4)
+    assert tiling_of(ADAPTED_BACKWARD, rank, 2) == Tiling(rows, 64, warps=warps, stages=2)
+    assert tiling_of(ADD, rank, 2) == Tiling(64, 64, warps=4, stages=3)
+    assert tiling_of(GRADIENT, rank, 2) == Tiling(64, 128, warps=4, stages=2 if is_narrow else 3)
+    assert tiling_of(PROJECT, rank, 2) == Tiling(64, 128, warps=4, stages=2)

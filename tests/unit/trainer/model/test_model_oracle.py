@@ -1,0 +1,250 @@
+"""Promise of trainer/model: logits and every gradient are transformers', whatever the packing and the recomputation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases.tiny_models import (
+    COMMON,
+    DEEPSEEK,
+    DENSE,
+    GLM,
+    GPT_OSS,
+    LENGTHS,
+    LLAMA,
+    MIXED,
+    MOE,
+    hf_logits,
+    hf_model,
+    logits_of,
+    make_decoder,
+    packed,
+    probe_loss,
+    relative_error,
+    trainer_config,
+)
+
+from conf.errors import ConfigError
+from conf.schema import MlaNormEps, TrainMode
+from trainer.model.attend import AttentionBackend, PackedSequences, attend
+from trainer.weights.fused_experts import interleave
+
+CONFIGS = {
+    "dense": DENSE,
+    "dense_tied": {**DENSE, "tie_word_embeddings": True},
+    "dense_bias": {**DENSE, "attention_bias": True},
+    "dense_one_kv_head_and_theta_5e5": {**DENSE, "num_key_value_heads": 1, "rope_theta": 5e5},
+    "dense_rope_parameters": {
+        **DENSE,
+        "rope_theta": 1.0,
+        "rope_parameters": {"rope_theta": 3e4, "rope_type": "default"},
+    },
+    "moe": MOE,
+    "moe_not_renormalized": {**MOE, "norm_topk_prob": False},
+    "moe_tied_top_3_of_5": {**MOE, "tie_word_embeddings": True, "num_experts": 5, "num_experts_per_tok": 3},
+    "moe_with_a_dense_layer": MIXED,
+    "deepseek": DEEPSEEK,
+    "deepseek_without_q_lora_groups_and_yarn": {
+        **{key: value for key, value in DEEPSEEK.items() if key not in ("q_lora_rank", "rope_scaling")},
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+    },
+    "llama": LLAMA,
+    "llama_plain_tied_bias": {
+        **{key: value for key, value in LLAMA.items() if key != "rope_scaling"},
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+    },
+    "glm": GLM,
+    "glm_without_norms_and_bias": {**GLM, "use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 1.0},
+    "gpt_oss": GPT_OSS,
+    "gpt_oss_all_full_attention": {**GPT_OSS, "layer_types": ["full_attention"] * 2, "attention_bias": False},
+    "deepseek_bias_two_shared_half_rope": {
+        **DEEPSEEK,
+        "attention_bias": True,
+        "n_shared_experts": 2,
+        "rope_interleave": False,
+    },
+}
+FULL = trainer_config(TrainMode.full, train_router=True)
+
+
+def gradients_under_checkpoint_names(decoder):
+    """gpt-oss: its router's name, and its experts as transformers keeps them."""
+    grads = {name: p.grad for name, p in decoder.named_parameters() if p.requires_grad}
+    if decoder.spec.moe is None or not decoder.spec.moe.is_fused:
+        return grads
+    fused = {}
+    for name, grad in grads.items():
+        if ".mlp.experts." in name:
+            grad = interleave(grad) if "gate_up" in name else grad
+            grad = grad.transpose(1, 2) if grad.dim() == 3 else grad
+        name = name.replace(".mlp.gate.", ".mlp.router.")
+        fused[name.replace("up_bias", "up_proj_bias").replace("down_bias", "down_proj_bias")] = grad
+    return fused
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_every_gradient_match_transformers(name):
+    hf_config = CONFIGS[name]
+    batch = packed()
+    ours, oracle = make_decoder(hf_config, FULL, mla_norm_eps=MlaNormEps.hf), hf_model(hf_config)
+    our_logits, oracle_logits = logits_of(ours, batch), hf_logits(oracle, batch)
+    assert relative_error(our_logits, oracle_logits) < 1e-5
+
+    probe_loss(our_logits, batch[0]).backward()
+    probe_loss(oracle_logits, batch[0]).backward()
+    expected = {name: parameter.grad for name, parameter in oracle.named_parameters()}
+    actual = gradients_under_checkpoint_names(ours)
+    assert actual.keys() == expected.keys()
+    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+    assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize(
+    "hf_config", [DENSE, MOE, DEEPSEEK, GLM, GPT_OSS], ids=["dense", "moe", "deepseek", "glm", "gpt_oss"]
+)
+def test_packed_equals_unpacked(hf_config):
+    decoder = make_decoder(hf_config)
+    token_ids, positions, cu_seqlens = batch = packed()
+    together = logits_of(decoder, batch)
+    alone = [
+        logits_of(decoder, (token_ids[a:b], positions[a:b], torch.tensor([0, b - a])))
+        for a, b in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
+    ]
+    assert relative_error(together, torch.cat(alone)) < 1e-6
+
+
+@pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
+def test_recomputation_changes_no_bit(mode):
+    batch = packed()
+    results = []
+    for checkpointing in (True, False):
+        decoder = make_decoder(MIXED, trainer_config(mode, activation_checkpointing=checkpointing))
+        logits = logits_of(decoder, batch)
+        probe_loss(logits, batch[0]).backward()
+        results.append((logits, {n: p.grad for n, p in decoder.named_parameters() if p.requires_grad}))
+    (logits_on, grads_on), (logits_off, grads_off) = results
+    assert torch.equal(logits_on, logits_off)
+    assert grads_on.keys() == grads_off.keys()
+    assert all(torch.equal(grads_on[name], grads_off[name]) for name in grads_on)
+
+
+@pytest.mark.parametrize("hf_config", [DENSE, MIXED, DEEPSEEK, GPT_OSS], ids=["dense", "moe", "deepseek", "gpt_oss"])
+def test_a_microbatch_without_tokens_gives_gradients_of_zeros(hf_config):
+    for mode in (TrainMode.lora, TrainMode.full):
+        decoder = make_decoder(hf_config, trainer_config(mode))
+        batch = packed(())
+        logits = logits_of(decoder, batch)
+        assert logits.shape == (0, COMMON["vocab_size"])
+        logits.sum().backward()
+        for name, parameter in decoder.named_parameters():
+            if parameter.requires_grad:
+                assert parameter.grad is not None, name
+                assert not parameter.grad.any(), name
+
+
+def test_a_wrong_rope_base_or_eps_is_seen_by_the_oracle():
+    batch = packed()
+    expected = hf_logits(hf_model(DENSE), batch)
+    for wrong in ({"rope_theta": 9000.0}, {"rms_norm_eps": 1e-3}):
+        assert relative_error(logits_of(make_decoder({**DENSE, **wrong}, FULL), batch), expected) > 1e-4
+
+
+DEEPSEEK_MISTAKES = {
+    "RoPE pairs": {"rope_interleave": False},
+    "no shared expert": {"n_shared_experts": 0},
+    "no mscale in the softmax scale": {"rope_scaling": {**DEEPSEEK["rope_scaling"], "mscale_all_dim": None}},
+    "no YaRN": {"rope_scaling": None},
+    "groups": {"n_group": 1, "topk_group": 1},
+    "routing scale": {"routed_scaling_factor": 1.0},
+}
+
+
+@pytest.mark.parametrize("mistake", DEEPSEEK_MISTAKES)
+def test_each_deepseek_mistake_is_seen_by_the_oracle(mistake):
+    batch = packed()
+    wrong = make_decoder({**DEEPSEEK, **DEEPSEEK_MISTAKES[mistake]}, FULL, mla_norm_eps=MlaNormEps.hf)
+    assert relative_error(logits_of(wrong, batch), hf_logits(hf_model(DEEPSEEK), batch)) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (LLAMA, {"rope_scaling": None}),
+        (LLAMA, {"rope_scaling": {**LLAMA["rope_scaling"], "low_freq_factor": 2.0}}),
+        (GLM, {"partial_rotary_factor": 1.0}),
+        (GLM, {"n_shared_experts": 0}),
+        (GLM, {"use_qk_norm": False}),
+        (GPT_OSS, {"sliding_window": 5}),
+        (GPT_OSS, {"layer_types": ["full_attention", "sliding_attention"]}),
+        (GPT_OSS, {"swiglu_limit": 7.0}),
+        (GPT_OSS, {"swiglu_alpha": 1.0}),
+        (GPT_OSS, {"rope_scaling": {**GPT_OSS["rope_scaling"], "truncate": True}}),
+    ],
+)
+def test_each_other_mistake_is_seen_by_the_oracle(right, wrong):
+    batch = packed()
+    expected = hf_logits(hf_model(right), batch)
+    assert relative_error(logits_of(make_decoder({**right, **wrong}, FULL), batch), expected) > 1e-4
+
+
+def test_the_eps_of_latent_norms_follows_the_engine_or_transformers():
+    """transformers leaves them at 1e-6 whatever the config says; an engine takes rms_norm_eps."""
+    batch, config = packed(), {**DEEPSEEK, "rms_norm_eps": 1e-3}
+    oracle = hf_model(config)
+    expected = hf_logits(oracle, batch)
+    assert relative_error(logits_of(make_decoder(config, FULL, mla_norm_eps=MlaNormEps.hf), batch), expected) < 1e-5
+    rollout = logits_of(make_decoder(config, FULL), batch)
+    assert relative_error(rollout, expected) > 1e-4
+    for layer in oracle.model.layers:
+        layer.self_attn.q_a_layernorm.variance_epsilon = 1e-3
+        layer.self_attn.kv_a_layernorm.variance_epsilon = 1e-3
+    assert relative_error(rollout, hf_logits(oracle, batch)) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("has_sinks", [True, False])
+def test_flex_attention_is_padded_attention(window, has_sinks):
+    """Forward and uncompiled here, all that a CPU can; tests/gpu has the gradients. No block is full of tokens."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = PackedSequences.from_cu_seqlens(packed()[2], sum(LENGTHS), torch.device("cpu"))
+    shapes = [(sum(LENGTHS), heads, 16) for heads in (4, 2, 2)] + ([(4,)] if has_sinks else [])
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    sinks = inputs[3] if has_sinks else None
+    mine, wanted = (
+        attend(*inputs[:3], sequences, backend, 0.3, window=window, sinks_N=sinks)
+        for backend in (AttentionBackend.flex, AttentionBackend.padded)
+    )
+    assert relative_error(mine, wanted) < 1e-5
+
+
+def test_sequences_do_not_see_each_other_nor_the_future():
+    decoder = make_decoder(
+        DENSE
+    )  # with experts, a change elsewhere may change a matrix product's row count, and so its last bit
+    token_ids, positions, cu_seqlens = packed()
+    before = logits_of(decoder, (token_ids, positions, cu_seqlens))
+    changed = token_ids.clone()
+    changed[9] = (changed[9] + 1) % COMMON["vocab_size"]  # token 1 of the third sequence, tokens 8..19
+    after = logits_of(decoder, (changed, positions, cu_seqlens))
+    assert torch.equal(before[:9], after[:9])
+    assert torch.equal(before[20:], after[20:])
+    assert not torch.equal(before[9:20], after[9:20])
+
+
+def test_cu_seqlens_that_do_not_fit_are_refused():
+    decoder = make_decoder(DENSE)
+    token_ids, positions, _ = packed()
+    for wrong in ([0, 7], [0, 30, 24], [1, 24], []):
+        with pytest.raises(ValueError, match="cu_seqlens must rise from 0"):
+            decoder(token_ids, positions, torch.tensor(wrong, dtype=torch.int64))
+    assert sum(LENGTHS) == 24
+
+
+def test_a_table_that_is_also_the_head_stays_on_the_device():
+    tied = {**DENSE, "tie_word_embeddings": True}
+    with pytest.raises(ConfigError, match="embedding_on_host=true needs a head of its own"):
+        make_decoder(tied, trainer_config(embedding_on_host=True))

@@ -1,0 +1,369 @@
+"""Promise of trainer/moe/routed.py: output and every gradient are those of transformers' experts under PEFT's adapters,
+whatever is recomputed, packed, or spread over ranks.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases.moe_cases import (
+    HIDDEN,
+    NUM_EXPERTS,
+    NUM_TOKENS,
+    RANK,
+    TOP_K,
+    WIDTH,
+    make_batch,
+    make_experts,
+    rows_of,
+    run,
+    run_expert_parallel,
+)
+from cases.tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss, relative_error, trainer_config
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
+from trainer.architecture.model_spec import ExpertFormat
+from trainer.kernels.dequant import GROUP
+from trainer.kernels.groups import RowGroups
+from trainer.moe import dispatch, routed
+from trainer.moe.bank import Towards, UnpackedSlots
+from trainer.moe.dispatch import plan_dispatch
+from trainer.moe.experts import Experts
+from trainer.weights.adapter_io import pack_expert_a, pack_expert_b
+
+
+def oracle_experts(experts: Experts) -> nn.Module:
+    """transformers' Qwen3-MoE experts with PEFT's ParamWrapper, holding the same values."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(
+        hidden_size=HIDDEN, moe_intermediate_size=WIDTH, num_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K
+    )
+    config._experts_implementation = "eager"
+    inner = Qwen3MoeExperts(config)
+    assert experts.gate_up_proj is not None and experts.down_proj is not None
+    with torch.no_grad():
+        inner.gate_up_proj.copy_(experts.gate_up_proj)
+        inner.down_proj.copy_(experts.down_proj)
+    holder = nn.Module()
+    holder.experts = inner
+    peft = PeftConfig(
+        r=RANK, lora_alpha=2 * RANK, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    )
+    wrapped = get_peft_model(holder, peft)  # type: ignore[arg-type]
+    return wrapped.base_model.model.experts
+
+
+def oracle_factors(oracle: nn.Module) -> dict[str, nn.Parameter]:
+    """PEFT nests the wrappers: down_proj outside, gate_up_proj inside."""
+    outer, inner = oracle, oracle.base_layer
+    return {
+        "gate_up_lora_A": inner.lora_A["default"].weight,
+        "gate_up_lora_B": inner.lora_B["default"].weight,
+        "down_lora_A": outer.lora_A["default"].weight,
+        "down_lora_B": outer.lora_B["default"].weight,
+    }
+
+
+def oracle_results(experts: Experts, pack_b=pack_expert_b, dtype=torch.float32) -> dict[str, Tensor]:
+    """Output and gradients of the oracle in float32, gradients of factors in PEFT's packing; inputs as in dtype."""
+    oracle = oracle_experts(experts).to(torch.float32)
+    factors = oracle_factors(oracle)
+    with torch.no_grad():
+        for name, factor in factors.items():
+            factor.copy_((pack_expert_a if name.endswith("A") else pack_b)(getattr(experts, name)))
+    x, weights, ids, grad_out = make_batch(dtype)
+    x, weights = x.detach().float().requires_grad_(), weights.detach().float().requires_grad_()
+    out = oracle(x, ids, weights)
+    out.backward(grad_out.float())
+    assert x.grad is not None and weights.grad is not None
+    return {"out": out.detach(), "x": x.grad, "weights": weights.grad, **{n: p.grad for n, p in factors.items()}}
+
+
+def packed_like_peft(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    packings = {"A": pack_expert_a, "B": pack_expert_b}
+    return {name: packings[name[-1]](value) if "lora_" in name else value for name, value in results.items()}
+
+
+def errors(mine: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    assert mine.keys() == wanted.keys()
+    return {name: relative_error(mine[name].float(), wanted[name].float()) for name in wanted}
+
+
+def test_output_and_every_gradient_are_pefts_on_transformers_experts():
+    experts = make_experts()
+    found = errors(packed_like_peft(run(experts)), oracle_results(experts))
+    assert max(found.values()) < 1e-5, found
+
+
+def test_bfloat16_stays_near_the_float32_oracle():
+    """Each product rounds its rows and its float32 adapter to 2^-9; up to four follow each other."""
+    narrow = make_experts(dtype=torch.bfloat16)
+    wide = make_experts()
+    wide.load_state_dict(narrow.state_dict())
+    found = errors(packed_like_peft(run(narrow)), oracle_results(wide, dtype=torch.bfloat16))
+    assert max(found.values()) < 1e-2, found
+
+
+def test_another_order_of_the_experts_in_b_is_noticed():
+    experts = make_experts()
+    wrong = oracle_results(experts, lambda b_ENR: b_ENR.permute(1, 0, 2).flatten(1).contiguous())
+    found = errors(packed_like_peft(run(experts)), wrong)
+    assert found["out"] > 1e-2 and found["down_lora_A"] > 1e-2
+
+
+def test_the_routers_gradient_needs_the_adapter_and_no_down_output(monkeypatch):
+    """<h, dh'> without the adapter's part of dh' is another number: the identity is exercised."""
+    experts, activate_backward = make_experts(), routed.activate_backward
+
+    def without_adapter(gu, xa, adapter, bias, dh, db, *rest):
+        return activate_backward(gu, xa, adapter, bias, dh, torch.zeros_like(db), *rest)
+
+    wanted = run(experts)["weights"]
+    experts.zero_grad()
+    monkeypatch.setattr(routed, "activate_backward", without_adapter)
+    assert relative_error(run(experts)["weights"], wanted) > 1e-2
+
+
+@pytest.mark.parametrize("activation", [SWIGLU, CLAMPED_SWIGLU], ids=["swiglu", "clamped"])
+@pytest.mark.parametrize("is_full", [False, True], ids=["adapters", "full"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+def test_gradients_pass_gradcheck(activation, is_full, has_bias):
+    experts = make_experts(dtype=torch.float64, is_full=is_full, activation=activation, has_bias=has_bias, rank=4)
+    x, weights, ids, _ = make_batch(torch.float64)
+    x, weights, plan = x.detach()[:5].requires_grad_(), weights.detach()[:5].requires_grad_(), None
+    plan = plan_dispatch(ids[:5], NUM_EXPERTS, None)
+    names = [name for name, parameter in experts.named_parameters() if parameter.requires_grad]
+    assert any("bias" in name for name in names) is (is_full and has_bias)
+
+    def call(x, weights, *values):
+        return torch.func.functional_call(experts, dict(zip(names, values, strict=True)), (x, weights, plan))
+
+    values = [dict(experts.named_parameters())[name] for name in names]
+    assert torch.autograd.gradcheck(call, (x, weights, *values), fast_mode=True)
+
+
+def test_clamped_experts_with_biases_are_gpt_oss():
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    experts = make_experts(is_full=True, activation=CLAMPED_SWIGLU, has_bias=True)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.mul_(4)  # reach the clamps
+    config = GptOssConfig(
+        hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K
+    )
+    config._experts_implementation = "eager"
+    oracle = GptOssExperts(config)
+    with torch.no_grad():  # gpt-oss: columns are outputs, gate and up take turns
+        for name in ("gate_up_proj", "gate_up_bias"):
+            ours = getattr(experts, name).unflatten(1, (2, WIDTH)).transpose(1, 2).flatten(1, 2)
+            theirs = oracle.gate_up_proj if name == "gate_up_proj" else oracle.gate_up_proj_bias
+            theirs.copy_(ours.transpose(1, 2) if ours.dim() == 3 else ours)
+        oracle.down_proj.copy_(experts.down_proj.transpose(1, 2))
+        oracle.down_proj_bias.copy_(experts.down_bias)
+    x, weights, ids, grad_out = make_batch()
+    out = oracle(x, ids, weights)
+    out.backward(grad_out)
+    mine = run(experts)
+    assert relative_error(mine["out"], out) < 1e-5
+    assert relative_error(mine["x"], x.grad) < 1e-5
+    assert relative_error(mine["weights"], weights.grad) < 1e-5
+    assert relative_error(mine["down_bias"], oracle.down_proj_bias.grad) < 1e-5
+    turned = oracle.gate_up_proj.grad.transpose(1, 2).unflatten(1, (WIDTH, 2)).transpose(1, 2).flatten(1, 2)
+    assert relative_error(mine["gate_up_proj"], turned) < 1e-5
+
+
+def test_frozen_weights_get_no_gradient_product(monkeypatch):
+    monkeypatch.setattr(routed, "grouped_gradient", None)
+    run(make_experts())
+
+
+def test_only_tokens_routing_and_low_rank_rows_are_saved():
+    experts = make_experts(dtype=torch.bfloat16)
+    x, weights, ids, _ = make_batch(torch.bfloat16)
+    held = {p.data_ptr() for p in experts.parameters()} | {x.data_ptr(), weights.data_ptr()}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        experts(x, weights, plan_dispatch(ids, NUM_EXPERTS, None))
+    extra = [t for t in kept if t.data_ptr() not in held]
+    assert sum(t.numel() for t in extra if t.is_floating_point()) == 2 * NUM_TOKENS * TOP_K * RANK
+    ids_and_counts = sum(t.numel() for t in extra if not t.is_floating_point())  # the plan: three tables of slots
+    assert ids_and_counts == 3 * NUM_TOKENS * TOP_K + 2 * NUM_EXPERTS
+
+
+def test_recomputation_changes_no_bit():
+    experts = make_experts(dtype=torch.bfloat16)
+    plain = run(experts)
+    experts.zero_grad()
+    forward = experts.forward
+    experts.forward = lambda *a: checkpoint(forward, *a, use_reentrant=False)  # type: ignore[method-assign]
+    again = run(experts)
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def test_a_checkpointed_layer_computes_its_routed_experts_forward_once(monkeypatch):
+    calls, forward = [], Experts.forward
+    monkeypatch.setattr(Experts, "forward", lambda self, *a: calls.append(self) or forward(self, *a))
+    batch, decoder = packed(), make_decoder(MIXED, trainer_config(activation_checkpointing=True))
+    probe_loss(logits_of(decoder, batch), batch[0]).backward()
+    assert len(calls) == len(set(calls)) == 2  # of three layers, one is dense
+
+
+def test_tokens_do_not_see_each_other():
+    experts = make_experts()
+    together = run(experts)["out"]
+    alone = [run(experts, rows=slice(token, token + 1))["out"] for token in range(NUM_TOKENS)]
+    assert relative_error(torch.cat(alone), together) < 1e-6
+
+
+def test_no_rows_at_all_gives_gradients_of_zeros():
+    results = run(make_experts(), rows=slice(0, 0))
+    assert results["out"].shape == (0, HIDDEN)
+    grads = {name: value for name, value in results.items() if "lora_" in name}
+    assert len(grads) == 4 and not any(value.any() for value in grads.values())
+
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return {n: run_expert_parallel(n, tmp_path_factory.mktemp(f"ep{n}"), DTYPES) for n in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_expert_parallel_ranks_give_the_bits_of_one(ranks, world_size, dtype):
+    """Unequal shares, and a rank of four without tokens. Experts see the same rows in the same order."""
+    (one,) = (results[dtype] for results in ranks[1])
+    many = [results[dtype] for results in ranks[world_size]]
+    for name, wanted in one.items():  # tokens' results by token, experts' by expert: both are cut along dim 0
+        assert torch.equal(torch.cat([results[name] for results in many]), wanted), name
+    assert any(rows_of(rank, 4) == slice(NUM_TOKENS, NUM_TOKENS) for rank in range(4))
+
+
+def test_sent_rows_end_when_they_were_sent(tmp_path, monkeypatch):
+    """At 8,192 tokens of Kimi-K2 each of these tensors is 0.94 GB of a rank's peak."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        gathered: list[weakref.ref[Tensor]] = []
+        sent: list[weakref.ref[Tensor]] = []
+        is_product_held: list[bool] = []
+        exchange, gather_rows, activate_backward = dispatch._all_to_all, dispatch.gather_rows, routed.activate_backward
+
+        def gather(values, source):
+            gathered.append(weakref.ref(values))
+            return gather_rows(values, source)
+
+        def watch(rows, *rest):
+            if rows.dim() == 2:
+                sent.append(weakref.ref(rows))
+                is_product_held.append(gathered[-1]() is not None)
+            return exchange(rows, *rest)
+
+        def look(*arguments):
+            deadline = time.monotonic() + 5  # gloo's thread lets go of what it sent a moment after it was received
+            while any(rows() is not None for rows in sent) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert [rows() is None for rows in sent] == [True] * 4, "x and y forward, g and x backward"
+            return activate_backward(*arguments)
+
+        monkeypatch.setattr(dispatch, "gather_rows", gather)
+        monkeypatch.setattr(dispatch, "_all_to_all", watch)
+        monkeypatch.setattr(routed, "activate_backward", look)
+        run(make_experts(), dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    # x and the experts' output forward, then g, x and the gradient of the rows: tokens stay, products do not
+    assert is_product_held == [True, False, True, True, False]
+
+
+def test_expert_gradients_divided_by_the_group_would_be_noticed(ranks):
+    (one,) = (results[torch.float32] for results in ranks[1])
+    grads = torch.cat([results[torch.float32]["down_lora_B"] for results in ranks[2]]) / 2
+    assert relative_error(grads, one["down_lora_B"]) > 0.1
+
+
+def fill_packed(experts: Experts) -> None:
+    assert experts.packed is not None
+    generator = torch.Generator().manual_seed(9)
+    for name, buffer in experts.packed.named_buffers():
+        if buffer.dtype is torch.bfloat16:
+            buffer.copy_(torch.rand(buffer.shape, generator=generator) * 0.05)
+        elif name.endswith("scale"):
+            buffer.copy_(torch.randint(118, 124, buffer.shape, generator=generator))
+        else:
+            limits = (-(2**31), 2**31) if buffer.dtype is torch.int32 else (0, 256)
+            buffer.copy_(torch.randint(*limits, buffer.shape, generator=generator))
+
+
+@pytest.mark.parametrize("expert_format", [ExpertFormat.int4, ExpertFormat.mxfp4])
+def test_packed_experts_are_plain_experts_of_the_unpacked_values(expert_format):
+    slots = UnpackedSlots(torch.bfloat16)
+    layers = [make_experts(dtype=torch.bfloat16, expert_format=expert_format, slots=slots) for _ in range(3)]
+    for one in layers:
+        fill_packed(one)
+    middle = layers[1]
+    bits = {name: buffer.clone() for name, buffer in middle.named_buffers()}
+    plain = make_experts(dtype=torch.bfloat16)
+    assert middle.packed is not None
+    with torch.no_grad():
+        gate_up, down = middle.packed.weights(Towards.output)
+        plain.gate_up_proj.copy_(gate_up)
+        plain.down_proj.copy_(down)
+        for name, parameter in middle.named_parameters():
+            getattr(plain, name).copy_(parameter)
+    layers[0].packed.weights(Towards.output)  # another layer's values are in the slots
+    layers[2].packed.weights(Towards.output)
+    mine, wanted = run(middle), run(plain)
+    assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
+    assert bool(wanted["out"].any())
+    again = make_experts(dtype=torch.bfloat16, expert_format=expert_format, slots=UnpackedSlots(torch.bfloat16))
+    again.load_state_dict(middle.state_dict())
+    for name, buffer in again.named_buffers():
+        assert torch.equal(buffer, bits[name]), name
+
+
+def test_rows_that_are_not_whole_groups_are_refused():
+    with pytest.raises(ValueError, match=f"not whole groups of {GROUP}"):
+        Experts(
+            hidden_size=48,
+            intermediate_size=32,
+            first_expert=0,
+            num_local_experts=2,
+            compute_dtype=torch.bfloat16,
+            weight_dtype=torch.bfloat16,
+            lora=None,
+            device=torch.device("cpu"),
+            expert_format=ExpertFormat.int4,
+            slots=UnpackedSlots(torch.bfloat16),
+        )
+
+
+def test_a_poisoned_row_beyond_the_counts_would_be_noticed(monkeypatch):
+    """Counts are exact, so no row is left unwritten; one row too few for the last expert leaves its garbage."""
+    experts, product = make_experts(), routed.grouped_product
+    assert run(experts)["out"].isfinite().all()
+
+    def one_row_short(x, matrices, groups, backend, **more):
+        counts = groups.counts_E.clone()
+        counts[int(counts.nonzero()[-1])] -= 1
+        if more.get("low_SR") is not None:
+            more["low_SR"] = more["low_SR"][:-1]
+        out = torch.full((x.shape[0], matrices.shape[2]), torch.nan)
+        out[:-1] = product(x[:-1], matrices, RowGroups(counts, x.shape[0] - 1), backend, **more)
+        return out
+
+    monkeypatch.setattr(routed, "grouped_product", one_row_short)
+    assert not run(experts)["out"].isfinite().all()

@@ -1,0 +1,167 @@
+"""Promise of trainer/weights/adapter_io.py: PEFT and transformers load what is saved, and compute our logits with
+it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from cases.tiny_models import (
+    DEEPSEEK,
+    DENSE,
+    GLM,
+    GPT_OSS,
+    LLAMA,
+    MIXED,
+    MOE,
+    hf_logits,
+    hf_model,
+    logits_of,
+    make_decoder,
+    packed,
+    relative_error,
+    trainer_config,
+)
+from safetensors.torch import load_file, save_file
+
+import trainer.weights.adapter_io as adapter_io
+from conf.schema import LoraConfig, MlaNormEps, TrainMode
+from trainer.errors import CheckpointError
+from trainer.weights.adapter_io import load_adapter, save_adapter, save_merged
+
+TIED = {**DENSE, "tie_word_embeddings": True}
+
+
+def peft_logits(hf_config, folder, batch):
+    """Logits of transformers plus PEFT with the saved adapter."""
+    from peft import PeftModel
+
+    return hf_logits(PeftModel.from_pretrained(hf_model(hf_config), folder).eval(), batch)
+
+
+@pytest.mark.parametrize(
+    "hf_config",
+    [MIXED, TIED, DEEPSEEK, GLM, LLAMA, GPT_OSS],
+    ids=["moe", "dense_tied", "deepseek", "glm", "llama", "gpt_oss"],
+)
+def test_peft_reproduces_our_logits_from_the_saved_adapter(hf_config, tmp_path):
+    decoder, batch = make_decoder(hf_config, mla_norm_eps=MlaNormEps.hf), packed()
+    save_adapter(decoder, tmp_path)
+    assert relative_error(logits_of(decoder, batch), peft_logits(hf_config, tmp_path, batch)) < 1e-5
+
+
+RANKS = LoraConfig(rank=4, alpha=8.0, attention_rank=6, expert_rank=2)
+
+
+def test_a_rank_of_its_own_for_attention_and_experts_changes_no_scale(tmp_path):
+    decoder, batch = make_decoder(DEEPSEEK, trainer_config(lora=RANKS), mla_norm_eps=MlaNormEps.hf), packed()
+    save_adapter(decoder, tmp_path)
+    shapes = {name: tuple(t.shape) for name, t in load_file(tmp_path / adapter_io.ADAPTER_FILE).items()}
+    layer = "base_model.model.model.layers.1."
+    assert shapes[layer + "self_attn.kv_b_proj.lora_A.weight"] == (6, 16)
+    assert shapes[layer + "mlp.shared_experts.down_proj.lora_B.weight"] == (64, 4)
+    assert shapes[layer + "mlp.experts.lora_A.weight"] == (8 * 2, 24)
+    assert relative_error(logits_of(decoder, batch), peft_logits(DEEPSEEK, tmp_path, batch)) < 1e-5
+    other = make_decoder(DEEPSEEK, trainer_config(lora=RANKS), nonzero_b=False)
+    load_adapter(other, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(decoder.parameters(), other.parameters(), strict=True))
+    with pytest.raises(CheckpointError, match=r"has rank_pattern=.*attention_rank and expert_rank"):
+        load_adapter(make_decoder(DEEPSEEK), tmp_path)
+
+
+def test_expert_b_in_the_other_order_is_caught_by_that_comparison(tmp_path):
+    """The wrong reading, expert slowest, has the same shapes and loads without a complaint."""
+    decoder, batch = make_decoder(MOE), packed()
+    save_adapter(decoder, tmp_path)
+    file = tmp_path / adapter_io.ADAPTER_FILE
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".mlp.experts." in name and "lora_B" in name:
+            tensors[name] = tensor.view(tensor.shape[0], 4, 8).transpose(1, 2).flatten(1).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert relative_error(logits_of(decoder, batch), peft_logits(MOE, tmp_path, batch)) > 1e-2
+
+
+@pytest.mark.parametrize("hf_config", [MIXED, GPT_OSS], ids=["moe", "gpt_oss"])
+def test_a_saved_adapter_loads_back_bit_for_bit(hf_config, tmp_path):
+    decoder = make_decoder(hf_config)
+    save_adapter(decoder, tmp_path)
+    other = make_decoder(hf_config, nonzero_b=False)
+    load_adapter(other, tmp_path)
+    mine, theirs = dict(decoder.named_parameters()), dict(other.named_parameters())
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
+    save_adapter(make_decoder(MOE), tmp_path)
+    with pytest.raises(CheckpointError, match=r"has r=4; trainer\.lora, with rank, makes it 8"):
+        load_adapter(make_decoder(MOE, trainer_config(lora=LoraConfig(rank=8, alpha=8.0))), tmp_path)
+    with pytest.raises(CheckpointError, match="without a place"):
+        load_adapter(make_decoder(MOE, trainer_config(lora=LoraConfig(rank=4, alpha=8.0, attention=False))), tmp_path)
+    with pytest.raises(CheckpointError, match="no tensor"):
+        load_adapter(make_decoder(MIXED), tmp_path)
+    with pytest.raises(CheckpointError, match="no readable adapter"):
+        load_adapter(make_decoder(MOE), tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="no adapters to save"):
+        save_adapter(make_decoder(MOE, trainer_config(TrainMode.full)), tmp_path)
+
+
+@pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
+@pytest.mark.parametrize(
+    "hf_config",
+    [MIXED, TIED, DEEPSEEK, GLM, LLAMA, GPT_OSS],
+    ids=["moe", "dense_tied", "deepseek", "glm", "llama", "gpt_oss"],
+)
+def test_transformers_reproduces_our_logits_from_the_merged_model(hf_config, mode, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    decoder, batch = make_decoder(hf_config, trainer_config(mode), mla_norm_eps=MlaNormEps.hf), packed()
+    save_merged(decoder, tmp_path, hf_config)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert relative_error(logits_of(decoder, batch), hf_logits(model.eval(), batch)) < 1e-5
+
+
+def test_a_merged_model_has_the_checkpoints_tensors_in_the_models_format(tmp_path):
+    decoder = make_decoder(MIXED, dtype=torch.bfloat16)
+    (tmp_path / adapter_io.INDEX_NAME).write_text("of a larger model that was here")
+    save_merged(decoder, tmp_path, MIXED)
+    assert not (tmp_path / adapter_io.INDEX_NAME).exists()
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == {
+        meta.name: meta.shape for meta in decoder.spec.checkpoint_tensors("bfloat16")
+    }
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["Qwen3MoeForCausalLM"], "bfloat16")
+
+
+def test_a_correction_bias_stays_float32_in_a_bfloat16_export(tmp_path):
+    decoder = make_decoder(DEEPSEEK, dtype=torch.bfloat16)
+    save_merged(decoder, tmp_path, DEEPSEEK)
+    tensors = load_file(tmp_path / "model.safetensors")
+    wide = {name for name, tensor in tensors.items() if tensor.dtype is torch.float32}
+    assert wide == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
+    for name in wide:
+        assert torch.equal(tensors[name], decoder.get_parameter(name)), name
+        assert not torch.equal(tensors[name], tensors[name].bfloat16().float()), name
+
+
+def test_a_large_model_is_cut_into_files_with_an_index(tmp_path, monkeypatch):
+    from trainer.weights.loading import CheckpointReader, load_weights
+
+    monkeypatch.setattr(adapter_io, "MAX_FILE_BYTES", 1 << 16)
+    decoder = make_decoder(MOE, trainer_config(TrainMode.full))
+    save_merged(decoder, tmp_path, MOE)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 3
+    other = make_decoder(MOE, trainer_config(TrainMode.full))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(torch.nan)
+    report = load_weights(other, CheckpointReader(tmp_path, other.spec), seed=0)
+    assert report.ignored == ()
+    for (name, mine), theirs in zip(decoder.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name

@@ -1,0 +1,337 @@
+"""Block-FP8 of a publish: against an arithmetic of its own in float64, against vLLM's helpers, and over ranks whose
+rows end inside a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases.rank_helpers import MOE_CONFIG, fill_adapters, make_rank, spawn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from conf.errors import ConfigError
+from conf.schema import Device, DType, TrainMode
+from trainer.delivery.planned_layouts import source_layouts, temporary_bytes
+from trainer.errors import LayoutError
+from trainer.rank import TrainerRank
+from trainer.weights.quantization import (
+    BLOCK,
+    SCALE_SUFFIX,
+    BlockFp8,
+    engine_tensors,
+    owned_blocks,
+    shared_blocks,
+    touched_blocks,
+)
+from weight_sync.layout import Region, TensorMeta
+from weight_sync.publish.packing import PackedRead
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+CONFIG: dict[str, Any] = {
+    **MOE_CONFIG, "hidden_size": 200, "num_attention_heads": 10, "intermediate_size": 300,
+    "moe_intermediate_size": 140, "decoder_sparse_step": 2,
+}  # fmt: skip
+"""No size is a multiple of 128; two ranks cut q at row 80, a dense feed-forward at row 150, an o projection at 100."""
+QUANTIZED: dict[str, Any] = {
+    **CONFIG, "quantization_config": {**FP8, "modules_to_not_convert": ["lm_head", "model.layers.0.self_attn.k_proj"]},
+}  # fmt: skip
+
+
+def e4m3(values: np.ndarray) -> np.ndarray:
+    """The bytes of float8_e4m3fn next to float32 values of at most 448; to the even one in the middle."""
+    codes = np.arange(0x7F)  # 0x7f is NaN
+    exponent, fraction = codes >> 3, codes & 7
+    table = np.where(exponent == 0, fraction * 2.0**-9, (8 + fraction) * 2.0 ** (exponent - 10.0))
+    sizes = np.abs(values.astype(np.float64))
+    high = np.minimum(np.searchsorted(table, sizes), len(table) - 1)
+    low = np.maximum(high - 1, 0)
+    gap_low, gap_high = sizes - table[low], table[high] - sizes
+    is_low = (gap_low < gap_high) | ((gap_low == gap_high) & (low % 2 == 0))
+    return (np.where(is_low, low, high) | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
+
+
+def quantized_by_hand(weight: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes, scales): each block by itself, in float64 and rounded once."""
+    values = weight.numpy().astype(np.float64)
+    rows, columns = values.shape
+    scales = np.ones((-(-rows // BLOCK), -(-columns // BLOCK)), dtype=np.float32)
+    codes = np.empty(values.shape, dtype=np.uint8)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            window = np.s_[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
+            amax = np.abs(values[window]).max()
+            if amax > 0:
+                scales[i, j] = np.float32(amax / 448)
+            codes[window] = e4m3((values[window] / np.float64(scales[i, j])).astype(np.float32))
+    return codes, scales
+
+
+def merged_in_float32(rank: TrainerRank) -> dict[str, torch.Tensor]:
+    """Every weight before it is quantized."""
+    values: dict[str, torch.Tensor] = {}
+    source = rank._delivery.source
+    source.begin(0)
+    for name, held in source._held.items():
+        (one,) = held
+        values[name] = torch.empty(one.region.shape, dtype=torch.float32)
+        one.run(one.region).write(values[name], source._gathered_a)
+    source.end()
+    return values
+
+
+def as_bytes(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy()
+
+
+@pytest.fixture(scope="module", params=[DType.bfloat16, DType.float32])
+def exported(request, tmp_path_factory) -> tuple[TrainerRank, dict[str, torch.Tensor]]:
+    """One LoRA rank, and its export."""
+    folder = tmp_path_factory.mktemp("fp8")
+    rank = make_rank(dtype=request.param, hf_config=QUANTIZED)
+    fill_adapters(rank, 1)
+    with torch.no_grad():
+        rank._decoder.get_parameter("model.layers.0.mlp.up_proj.weight")[128:256, 128:].zero_()
+        rank._decoder.get_parameter("model.layers.0.mlp.up_proj.lora_B")[128:256].zero_()
+    rank.save_merged(folder)
+    return rank, load_file(folder / "model.safetensors")
+
+
+def test_weights_and_scales_are_those_of_float64(exported):
+    rank, export = exported
+    merged = merged_in_float32(rank)
+    metas = rank._decoder.spec.checkpoint_tensors(str(rank._decoder.dtype).removeprefix("torch."))
+    kept = {meta.name for meta in metas if not BlockFp8.from_hf_config(QUANTIZED).quantizes(meta.name, meta.shape)}
+    assert {"lm_head.weight", "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.gate.weight"} < kept
+    for name in kept:
+        assert export[name].dtype == rank._decoder.dtype
+        assert torch.equal(export[name], merged[name].to(rank._decoder.dtype)), name
+    checked = 0
+    for meta in metas:
+        if meta.name in kept:
+            continue
+        codes, scales = quantized_by_hand(merged[meta.name])
+        assert np.array_equal(export[meta.name + SCALE_SUFFIX].numpy(), scales), meta.name
+        assert np.array_equal(as_bytes(export[meta.name]), codes), meta.name
+        checked += 1
+    assert checked == 2 * 3 + 1 + 3 + 4 * 3
+    assert export["model.layers.0.mlp.up_proj.weight_scale_inv"][1, 1] == 1.0  # a block of zeros
+    base = rank._decoder.get_parameter("model.layers.1.mlp.experts.down_proj")[1].float()
+    assert not torch.equal(merged["model.layers.1.mlp.experts.1.down_proj.weight"], base)
+
+
+def test_vllm_reads_it_as_its_own_format(exported):
+    """Its dequantization gives the weights back to half an FP8 step, and its own quantizer chooses the same scales."""
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, scaled_dequantize
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    rank, export = exported
+    merged = merged_in_float32(rank)
+    for name in ("model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.experts.3.gate_proj.weight"):
+        weight, scales = export[name], export[name + SCALE_SUFFIX]
+        theirs, their_scales = per_block_cast_to_fp8(merged[name])
+        assert torch.equal(scales, their_scales)
+        # They multiply by 1 / scale: a value may fall to the neighbour, one code away.
+        apart = (as_bytes(weight).astype(int) - as_bytes(theirs).astype(int)).__abs__()
+        assert apart.max() <= 1
+        assert (apart > 0).mean() < 1e-3
+        rows, columns = (-(-size // BLOCK) * BLOCK for size in weight.shape)
+        padded = torch.zeros(rows, columns).to(torch.float8_e4m3fn)
+        padded[: weight.shape[0], : weight.shape[1]] = weight
+        back = scaled_dequantize(padded, scales, GroupShape(BLOCK, BLOCK))[: weight.shape[0], : weight.shape[1]]
+        # Three bits of fraction: half a step is 2^-4 of the value; below the smallest normal, 2^-10 of the scale.
+        bound = merged[name].abs() * 2.0**-4 + scales.max() * 2.0**-10
+        assert ((back - merged[name]).abs() <= bound).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_any_rectangle_and_any_join_is_bitwise_a_slice_of_the_export(exported, data):
+    rank, export = exported
+    metas = rank._delivery.source.layout().tensors
+    first = data.draw(st.integers(0, len(metas) - 1))
+    reads: list[PackedRead] = []
+    offset = 0
+    is_kept = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+    cuts: dict[tuple[int, ...], int] = {}
+    for meta in metas[first : first + data.draw(st.integers(1, 8))]:
+        cut = cuts.setdefault(meta.shape, data.draw(st.integers(1, meta.shape[0])))  # alike, as by TP
+        left = data.draw(st.integers(0, meta.shape[-1] - 1)) if len(meta.shape) == 2 else 0
+        for (start, stop), is_wanted in zip(((0, cut), (cut, meta.shape[0])), is_kept, strict=True):
+            if start < stop and is_wanted:
+                region = Region(
+                    (start, left)[: len(meta.shape)], (stop - start, meta.shape[-1] - left)[: len(meta.shape)]
+                )
+                axes = tuple(data.draw(st.permutations(range(len(meta.shape)))))
+                reads.append(PackedRead(meta.name, region, axes, meta.dtype, offset))
+                offset += -(-reads[-1].num_bytes // 4) * 4
+    slot = torch.zeros(offset, dtype=torch.uint8)
+    rank._delivery.source.begin(0)
+    rank._delivery.source.compile_reads(reads)(slot)()
+    rank._delivery.source.end()
+    for read in reads:
+        window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
+        assert np.array_equal(as_bytes(read.view(slot)), as_bytes(export[read.tensor][window])), read
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_values_and_scales_of_a_stack_of_experts_are_one_run_each(exported, tp_size):
+    rank, export = exported
+    for suffix in ("_proj.weight", "_proj.weight_scale_inv"):
+        reads: list[PackedRead] = []
+        offset = 0
+        for meta in rank._delivery.source.layout().tensors:
+            if ".mlp.experts." in meta.name and "down" not in meta.name and meta.name.endswith(suffix):
+                region = Region((0, 0), (meta.shape[0] // tp_size, meta.shape[1]))
+                reads.append(PackedRead(meta.name, region, (0, 1), meta.dtype, offset))
+                offset += reads[-1].num_bytes
+        assert len(reads) == 8
+        assert len(rank._delivery.source.joined(reads)) == 1
+        slot = torch.zeros(offset, dtype=torch.uint8)
+        rank._delivery.source.begin(0)
+        rank._delivery.source.compile_reads(reads)(slot)()
+        rank._delivery.source.end()
+        for read in reads:
+            wanted = export[read.tensor][: read.region.shape[0]]
+            assert np.array_equal(as_bytes(read.view(slot)), as_bytes(wanted)), read
+
+
+def test_what_an_engine_keeps_in_another_format_is_refused(exported):
+    rank, _ = exported
+    name = "model.layers.0.mlp.up_proj.weight"
+    rank._delivery.source.begin(0)
+    with pytest.raises(LayoutError, match="does not hold it in FP8"):
+        rank._delivery.source.read(name, Region((0, 0), (1, 1)), torch.empty(1, 1))
+    rank._delivery.source.end()
+    with pytest.raises(LayoutError, match=r"outside begin\(\) and end\(\)"):
+        rank._delivery.source.read(name + SCALE_SUFFIX, Region((0, 0), (1, 1)), torch.empty(1, 1))
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int, mode: TrainMode) -> tuple:
+    made = make_rank(
+        rank, world_size, rendezvous, ep_size=ep_size, mode=mode, dtype=DType.bfloat16, hf_config=QUANTIZED
+    )
+    fill_adapters(made, world_size)
+    made.save_merged(folder / "merged")
+    merged = {} if world_size > 1 else merged_in_float32(made)
+    source = made._delivery.source
+    held = source.begin(0)
+    read = {}
+    for shard in source.layout().shards:
+        dtype = next(meta.dtype for meta in source.layout().tensors if meta.name == shard.tensor)
+        read[shard.tensor, shard.region.start] = torch.empty(shard.region.shape, dtype=getattr(torch, dtype))
+        source.read(shard.tensor, shard.region, read[shard.tensor, shard.region.start])
+    source.end()
+    facts = (source.layout(), read, held, source.temporary_bytes, source._scales._num_shared, made._trainer, merged)
+    made.shutdown()
+    return facts
+
+
+CASES = [(1, TrainMode.lora), (1, TrainMode.full)]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request, tmp_path_factory) -> list[tuple[dict[str, torch.Tensor], list]]:
+    folder = tmp_path_factory.mktemp(f"ranks{request.param}")
+    cases = [*CASES, (2, TrainMode.lora)] if request.param == 2 else CASES[:1]
+    parts = spawn(work, request.param, folder, cases)
+    exports = [load_file(folder / str(index) / "merged" / "model.safetensors") for index in range(len(cases))]
+    return list(zip(exports, parts, strict=True))
+
+
+def test_ranks_cover_the_export_bitwise_and_blocks_that_they_share_have_one_scale(ranks):
+    for export, parts in ranks:
+        assert {meta.name: meta.shape for meta in parts[0][0].tensors} == {n: tuple(t.shape) for n, t in export.items()}
+        seen = {name: np.zeros(tensor.shape, dtype=int) for name, tensor in export.items()}
+        for _, read, held, declared, num_shared, *_ in parts:
+            assert num_shared > 0
+            assert held <= declared
+            for (name, start), values in read.items():
+                window = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))
+                assert np.array_equal(as_bytes(values), as_bytes(export[name][window])), name
+                seen[name][window] += 1
+        for name, times in seen.items():
+            # Vectors are frozen in LoRA mode, and then every rank has them whole.
+            is_whole = times.ndim == 1 and parts[0][5].mode is TrainMode.lora
+            assert (times == (len(parts) if is_whole else 1)).all(), name
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_ranks(ranks, tmp_path):
+    """fill_adapters draws by name and place, so one rank has the same policy as two or three."""
+    rank = make_rank(dtype=DType.bfloat16, hf_config=QUANTIZED)
+    fill_adapters(rank, 1)
+    rank.save_merged(tmp_path)
+    alone = load_file(tmp_path / "model.safetensors")
+    export, parts = ranks[0]
+    assert parts[0][5].mode is TrainMode.lora
+    for name, tensor in alone.items():
+        assert np.array_equal(as_bytes(tensor), as_bytes(export[name])), name
+
+
+def test_layouts_and_temporary_bytes_are_foretold(ranks):
+    quantization = BlockFp8.from_hf_config(QUANTIZED)
+    from trainer.architecture.model_spec import ModelSpec
+
+    spec = ModelSpec.from_hf_config(QUANTIZED)
+    for _, parts in ranks:
+        trainer = parts[0][5]
+        foretold = source_layouts(spec, "bfloat16", trainer, quantization)
+        for part, layout in zip(parts, foretold, strict=True):
+
+            def ordered(one):
+                return dataclasses.replace(one, shards=tuple(sorted(one.shards, key=lambda s: (s.tensor, s.region))))
+
+            assert ordered(part[0]) == ordered(layout)
+        assert max(part[3] for part in parts) == temporary_bytes(spec, trainer, Device.cpu, quantization)
+
+
+# -- which tensors -----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=6))
+def test_blocks_have_one_owner_whoever_holds_their_rows(sizes):
+    stops = np.cumsum(sizes).tolist()
+    ranges = list(zip([0, *stops[:-1]], stops))
+    owned = [block for start, stop in ranges for block in owned_blocks(start, stop)]
+    assert owned == list(range(-(-stops[-1] // BLOCK)))
+    for start, stop in ranges:
+        if start < stop:
+            assert set(owned_blocks(start, stop)) <= set(touched_blocks(start, stop))
+    inner = [start for start, stop in ranges if start < stop and start > 0 and start % BLOCK]
+    assert shared_blocks([one for one in ranges if one[0] < one[1]]) == sorted({start // BLOCK for start in inner})
+
+
+def test_only_the_format_that_can_be_made_is_accepted():
+    assert BlockFp8.from_hf_config({}) is None
+    for change, named in (
+        ({"quant_method": "gptq"}, "quant_method='gptq'"),
+        ({"weight_block_size": None}, "weight_block_size=None"),
+        ({"weight_block_size": [64, 128]}, r"weight_block_size=\[64, 128\]"),
+        ({"activation_scheme": "static"}, "activation_scheme='static'"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            BlockFp8.from_hf_config({"quantization_config": {**FP8, **change}})
+
+
+def test_an_entry_for_a_model_that_has_none_keeps_head_and_routers():
+    tensors = [
+        TensorMeta(name, (256, 128), "bfloat16")
+        for name in ("lm_head.weight", "model.layers.3.mlp.gate.weight", "model.layers.3.mlp.gate_proj.weight")
+    ]
+    entry = BlockFp8.hf_entry(tensors)
+    assert entry["modules_to_not_convert"] == ["lm_head", "model.layers.3.mlp.gate"]
+    wanted = engine_tensors(tensors, BlockFp8.from_hf_config({"quantization_config": entry}))
+    assert wanted[2:] == [
+        TensorMeta("model.layers.3.mlp.gate_proj.weight", (256, 128), "float8_e4m3fn"),
+        TensorMeta("model.layers.3.mlp.gate_proj.weight_scale_inv", (2, 1), "float32"),
+    ]

@@ -1,0 +1,54 @@
+"""Promise of trainer/weights/fused_experts.py: any rectangle of a fused checkpoint tensor is that rectangle of the
+merged whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases.tiny_models import GPT_OSS, make_decoder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.weights.fused_experts import FusedTensor, deinterleave, interleave
+from trainer.weights.shards import local_shards
+from weight_sync.layout import Region
+
+DECODER = make_decoder(GPT_OSS)
+FUSED = {held.tensor: held for held in local_shards(DECODER) if isinstance(held, FusedTensor)}
+LAYER = "model.layers.1.mlp.experts."
+
+
+def merged(held: FusedTensor, region: Region) -> torch.Tensor:
+    out = torch.full(region.shape, torch.nan)
+    held.read(region, out, {})
+    return out
+
+
+def test_a_whole_is_the_checkpoints_layout_of_base_plus_adapter():
+    bank = DECODER.model.layers[1].mlp.experts
+    delta = bank.lora.scale * torch.einsum("eor,eri->eoi", bank.gate_up_lora_B, bank.gate_up_lora_A)
+    weight = bank.gate_up_proj + delta
+    held = FUSED[LAYER + "gate_up_proj"]
+    whole = merged(held, held.region)
+    assert torch.allclose(whole[:, :, 0::2], weight[:, :24].transpose(1, 2), atol=1e-6)  # gate
+    assert torch.allclose(whole[:, :, 1::2], weight[:, 24:].transpose(1, 2), atol=1e-6)  # up
+
+
+@pytest.mark.parametrize("leaf", ["gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_rectangle_is_bitwise_that_of_the_whole(leaf, data):
+    held = FUSED[LAYER + leaf]
+    whole = merged(held, held.region)
+    start, shape = [], []
+    for size in held.region.shape:
+        start.append(data.draw(st.integers(0, size - 1)))
+        shape.append(data.draw(st.integers(1, size - start[-1])))
+    window = tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+    assert torch.equal(merged(held, Region(tuple(start), tuple(shape))), whole[window])
+
+
+def test_gate_and_up_in_turns_and_back():
+    rows = torch.arange(2 * 6 * 3).view(2, 6, 3)
+    assert interleave(rows)[0, :, 0].tolist() == [0, 9, 3, 12, 6, 15]
+    assert torch.equal(deinterleave(interleave(rows)), rows)

@@ -1,0 +1,249 @@
+"""Promise of trainer/weights/loading.py: every parameter is filled from the right place, or the missing tensor is
+named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+
+import pytest
+import torch
+from cases.tiny_models import DEEPSEEK, DENSE, MIXED, SpreadReader, make_decoder
+from safetensors.torch import load_file, save_file
+
+from conf.schema import Init, ModelConfig
+from trainer.architecture.model_spec import ModelSpec
+from trainer.errors import CheckpointError
+from trainer.weights import loading
+from trainer.weights.adapter_io import save_merged
+from trainer.weights.loading import (
+    CheckpointReader,
+    RandomReader,
+    fill_uniform,
+    load_weights,
+    open_reader,
+    stream_key,
+)
+from weight_sync.disk.safetensors_files import INDEX_NAME
+from weight_sync.layout import Region
+
+SPEC = ModelSpec.from_hf_config(MIXED)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_merged(make_decoder(MIXED, nonzero_b=False), folder, MIXED)
+    return folder
+
+
+def with_tensors(checkpoint, folder, change):
+    tensors = load_file(checkpoint / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return CheckpointReader(folder, SPEC)
+
+
+def test_a_checkpoint_fills_every_parameter(checkpoint):
+    expected, decoder = make_decoder(MIXED, nonzero_b=False), make_decoder(MIXED)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.fill_(torch.nan)
+    report = load_weights(decoder, open_reader(ModelConfig(path=str(checkpoint)), SPEC, seed=0, device="cpu"), seed=3)
+    assert report.num_tensors == len(SPEC.checkpoint_tensors("float32"))
+    assert report.num_bytes == sum(4 * p.numel() for n, p in decoder.named_parameters() if "lora_" not in n)
+    for (name, mine), wanted in zip(decoder.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, wanted), name
+
+
+def test_a_missing_or_misshapen_tensor_is_named_and_an_extra_one_reported(checkpoint, tmp_path):
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    decoder = make_decoder(MIXED)
+    with pytest.raises(CheckpointError, match=f"no tensor {name}"):
+        load_weights(decoder, with_tensors(checkpoint, tmp_path, lambda tensors: tensors.pop(name)), seed=0)
+    turned = lambda tensors: tensors.update({name: tensors[name].t().contiguous()})  # noqa: E731
+    with pytest.raises(CheckpointError, match=rf"{name} has shape \(64, 32\), the model needs \(32, 64\)"):
+        load_weights(decoder, with_tensors(checkpoint, tmp_path, turned), seed=0)
+    raw = lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)})  # noqa: E731
+    with pytest.raises(CheckpointError, match=f"{name} is FP8 without {name}_scale_inv"):
+        load_weights(decoder, with_tensors(checkpoint, tmp_path, raw), seed=0)
+    extra = lambda tensors: tensors.update({"model.extra": torch.ones(1)})  # noqa: E731
+    assert load_weights(decoder, with_tensors(checkpoint, tmp_path, extra), seed=0).ignored == ("model.extra",)
+
+
+def test_tensors_of_multi_token_prediction_are_counted_apart(tmp_path):
+    decoder = make_decoder(DEEPSEEK, nonzero_b=False)
+    save_merged(decoder, tmp_path, DEEPSEEK)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {"model.layers.3.eh_proj.weight": torch.ones(1), "model.layers.3.enorm.weight": torch.ones(1)}
+    tensors |= {"model.layers.4.eh_proj.weight": torch.ones(1)}  # the config names one such layer
+    save_file(tensors, tmp_path / "model.safetensors")
+    report = load_weights(decoder, CheckpointReader(tmp_path, decoder.spec), seed=0)
+    assert (report.num_mtp_tensors, report.ignored) == (2, ("model.layers.4.eh_proj.weight",))
+
+
+def test_a_folder_without_weights_or_with_a_broken_file_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
+        CheckpointReader(tmp_path, SPEC)
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
+        CheckpointReader(tmp_path, SPEC)
+
+
+def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
+    name, region = "model.norm.weight", Region((0,), (64,))
+    save_file({name: torch.full((64,), 2.0)}, tmp_path / "model-1.safetensors")
+    save_file({name: torch.full((64,), 3.0), "other": torch.zeros(1)}, tmp_path / "model-2.safetensors")
+    with pytest.raises(CheckpointError, match=r"model-1\.safetensors and in model-2\.safetensors"):
+        CheckpointReader(tmp_path, SPEC)
+    weight_map = {name: "model-1.safetensors", "other": "model-2.safetensors"}
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    assert CheckpointReader(tmp_path, SPEC).read(name, region).unique().tolist() == [2.0]
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {**weight_map, "other": "model-1.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"says that other is in model-1\.safetensors, which does not hold it"):
+        CheckpointReader(tmp_path, SPEC)
+
+
+def test_random_weights_have_the_declared_spread_and_norms_of_one():
+    decoder = make_decoder(MIXED)
+    config = ModelConfig(init=Init.random, hf_config=MIXED, init_std=0.3)
+    load_weights(decoder, open_reader(config, SPEC, seed=1, device="cpu"), seed=1)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("norm.weight"):
+            assert bool((parameter == 1).all()), name
+        elif "lora_" not in name and parameter.numel() > 4000:
+            assert float(parameter.detach().std()) == pytest.approx(0.3, rel=0.1), name
+    assert decoder.model.layers[0].mlp.experts.gate_up_proj.unique(dim=0).shape[0] == 8
+
+
+def test_fresh_adapters_are_kaiming_uniform_and_differ_by_expert_and_seed():
+    decoder = make_decoder(MIXED, nonzero_b=False)
+    for name, parameter in decoder.named_parameters():
+        if "lora_B" in name:
+            assert not parameter.any(), name
+        elif "lora_A" in name:
+            bound = 1 / math.sqrt(parameter.shape[-1])  # sqrt(6 / ((1 + 5) * fan_in))
+            assert float(parameter.detach().abs().max()) <= bound, name
+            assert float(parameter.detach().std()) == pytest.approx(bound / math.sqrt(3), rel=0.15), name
+            if ".experts." in name:
+                assert parameter.unique(dim=0).shape[0] == 8, name
+    before = {name: p.clone() for name, p in decoder.named_parameters() if "lora_A" in name}
+    load_weights(decoder, SpreadReader(SPEC), seed=4)
+    assert all(not torch.equal(p, before[n]) for n, p in decoder.named_parameters() if "lora_A" in n)
+
+
+def test_an_element_of_a_fresh_adapter_is_splitmix64_of_its_key_and_index():
+    """Of the whole stack, for an expert; so no layout can change it."""
+    mask = (1 << 64) - 1
+
+    def expected(name: str, index: int, fan_in: int) -> float:
+        key = int.from_bytes(hashlib.sha256(f"3/{name}".encode()).digest()[:8], "little") >> 1
+        z = (key + index + 1) * 0x9E3779B97F4A7C15 & mask
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+        bits = z >> 40  # z ^ (z >> 31) has the same upper 24 bits
+        bits -= (bits >> 23) << 24
+        return float(torch.tensor(bits * 2.0**-23, dtype=torch.float32) * (1 / math.sqrt(fan_in)))
+
+    decoder = make_decoder(MIXED, nonzero_b=False)
+    parameters = dict(decoder.named_parameters())
+    for name in ("model.layers.0.self_attn.o_proj.lora_A", "model.layers.0.mlp.experts.down_lora_A"):
+        flat = parameters[name].detach().flatten()
+        for index in (0, 1, 77, flat.numel() - 1):
+            assert float(flat[index]) == expected(name, index, parameters[name].shape[-1]), (name, index)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_uniform_numbers_do_not_depend_on_cuts_or_chunks(dtype, monkeypatch):
+    def numbers(first: int, count: int) -> torch.Tensor:
+        out = torch.full((count,), torch.nan, dtype=dtype)
+        fill_uniform(out, bound=0.3, key=(1 << 63) - 5, first_element=first)  # keys near the top wrap
+        return out
+
+    whole = numbers(0, 40_000)  # two whole chunks and a part
+    assert whole.isfinite().all()
+    for first, stop in ((0, 1), (16_383, 16_385), (7, 39_999), (40_000, 40_000)):
+        assert torch.equal(numbers(first, stop - first), whole[first:stop])
+    monkeypatch.setitem(loading.CHUNK_ELEMENTS, "cpu", 999)
+    assert torch.equal(numbers(0, 40_000), whole)
+
+
+def test_fresh_adapters_of_experts_names_and_seeds_are_uniform_and_independent():
+    """Limits: five standard errors, also for each of 2,016 pairs of rows; Kolmogorov-Smirnov's D sqrt(n) < 3, which
+    chance exceeds once in 3e7. The numbers are fixed: it passes always or never.
+    """
+    num_rows, num_columns = 16, 1 << 15
+
+    def stack(seed: int, name: str) -> torch.Tensor:
+        out = torch.empty(num_rows, num_columns)
+        fill_uniform(out, bound=1.0, key=stream_key(seed, name), first_element=0)
+        return out.double()
+
+    rows = torch.cat([stack(0, "a"), stack(0, "b"), stack(1, "a"), stack(2, "a")])
+    n = rows.numel()
+    assert rows.min() >= -1
+    assert rows.max() < 1
+    assert abs(float(rows.mean())) < 5 * math.sqrt(1 / 3 / n)
+    assert abs(float(rows.square().mean()) - 1 / 3) < 5 * math.sqrt(4 / 45 / n)  # E x^4 - (E x^2)^2 = 1/5 - 1/9
+    for values in (rows.flatten(), rows[3], rows[:, 5]):
+        ranks = (torch.arange(values.numel()) + 0.5) / values.numel()
+        distance = float(((values.sort().values + 1) / 2 - ranks).abs().max())
+        assert distance * math.sqrt(values.numel()) < 3.0
+    for one in (rows, rows.square() - 1 / 3, (rows * 2**12).remainder(1) - 0.5):  # values, sizes, lower bits
+        scaled = one / one.square().mean().sqrt()
+        between = scaled @ scaled.T / num_columns
+        assert float((between - between.diag().diag()).abs().max()) < 5 / math.sqrt(num_columns)
+        for lag in (1, 2, 64, 768, 2048):
+            along = float((scaled[:, lag:] * scaled[:, :-lag]).mean())
+            assert abs(along) < 5 / math.sqrt(num_rows * 4 * (num_columns - lag)), lag
+    assert rows.unique(dim=0).shape[0] == len(rows)
+
+
+def test_a_slice_of_random_weights_costs_its_blocks_and_is_the_slice_of_the_whole(monkeypatch):
+    drawn: list[int] = []
+    normal = torch.normal
+
+    def counting(mean, std, shape, **options):
+        drawn.append(math.prod(shape))
+        return normal(mean, std, shape, **options)
+
+    monkeypatch.setattr(loading, "BLOCK_ELEMENTS", 10 * 64)
+    monkeypatch.setattr(loading.torch, "normal", counting)
+    reader = RandomReader(SPEC, seed=0, std=1.0, device="cpu")
+    whole = reader.read("lm_head.weight", Region((0, 0), (96, 64)))  # ten blocks of ten rows, the last of six
+    assert drawn == [640] * 9 + [384]
+    assert whole.unique().numel() == pytest.approx(96 * 64, rel=0.01)  # no block repeats another
+    for start, rows, blocks in ((0, 1, 1), (9, 2, 2), (30, 10, 1), (88, 8, 2)):
+        drawn.clear()
+        part = reader.read("lm_head.weight", Region((start, 0), (rows, 64)))
+        assert torch.equal(part, whole[start : start + rows])
+        assert len(drawn) == blocks
+
+
+def test_another_seed_draws_other_weights():
+    one, other = (RandomReader(SPEC, seed=seed, std=0.1, device="cpu") for seed in (0, 1))
+    held = make_decoder(MIXED)
+    load_weights(held, one, seed=0)
+    first = held.model.embed_tokens.weight.clone()
+    load_weights(held, other, seed=0)
+    assert not torch.equal(first, held.model.embed_tokens.weight)
+
+
+def test_a_block_fp8_checkpoint_is_read_as_its_values(tmp_path):
+    """Any rows of it, also those that begin inside a block; a tensor without scales is refused."""
+    weight = torch.randn(300, 200, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2, generator=torch.Generator().manual_seed(2)) + 0.1
+    name = "model.layers.0.mlp.down_proj.weight"
+    spec = ModelSpec.from_hf_config({**DENSE, "hidden_size": 300, "intermediate_size": 200})
+    save_file({name: weight, f"{name}_scale_inv": scales}, tmp_path / "model.safetensors")
+    reader = CheckpointReader(tmp_path, spec)
+    for start, stop in ((0, 300), (100, 150), (130, 300)):
+        values = reader.read(name, Region((start, 0), (stop - start, 200)))
+        for row in range(start, stop, 7):
+            for column in range(0, 200, 11):
+                expected = weight[row, column].float() * scales[row // 128, column // 128]
+                assert values[row - start, column] == expected
+    save_file({name: weight}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"FP8 without .*weight_scale_inv"):
+        CheckpointReader(tmp_path, spec).read(name, Region((0, 0), (1, 200)))

@@ -1,0 +1,305 @@
+"""Promise of trainer/weights/packed_experts.py: four-bit experts keep every bit of the checkpoint, and compute what
+its authors' libraries say that those bits mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases.rank_helpers import VOCAB, count, make_rank, make_samples
+from cases.tiny_models import (
+    GPT_OSS_MXFP4,
+    KIMI_INT4,
+    PACKED,
+    SpreadReader,
+    hf_logits,
+    hf_model,
+    logits_of,
+    make_decoder,
+    packed,
+    probe_loss,
+    relative_error,
+    trainer_config,
+)
+from compressed_tensors.compressors import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from fakes import packed as fakes
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from conf.errors import ConfigError
+from conf.schema import AlgorithmConfig, DType, LoraConfig, MlaNormEps, Objective, OptimConfig, OptimState, TrainMode
+from trainer.architecture.model_spec import ModelSpec
+from trainer.delivery.adapter_source import AdapterSource
+from trainer.errors import CheckpointError, LayoutError
+from trainer.model.decoder import Decoder, build_decoder
+from trainer.parallel import ParallelLayout
+from trainer.weights.adapter_io import save_adapter, save_merged
+from trainer.weights.loading import CheckpointReader, load_weights
+from trainer.weights.packed_experts import forget_unpacked, packed_tensors
+from weight_sync.layout import Region
+
+MODELS = {"int4": KIMI_INT4, "mxfp4": GPT_OSS_MXFP4}
+
+
+def plain(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The same model with float experts."""
+    return {key: value for key, value in hf_config.items() if key != "quantization_config"}
+
+
+def stored(hf_config: dict[str, Any], name: str) -> Tensor:
+    """One whole tensor of the packed checkpoint."""
+    spec = ModelSpec.from_hf_config(hf_config)
+    (shape,) = (meta.shape for meta in spec.checkpoint_tensors("float32") if meta.name == name)
+    return SpreadReader(spec).read(name, Region((0,) * len(shape), shape))
+
+
+def by_compressed_tensors(hf_config: dict[str, Any], name: str, dtype: torch.dtype) -> Tensor:
+    """compressed_tensors' own dequantization, in the dtype of the scales it is given."""
+    scheme = QuantizationScheme(**PACKED["config_groups"]["group_0"])
+    data = {f"weight_{leaf}": stored(hf_config, f"{name}_{leaf}") for leaf in ("packed", "scale", "shape")}
+    data["weight_scale"] = data["weight_scale"].to(dtype)
+    return PackedQuantizationCompressor.decompress(data, scheme)["weight"]
+
+
+def by_transformers(hf_config: dict[str, Any], name: str, dtype: torch.dtype) -> Tensor:
+    """transformers' own dequantization, transposed as it keeps gpt-oss."""
+    blocks, scales = stored(hf_config, f"{name}_blocks"), stored(hf_config, f"{name}_scales")
+    return convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+
+
+ORACLES = {"int4": by_compressed_tensors, "mxfp4": by_transformers}
+
+
+class DequantizedReader:
+    """SpreadReader's packed checkpoint as a float one, through the oracle."""
+
+    def __init__(self, kind: str) -> None:
+        self._config, self._oracle = MODELS[kind], ORACLES[kind]
+        self._other = SpreadReader(ModelSpec.from_hf_config(self._config))
+
+    def names(self) -> None:
+        """Any."""
+        return
+
+    def read(self, tensor: str, region: Region) -> Tensor:
+        """float32."""
+        if ".experts." not in tensor or tensor.endswith("_bias"):
+            return self._other.read(tensor, region)
+        whole = self._oracle(self._config, tensor, torch.float32)
+        return whole[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))]
+
+
+def results(decoder: Decoder) -> tuple[Tensor, dict[str, Tensor]]:
+    batch = packed()
+    logits = logits_of(decoder, batch)
+    probe_loss(logits, batch[0]).backward()
+    return logits, {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_and_adapter_gradients_are_those_of_the_dequantized_model(kind):
+    mine, floats = make_decoder(MODELS[kind]), make_decoder(plain(MODELS[kind]), reader=DequantizedReader(kind))
+    (logits, grads), (expected, expected_grads) = results(mine), results(floats)
+    assert relative_error(logits, expected) < 1e-5
+    assert grads.keys() == expected_grads.keys()
+    assert any(".experts." in name for name in grads)
+    errors = {name: relative_error(grads[name], expected_grads[name]) for name in grads}
+    assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_peft_and_transformers_reproduce_the_logits_from_the_saved_adapter(kind, tmp_path):
+    decoder, batch = make_decoder(MODELS[kind], mla_norm_eps=MlaNormEps.hf), packed()
+    save_adapter(decoder, tmp_path)
+    base = plain(MODELS[kind]) | ({"model_type": "deepseek_v3"} if kind == "int4" else {})
+    model = hf_model(base, reader=DequantizedReader(kind))
+    without = hf_logits(model, batch)
+    adapted = hf_logits(PeftModel.from_pretrained(model, str(tmp_path)), batch)
+    assert relative_error(logits_of(decoder, batch), adapted) < 1e-5
+    assert relative_error(without, adapted) > 1e-2
+
+
+def test_unpacked_weights_are_bitwise_what_the_oracles_say():
+    for kind, hf_config in MODELS.items():
+        decoder = make_decoder(hf_config, dtype=torch.bfloat16)
+        layers: Any = decoder.model.layers
+        bank = layers[-1].mlp.experts
+        gate_up, down = (torch.empty(bank.packed.shapes[n], dtype=torch.bfloat16) for n in ("gate_up", "down"))
+        bank.packed.unpack(gate_up, down)
+        prefix = f"model.layers.{decoder.spec.num_layers - 1}.mlp.experts."
+        oracle = ORACLES[kind]
+        if kind == "mxfp4":
+            wanted = oracle(hf_config, f"{prefix}gate_up_proj", torch.bfloat16).transpose(1, 2)
+            wanted = torch.cat((wanted[:, 0::2], wanted[:, 1::2]), 1)
+            wanted_down = oracle(hf_config, f"{prefix}down_proj", torch.bfloat16).transpose(1, 2)
+        else:
+            gate, up, wanted_down = (
+                torch.stack([oracle(hf_config, f"{prefix}{e}.{leaf}_proj.weight", torch.bfloat16) for e in range(8)])
+                for leaf in ("gate", "up", "down")
+            )
+            wanted = torch.cat((gate, up), 1)
+        assert torch.equal(gate_up, wanted), kind
+        assert torch.equal(down, wanted_down), kind
+
+
+@pytest.mark.parametrize("model", fakes.MODELS)
+def test_a_right_program_is_within_the_bound_of_gpu_runs_and_faults_are_far_outside(model, tmp_path):
+    """What tests/gpu/test_packed_base_gpu.py asks of an engine, asked of the trainer here."""
+    base = fakes.write_packed_checkpoint(model, tmp_path / "base", seed=1)
+    spec = ModelSpec.from_hf_config(json.loads((base / "config.json").read_text()))
+    lora = LoraConfig(rank=4, alpha=8.0, attention=model == "qwen3_moe", mlp=False)
+    decoder = build_decoder(spec, dtype=torch.bfloat16, device="cpu", trainer=trainer_config(lora=lora))
+    load_weights(decoder, CheckpointReader(base, spec), seed=3)
+    batch = packed((72,) * 4, vocab_size=spec.vocab_size)
+
+    def k3s(name: str, adapter: dict[str, Tensor], misreadings: Iterable[str | None]) -> list[float]:
+        """Of the trainer's against the truth, in floors; the truth misread in these ways."""
+        with torch.no_grad():
+            mine = logits_of(decoder, batch).float().log_softmax(-1).view(4, 72, -1)
+        found: list[float] = []
+        for index, misreading in enumerate(misreadings):
+            folder = fakes.dequantize(base, tmp_path / f"{name}{index}", adapter=adapter, misreading=misreading)
+            truth = fakes.said_by_transformers(folder, batch[0].view(4, 72), torch.float32)
+            found.append(fakes.expected_k3(mine, truth))
+        return found
+
+    def floor(name: str) -> float:
+        said = [
+            fakes.said_by_transformers(tmp_path / name, batch[0].view(4, 72), dtype)
+            for dtype in (torch.bfloat16, torch.float32)
+        ]
+        return fakes.expected_k3(*said)
+
+    right, *wrong = k3s("base", {}, (None, *fakes.MISREADINGS))
+    bound = fakes.MAX_RATIO * floor("base0")
+    assert 0 < right < bound / 3
+    assert min(wrong) > 3 * bound, dict(zip(fakes.MISREADINGS, wrong, strict=True))
+
+    torch.manual_seed(5)
+    for parameter in decoder.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.3)
+    source = AdapterSource(decoder, 0, lora)
+    adapter = {meta.name: torch.empty(meta.shape) for meta in source.layout().tensors}
+    for name, whole in adapter.items():
+        source.read(name, Region((0, 0), tuple(whole.shape)), whole)
+    (right,) = k3s("adapted", adapter, (None,))
+    less = {name: factor for name, factor in adapter.items() if ".layers.1.mlp.experts.3." not in name}
+    (wrong_by_one,) = k3s("less", less, (None,))
+    bound = fakes.MAX_RATIO * floor("adapted0")
+    assert 0 < right < bound / 3
+    assert wrong_by_one > 3 * bound
+
+
+def write_checkpoint(folder, hf_config: dict[str, Any], **changes: Tensor) -> ModelSpec:
+    spec = ModelSpec.from_hf_config(hf_config)
+    reader = SpreadReader(spec)
+    tensors = {
+        m.name: reader.read(m.name, Region((0,) * len(m.shape), m.shape)).contiguous()
+        for m in spec.checkpoint_tensors("float32")
+    }
+    save_file(tensors | changes, folder / "model.safetensors")
+    return spec
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("ep_rank", [0, 1])
+def test_every_rank_loads_its_experts_bit_by_bit(kind, ep_rank, tmp_path):
+    spec = write_checkpoint(tmp_path, MODELS[kind])
+    layout = ParallelLayout(2, 2, ep_rank, torch.device("cpu"), None, None, None)
+    config = trainer_config(num_ranks=2, ep_size=2)
+    decoder = build_decoder(spec, dtype=torch.bfloat16, device="cpu", trainer=config, layout=layout)
+    report = load_weights(decoder, CheckpointReader(tmp_path, spec), seed=3)
+    assert report.ignored == ()
+    held = [one for one in packed_tensors(decoder) if not one.is_fact]
+    assert report.num_packed_bytes == sum(b.numel() * b.element_size() for b in decoder.buffers())
+    for one in held:
+        whole = stored(MODELS[kind], one.tensor)
+        wanted = whole[tuple(slice(a, b) for a, b in zip(one.region.start, one.region.stop, strict=True))]
+        if one.takes_turns:
+            wanted = torch.cat((wanted[:, 0::2], wanted[:, 1::2]), 1)
+        assert torch.equal(one.into.view(torch.uint8), wanted.contiguous().view(torch.uint8)), one.tensor
+    assert {one.region.start[0] for one in held} == ({4 * ep_rank} if kind == "mxfp4" else {0})
+    # to_empty, state_dict and back: the bits again
+    other = build_decoder(spec, dtype=torch.bfloat16, device="cpu", trainer=config, layout=layout)
+    other.load_state_dict(decoder.state_dict())
+    for mine, theirs in zip(decoder.buffers(), other.buffers(), strict=True):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_other_bits_than_the_models_are_refused_by_name(tmp_path):
+    prefix = "model.layers.1.mlp.experts.3.up_proj.weight"
+    scale = stored(KIMI_INT4, f"{prefix}_scale").float()
+    for change, message in (
+        ({f"{prefix}_scale": scale}, rf"{prefix}_scale is stored as torch.float32; packed experts are kept bit by bit"),
+        ({f"{prefix}_shape": torch.tensor([32, 32])}, rf"{prefix}_shape says \[32, 32\], the model needs \[32, 64\]"),
+    ):
+        spec = write_checkpoint(tmp_path, KIMI_INT4, **change)
+        decoder = build_decoder(spec, dtype=torch.float32, device="cpu", trainer=trainer_config())
+        with pytest.raises(CheckpointError, match=message):
+            load_weights(decoder, CheckpointReader(tmp_path, spec), seed=3)
+
+
+def test_loading_again_forgets_what_was_unpacked(tmp_path):
+    spec = write_checkpoint(tmp_path, KIMI_INT4)
+    decoder, batch = make_decoder(KIMI_INT4), packed()
+    wanted = logits_of(decoder, batch)
+    for buffer in decoder.buffers():
+        buffer.zero_()
+    forget_unpacked(decoder)
+    assert relative_error(logits_of(decoder, batch), wanted) > 1e-2
+    load_weights(decoder, CheckpointReader(tmp_path, spec), seed=3)
+    again = make_decoder(KIMI_INT4, nonzero_b=False)
+    assert torch.equal(logits_of(decoder, batch), logits_of(again, batch))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("objective", [Objective.policy, Objective.sft])
+def test_a_rank_trains_packed_experts_and_publishes_nothing_merged(kind, objective, tmp_path):
+    hf_config = {**MODELS[kind], "vocab_size": VOCAB}
+    algorithm = AlgorithmConfig(objective=objective)
+    rank = make_rank(hf_config=hf_config, algorithm=algorithm, dtype=DType.bfloat16, lora_dtype=DType.bfloat16,
+                     optim=OptimConfig(lr=1e-2, state=OptimState.int8))  # fmt: skip
+    samples = make_samples()
+    buffers = list(rank._loaded().buffers())
+    bits = [buffer.clone() for buffer in buffers]
+    losses = []
+    for version in range(4):
+        batch = [replace(sample, oldest_version=version) for sample in samples]
+        stats = rank.forward_backward([batch], count(batch, version))
+        losses.append(stats.sums["loss/total_sum"])
+        assert rank.optimizer_step().is_finite
+    if objective is Objective.sft:
+        assert losses[-1] < losses[0]
+    assert all(torch.equal(a, b) for a, b in zip(bits, buffers, strict=True))
+    rank.save_adapter(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"packed experts is not written merged: .* save the adapter"):
+        rank.save_merged(tmp_path / "merged")
+    with pytest.raises(LayoutError, match="packed experts cannot be written into engines"):
+        rank.connect([])
+
+
+def test_adapters_beside_packed_experts_have_the_names_and_shapes_of_those_beside_plain_ones():
+    """Engines load the packed base themselves, and a publish carries these."""
+    lora = LoraConfig(rank=4, attention=False)
+    packed_source, plain_source = (
+        AdapterSource(make_decoder(config, trainer_config(lora=lora)), 0, lora)
+        for config in (KIMI_INT4, {**KIMI_INT4, "quantization_config": None})
+    )
+    assert packed_source.layout() == plain_source.layout()
+    assert any(".experts." in meta.name for meta in packed_source.layout().tensors)
+
+
+def test_full_training_of_packed_experts_is_refused():
+    with pytest.raises(ConfigError, match=r"trainer.mode=full cannot train int4 experts; set trainer.mode=lora"):
+        make_decoder(KIMI_INT4, trainer_config(TrainMode.full))
+    with pytest.raises(CheckpointError, match="serve it beside the packed base"):
+        save_merged(make_decoder(KIMI_INT4), "unused", KIMI_INT4)

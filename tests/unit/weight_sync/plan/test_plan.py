@@ -1,0 +1,455 @@
+"""Plans against a naive oracle: random layouts on both sides, tasks executed in memory, compared with the loads
+themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+
+import msgpack
+import numpy as np
+import pytest
+from cases.layouts import (
+    UNWRITTEN,
+    checkpoint_values,
+    engine_rank,
+    filled_by_loads,
+    filled_by_tasks,
+    rows,
+    shard_rows,
+    systems,
+    tiny_checkpoint,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weight_sync.errors import PlanError
+from weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, SourceLayout, SourceShard, TensorMeta
+from weight_sync.plan.chunks import MAX_RUNS
+from weight_sync.plan.plan import SHARES_PER_SOURCE, TransferPlan, build_plan, rank_plan_from_wire
+from weight_sync.plan.proof import prove_coverage
+from weight_sync.plan.schedule import MIN_SHARED_BYTES
+from weight_sync.plan.tasks import MESH_GROUPS, Task
+
+PROPERTY = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+def all_tasks(plan: TransferPlan) -> list[Task]:
+    return [task for tasks in plan.tasks.values() for task in tasks]
+
+
+def small_system(num_sources: int = 2, tp_size: int = 2, num_replicas: int = 2):
+    """Experts by EP, everything else by rows; two replicas of TP=2."""
+    tensors = tiny_checkpoint(2, 4, hidden=8, heads=4, kv_heads=2, head_dim=2, inter=4, vocab=8)
+    held: list[list[SourceShard]] = [[] for _ in range(num_sources)]
+    for meta in tensors:
+        if ".experts." in meta.name:
+            expert = int(meta.name.split(".experts.")[1].split(".")[0])
+            held[expert % num_sources].append(SourceShard(meta.name, shard_rows(meta, [0, meta.shape[0]])[0]))
+        else:
+            step = -(-meta.shape[0] // num_sources)
+            edges = [min(i * step, meta.shape[0]) for i in range(num_sources + 1)]
+            for rank, region in enumerate(shard_rows(meta, edges)):
+                held[rank].append(SourceShard(meta.name, region))
+    sources = [SourceLayout(rank, tensors, tuple(shards)) for rank, shards in enumerate(held)]
+    return sources, [[engine_rank(tensors, rank, tp_size) for rank in range(tp_size)] for _ in range(num_replicas)]
+
+
+# --- properties ---
+
+
+@PROPERTY
+@given(system=systems(), max_task_bytes=st.integers(4, 400))
+def test_replaying_a_plan_leaves_what_the_loader_leaves(system, max_task_bytes):
+    sources, replicas = system
+    values = checkpoint_values(sources[0].tensors)
+    plan = build_plan(sources, replicas, max_task_bytes=max_task_bytes)
+    memory, writes = filled_by_tasks(replicas, all_tasks(plan), values)
+    for replica, layouts in enumerate(replicas):
+        for layout in layouts:
+            for name, wanted in filled_by_loads(layout, values).items():
+                key = (replica, layout.rank, name)
+                np.testing.assert_array_equal(memory[key], wanted, err_msg=str(key))
+                # once where the loader copies; never in fills and derived parameters
+                np.testing.assert_array_equal(writes[key], (wanted != UNWRITTEN).astype(int), err_msg=str(key))
+
+
+@PROPERTY
+@given(system=systems(), max_task_bytes=st.integers(4, 400))
+def test_no_task_passes_the_bound_and_each_source_holds_what_it_sends(system, max_task_bytes):
+    sources, replicas = system
+    plan = build_plan(sources, replicas, max_task_bytes=max_task_bytes)
+    assert all(0 < task.num_bytes <= max_task_bytes for task in all_tasks(plan))
+    for source in sources:
+        held: dict[str, np.ndarray] = {}
+        for meta in source.tensors:
+            held[meta.name] = np.zeros(meta.shape, dtype=bool)
+        for shard in source.shards:
+            held[shard.tensor][tuple(map(slice, shard.region.start, shard.region.stop))] = True
+        for task in plan.tasks[source.rank]:
+            assert task.source_rank == source.rank
+            for piece in task.pieces:
+                assert held[piece.tensor][tuple(map(slice, piece.region.start, piece.region.stop))].all(), piece
+
+
+@PROPERTY
+@given(system=systems(), max_task_bytes=st.integers(4, 400))
+def test_expected_bytes_are_what_the_tasks_write(system, max_task_bytes):
+    sources, replicas = system
+    plan = build_plan(sources, replicas, max_task_bytes=max_task_bytes)
+    for replica, layouts in enumerate(replicas):
+        for layout in layouts:
+            written = {param.name: 0 for param in layout.params if param.post_load is not PostLoad.derived}
+            for task in all_tasks(plan):
+                if (task.replica, task.dest_rank) == (replica, layout.rank):
+                    written[task.param] += task.num_bytes
+            assert plan.expected[replica, layout.rank] == written
+    summary = plan.summary()
+    assert sum(summary.sent_bytes.values()) == sum(summary.received_bytes.values()) == summary.num_bytes
+    assert sum(summary.group_bytes.values()) == summary.num_bytes
+
+
+@PROPERTY
+@given(system=systems(), max_task_bytes=st.integers(4, 400))
+def test_a_plan_is_deterministic_and_survives_the_wire(system, max_task_bytes):
+    sources, replicas = system
+    plan = build_plan(sources, replicas, max_task_bytes=max_task_bytes)
+    again = build_plan(list(reversed(sources)), replicas, max_task_bytes=max_task_bytes)
+    assert plan == again
+    for source in sources:
+        part = rank_plan_from_wire(msgpack.unpackb(msgpack.packb(plan.to_wire(source.rank))))
+        assert part.tasks == plan.tasks[source.rank]
+        assert (part.digest, part.rank, part.max_task_bytes) == (plan.digest, source.rank, max_task_bytes)
+
+
+@PROPERTY
+@given(
+    num_sources=st.integers(2, 6),
+    num_tensors=st.integers(1, 12),
+    num_replicas=st.integers(1, 3),
+    megabytes=st.integers(1, 4),
+)
+def test_replicated_tensors_are_shared_out_evenly(num_sources, num_tensors, num_replicas, megabytes):
+    # rows of 1 KiB
+    tensors = tuple(TensorMeta(f"t{i}", (megabytes * 1024, 512), "bfloat16") for i in range(num_tensors))
+    whole = Region((0, 0), tensors[0].shape)
+    sources = [SourceLayout(r, tensors, tuple(SourceShard(t.name, whole) for t in tensors)) for r in range(num_sources)]
+    layout = DestLayout(
+        0,
+        tuple(Param(t.name, t.shape, "bfloat16") for t in tensors),
+        tuple(Load(t.name, whole, (0, 1), t.name, 0, (512, 1)) for t in tensors),
+    )
+    plan = build_plan(sources, [[layout]] * num_replicas, max_task_bytes=1 << 30)
+    sent = plan.summary().sent_bytes.values()
+    # Greedy list scheduling: the fullest source got its last task when it was the emptiest.
+    largest = max(MIN_SHARED_BYTES, sum(sent) // num_sources // SHARES_PER_SOURCE + 1024)  # cut between rows
+    assert max(sent) - min(sent) <= plan.summary().largest_task_bytes <= largest
+
+
+# --- order and shape of a plan ---
+
+
+def test_dense_goes_before_experts_and_layers_ascend_and_embeddings_are_last_of_what_is_dense():
+    plan = build_plan(*small_system(), max_task_bytes=1 << 20)
+    for tasks in plan.tasks.values():
+        groups = [MESH_GROUPS.index(task.mesh_group) for task in tasks]
+        assert groups == sorted(groups)
+        for group in MESH_GROUPS:
+            layers = [
+                int(piece.split(".")[2]) if ".layers." in piece else 1 << 10
+                for piece in (task.pieces[0].tensor for task in tasks if task.mesh_group == group)
+            ]
+            assert layers == sorted(layers)
+
+
+def test_like_chunks_of_all_destinations_follow_each_other():
+    plan = build_plan(*small_system(num_sources=2, tp_size=2, num_replicas=1), max_task_bytes=1 << 20)
+    num_turns = 0
+    for tasks in plan.tasks.values():
+        experts = [task for task in tasks if task.mesh_group == "experts"]
+        for one, other in itertools.pairwise(experts):
+            if (one.param, one.dest_offset_bytes) == (other.param, other.dest_offset_bytes):
+                assert one.dest_rank != other.dest_rank
+                num_turns += 1
+        by_rank = Counter(task.dest_rank for task in experts[: len(experts) // 2])
+        assert max(by_rank.values()) - min(by_rank.values()) <= 1, "half of a schedule is half of every rank's"
+    assert num_turns
+
+
+def test_sources_begin_with_different_destinations():
+    plan = build_plan(*small_system(num_sources=2, tp_size=2, num_replicas=1), max_task_bytes=1 << 20)
+    assert [plan.tasks[rank][0].dest_rank for rank in (0, 1)] == [0, 1]
+
+
+def test_equal_tasks_of_several_replicas_are_neighbours_and_share_their_pieces():
+    plan = build_plan(*small_system(num_replicas=2), max_task_bytes=1 << 20)
+    for tasks in plan.tasks.values():
+        for first, second in zip(*[iter(tasks)] * 2, strict=True):
+            assert first.pieces is second.pieces
+            assert dataclasses.replace(first, replica=0) == dataclasses.replace(second, replica=0)
+    part = rank_plan_from_wire(plan.to_wire(0))
+    assert part.tasks[0].pieces is part.tasks[1].pieces
+
+
+def test_a_block_of_local_experts_is_one_write():
+    tensors = tiny_checkpoint(1, 4, hidden=8, heads=4, kv_heads=2, head_dim=2, inter=4, vocab=8)
+    source = SourceLayout(0, tensors, tuple(SourceShard(m.name, shard_rows(m, [0, m.shape[0]])[0]) for m in tensors))
+    plan = build_plan([source], [[engine_rank(tensors, 0, 1)]], max_task_bytes=1 << 20)
+    (w13,) = [task for task in plan.tasks[0] if task.param.endswith(".w13")]
+    # 4 experts x (gate, up) of 4 x 8 bfloat16
+    assert w13.num_bytes == 4 * 2 * 4 * 8 * 2
+    assert [piece.tensor.split(".")[5:7] for piece in w13.pieces] == [
+        [str(expert), half] for expert in range(4) for half in ("gate_proj", "up_proj")
+    ]
+
+
+def test_a_row_longer_than_the_bound_is_cut_inside():
+    meta = TensorMeta("t", (3, 10), "bfloat16")
+    whole = Region((0, 0), (3, 10))
+    layout = DestLayout(0, (Param("p", (3, 10), "bfloat16"),), (Load("t", whole, (0, 1), "p", 0, (10, 1)),))
+    plan = build_plan([SourceLayout(0, (meta,), (SourceShard("t", whole),))], [[layout]], max_task_bytes=12)
+    # rows of 20 bytes, bound 12: every row is 6 + 4 elements
+    assert [task.num_bytes for task in plan.tasks[0]] == [12, 8] * 3
+
+
+def test_a_scalar_and_a_dim_of_size_one_cross():
+    tensors = (TensorMeta("scale", (), "float32"), TensorMeta("thin", (1, 4, 1), "float32"))
+    source = SourceLayout(
+        0, tensors, (SourceShard("scale", Region((), ())), SourceShard("thin", Region((0, 0, 0), (1, 4, 1))))
+    )
+    layout = DestLayout(
+        0,
+        (Param("scale", (), "float32"), Param("thin", (4,), "float32")),
+        (
+            Load("scale", Region((), ()), (), "scale", 0, ()),
+            Load("thin", Region((0, 0, 0), (1, 4, 1)), (0, 1, 2), "thin", 0, (4, 1, 1)),
+        ),
+    )
+    plan = build_plan([source], [[layout]], max_task_bytes=1 << 20)
+    assert sorted(task.num_bytes for task in plan.tasks[0]) == [4, 16]
+
+
+@pytest.mark.parametrize("field", ["bound", "dtype", "fill", "route"])
+def test_the_digest_covers_everything(field):
+    sources, replicas = small_system()
+    plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
+    bound = 1 << 20
+    if field == "bound":
+        bound += 1
+    elif field == "dtype":
+        first = replicas[0][0]
+        params = tuple(dataclasses.replace(p, dtype="float16") for p in first.params)
+        replicas[0][0] = dataclasses.replace(first, params=params)
+    elif field == "fill":
+        first = replicas[0][0]
+        replicas[0][0] = dataclasses.replace(first, fills=tuple(dataclasses.replace(f, value=1.0) for f in first.fills))
+    else:
+        sources = [dataclasses.replace(s, rank=1 - s.rank) for s in sources]
+    assert build_plan(sources, replicas, max_task_bytes=bound).digest != plan.digest
+
+
+# --- what is refused ---
+
+
+def broken(plan: TransferPlan, rank: int, tasks: list[Task]) -> TransferPlan:
+    return dataclasses.replace(plan, tasks={**plan.tasks, rank: tuple(tasks)})
+
+
+def test_the_proof_accepts_what_build_plan_makes():
+    sources, replicas = small_system()
+    prove_coverage(build_plan(sources, replicas, max_task_bytes=100), replicas, sources)
+
+
+@pytest.mark.parametrize("index", [0, 7, -1])
+def test_a_dropped_task_is_caught(index):
+    sources, replicas = small_system()
+    plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
+    tasks = list(plan.tasks[0])
+    lost = tasks.pop(index)
+    with pytest.raises(PlanError, match=r"nobody writes|end at byte") as caught:
+        prove_coverage(broken(plan, 0, tasks), replicas)
+    assert lost.param in str(caught.value)
+
+
+def test_a_repeated_task_is_caught():
+    sources, replicas = small_system()
+    plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
+    tasks = list(plan.tasks[1])
+    with pytest.raises(PlanError, match="written twice"):
+        prove_coverage(broken(plan, 1, [*tasks, tasks[3]]), replicas)
+
+
+@pytest.mark.parametrize("shift", [2, -2, 1])
+def test_a_shifted_offset_is_caught(shift):
+    sources, replicas = small_system()
+    plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
+    tasks = list(plan.tasks[0])
+    index = next(i for i, task in enumerate(tasks) if task.param.endswith("qkv"))
+    tasks[index] = dataclasses.replace(tasks[index], dest_offset_bytes=tasks[index].dest_offset_bytes + shift)
+    with pytest.raises(PlanError) as caught:
+        prove_coverage(broken(plan, 0, tasks), replicas)
+    assert tasks[index].param in str(caught.value)
+
+
+def test_swapped_gate_and_up_are_caught_and_named():
+    sources, replicas = small_system()
+    plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
+    tasks = list(plan.tasks[0])
+    index = next(i for i, task in enumerate(tasks) if task.param.endswith("w13"))
+    gate, up = tasks[index].pieces[:2]
+    swapped = (dataclasses.replace(gate, tensor=up.tensor), dataclasses.replace(up, tensor=gate.tensor))
+    tasks[index] = dataclasses.replace(tasks[index], pieces=(*swapped, *tasks[index].pieces[2:]))
+    with pytest.raises(PlanError, match=r"no load puts model\.layers\.0\.mlp\.experts\.0\.up_proj\.weight"):
+        prove_coverage(broken(plan, 0, tasks), replicas)
+
+
+def test_a_piece_with_other_rows_or_another_order_is_caught():
+    sources, replicas = small_system()
+    plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
+    tasks = list(plan.tasks[0])
+    index = next(i for i, t in enumerate(tasks) if len(t.pieces) == 1 and t.pieces[0].region.shape == (4, 4))
+    (piece,) = tasks[index].pieces
+    moved = Region((piece.region.start[0], 4 - piece.region.start[1]), piece.region.shape)
+    for wrong in (dataclasses.replace(piece, region=moved), dataclasses.replace(piece, axes=(1, 0))):
+        tasks[index] = dataclasses.replace(tasks[index], pieces=(wrong,))
+        with pytest.raises(PlanError, match="no load puts"):
+            prove_coverage(broken(plan, 0, tasks), replicas)
+
+
+def test_a_task_from_a_rank_that_does_not_hold_it_is_caught():
+    sources, replicas = small_system()
+    plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
+    moved = [dataclasses.replace(task, source_rank=1) for task in plan.tasks[0]]
+    wrong = dataclasses.replace(plan, tasks={0: (), 1: (*plan.tasks[1], *moved)})
+    with pytest.raises(PlanError, match="does not hold it"):
+        prove_coverage(wrong, replicas, sources)
+
+
+def test_a_tampered_wire_part_is_refused():
+    sources, replicas = small_system()
+    plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
+    for path, pattern in (
+        (("tasks", "num_rows"), "differ"),
+        (("max_task_bytes",), "add up"),
+        (("format_version",), "format"),
+    ):
+        wire = msgpack.unpackb(msgpack.packb(plan.to_wire(0)))
+        target = wire
+        for key in path[:-1]:
+            target = target[key]
+        target[path[-1]] += 1
+        with pytest.raises(PlanError, match=pattern):
+            rank_plan_from_wire(wire)
+
+
+def test_a_missing_shard_names_the_tensor_the_rows_and_the_parameter():
+    sources, replicas = small_system()
+    name = "model.layers.1.self_attn.k_proj.weight"
+    sources[1] = dataclasses.replace(sources[1], shards=tuple(s for s in sources[1].shards if s.tensor != name))
+    with pytest.raises(
+        PlanError, match=r"layers\.1\.qkv needs model\.layers\.1\.self_attn\.k_proj\.weight start \[2, 0\]"
+    ):
+        build_plan(sources, replicas, max_task_bytes=1 << 20)
+
+
+def one_matrix(**changes):
+    """A (4, 6) matrix, one source, one engine rank; `changes` break the load."""
+    load = dataclasses.replace(Load("t", Region((0, 0), (4, 6)), (0, 1), "p", 0, (6, 1)), **changes)
+    source = SourceLayout(0, (TensorMeta("t", (4, 6), "float32"),), (SourceShard("t", Region((0, 0), (4, 6))),))
+    return [source], [[DestLayout(0, (Param("p", (4, 6), "float32"),), (load,))]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"region": Region((1, 0), (4, 6))}, r"does not lie inside t of shape \[4, 6\]"),
+        ({"region": Region((0,), (4,))}, "does not lie inside t"),
+        ({"tensor": "x"}, "no such tensor"),
+        ({"param": "x"}, "no such parameter"),
+        ({"axes": (0, 0)}, "do not order"),
+        ({"offset": 1}, "leaves the parameter"),
+        ({"region": Region((0, 0), (3, 6))}, "has 24 elements, its loads bring 18"),
+        ({"stride": (0, 1)}, r"nobody writes bytes|written twice"),
+        ({"stride": (1, 3)}, r"written twice|nobody writes|no load"),
+    ],
+)
+def test_a_load_that_does_not_fit_is_refused_and_named(changes, pattern):
+    with pytest.raises(PlanError, match=pattern) as caught:
+        build_plan(*one_matrix(**changes), max_task_bytes=1 << 20)
+    assert "replica 0 rank 0" in str(caught.value)
+
+
+def test_two_loads_of_the_same_bytes_are_refused():
+    sources, ((layout,),) = one_matrix()
+    twice = dataclasses.replace(layout, loads=layout.loads * 2)
+    with pytest.raises(PlanError, match="has 24 elements, its loads bring 48"):
+        build_plan(sources, [[twice]], max_task_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        (lambda s: [], "at least one source rank"),
+        (lambda s: [s[0], s[0]], "claim rank 0"),
+        (lambda s: [s[0], dataclasses.replace(s[1], tensors=s[1].tensors[:-1])], "disagree on the checkpoint"),
+        (
+            lambda s: [s[0], dataclasses.replace(s[1], tensors=(TensorMeta("x", (1,), "int32"), *s[1].tensors[1:]))],
+            "disagree on the checkpoint: TensorMeta",
+        ),
+        (lambda s: [s[0], dataclasses.replace(s[1], shards=(SourceShard("x", Region((0,), (1,))),))], "does not have"),
+        (
+            lambda s: [s[0], dataclasses.replace(s[1], shards=(SourceShard("model.norm.weight", Region((4,), (8,))),))],
+            "does not lie inside model.norm.weight",
+        ),
+    ],
+)
+def test_source_layouts_that_do_not_belong_together_are_refused(change, pattern):
+    sources, replicas = small_system()
+    with pytest.raises(PlanError, match=pattern):
+        build_plan(change(sources), replicas, max_task_bytes=1 << 20)
+
+
+def test_an_empty_parameter_an_unknown_dtype_and_a_tiny_bound_are_refused():
+    sources, ((layout,),) = one_matrix()
+    for params, bound, pattern in (
+        ((Param("p", (0,), "float32"),), 64, "is empty"),
+        ((Param("p", (4, 6), "complex64"),), 64, "known are"),
+        (layout.params, 3, "more than max_task_bytes 3"),
+        (layout.params, 0, "must be >= 1"),
+    ):
+        with pytest.raises(PlanError, match=pattern):
+            build_plan(sources, [[dataclasses.replace(layout, params=params)]], max_task_bytes=bound)
+
+
+def test_replicas_that_claim_a_rank_twice_or_have_none_are_refused():
+    sources, ((layout,),) = one_matrix()
+    for replicas, pattern in (
+        ([[layout, layout]], "claim rank 0"),
+        ([[]], "has no engine rank"),
+        ([], "no replica to plan for"),
+    ):
+        with pytest.raises(PlanError, match=pattern):
+            build_plan(sources, replicas, max_task_bytes=64)
+
+
+def test_a_load_that_would_make_too_many_tiny_writes_is_refused():
+    shape = (MAX_RUNS // 2 + 1, 2)
+    meta, whole = TensorMeta("t", shape, "float32"), Region((0, 0), shape)
+    source = SourceLayout(0, (meta,), (SourceShard("t", whole),))
+    loads = (Load("t", whole, (0, 1), "p", 0, (4, 1)), Load("t", whole, (0, 1), "p", 2, (4, 1)))
+    layout = DestLayout(0, (Param("p", (shape[0], 4), "float32"),), loads)
+    build_plan([source], [[layout]], max_task_bytes=1 << 20)  # one run a row: within the limit
+    columns = (
+        SourceLayout(0, (meta,), (SourceShard("t", Region((0, 0), (shape[0], 1))),)),
+        SourceLayout(1, (meta,), (SourceShard("t", Region((0, 1), (shape[0], 1))),)),
+    )
+    with pytest.raises(PlanError, match=f"more than {MAX_RUNS} runs"):  # one run an element
+        build_plan(columns, [[layout]], max_task_bytes=1 << 20)
+
+
+def test_rows_helper_is_row_major():
+    for shape in itertools.product((1, 2, 3), repeat=3):
+        assert rows(shape) == tuple(s // 8 for s in np.empty(shape, dtype=np.int64).strides)

@@ -1,0 +1,212 @@
+"""The pipeline over the memory link: the watermark, what is counted, what is prepared."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from cases.pipeline_world import HASH_BYTES, NUM_RANKS, SMALL_WATERMARK, World, num_reads
+from fakes.publish import DictSource, engine_layout
+
+from weight_sync.errors import PlanError, TransportError, WatermarkError
+from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
+from weight_sync.plan.budget import NUM_SLOTS
+from weight_sync.plan.plan import build_plan
+from weight_sync.publish import staging_slots
+from weight_sync.publish.pipeline import Pipeline
+
+
+def test_every_byte_arrives_and_is_counted_and_hashed() -> None:
+    world = World()
+    result = world.run(3)
+    assert result.errors == {}
+    assert world.arrived(0, 3)
+    for rank in range(NUM_RANKS):
+        params = world.engines[0].params[rank]
+        sums = result.sums[0, rank]
+        assert {name: count for name, (count, _) in sums.items()} == world.plan.expected[0, rank]
+        for name, (count, total) in sums.items():
+            assert total == hash_bytes(params[name].reshape(-1).view(torch.uint8)[:count])
+    assert result.num_bytes == world.plan.summary().num_bytes
+    assert world.source.num_ends == 1
+
+
+def test_hashes_of_more_packets_than_the_device_has_sums_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2)
+    most = max(len(load.packets) for load in world.pipeline._slots.loads)
+    monkeypatch.setattr(staging_slots, "max_packets", lambda _: -(-most // NUM_SLOTS))
+    world.pipeline.load(world.plan.tasks[0])
+    assert len(world.pipeline._slots._windows) > 2
+    for version in (3, 4):
+        world.pipeline.prepare(version)
+        world.pipeline.cancel()
+        result = world.run(version)
+        for (replica, rank), sums in result.sums.items():
+            params = world.engines[replica].params[rank]
+            for name, (count, total) in sums.items():
+                assert total == hash_bytes(params[name].reshape(-1).view(torch.uint8)[:count])
+
+
+@pytest.mark.parametrize("watermark_bytes", [SMALL_WATERMARK, HASH_BYTES + 1024, 1 << 16, 1 << 20])
+@pytest.mark.parametrize("temporary_bytes", [0, 100])
+def test_temporary_memory_stays_under_the_watermark(watermark_bytes: int, temporary_bytes: int) -> None:
+    world = World(2, watermark_bytes + temporary_bytes, temporary_bytes)
+    result = world.run(1)
+    assert result.errors == {}
+    assert 0 < result.peak_bytes <= watermark_bytes + temporary_bytes
+    assert world.arrived(0, 1)
+    assert world.arrived(1, 1)
+
+
+def test_two_pipelines_of_a_rank_keep_to_one_watermark() -> None:
+    """What each holds, as it accounts for it: staging that the link knows, and the sums."""
+    world = World(1, watermark_bytes := HASH_BYTES + 1024)
+    other = Pipeline(
+        DictSource(0, num_ranks=1), world.transport, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=True
+    )
+
+    def held_bytes() -> int:
+        staging = sum(held.num_bytes for held in world.transport.registered)
+        slots = [pipeline._slots for pipeline in (world.pipeline, other) if pipeline._slots is not None]
+        return staging + sum(one._sums.nbytes for one in slots) + MIN_SCRATCH_BYTES
+
+    assert world.run(1).peak_bytes == held_bytes() <= watermark_bytes
+    world.pipeline.release()
+    other.load(world.plan.tasks[0])
+    other.prepare(2)
+    assert other.run(2, world.bindings(), world.budgets_s).peak_bytes == held_bytes() <= watermark_bytes
+    other.close()
+    assert world.run(3).peak_bytes == held_bytes() <= watermark_bytes
+    assert world.arrived(0, 3)
+
+
+def test_staging_that_a_failed_write_may_still_read_is_not_given_back() -> None:
+    world = World()
+    world.pipeline._quarantined |= {0: ["nowhere"]}
+    reset, world.transport.reset = world.transport.reset, unreachable  # type: ignore[method-assign]
+    with pytest.raises(TransportError, match="not closed"):
+        world.pipeline.release()
+    assert world.transport.registered
+    world.transport.reset = reset  # type: ignore[method-assign]
+    world.pipeline.release()
+    assert not world.transport.registered
+
+
+def unreachable(session: str) -> None:
+    raise TransportError(f"{session} is not closed")
+
+
+def test_replicas_share_one_packing() -> None:
+    one, three = World(1), World(3)
+    one.run(1)
+    three.run(1)
+    assert three.source.num_reads == one.source.num_reads
+
+
+def test_a_watermark_without_room_for_staging_is_refused() -> None:
+    with pytest.raises(WatermarkError, match="leaves no room for staging"):
+        World(1, HASH_BYTES + 100)
+
+
+def test_a_task_larger_than_a_slot_is_refused() -> None:
+    world = World()
+    plan = build_plan(
+        [world.source.layout()],
+        [[engine_layout(rank) for rank in range(NUM_RANKS)]],
+        max_task_bytes=10 * world.pipeline.max_task_bytes,
+    )
+    pipeline = Pipeline(
+        world.source, world.transport, device="cpu", watermark_bytes=HASH_BYTES + 128, verify_hashes=True
+    )
+    with pytest.raises(PlanError, match="does not fit a staging slot"):
+        pipeline.load(plan.tasks[0])
+
+
+def test_a_source_that_holds_more_than_it_declared_fails_the_publish() -> None:
+    world = World()
+    world.source.begin = lambda version: 77  # type: ignore[method-assign]
+    result = world.run(1)
+    assert "holds 77 temporary bytes" in result.errors[0]
+    assert world.source.num_ends == 1
+
+
+def test_a_source_that_raises_fails_all_replicas_and_is_ended() -> None:
+    world = World(2)
+    read = world.source.read
+
+    def broken(tensor: str, *rest: object) -> None:
+        if "down" in tensor:
+            raise RuntimeError("merge broke")
+        read(tensor, *rest)  # type: ignore[arg-type]
+
+    world.source.read = broken  # type: ignore[method-assign]
+    result = world.run(1)
+    assert result.errors == {0: "RuntimeError: merge broke", 1: "RuntimeError: merge broke"}
+    assert world.source.num_ends == 1
+    world.source.read = read  # type: ignore[method-assign]
+    assert world.run(2).errors == {}
+    assert world.arrived(1, 2)
+
+
+def test_an_engine_that_does_not_say_where_a_parameter_is_fails_the_replicas_and_the_source_is_ended() -> None:
+    world = World(2)
+    bindings = world.bindings()
+    del bindings[1, 0].addresses["norm"]
+    assert set(world.run(1, bindings).errors) == {0, 1}
+    assert world.source.num_ends == 1
+    assert world.run(2).errors == {}
+    assert world.arrived(1, 2)
+
+
+def test_one_load_a_slot_is_packed_before_it_is_known_who_receives_it() -> None:
+    world = World()
+    assert len(world.pipeline._slots.loads) > 2
+    world.pipeline.prepare(1)
+    assert world.source.num_reads == num_reads(world.pipeline._slots.loads[:2])
+    result = world.pipeline.run(1, {}, {})
+    assert result.num_bytes == 0
+    assert world.source.num_reads == num_reads(world.pipeline._slots.loads[:2])
+    assert world.source.num_ends == 1
+    assert world.run(2).errors == {}
+    assert world.arrived(0, 2)
+
+
+def test_a_run_follows_its_own_prepare() -> None:
+    world = World()
+    with pytest.raises(PlanError, match="without prepare"):
+        world.pipeline.run(1, world.bindings(), world.budgets_s)
+    world.pipeline.prepare(1)
+    with pytest.raises(PlanError, match="without prepare"):
+        world.pipeline.run(2, world.bindings(), world.budgets_s)
+
+
+def test_a_traced_run_has_a_span_for_every_stage_of_every_load() -> None:
+    world = World()
+    callbacks = list(gc.callbacks)
+    world.pipeline.prepare(1, trace=True)
+    gc.collect()
+    spans = world.pipeline.run(1, world.bindings(), world.budgets_s).spans
+    names = {track: [span.name for span in spans if span.track == track] for track in {s.track for s in spans}}
+    every_load = [f"load {number}" for number in range(len(world.pipeline._slots.loads))]
+    assert names["gather"] == ["source.begin"]
+    assert names["prepare (host)"] == every_load
+    assert "generation 2" in names["gc"]
+    writes = [span for span in spans if span.track.startswith("write ")]
+    assert {span.track for span in writes} == {"write replica 0 rank 0", "write replica 0 rank 1"}
+    assert sorted({span.name for span in writes}) == sorted(every_load)
+    assert sum(int(span.facts["bytes"]) for span in writes) == world.plan.summary().num_bytes
+    packed = {span.name: span.stop_s for span in spans if span.track == "prepare (host)"}
+    assert all(packed[span.name] <= span.start_s <= span.stop_s for span in writes)
+    assert gc.callbacks == callbacks, "a trace leaves nothing behind"
+    assert world.run(2).spans == []
+
+
+def test_staging_leaves_the_link_with_its_plan_and_with_the_pipeline() -> None:
+    world = World()
+    (first,) = world.transport.registered
+    world.pipeline.load(world.plan.tasks[0][:1])  # another plan, another staging
+    (second,) = world.transport.registered
+    assert second.num_bytes < first.num_bytes
+    world.pipeline.close()
+    assert world.transport.registered == []

@@ -1,0 +1,343 @@
+"""Promises of weight_sync/simulation/simulate.py: never faster than the wire, a faster link never costs time, and
+the real pipeline's own cutting and constants."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from cases.layouts import systems
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weight_sync import integrity
+from weight_sync.errors import PlanError, WatermarkError
+from weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
+from weight_sync.plan import budget as staging
+from weight_sync.plan.budget import Staging
+from weight_sync.plan.plan import TransferPlan, build_plan
+from weight_sync.plan.tasks import MESH_GROUPS, Piece, Task
+from weight_sync.publish import pipeline
+from weight_sync.simulation import simulate
+from weight_sync.simulation.links import Faults, LinkRates, Placement, nic_of, place
+from weight_sync.simulation.simulate import Simulation, cut_loads
+
+PROPERTY = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+SLOW = LinkRates(
+    nic_bytes_s=1e3,
+    nvlink_bytes_s=4e3,
+    hbm_bytes_s=2e4,
+    host_bytes_s=3e3,
+    write_latency_s=0.01,
+    op_s=0.001,
+    load_launch_s=0.005,
+    hand_over_s=0.002,
+    source_begin_s=0.1,
+    replay_s=0.03,
+    begin_s=0.5,
+    commit_s=0.4,
+    barrier_s=0.25,
+    entry_s=0.02,
+)
+"""Rates that suit plans of a few kilobytes."""
+RATES = [field.name for field in dataclasses.fields(LinkRates)]
+STAGING = Staging(watermark_bytes=1 << 11)
+
+
+def placed(plan: TransferPlan, ranks_per_node: int = 2) -> Placement:
+    return place(list(plan.tasks), list(plan.expected), ranks_per_node)
+
+
+def run(plan: TransferPlan, rates: LinkRates = SLOW, ranks_per_node: int = 2, **options) -> Simulation:
+    return simulate.simulate(plan, placed(plan, ranks_per_node), rates, options.pop("staging", STAGING), **options)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> TransferPlan:
+    """Any schedule: senders of unequal loads, any destinations, runs of tasks that differ in the replica alone."""
+    destinations = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=5, unique=True))
+    expected: dict[tuple[int, int], dict[str, int]] = {where: {"w": 0} for where in destinations}
+    tasks: dict[int, tuple[Task, ...]] = {}
+    for rank in range(draw(st.integers(1, 4))):
+        schedule: list[Task] = []
+        rows = draw(st.lists(st.tuples(st.integers(1, 500), st.sampled_from(destinations)), max_size=12))
+        num_dense = draw(st.integers(0, len(rows)))
+        for position, (num_bytes, (_, dest_rank)) in enumerate(rows):
+            for where in [where for where in destinations if where[1] == dest_rank]:
+                group = MESH_GROUPS[position >= num_dense]
+                piece = Piece("w", Region((0,), (num_bytes,)), (0,), 0)
+                schedule.append(Task(group, rank, *where, "w", 1000 * position, num_bytes, "uint8", (piece,)))
+                expected[where]["w"] += num_bytes
+        tasks[rank] = tuple(schedule)
+    return TransferPlan("", STAGING.max_task_bytes, tasks, expected, "", {})
+
+
+def even_plan(num_sources: int = 1, num_dests: int = 1, num_bytes: int = 8000, num_replicas: int = 1) -> TransferPlan:
+    """Source i holds rows of one tensor; destination j wants an equal part of the rows."""
+    tensor = TensorMeta("model.layers.0.w.weight", (num_bytes,), "uint8")
+    held, wanted = num_bytes // num_sources, num_bytes // num_dests
+    sources = [
+        SourceLayout(i, (tensor,), (SourceShard(tensor.name, Region((i * held,), (held,))),))
+        for i in range(num_sources)
+    ]
+    layouts = [
+        DestLayout(
+            j,
+            (Param("w", (wanted,), "uint8"),),
+            (Load(tensor.name, Region((j * wanted,), (wanted,)), (0,), "w", 0, (1,)),),
+        )
+        for j in range(num_dests)
+    ]
+    return build_plan(sources, [layouts] * num_replicas, max_task_bytes=STAGING.max_task_bytes)
+
+
+# --- properties over random plans ---
+
+
+@PROPERTY
+@given(plan=plans(), ranks_per_node=st.integers(1, 4), barriers=st.booleans(), offloaded=st.booleans())
+def test_no_publish_is_faster_than_its_floors_and_none_passes_the_watermark(plan, ranks_per_node, barriers, offloaded):
+    found = run(plan, ranks_per_node=ranks_per_node, has_group_barriers=barriers, is_offloaded=offloaded)
+    assert found.write_end_s - found.begin_s >= found.floor_s * (1 - 1e-9)
+    assert found.total_s >= found.write_end_s + found.verify_s + found.commit_s
+    assert found.peak_bytes <= STAGING.watermark_bytes
+    for rank in found.ranks:
+        assert rank.sent_bytes == sum(task.num_bytes for task in plan.tasks[rank.rank])
+        assert rank.busy_s("write") <= found.write_end_s - found.begin_s + 1e-9
+
+
+@PROPERTY
+@given(plan=plans(), ranks_per_node=st.integers(1, 4), name=st.sampled_from(RATES), factor=st.floats(1, 50))
+def test_better_hardware_never_costs_time(plan, ranks_per_node, name, factor):
+    value = getattr(SLOW, name)
+    better = dataclasses.replace(SLOW, **{name: value * factor if name.endswith("bytes_s") else value / factor})
+    before = run(plan, ranks_per_node=ranks_per_node, is_offloaded=True)
+    after = run(plan, better, ranks_per_node=ranks_per_node, is_offloaded=True)
+    assert after.total_s <= before.total_s * (1 + 1e-9)
+
+
+@PROPERTY
+@given(plan=plans(), ranks_per_node=st.integers(1, 4), slow=st.integers(0, 4), factor=st.floats(1, 20))
+def test_a_slow_rank_takes_as_much_longer_as_it_is_slower(plan, ranks_per_node, slow, factor):
+    slow %= len(plan.tasks)
+    normal = run(plan, ranks_per_node=ranks_per_node)
+    slowed = run(plan, ranks_per_node=ranks_per_node, faults=Faults(slow_ranks={slow: factor}))
+    assert slowed.sender_floor_s >= normal.sender_floor_s
+    assert slowed.write_end_s - slowed.begin_s >= slowed.floor_s * (1 - 1e-9)
+    if factor == 1:
+        assert slowed == normal
+
+
+@PROPERTY
+@given(plan=plans())
+def test_the_same_plan_takes_the_same_time(plan):
+    assert run(plan) == run(plan)
+
+
+@PROPERTY
+@given(plan=plans())
+def test_stages_of_a_rank_follow_the_pipeline(plan):
+    for rank in run(plan, is_offloaded=True).ranks:
+        by_stage = {
+            name: [i for i in rank.intervals if i.stage == name] for name in ("host_to_device", "prepare", "write")
+        }
+        num_destinations = len({(task.replica, task.dest_rank) for task in plan.tasks[rank.rank]})
+        for stage, intervals in by_stage.items():
+            assert [one.load for one in intervals] == list(range(len(intervals)))
+            if stage != "write" or num_destinations == 1:  # writes to several do not wait for each other
+                assert all(a.stop_s <= b.start_s for a, b in itertools.pairwise(intervals))
+        for copy, prepare, write in zip(*by_stage.values(), strict=True):
+            assert copy.stop_s <= prepare.start_s <= prepare.stop_s <= write.start_s
+            if copy.load >= staging.NUM_SLOTS:  # its slot is free again
+                assert copy.start_s >= by_stage["write"][copy.load - staging.NUM_SLOTS].stop_s
+
+
+@PROPERTY
+@given(plan=plans())
+def test_experts_are_written_after_all_dense_writes_where_groups_have_a_barrier(plan):
+    found = run(plan, has_group_barriers=True)
+    writes = [one for rank in found.ranks for one in rank.intervals if one.stage == "write"]
+    dense = max((one.stop_s for one in writes if one.mesh_group == "dense"), default=0.0)
+    assert all(one.start_s >= dense + SLOW.barrier_s for one in writes if one.mesh_group == "experts")
+
+
+# --- the real pipeline ---
+
+
+@settings(PROPERTY, max_examples=15)
+@given(system=systems(), limit=st.integers(400, 3000))
+def test_loads_are_those_of_the_pipeline(system, limit):
+    plan = build_plan(*system, max_task_bytes=limit // staging.TASKS_A_SLOT)
+    for tasks in plan.tasks.values():
+        limits = Staging(watermark_bytes=2 * limit)
+        loads, slot_bytes = cut_loads(tuple(tasks), limits)
+        expected = pipeline._cut(tasks, slot_bytes, limits)
+        assert [load.num_packets for load in loads] == [len(packets) for packets in expected]
+        assert [load.sent_bytes for load in loads] == [
+            sum(task.num_bytes for packet in packets for task in packet.tasks) for packets in expected
+        ]
+        assert [load.packed_bytes for load in loads] == [
+            sum(packet.tasks[0].num_bytes for packet in packets) for packets in expected
+        ]
+
+
+@pytest.mark.parametrize(
+    ("watermark_bytes", "packets"),
+    # Of 30,000: 512 and twice as many from load to load, up to 1024 (64 MiB), or to a slot, a quarter of them (1 GiB).
+    [(64 << 20, [512, *[1024] * 28, 816]), (1 << 30, [512, 1024, 2048, 4096, 7500, 7500, 7320])],
+)
+def test_loads_of_many_packets_are_those_of_the_pipeline(watermark_bytes, packets):
+    schedule = (tuple(even_plan(num_bytes=1 << 12).tasks[0]) * 30_000)[:30_000]
+    limits = Staging(watermark_bytes=watermark_bytes)
+    loads, slot_bytes = cut_loads(schedule, limits)
+    assert [load.num_packets for load in loads] == packets
+    assert [len(load) for load in pipeline._cut(schedule, slot_bytes, limits)] == packets
+
+
+def test_scratch_is_that_of_the_hashes():
+    assert staging.scratch_bytes("cpu", 1 << 30) == integrity.DEFAULT_SCRATCH_BYTES["cpu"]
+    assert staging.scratch_bytes("cuda", 1 << 30) == integrity.MIN_SCRATCH_BYTES
+
+
+@pytest.mark.parametrize("watermark_bytes", [1 << 16, 1 << 20, 1 << 30])
+@pytest.mark.parametrize("verify_hashes", [True, False])
+def test_the_pipeline_holds_what_is_reserved_beside_its_slots(watermark_bytes, verify_hashes):
+    class Source:
+        temporary_bytes = 1000
+
+    real = pipeline.Pipeline(Source(), None, device="cpu", watermark_bytes=watermark_bytes, verify_hashes=verify_hashes)
+    real.load([])
+    slots = real._slots
+    assert slots is not None
+    held = slots._sums.nbytes + (slots._hash_scratch_bytes or 0) + Source.temporary_bytes
+    assert staging.reserved_bytes("cpu", watermark_bytes, 1000, verify_hashes=verify_hashes) == held
+    assert real.max_task_bytes == Staging(watermark_bytes=watermark_bytes, reserved_bytes=held).max_task_bytes
+
+
+# --- figures that can be worked out by hand ---
+
+BARE = dataclasses.replace(SLOW, hbm_bytes_s=1e12, write_latency_s=0, op_s=0, load_launch_s=0, barrier_s=0, entry_s=0)
+BARE = dataclasses.replace(BARE, hand_over_s=0, source_begin_s=0, replay_s=0, begin_s=0, commit_s=0)
+
+
+def test_one_sender_and_one_receiver_take_bytes_over_rate():
+    # 8000 bytes at 1000 bytes/s through NICs, at 4000 bytes/s over NVLink
+    assert run(even_plan(), BARE, ranks_per_node=1).total_s == pytest.approx(8.0, rel=1e-6)
+    assert run(even_plan(), BARE, ranks_per_node=2).total_s == pytest.approx(2.0, rel=1e-6)
+
+
+def test_a_receiver_of_two_senders_takes_all_its_bytes_through_one_port():
+    found = run(even_plan(num_sources=2), BARE, ranks_per_node=1)
+    assert found.total_s == pytest.approx(8.0, rel=1e-6)
+    assert (found.sender_floor_s, found.receiver_floor_s) == pytest.approx((4.0, 8.0))
+
+
+def test_two_pairs_take_half_and_two_replicas_double():
+    assert run(even_plan(2, 2), BARE, ranks_per_node=1).total_s == pytest.approx(4.0, rel=1e-6)
+    assert run(even_plan(num_replicas=2), BARE, ranks_per_node=1).total_s == pytest.approx(16.0, rel=1e-6)
+
+
+def test_packing_is_hidden_behind_writing_and_the_first_load_is_not():
+    # Slots of 1024 bytes are cut to ceil(8000 / 1024) = 8 loads. 6 passes over 1000 bytes at 30 kB/s: 0.2 s a load.
+    packing = dataclasses.replace(BARE, hbm_bytes_s=30e3)
+    found = run(even_plan(), packing, ranks_per_node=1)
+    first = found.ranks[0].intervals[0]
+    assert found.write_end_s == pytest.approx(8.0 + first.stop_s, rel=1e-6)
+    # Packing at a sixth of the wire: 6 passes at 1 kB/s are 48 s, and only the last write is not hidden.
+    slow = run(even_plan(), dataclasses.replace(BARE, hbm_bytes_s=1e3), ranks_per_node=1)
+    last = slow.ranks[0].intervals[-1]
+    assert slow.write_end_s == pytest.approx(48.0 + last.stop_s - last.start_s, rel=1e-6)
+
+
+def test_a_slow_rank_and_a_lost_nic_show():
+    plan = even_plan(2, 2)
+    slowed = run(plan, BARE, ranks_per_node=2, faults=Faults(slow_ranks={1: 3.0}))
+    assert slowed.total_s == pytest.approx(12.0, rel=1e-6)
+    assert slowed.ranks[0].end_s == pytest.approx(4.0, rel=1e-6)
+    # Trainer ranks 0 and 1 share a node; the NIC of GPU 0 is lost, and GPU 1's carries both.
+    assert run(plan, BARE, ranks_per_node=2, faults=Faults(lost_nics=frozenset({0}))).total_s == pytest.approx(8.0)
+
+
+def test_hashes_cost_a_pass_at_either_end():
+    rates = dataclasses.replace(BARE, hbm_bytes_s=1e3)
+    with_hashes, without = (run(even_plan(), rates, verify_hashes=flag) for flag in (True, False))
+    assert (with_hashes.verify_s, without.verify_s) == pytest.approx((8.0, 0.0))
+    assert with_hashes.prepare_s / without.prepare_s == pytest.approx(6 / 5)
+
+
+def test_messages_are_of_all_parameters_and_stand_before_the_proof():
+    # Three engine ranks of two replicas with 2 parameters each: 6 entries told, 4 of them read by the first replica.
+    task = even_plan().tasks[0][0]
+    dests = [(0, 0), (0, 1), (1, 0)]
+    tasks = {0: tuple(dataclasses.replace(task, replica=r, dest_rank=d) for r, d in dests), 1: ()}
+    plan = TransferPlan("", 1 << 30, tasks, {where: {"v": 0, "w": task.num_bytes} for where in dests}, "", {})
+    rates = dataclasses.replace(BARE, entry_s=3.0)
+    found, silent = run(plan, rates), run(plan, BARE)
+    assert found.messages_s == 3.0 * (6 + 4)
+    assert silent.messages_s == 0
+    assert found.total_s == pytest.approx(silent.total_s + found.messages_s)
+    assert found.write_end_s == silent.write_end_s
+    assert found.verify_s == pytest.approx(silent.verify_s, rel=1e-3)
+    assert found.receivers[0].verify_start_s == pytest.approx(silent.receivers[0].verify_start_s + found.messages_s)
+
+
+def test_many_tasks_are_added_up_per_load():
+    plan = even_plan(num_bytes=1 << 20)
+    (load, *_), _ = cut_loads(tuple(plan.tasks[0]) * 100, Staging(watermark_bytes=1 << 30))
+    assert load.num_packets == staging.FIRST_PACKETS
+    assert len(load.flows) == 1
+
+
+def test_the_source_and_the_first_loads_are_ready_when_engines_stand_still():
+    # Begin 10 s; sources begin in 4 s, and two loads of 1000 bytes at 6 passes and 3 kB/s are packed in 2 s each.
+    rates = dataclasses.replace(BARE, begin_s=10, source_begin_s=4, hbm_bytes_s=3e3)
+    waited = run(even_plan(), rates, ranks_per_node=1)
+    writes = [one for one in waited.ranks[0].intervals if one.stage == "write"]
+    assert writes[0].start_s == 10
+    assert writes[1].start_s == writes[0].stop_s
+    assert [one.start_s for one in waited.ranks[0].intervals if one.stage == "prepare"][:2] == pytest.approx(
+        [4, writes[0].num_bytes * 6 / 3e3 + 4]
+    )
+    # Where there is no pause, both are waited for.
+    late = run(even_plan(), dataclasses.replace(rates, begin_s=0), ranks_per_node=1)
+    assert late.ranks[0].intervals[1].start_s == pytest.approx(4 + writes[0].num_bytes * 6 / 3e3)
+
+
+# --- placement and refusals ---
+
+
+def test_ranks_fill_nodes_and_a_replica_that_fits_a_node_stays_on_one():
+    found = place(range(3), [(0, 0), (0, 1), (1, 0), (1, 1)], 4)
+    assert found.trainer_gpus == {0: 0, 1: 1, 2: 2}
+    assert found.engine_gpus == {(0, 0): 4, (0, 1): 5, (1, 0): 6, (1, 1): 7}
+    assert found.num_nodes == 2
+    assert place([0], [(0, 0)], 8).num_nodes == 1
+    assert place([0], [(0, rank) for rank in range(16)], 8).engine_gpus[0, 0] == 8  # two nodes, not three
+
+
+def test_a_lost_nic_is_replaced_by_the_next_of_its_node():
+    placement = place(range(4), [(0, 0)], 2)
+    assert [nic_of(gpu, placement, Faults(lost_nics=frozenset({1, 2}))) for gpu in range(4)] == [0, 0, 3, 3]
+    with pytest.raises(PlanError, match="node 1 has lost all its NICs"):
+        nic_of(2, placement, Faults(lost_nics=frozenset({2, 3})))
+
+
+def test_what_makes_no_sense_is_refused():
+    plan = even_plan()
+    with pytest.raises(PlanError, match="nic_bytes_s must be > 0"):
+        LinkRates(nic_bytes_s=0)
+    with pytest.raises(PlanError, match="begin_s must be >= 0"):
+        LinkRates(begin_s=-1)
+    with pytest.raises(PlanError, match=r"at least 1 times slower, got 0\.5"):
+        Faults(slow_ranks={0: 0.5})
+    with pytest.raises(PlanError, match="own GPU"):
+        Placement(8, {0: 0}, {(0, 0): 0})
+    with pytest.raises(PlanError, match="lacks replica 0 rank 0"):
+        simulate.simulate(plan, Placement(8, {0: 0}, {}), SLOW, STAGING)
+    with pytest.raises(PlanError, match="does not fit a slot"):
+        cut_loads(plan.tasks[0], Staging(watermark_bytes=128))
+    with pytest.raises(WatermarkError, match="raise the watermark"):
+        _ = Staging(watermark_bytes=1000, reserved_bytes=990).max_slot_bytes
