@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 HEALTH_TIMEOUT_S = 5.0
+MAX_ANSWER_BYTES = 64 << 20
+"""Largest answer that is read: that of call(), a digest for each weight of each rank."""
 MODES_HINT = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "slipstream"}\''
 
 
@@ -57,6 +59,17 @@ class RankReport:
     """What its start was spent on, step by step."""
     is_expected: bool = False
     """Whether its layout was proven to be the one whose digest was given, without recording every layer."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """An answer that sends the request elsewhere is an error: the key must not follow it."""
+
+    def redirect_request(self, *_: object) -> None:
+        """Never."""
+
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+"""Requests carry the update's key and VLLM_API_KEY: they go to the server itself, whatever http_proxy says."""
 
 
 class Rendezvous:
@@ -232,8 +245,10 @@ class ServedEngine:
             headers["Authorization"] = f"Bearer {token}"
         request = urllib.request.Request(self.url + path, data=data, headers=headers, method=verb)
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s or self._timeout_s) as answer:
-                text = answer.read()
+            with _OPENER.open(request, timeout=timeout_s or self._timeout_s) as answer:
+                text = answer.read(MAX_ANSWER_BYTES + 1)
+            if len(text) > MAX_ANSWER_BYTES:
+                raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
             return json.loads(text) if text else None
         except urllib.error.HTTPError as e:
             hint = f"; {MODES_HINT}" if e.code == 404 else ""
@@ -257,6 +272,6 @@ def is_own_address(host: str) -> bool:
 def _said(error: urllib.error.HTTPError) -> str:
     """The first words of an answer that is an error; it may be cut."""
     try:
-        return error.read().decode(errors="replace")[:500]
+        return error.read(500).decode(errors="replace")
     except (http.client.HTTPException, OSError) as e:
         return type(e).__name__

@@ -6,6 +6,7 @@ import hmac
 import json
 import socket
 import threading
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
+import rollout.served.client
 from rollout.errors import EngineError
 from rollout.served.client import RankReport, Rendezvous, ServedEngine
 from weight_sync.layout import TensorMeta
@@ -30,9 +32,10 @@ class Api(ThreadingHTTPServer):
         self.reports: list[RankReport] = []
         self.sign_with = KEY
         self.status: dict[str, int] = {}
+        self.headers: dict[str, str] = {}
         self.answers: dict[str, bytes] = {"/is_paused": b'{"is_paused": false}'}
         super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -54,6 +57,8 @@ class Handler(BaseHTTPRequestHandler):
                 socket.send_multipart([hmac.digest(self.server.sign_with, data, "sha256"), data])
             socket.close(1000)
         self.send_response(self.server.status.get(self.path, 200))
+        for name, value in self.server.headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(self.server.answers.get(self.path, b"{}"))
 
@@ -109,6 +114,44 @@ def test_a_server_without_the_routes_is_told_how_to_start(api: Api) -> None:
     api.status["/init_weight_transfer_engine"] = 404
     with pytest.raises(EngineError, match=r"404.*VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"):
         attach(api)
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY"])
+def test_the_key_goes_to_the_server_itself_whatever_proxy_is_set(api: Api, monkeypatch, variable: str) -> None:
+    trap = Api()
+    try:
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        monkeypatch.setenv(variable, trap.url)
+        urllib.request.install_opener(None)  # the default one reads the variables when it is made
+        api.reports = [RankReport(0, 1, "tcp://a")]
+        assert attach(api) == ["tcp://a"]
+        assert trap.calls == []
+    finally:
+        trap.shutdown()
+        trap.server_close()
+
+
+def test_the_key_does_not_follow_a_server_that_sends_it_elsewhere(api: Api, monkeypatch) -> None:
+    elsewhere = Api()
+    try:
+        monkeypatch.setenv("VLLM_API_KEY", "a secret")
+        api.status["/init_weight_transfer_engine"] = api.status["/is_paused"] = 302
+        api.headers["Location"] = f"{elsewhere.url}/is_paused"
+        for call in (lambda: attach(api), ServedEngine(api.url).start):
+            with pytest.raises(EngineError, match="answered 302"):
+                call()
+        assert elsewhere.calls == []
+    finally:
+        elsewhere.shutdown()
+        elsewhere.server_close()
+
+
+def test_an_answer_without_end_is_read_to_a_limit(api: Api, monkeypatch) -> None:
+    monkeypatch.setattr(rollout.served.client, "MAX_ANSWER_BYTES", 1 << 10)
+    api.answers["/collective_rpc"] = b'{"results": ["' + b"x" * (1 << 10) + b'"]}'
+    with pytest.raises(EngineError, match="gave no answer of a vLLM server: ValueError: an answer of more than 1024"):
+        ServedEngine(api.url).call("x")
 
 
 def test_an_update_pauses_first_and_resumes_last_and_a_failed_one_never_resumes(api: Api) -> None:
