@@ -5,6 +5,7 @@
         PreflightError                     the run cannot start on this machine with these files; nothing was started
       OrchestratorError
         CheckpointError(ValueError)        a checkpoint is missing, damaged, or of a run with other options
+        DiskFull(OSError)                  a file of the run could not be written: no space, or a quota
         WaitTimeout(TimeoutError)          something awaited did not come within its deadline
         PlacementError(RuntimeError)       the Ray cluster cannot hold the run's processes
         NoReplicasLeft(RuntimeError)       every rollout worker is out of service
@@ -33,6 +34,10 @@ class OrchestratorError(SlipstreamError):
 
 class CheckpointError(OrchestratorError, ValueError):
     """A checkpoint is missing, damaged, or belongs to a run with other options."""
+
+
+class DiskFull(OrchestratorError, OSError):
+    """A file of the run could not be written. The message says which, how much is free, and what was saved."""
 
 
 class WaitTimeout(OrchestratorError, TimeoutError):

@@ -28,9 +28,10 @@ from orchestrator.files.telemetry import Telemetry
 from orchestrator.inputs.conversations import read_conversations
 from orchestrator.inputs.model_folder import complete_export, prepare_model, read_all_prompts
 from orchestrator.inputs.text_encoder import TextEncoder
-from orchestrator.loop.controller import RAY_CALL_S, Controller
+from orchestrator.loop.controller import Controller
 from orchestrator.loop.finetuner import Finetuner
 from orchestrator.loop.ports import LoopServices
+from orchestrator.loop.publication import RAY_CALL_S
 from orchestrator.waiting import together
 from rollout.prompts import Shuffled
 from rollout.rewards.runner import RewardRunner
@@ -175,8 +176,8 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRes
         await cluster.start(model.hf_config)
         telemetry = stack.enter_context(_telemetry(config, folder, progress, step_of(resume_from)))
         stack.callback(progress.say, "ending the run's processes")
-        tuner = Finetuner(config, cluster.trainer, training, held_out, telemetry, checkpoints)
-        await tuner.train(resume_from, on_clock=log.context.set)
+        tuner = Finetuner(config, cluster.trainer, training, held_out, telemetry, checkpoints, log.context.set)
+        await tuner.train(resume_from)
         export = await _export(cluster, config, folder)
     await asyncio.to_thread(draw_curves, folder.metrics, folder.curves, SFT_PANELS)
     return RunResult(folder, tuner.step, tuner.policy_version, "nll", tuner.held_out_nll, checkpoints.newest(), export)

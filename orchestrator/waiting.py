@@ -93,8 +93,9 @@ async def finish_first(work: Awaitable[T], what: str, *, timeout_s: float) -> T:
 
 
 async def last_attempt(work: Awaitable[object], what: str, *, timeout_s: float) -> None:
-    """Await on the way out. What it raises is logged: why the run ends is what is to be reported."""
+    """Await on the way out. What it raises is logged and not raised: the caller reports why the run ends."""
     try:
         await asyncio.wait_for(work, timeout_s)
-    except Exception:
-        logger.exception("%s failed", what)
+    except Exception as error:
+        logger.error("%s failed with %s: %s", what, type(error).__name__, error)
+        logger.debug("where it failed:", exc_info=True)

@@ -4,15 +4,16 @@
                  \\                             \\==read==> replica                        then two feed two, ...
                   ==write==> primary of node B ==read==> ...
 
-A read is that of a recovery: rank i reads the parameters of rank i as its kernels hold them, and proves them by the
-hashes of the peer's commit; the peer's offer is asked for again before the version is adopted.
+A replica reads as it does in a recovery: rank i reads the parameters of the peer's rank i as its kernels hold them, and
+proves them by the hashes of the peer's commit. The peer's offer is asked for again before the version is adopted.
 
-Owns: who is written and who reads from whom, and what a failure of either costs the others. Does not own: the writes
-(the trainer), the read and its proof (rollout.worker, weight_sync.recovery), who serves afterwards (supervisor).
-Invariants: a replica is written once or reads once in a publish, never both. A primary that does not commit, or is gone
-before it was read, is replaced by the node's next replica in the same publish, which nobody has touched; a read that
-fails costs its reader alone. Every call has a deadline, and every round takes a replica of each node that goes on: a
-publish ends after as many rounds as a node has replicas.
+Owns: which replicas are written, which read from which, and what a failure of either costs the others. Does not own:
+the writes (the trainer), the read and its proof (rollout.worker, weight_sync.replica.recovery), links that stay open
+and who serves afterwards (supervisor).
+Invariants: in one publish a replica is written once or reads once, never both. A primary that does not commit, or is
+gone before it was read, is replaced in the same publish by the node's next replica, which nobody has touched. A read
+that fails costs its reader alone. Every call has a deadline, and every round takes a replica of each node that goes on:
+a publish ends after as many rounds as a node has replicas.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from orchestrator.cluster.replicas import Replica, ReplicaState
+from orchestrator.cluster.replicas import Replica
+from orchestrator.cluster.supervisor import Supervisor
 from orchestrator.waiting import wait_for
 from weight_sync.errors import ReplicaDirty, WeightSyncError
 from weight_sync.publish.report import PublishReport, ReplicaReport, joined
@@ -34,50 +36,60 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Write = Callable[[list[int], int], Awaitable[PublishReport]]
-"""Publish to all replicas but these; the number of the round names its trace."""
+Write = Callable[[Sequence[int], int], Awaitable[PublishReport]]
+"""Publish to all replicas but these, in the round of this number."""
 
 
 class _PeerLost(WeightSyncError):
-    """A holder made no offer. Nothing of its reader was touched."""
+    """The peer made no offer. Its reader was not touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """One replica's read from its peer."""
+
+    pulled: Pulled
+    pause_s: float
+    """Seconds in which it did not serve."""
 
 
 @dataclass(slots=True)
-class _Passed:
-    """What became of one node's replicas, or of all of them."""
+class _NodeOutcome:
+    """What became of the replicas of one node, or of all nodes."""
 
-    pulled: dict[int, tuple[Pulled, float]] = field(default_factory=dict)
-    """Reader -> what it read, and the seconds in which it did not serve."""
-    failed: dict[int, str] = field(default_factory=dict)
+    reads: dict[int, _Read] = field(default_factory=dict[int, _Read])
+    """By reader."""
+    failed: dict[int, str] = field(default_factory=dict[int, str])
     """Replica -> why it does not serve the version."""
-    untouched: list[int] = field(default_factory=list)
-    """Readers that found nobody to read from."""
+    untouched: list[int] = field(default_factory=list[int])
+    """Readers that found no peer to read from."""
 
 
 def by_node(replicas: Sequence[Replica]) -> dict[str, list[int]]:
     """The replicas that take part in the publish under way, node by node; those that have served come first.
 
-    The first of a node is its primary: the same one publish after publish, so that the trainer's links stay open.
+    The first replica of a node is its primary: the same one in every publish, so that the trainer's links stay open.
     """
     nodes: dict[str, list[int]] = {}
     for one in sorted(replicas, key=lambda one: (bool(one.reason), one.index)):
-        if _takes_part(one):
+        if one.takes_part:
             nodes.setdefault(one.worker.node, []).append(one.index)
     return nodes
 
 
-async def publish_by_relay(write: Write, replicas: Sequence[Replica], *, timeout_s: float) -> PublishReport:
+async def publish_by_relay(write: Write, supervisor: Supervisor, *, timeout_s: float) -> PublishReport:
     """Bring one version to every replica that takes part. Failures are in the report.
 
     Args:
-        write: The trainer's publish.
-        replicas: All of them, in the publisher's order, held by the supervisor.
-        timeout_s: Longest that one call to a rollout worker may take.
+        write: the trainer's publish.
+        supervisor: has begun the publish (`hold`).
+        timeout_s: longest that one call to a rollout worker may take.
     """
+    replicas = supervisor.replicas
     waiting = by_node(replicas)
     rounds: list[PublishReport] = []
     primaries: list[list[int]] = []
-    passed = _Passed()
+    total = _NodeOutcome()
     relay_s = 0.0
     while waiting or not rounds:
         chosen = {node: members[0] for node, members in waiting.items()}
@@ -88,37 +100,37 @@ async def publish_by_relay(write: Write, replicas: Sequence[Replica], *, timeout
         began = time.monotonic()
         committed = [node for node, primary in chosen.items() if report.replicas[primary].committed]
         outcomes = await asyncio.gather(
-            *(_pass_on(chosen[node], waiting[node][1:], replicas, timeout_s) for node in committed)
+            *(_pass_on(chosen[node], waiting[node][1:], supervisor, timeout_s) for node in committed)
         )
         relay_s += time.monotonic() - began
         rest = {node: members[1:] for node, members in waiting.items()}
         for node, outcome in zip(committed, outcomes, strict=True):
-            passed.pulled |= outcome.pulled
-            passed.failed |= outcome.failed
+            total.reads |= outcome.reads
+            total.failed |= outcome.failed
             rest[node] = outcome.untouched
-        alive = {node: [i for i in members if _takes_part(replicas[i])] for node, members in rest.items()}
+        alive = {node: [i for i in members if replicas[i].takes_part] for node, members in rest.items()}
         waiting = {node: members for node, members in alive.items() if members}
         for node, members in waiting.items():
-            logger.warning(
-                "%s is written instead of %s", *(replicas[i].worker.name for i in (members[0], chosen[node]))
-            )
-    return _whole(rounds, primaries, passed, relay_s)
+            instead, failed = (replicas[i].worker.name for i in (members[0], chosen[node]))
+            logger.warning("the trainer writes to %s instead of %s", instead, failed)
+    return _whole(rounds, primaries, total, relay_s)
 
 
-async def _pass_on(primary: int, readers: Sequence[int], replicas: Sequence[Replica], timeout_s: float) -> _Passed:
-    """Fill a node's replicas from its primary. Every holder gives to one reader at a time; a reader is a holder next.
+async def _pass_on(primary: int, readers: Sequence[int], supervisor: Supervisor, timeout_s: float) -> _NodeOutcome:
+    """Fill a node's replicas from its primary. A holder gives to one reader at a time; a reader becomes a holder next.
 
-    So n readers take log2(n + 1) reads one after the other, where n from the primary alone would share its link.
+    So n readers take log2(n + 1) reads one after the other, where n readers of the primary alone would share its link.
     """
-    result = _Passed(untouched=list(readers))
+    replicas = supervisor.replicas
+    result = _NodeOutcome(untouched=list(readers))
     holders = [primary]
     while holders:
-        result.untouched = [reader for reader in result.untouched if _takes_part(replicas[reader])]
+        result.untouched = [reader for reader in result.untouched if replicas[reader].takes_part]
         pairs = list(zip(holders, result.untouched))
         if not pairs:
             break
         del result.untouched[: len(pairs)]
-        reads = [_read(replicas[peer], replicas[reader], timeout_s) for peer, reader in pairs]
+        reads = [_read(peer, reader, supervisor, timeout_s) for peer, reader in pairs]
         for (peer, reader), outcome in zip(pairs, await asyncio.gather(*reads, return_exceptions=True), strict=True):
             if isinstance(outcome, _PeerLost):
                 holders.remove(peer)
@@ -129,54 +141,47 @@ async def _pass_on(primary: int, readers: Sequence[int], replicas: Sequence[Repl
                 result.failed[reader] = f"reading from {name} failed with {type(outcome).__name__}: {outcome}"
             else:
                 holders.append(reader)
-                result.pulled[reader] = outcome
+                result.reads[reader] = outcome
     return result
 
 
-async def _read(peer: Replica, reader: Replica, timeout_s: float) -> tuple[Pulled, float]:
-    """One replica reads what its neighbour committed, and serves it. Returns what it read and how long it stood still.
+async def _read(peer_index: int, reader_index: int, supervisor: Supervisor, timeout_s: float) -> _Read:
+    """One replica reads what its peer committed, and serves it.
 
-    The link stays open: closing it takes a second without sampling. The supervisor does it when the peer dies.
+    The link stays open: closing it takes a second without sampling. The supervisor closes it when the peer dies.
     """
-
-    who = peer.worker.name
+    peer, reader = supervisor.replicas[peer_index].worker, supervisor.replicas[reader_index].worker
     try:
-        offers = await wait_for(peer.worker.offer(), f"offer on {who}", timeout_s=timeout_s)
-    except Exception as error:  # the boundary to another process
+        offers = await wait_for(peer.offer(), f"offer on {peer.name}", timeout_s=timeout_s)
+    except Exception as error:  # noqa: BLE001 - whatever the other process raised, it made no offer
         raise _PeerLost(f"it committed, and then made no offer: {type(error).__name__}: {error}") from error
-    name, began = reader.worker.name, time.monotonic()
-    pulled = await wait_for(reader.worker.pull(offers), f"pull on {name}", timeout_s=timeout_s)
-    reader.links[peer.index] = offers
-    if await wait_for(peer.worker.offer(), f"offer on {who}", timeout_s=timeout_s) != offers:
-        raise ReplicaDirty(f"{who} has moved on while {name} read version {offers[-1].version}")
-    adopt = reader.worker.adopt(offers[-1].version, offers[-1].epoch)
-    await wait_for(adopt, f"adopt on {name}", timeout_s=timeout_s)
-    return pulled, time.monotonic() - began
+    began = time.monotonic()
+    pulled = await wait_for(reader.pull(offers), f"pull on {reader.name}", timeout_s=timeout_s)
+    supervisor.linked(reader_index, peer_index, offers)
+    if await wait_for(peer.offer(), f"offer on {peer.name}", timeout_s=timeout_s) != offers:
+        raise ReplicaDirty(f"{peer.name} has moved on while {reader.name} read version {offers[-1].version}")
+    adopt = reader.adopt(offers[-1].version, offers[-1].epoch)
+    await wait_for(adopt, f"adopt on {reader.name}", timeout_s=timeout_s)
+    return _Read(pulled, time.monotonic() - began)
 
 
 def _whole(
-    rounds: Sequence[PublishReport], primaries: Sequence[Sequence[int]], passed: _Passed, relay_s: float
+    rounds: Sequence[PublishReport], primaries: Sequence[Sequence[int]], total: _NodeOutcome, relay_s: float
 ) -> PublishReport:
     """What was written and what was read, as one report."""
     report = rounds[0] if len(rounds) == 1 else joined(rounds, primaries)
     replicas = list(report.replicas)
-    for number, (_, pause_s) in passed.pulled.items():
-        replicas[number] = ReplicaReport(replicas[number].endpoint, True, pause_s=pause_s)
-    for number, why in passed.failed.items():
-        replicas[number] = ReplicaReport(replicas[number].endpoint, False, why)
-        logger.error("version %d: %s did not get it: %s", report.version, replicas[number].endpoint, why)
-    pauses = [pause_s for _, pause_s in passed.pulled.values()]
+    for index, read in total.reads.items():
+        replicas[index] = ReplicaReport(replicas[index].endpoint, True, pause_s=read.pause_s)
+    for index, why in total.failed.items():
+        replicas[index] = ReplicaReport(replicas[index].endpoint, False, why)
+        logger.error("version %d: %s did not get it: %s", report.version, replicas[index].endpoint, why)
     return replace(
         report,
         replicas=tuple(replicas),
-        pause_s=max([report.pause_s, *pauses]),
+        pause_s=max([report.pause_s, *(read.pause_s for read in total.reads.values())]),
         total_s=report.total_s + relay_s,
-        num_relayed=len(passed.pulled.keys() - passed.failed.keys()),
+        num_relayed=len(total.reads.keys() - total.failed.keys()),
         relay_s=relay_s,
-        relay_bytes=sum(pulled.num_bytes for pulled, _ in passed.pulled.values()),
+        relay_bytes=sum(read.pulled.num_bytes for read in total.reads.values()),
     )
-
-
-def _takes_part(replica: Replica) -> bool:
-    """Held for the publish under way, and not failed since."""
-    return replica.is_held and replica.state is ReplicaState.updating

@@ -94,3 +94,8 @@ class Replica:
     """Replica -> what this one read there in a publish (weight_sync.relay), over a link that is open still."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it fails, so that groups in flight on it are given up at once."""
+
+    @property
+    def takes_part(self) -> bool:
+        """Held for the publish under way, and not failed since."""
+        return self.is_held and self.state is ReplicaState.updating

@@ -33,7 +33,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from orchestrator.cluster.replicas import Replica, ReplicaState, RolloutHandle
 from orchestrator.errors import NoReplicasLeft, WaitTimeout
@@ -43,19 +43,11 @@ from weight_sync.errors import ReplicaDirty
 
 if TYPE_CHECKING:
     from conf.schema import SamplingConfig
+    from weight_sync.publish.report import ReplicaReport
     from weight_sync.replica.recovery import Offer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class ReplicaOutcome(Protocol):
-    """What a publish reports about one replica (weight_sync.publish_report)."""
-
-    @property
-    def committed(self) -> bool: ...
-    @property
-    def error(self) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +56,8 @@ class Held:
 
     exclude: list[int]
     """Replicas that a publish must not wait for."""
-    joining: dict[int, str]
-    """Replicas that the publisher must meet first, with their endpoints."""
+    joining: list[Replica]
+    """Replicas that were started again, which the trainer must meet first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,14 +227,18 @@ class Supervisor:
                     included.append(replica)
         return Held(
             exclude=[replica.index for replica in self.replicas if replica not in included],
-            joining={replica.index: replica.worker.endpoint for replica in included if not replica.is_known},
+            joining=[replica for replica in included if not replica.is_known],
         )
 
     def joined(self, index: int) -> None:
-        """The publisher knows this replica's endpoint."""
+        """The trainer has met this replica."""
         self.replicas[index].is_known = True
 
-    async def settle(self, outcomes: Sequence[ReplicaOutcome]) -> None:
+    def linked(self, reader: int, peer: int, offers: list[Offer]) -> None:
+        """A replica has read from a peer in a publish, and keeps its link until the peer dies or is replaced."""
+        self.replicas[reader].links[peer] = offers
+
+    async def settle(self, outcomes: Sequence[ReplicaReport]) -> None:
         """A publish ended: whoever committed serves, whoever failed is restarted, or out.
 
         When nobody is left the next `generate_group` says so: the step that was published is whole all the same.

@@ -198,6 +198,10 @@ class CheckpointStore:
             shutil.rmtree(old)
         return final
 
+    def discard(self, partial: Path) -> None:
+        """Remove what `begin` made and `finish` did not complete."""
+        shutil.rmtree(partial, ignore_errors=True)
+
     def read(self, path: Path) -> RunState:
         """Verify a checkpoint, unless newest_whole() just has; compare it with this run's options; return its state.
 

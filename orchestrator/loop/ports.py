@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from weight_sync.publish.report import PublishReport
 
 
-class TrainerGroup(Protocol):
-    """All trainer ranks as one (handles.RayTrainerGroup; tests have a fake)."""
+class StepTrainer(Protocol):
+    """All trainer ranks as one, as every loop calls them (ray_handles.RayTrainerGroup; tests have a fake)."""
 
     num_ranks: int
 
@@ -31,13 +31,26 @@ class TrainerGroup(Protocol):
         self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
     ) -> list[LossStats]: ...
     async def optimizer_step(self) -> OptimStats: ...
+    async def save_state(self, folder: Path) -> None: ...
+    async def load_state(self, folder: Path) -> None: ...
+    async def export(self, folder: Path) -> None: ...
+
+
+class PublishingTrainer(StepTrainer, Protocol):
+    """The same, as reinforcement calls them."""
+
     async def publish(
         self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None
     ) -> PublishReport: ...
     async def reconnect(self, replica: int, endpoint: str, timeout_s: float, base_endpoint: str = "") -> None: ...
-    async def save_state(self, folder: Path) -> None: ...
-    async def load_state(self, folder: Path) -> None: ...
-    async def export(self, folder: Path) -> None: ...
+
+
+class TaughtTrainer(StepTrainer, Protocol):
+    """The same, as fine-tuning calls them."""
+
+    async def evaluate(
+        self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
+    ) -> list[LossStats]: ...
 
 
 class Prompts(Protocol):
@@ -58,7 +71,7 @@ class Rewards(Protocol):
 class LoopServices:
     """Everything that a reinforcement run's loop calls. What is behind a name may live in other processes."""
 
-    trainer: TrainerGroup
+    trainer: PublishingTrainer
     supervisor: Supervisor
     prompts: Prompts
     eval_prompts: Sequence[Prompt]

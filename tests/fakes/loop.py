@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
@@ -28,6 +27,9 @@ from orchestrator.loop.ports import LoopServices
 from rollout.types import Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 from weight_sync.errors import PlanMismatch
+from weight_sync.layout import Binding
+from weight_sync.publish.report import PublishReport, ReplicaReport
+from weight_sync.replica.recovery import Offer, Pulled
 
 SUMS = (
     "loss/total_sum",
@@ -47,43 +49,23 @@ SUMS = (
 )
 
 
-@dataclass
-class Outcome:
-    """One replica's part of a publish report."""
-
-    committed: bool
-    error: str | None = None
-    pause_s: float = 0.0
-    endpoint: str = "tcp://replica"
+def outcome(committed: bool, error: str | None = None) -> ReplicaReport:
+    """One replica's part of a publish."""
+    return ReplicaReport("tcp://replica", committed, error)
 
 
-@dataclass
-class Report:
-    """A publish report."""
+def publish_report(version: int, replicas: Sequence[ReplicaReport], num_changed: int | None = 5) -> PublishReport:
+    """A publish that took 60 ms and wrote 1000 bytes."""
+    return PublishReport(
+        version=version, epoch=1, replicas=tuple(replicas), pause_s=0.01, begin_s=0.01, idle_s=0.01, mark_s=0.0,
+        prepare_s=0.01, write_s=0.01, verify_s=0.01, commit_s=0.01, total_s=0.06, num_bytes=1000, peak_bytes=100,
+        watermark_bytes=1 << 20, num_changed_params=num_changed, wave_s=(0.06,),
+    )  # fmt: skip
 
-    version: int
-    replicas: list[Outcome]
-    pause_s: float = 0.01
-    begin_s: float = 0.01
-    idle_s: float = 0.01
-    mark_s: float = 0.0
-    prepare_s: float = 0.01
-    write_s: float = 0.01
-    verify_s: float = 0.01
-    commit_s: float = 0.01
-    total_s: float = 0.06
-    num_bytes: int = 1000
-    peak_bytes: int = 100
-    watermark_bytes: int = 1 << 20
-    num_changed_params: int | None = 5
-    wave_s: tuple[float, ...] = (0.06,)
-    num_relayed: int = 0
-    relay_s: float = 0.0
-    relay_bytes: int = 0
 
-    @property
-    def num_committed(self) -> int:
-        return sum(replica.committed for replica in self.replicas)
+def an_offer(version: int, epoch: int = 1) -> Offer:
+    """What a worker of that version lets a peer read: no parameter at all."""
+    return Offer(version, epoch, plan="plan", layout="layout", link="tcp", binding=Binding("session", {}), hashes={})
 
 
 @dataclass
@@ -135,7 +117,7 @@ class FakeTrainer:
         self.world.version += int(is_finite)
         return OptimStats(self.world.version, 1.0 if is_finite else math.nan, 1e-3, is_finite)
 
-    async def publish(self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None) -> Report:
+    async def publish(self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
         version = self.world.version
         if trace is not None:
             self.traced[version] = trace
@@ -147,10 +129,9 @@ class FakeTrainer:
         for index in range(len(self.world.committed)):
             if index not in failing:
                 self.world.committed[index] = version
-            outcomes.append(
-                Outcome(index not in failing, "IntegrityError: lm_head.weight" if index in failing else None)
-            )
-        return Report(version, outcomes, num_changed_params=self.num_changed_params)
+            error = "IntegrityError: lm_head.weight" if index in failing else None
+            outcomes.append(outcome(index not in failing, error))
+        return publish_report(version, outcomes, self.num_changed_params)
 
     async def reconnect(self, replica: int, endpoint: str, timeout_s: float, base_endpoint: str = "") -> None:
         if base_endpoint:
@@ -158,6 +139,12 @@ class FakeTrainer:
         self.world.diary.append(("reconnect", replica, endpoint))
         if replica in self.refuses_reconnect:
             raise PlanMismatch("another layout")
+
+    async def evaluate(
+        self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
+    ) -> list[LossStats]:
+        tokens = float(denominators.num_valid_tokens)
+        return [LossStats({"sft/nll_sum": tokens, "policy/num_tokens": tokens}, {})]
 
     async def save_state(self, folder: Path) -> None:
         (folder / "rank0.json").write_text(str(self.world.version))
@@ -198,29 +185,21 @@ class FakeWorker:
             Rollout([5, 2], [-1.0, -0.5], [version, version], "right" if i % 2 else "wrong", "stop") for i in range(n)
         ]
 
-    async def offer(self) -> list[Any]:
-        return [Offer(self.world.committed[self.index])]
+    async def offer(self) -> list[Offer]:
+        return [an_offer(self.world.committed[self.index])]
 
-    async def pull(self, offers: Sequence[Any]) -> Any:
+    async def pull(self, offers: Sequence[Offer]) -> Pulled:
         self.world.diary.append(("pull", self.index, offers[0].version))
-        return SimpleNamespace(num_bytes=10, read_s=0.5, verify_s=0.1)
+        return Pulled(num_bytes=10, read_s=0.5, verify_s=0.1)
 
     async def adopt(self, version: int, epoch: int) -> None:
         self.world.committed[self.index] = version
 
-    async def release(self, offers: Sequence[Any]) -> None:
+    async def release(self, offers: Sequence[Offer]) -> None:
         self.world.diary.append(("release", self.index))
 
     async def base_wanted_at(self) -> str:
         return self.wants_base_at
-
-
-@dataclass(frozen=True)
-class Offer:
-    """As much of recovery.Offer as the supervisor looks at."""
-
-    version: int
-    epoch: int = 1
 
 
 class FakeRewards:

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fakes.loop import FakeWorker, Outcome, Report, World
+from fakes.loop import FakeWorker, World, an_offer, outcome, publish_report
 
 from orchestrator.cluster.relay import by_node, publish_by_relay
 from orchestrator.cluster.replicas import ReplicaState
 from orchestrator.cluster.supervisor import Supervisor
+from weight_sync.publish.report import PublishReport
+from weight_sync.replica.recovery import Offer, Pulled
 
 S = ReplicaState
 
@@ -42,11 +44,11 @@ class Worker(FakeWorker):
         if verb in self.fails_at:
             raise self.fails_at[verb]
 
-    async def offer(self) -> list[Any]:
+    async def offer(self) -> list[Offer]:
         await self._at("offer")
         return await super().offer()
 
-    async def pull(self, offers: Sequence[Any]) -> Any:
+    async def pull(self, offers: Sequence[Offer]) -> Pulled:
         await self._at("pull")
         return await super().pull(offers)
 
@@ -54,7 +56,7 @@ class Worker(FakeWorker):
         self.world.diary.append(("adopt", self.index, version))
         await super().adopt(version, epoch)
 
-    async def release(self, offers: Sequence[Any]) -> None:
+    async def release(self, offers: Sequence[Offer]) -> None:
         await self._at("release")
         await super().release(offers)
 
@@ -84,25 +86,25 @@ class Cast:
         self.workers[index] = Worker(self.world, index, self.workers[index].node)
         return self.workers[index]
 
-    async def publish(self, version: int) -> Report:
-        async def write(exclude: list[int], number: int) -> Report:
+    async def publish(self, version: int) -> PublishReport:
+        async def write(exclude: Sequence[int], number: int) -> PublishReport:
             assert number == len(self.written) - before
             included = [i for i in range(len(self.workers)) if i not in exclude]
             self.written.append(included)
             done = [i for i in included if i not in self.failing]
             for index in done:
                 self.world.committed[index] = version
-            outcomes = [Outcome(i in done, None if i in done else "not written") for i in range(len(self.workers))]
-            return Report(version, outcomes)
+            outcomes = [outcome(i in done, None if i in done else "not written") for i in range(len(self.workers))]
+            return publish_report(version, outcomes)
 
         before = len(self.written)
         self.world.diary.clear()
         held = await self.supervisor.hold()
-        for index in held.joining:
-            self.supervisor.joined(index)
-        report = await publish_by_relay(write, self.supervisor.replicas, timeout_s=0.5)  # type: ignore[arg-type]
+        for replica in held.joining:
+            self.supervisor.joined(replica.index)
+        report = await publish_by_relay(write, self.supervisor, timeout_s=0.5)
         await self.supervisor.settle(report.replicas)
-        return report  # type: ignore[return-value]
+        return report
 
     def pulls(self) -> list[int]:
         return [entry[1] for entry in self.world.diary if entry[0] == "pull"]
@@ -136,7 +138,7 @@ async def test_every_holder_gives_to_one_reader_at_a_time() -> None:
     sources: dict[int, int] = {}
     for worker in cast.workers:
 
-        async def pull(offers: Sequence[Any], worker: Worker = worker) -> Any:
+        async def pull(offers: Sequence[Offer], worker: Worker = worker) -> Pulled:
             nonlocal most
             peer = offers[0].epoch
             open_reads[peer] = open_reads.get(peer, 0) + 1
@@ -147,9 +149,9 @@ async def test_every_holder_gives_to_one_reader_at_a_time() -> None:
             open_reads[peer] -= 1
             return await FakeWorker.pull(worker, offers)
 
-        async def offer(worker: Worker = worker) -> list[Any]:
+        async def offer(worker: Worker = worker) -> list[Offer]:
             (one,) = await FakeWorker.offer(worker)
-            return [type(one)(one.version, worker.index)]
+            return [an_offer(one.version, worker.index)]
 
         worker.pull, worker.offer = pull, offer  # type: ignore[method-assign]
     await cast.publish(1)
@@ -209,7 +211,7 @@ async def test_a_version_that_moved_while_it_was_read_is_not_adopted() -> None:
     cast = Cast("aa")
     pull = cast.workers[1].pull
 
-    async def pull_while_the_peer_moves(offers: Sequence[Any]) -> Any:
+    async def pull_while_the_peer_moves(offers: Sequence[Offer]) -> Pulled:
         cast.world.committed[0] = 9
         return await pull(offers)
 
@@ -233,7 +235,7 @@ async def test_a_replica_that_fails_while_its_neighbours_read_is_left_alone() ->
     cast = Cast("aaa")
     pull = cast.workers[1].pull
 
-    async def pull_while_a_neighbour_dies(offers: Sequence[Any]) -> Any:
+    async def pull_while_a_neighbour_dies(offers: Sequence[Offer]) -> Pulled:
         await cast.supervisor.fail(cast.supervisor.replicas[2], "a group on it failed")
         return await pull(offers)
 
@@ -279,7 +281,7 @@ async def test_links_to_a_dead_worker_are_closed_before_it_is_started_again_and_
     for _ in range(20):
         await asyncio.sleep(0)
     assert cast.world.diary == [], "a publish is under way"
-    await cast.supervisor.settle([Outcome(i > 0, "it died") for i in range(3)])
+    await cast.supervisor.settle([outcome(i > 0, "it died") for i in range(3)])
     await until(lambda: cast.states[0] is S.serving)
     verbs = [entry[:2] for entry in cast.world.diary if entry[0] in ("release", "restart")]
     assert sorted(verbs[:2]) == [("release", 1), ("release", 2)]

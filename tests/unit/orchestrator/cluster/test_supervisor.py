@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 import pytest
-from fakes.loop import FakeWorker, Outcome, World
+from fakes.loop import FakeWorker, World, outcome
 
 from orchestrator.cluster.replicas import ReplicaState
 from orchestrator.cluster.supervisor import Supervisor
@@ -26,7 +26,7 @@ def make(num_workers: int = 2, request_timeout_s: float = 5) -> tuple[Supervisor
 
 async def serve(supervisor: Supervisor) -> None:
     await supervisor.hold()
-    await supervisor.settle([Outcome(True) for _ in supervisor.replicas])
+    await supervisor.settle([outcome(True) for _ in supervisor.replicas])
 
 
 async def test_least_loaded_replica_is_asked() -> None:
@@ -56,7 +56,7 @@ async def test_no_group_starts_before_the_first_commit_or_during_a_publish() -> 
     for _ in range(10):
         await asyncio.sleep(0)
     assert sum(worker.num_groups for worker in workers) == 1
-    await supervisor.settle([Outcome(True), Outcome(True)])
+    await supervisor.settle([outcome(True), outcome(True)])
     await call
 
 
@@ -68,7 +68,7 @@ async def test_request_that_crossed_a_publish_is_repeated_and_costs_nobody() -> 
     async def dirty_once(prompt: Prompt, n: int, sampling: object = None) -> list[Rollout]:
         worker.generate_group = generate  # type: ignore[method-assign]
         await supervisor.hold()
-        asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(supervisor.settle([Outcome(True)])))
+        asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(supervisor.settle([outcome(True)])))
         raise ReplicaDirty("begin came first")
 
     worker.generate_group = dirty_once  # type: ignore[method-assign]
@@ -101,7 +101,7 @@ async def test_hanging_request_times_out_and_moves_to_another_replica() -> None:
 async def test_replica_once_out_stays_out() -> None:
     supervisor, _ = make(2)
     await supervisor.hold()
-    await supervisor.settle([Outcome(False, "IntegrityError: x"), Outcome(True)])
+    await supervisor.settle([outcome(False, "IntegrityError: x"), outcome(True)])
     await serve(supervisor)
     assert [replica.state for replica in supervisor.replicas] == [ReplicaState.out, ReplicaState.serving]
 
@@ -154,7 +154,7 @@ async def test_together_raises_the_first_failure_as_it_is_and_cancels_the_rest()
     assert cancelled.is_set()
 
 
-async def publish_without_a_pause(supervisor: Supervisor, *outcomes: Outcome) -> None:
+async def publish_without_a_pause(supervisor: Supervisor, *outcomes: outcome) -> None:
     """One publish of adapter mode."""
     await supervisor.hold(pauses=False)
     await supervisor.settle(outcomes)
@@ -163,15 +163,15 @@ async def publish_without_a_pause(supervisor: Supervisor, *outcomes: Outcome) ->
 async def test_in_adapter_mode_a_replica_serves_on_until_its_version_is_too_old() -> None:
     _, workers = make(2)
     supervisor = Supervisor(workers, request_timeout_s=5, max_missed_publishes=1)
-    await publish_without_a_pause(supervisor, Outcome(True), Outcome(True))
+    await publish_without_a_pause(supervisor, outcome(True), outcome(True))
     await supervisor.hold(pauses=False)
     assert supervisor.num_serving == 2, "nobody is held"
-    await supervisor.settle([Outcome(True), Outcome(False, "a flipped bit")])
+    await supervisor.settle([outcome(True), outcome(False, "a flipped bit")])
     assert supervisor.num_serving == 2
-    await publish_without_a_pause(supervisor, Outcome(True), Outcome(True))
-    await publish_without_a_pause(supervisor, Outcome(True), Outcome(False, "a flipped bit"))
+    await publish_without_a_pause(supervisor, outcome(True), outcome(True))
+    await publish_without_a_pause(supervisor, outcome(True), outcome(False, "a flipped bit"))
     assert supervisor.num_serving == 2, "a commit starts the count anew"
-    await publish_without_a_pause(supervisor, Outcome(True), Outcome(False, "again"))
+    await publish_without_a_pause(supervisor, outcome(True), outcome(False, "again"))
     assert supervisor.out_of_service == [1]
     assert supervisor.replicas[1].reason == "again"
 
@@ -179,5 +179,5 @@ async def test_in_adapter_mode_a_replica_serves_on_until_its_version_is_too_old(
 async def test_in_adapter_mode_a_first_publish_that_fails_leaves_nothing_to_serve() -> None:
     _, workers = make(1)
     supervisor = Supervisor(workers, request_timeout_s=5, max_missed_publishes=3)
-    await publish_without_a_pause(supervisor, Outcome(False, "the engine ignores adapters"))
+    await publish_without_a_pause(supervisor, outcome(False, "the engine ignores adapters"))
     assert supervisor.out_of_service == [0]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from fakes.loop import FakeWorker, Outcome, World
+from fakes.loop import FakeWorker, World, outcome
 
 from orchestrator.cluster.replicas import ReplicaState
 from orchestrator.cluster.supervisor import Supervisor
@@ -54,12 +54,12 @@ class Cast:
     async def publish(self, version: int) -> list[int]:
         """Returns who was left out."""
         held = await self.supervisor.hold()
-        for index in held.joining:
-            self.supervisor.joined(index)
+        for replica in held.joining:
+            self.supervisor.joined(replica.index)
         for index in range(len(self.states)):
             if index not in held.exclude:
                 self.world.committed[index] = version
-        await self.supervisor.settle([Outcome(i not in held.exclude, "excluded") for i in range(len(self.states))])
+        await self.supervisor.settle([outcome(i not in held.exclude, "excluded") for i in range(len(self.states))])
         return held.exclude
 
     async def fail(self, index: int) -> None:
@@ -90,7 +90,7 @@ async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other
     assert cast.supervisor.num_restarts == 1
     held = await cast.supervisor.hold()
     assert held.exclude == []
-    assert held.joining == {0: "tcp://1"}, "the publisher does not know it yet"
+    assert [(one.index, one.worker.endpoint) for one in held.joining] == [(0, "tcp://1")], "it is not met yet"
 
 
 async def test_a_publish_leaves_out_whoever_is_starting_and_a_version_that_moves_makes_a_recovery_worthless() -> None:
@@ -136,7 +136,7 @@ async def test_a_worker_that_comes_up_during_a_publish_reads_as_soon_as_a_peer_h
         await asyncio.sleep(0)
     assert not any(entry[0] == "pull" for entry in cast.world.diary)
     cast.world.committed[1] = 1
-    await cast.supervisor.settle([Outcome(False, "excluded"), Outcome(True)])
+    await cast.supervisor.settle([outcome(False, "excluded"), outcome(True)])
     await until(lambda: cast.states[0] is S.serving)
     assert cast.world.committed == [1, 1]
 
@@ -183,7 +183,7 @@ async def test_a_publish_that_begins_after_the_peers_second_offer_makes_the_reco
     await cast.fail(0)
     await until(lambda: cast.states == [S.pending, S.updating])
     cast.world.committed[1] = 1
-    await cast.supervisor.settle([Outcome(False, "excluded"), Outcome(True)])
+    await cast.supervisor.settle([outcome(False, "excluded"), outcome(True)])
     assert cast.states == [S.pending, S.serving], "it holds version 0"
 
 
@@ -301,7 +301,7 @@ async def test_nobody_reads_from_a_peer_while_a_publish_goes_past_it() -> None:
         await asyncio.sleep(0)
     assert not any(entry[0] == "pull" for entry in cast.world.diary)
     cast.world.committed[1] = 1
-    await cast.supervisor.settle([Outcome(False, "excluded"), Outcome(True)])
+    await cast.supervisor.settle([outcome(False, "excluded"), outcome(True)])
     await until(lambda: cast.states == [S.serving, S.serving])
     assert cast.world.committed == [1, 1]
 
@@ -310,7 +310,7 @@ async def test_a_peer_that_missed_a_publish_gives_its_base_and_not_its_version()
     cast = Cast(max_missed_publishes=1)
     await cast.publish(0)
     await cast.supervisor.hold(pauses=False)
-    await cast.supervisor.settle([Outcome(True), Outcome(False, "its link stalled")])
+    await cast.supervisor.settle([outcome(True), outcome(False, "its link stalled")])
     assert cast.states == [S.serving, S.serving]
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.pending)

@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from fakes.loop import SUMS, Outcome, Report
+from fakes.loop import SUMS, outcome, publish_report
 from rich.console import Console
 
 from orchestrator.files.curves import draw_curves
@@ -43,7 +43,7 @@ def record(step: int, **changes: object) -> StepRecord:
         "staleness_steps": [1],
         "loss": [stats(4, 0.5), stats(2, 0.2)],
         "optim": OptimStats(step, 0.7, 1e-3, True),
-        "sync": Report(step, [Outcome(True), Outcome(False, "x")]),
+        "sync": publish_report(step, [outcome(True), outcome(False, "x")]),
         "num_ranks": 2,
         "extra": {"step/total_s": 2.0, "trainer/forward_backward_s": 0.75, "trainer/optimizer_s": 0.25},
     }

@@ -11,7 +11,7 @@ import pytest
 from fakes.loop import Loop, make_config
 
 from conf.schema import RunConfig, WeightSyncConfig
-from orchestrator.loop import controller
+from orchestrator.loop import step_loop
 from orchestrator.waiting import finish_first
 
 
@@ -71,7 +71,7 @@ async def test_a_step_under_way_is_ended_and_saved(tmp_path: Path) -> None:
 async def test_a_step_that_takes_too_long_is_left_and_nothing_half_done_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller, "LAST_STEP_S", 0.05)
+    monkeypatch.setattr(step_loop, "LAST_STEP_S", 0.05)
     loop = Loop(tmp_path, without_checkpoints(make_config(num_steps=9)))
 
     async def never():  # type: ignore[no-untyped-def]

@@ -1,0 +1,53 @@
+"""A full disk, in words: which path could not be written, and how much is free there.
+
+Owns: how such an error is recognized and what it says. Does not own: what a run saves or removes then (loop/, run.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from orchestrator.errors import DiskFull
+
+_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SENTENCES = tuple(os.strerror(number) for number in _NUMBERS)
+
+
+@contextmanager
+def naming_a_full_disk(path: Path) -> Iterator[None]:
+    """Turn the error of a full disk, an exhausted quota or a file size limit into DiskFull, which names a path.
+
+    Args:
+        path: what is being written, where the error itself does not say so.
+    """
+    try:
+        yield
+    except DiskFull:
+        raise
+    except Exception as error:
+        sentence = _full(error)
+        if sentence is None:
+            raise
+        place = Path(str(getattr(error, "filename", None) or path))
+        raise DiskFull(f"{place} cannot be written: {sentence} ({_free(place)})") from error
+
+
+def _full(error: BaseException) -> str | None:
+    """What the operating system said, if that is why: a trainer rank's error and safetensors' keep its text alone."""
+    if isinstance(error, OSError) and error.errno in _NUMBERS:
+        return os.strerror(error.errno)
+    return next((sentence for sentence in _SENTENCES if sentence in str(error)), None)
+
+
+def _free(path: Path) -> str:
+    there = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
+    try:
+        free, total = shutil.disk_usage(there).free, shutil.disk_usage(there).total
+    except OSError:
+        return f"the file system of {there} does not say how much is free"
+    return f"{free / 1e6:.1f} of {total / 1e6:.0f} MB are free"

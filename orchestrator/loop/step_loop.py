@@ -1,0 +1,169 @@
+"""What reinforcement (controller.py) and fine-tuning (finetuner.py) both promise about their steps.
+
+    while steps are left:  _next_step  -->  three refused in a row?  -->  checkpoint where due
+
+Owns: the clock (step and policy version), the row of every step, checkpoints, and the orderly end of a run that cannot
+go on or is told to end. Does not own: what a step does, or what is started and ended around the loop (run).
+Invariants: every step that the optimizer saw has a row, whatever fails after it. A checkpoint is made only while
+trainer, clock and data agree (`_is_whole`). A run that is told to end finishes its step first, and is saved. A row or a
+checkpoint that fails on the way out is logged, and does not hide why the run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from conf.schema import RunConfig, TrainMode
+from orchestrator.errors import TrainingStopped
+from orchestrator.files.disk_space import naming_a_full_disk
+from orchestrator.files.run_checkpoint import CheckpointStore, RunState
+from orchestrator.files.telemetry import StepRecord, Telemetry, Value
+from orchestrator.loop.ports import StepTrainer, Stopwatch
+from orchestrator.waiting import finish_first, last_attempt
+
+logger = logging.getLogger(__name__)
+
+MAX_REFUSED_STEPS = 3
+"""Steps in a row without a finite loss and gradient after which the run stops: skipping more will not repair it."""
+LAST_STEP_S = 60.0
+"""Longest that the step under way may still take when the run is told to end."""
+SAVE_S = 120.0
+"""Longest that the checkpoint after it may take."""
+
+
+class StepLoop(ABC):
+    """See the module's docstring.
+
+    Args:
+        on_clock: told of every change of step and policy version; logs carry them.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: StepTrainer,
+        telemetry: Telemetry,
+        checkpoints: CheckpointStore,
+        on_clock: Callable[[int, int], None],
+    ) -> None:
+        self.step = 0
+        self.policy_version = 0
+        self._config = config
+        self._step_trainer = trainer
+        self._telemetry = telemetry
+        self._checkpoints = checkpoints
+        self._on_clock = on_clock
+        self._is_whole = True
+        """Whether trainer, clock and data agree."""
+        self._num_refused_in_a_row = 0
+
+    @abstractmethod
+    async def _next_step(self) -> None:
+        """One optimizer step, with `_row_of` around what follows the update."""
+
+    @abstractmethod
+    def _state(self) -> RunState:
+        """Everything beside the trainer's own files that the next step depends on, at one instant."""
+
+    @abstractmethod
+    def _restore(self, state: RunState) -> None:
+        """Continue from what `_state` returned; the clock is set already."""
+
+    def _counts(self) -> dict[str, Value]:
+        """Further numbers of the step whose row is about to be written."""
+        return {}
+
+    async def run_steps(self) -> None:
+        """Every step that is left. Cancelled, it finishes the step under way and saves."""
+        run = self._config.run
+        try:
+            while self.step < run.num_steps:
+                await self._next_step()
+                await self._stop_if_hopeless()
+                if run.is_due(run.checkpoint_every_steps, self.step):
+                    await self.save()
+        except asyncio.CancelledError:
+            if self._is_whole and self.step > 0:
+                logger.info("told to end: saving step %d first", self.step)
+                await self._save_at_last()
+            raise
+
+    async def save(self) -> Path:
+        """Write a checkpoint. What else goes on, sampling for one, goes on meanwhile.
+
+        Raises:
+            DiskFull: The files that were written until then are removed.
+        """
+        saved = self._checkpoints.of_step(self.step)
+        if saved is not None:  # it has the same weights; groups that were finished since are sampled again
+            return saved
+        trainer, partial = self._step_trainer, self._checkpoints.begin(self.step)
+        try:
+            with naming_a_full_disk(partial):
+                await trainer.save_state(partial / "trainer")
+                if self._config.trainer.mode is TrainMode.lora:
+                    await trainer.export(partial / "adapter")
+                path = await asyncio.to_thread(self._checkpoints.finish, partial, self._state())
+        except Exception:
+            self._checkpoints.discard(partial)
+            raise
+        logger.info("checkpoint: %s", path)
+        return path
+
+    async def _load(self, path: Path) -> None:
+        state = await asyncio.to_thread(self._checkpoints.read, path)
+        await self._step_trainer.load_state(path / "trainer")
+        self.step, self.policy_version = state.step, state.policy_version
+        self._restore(state)
+        self._on_clock(self.step, self.policy_version)
+        logger.info("resumed from %s at step %d, policy version %d", path, self.step, self.policy_version)
+
+    async def _finish_step(self, work: Awaitable[None]) -> None:
+        """Await the part of a step that must not be torn: also when the run is told to end."""
+        self._is_whole = False
+        await finish_first(work, "the step under way", timeout_s=LAST_STEP_S)
+
+    @contextmanager
+    def _row_of(self, record: StepRecord, clock: Stopwatch) -> Iterator[None]:
+        """Move the clock by the step that the optimizer saw, and write its row when the block ends or fails.
+
+        The step always counts; the version moves only when the optimizer changed the policy.
+        """
+        self.step = record.step
+        if record.optim is not None:
+            self.policy_version = record.policy_version = record.optim.policy_version
+            self._num_refused_in_a_row = 0 if record.optim.is_finite else self._num_refused_in_a_row + 1
+            if not record.optim.is_finite:
+                logger.warning("step %d: loss or gradient is not finite; nothing was updated or published", self.step)
+        self._on_clock(self.step, self.policy_version)
+        try:
+            yield
+        except BaseException:
+            try:
+                self._write_row(record, clock)
+            except OSError as error:
+                logger.error("the row of step %d is lost: %s", self.step, error)
+            raise
+        self._write_row(record, clock)
+
+    def _write_row(self, record: StepRecord, clock: Stopwatch) -> None:
+        record.extra |= clock.laps | self._counts() | {"step/total_s": clock.total_s}
+        self._telemetry.step(record)
+
+    async def _save_at_last(self) -> None:
+        await last_attempt(self.save(), "saving the run's state", timeout_s=SAVE_S)
+
+    async def _stop_if_hopeless(self) -> None:
+        """Refused steps changed nothing: the weights are the last finite step's, and are saved as such."""
+        if self._num_refused_in_a_row >= MAX_REFUSED_STEPS:
+            path = await self.save()
+            raise TrainingStopped(
+                f"{MAX_REFUSED_STEPS} steps in a row had no finite loss and gradient (step {self.step}). Policy "
+                f"version {self.policy_version}, the last finite one, is saved in {path}. Look at metrics.jsonl "
+                "(rewards and parity/k3), lower trainer.optim.lr, and go on with run.resume"
+            )
