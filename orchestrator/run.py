@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 from conf.schema import Objective, RunConfig, SyncMode, TrainMode
 from orchestrator.cluster.control_folder import alive, answer_requests
 from orchestrator.cluster.supervisor import Supervisor
+from orchestrator.errors import DiskFull
 from orchestrator.files.curves import SFT_PANELS, draw_curves
-from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint, step_of
+from orchestrator.files.disk_space import naming_a_full_disk
+from orchestrator.files.run_checkpoint import CheckpointStore, complete_checkpoints, fingerprint, step_of
 from orchestrator.files.run_folder import RunFolder, changed_options, open_run_folder, write_description
 from orchestrator.files.run_log import ProgressLine, RunLog
 from orchestrator.files.telemetry import Telemetry
@@ -84,11 +86,14 @@ def run(config: RunConfig, overrides: list[str]) -> RunResult:
         log.say(f"run folder: {folder.root}")
         for option in changed_options(folder, config):
             log.say(f"resumed with another {option}")
-        write_description(folder, config, overrides)  # under the lock: they may be another process's
         try:
-            result = asyncio.run(train(config, folder, log))
-        except BaseException:
+            with naming_a_full_disk(folder.root):
+                write_description(folder, config, overrides)  # under the lock: they may be another process's
+                result = asyncio.run(train(config, folder, log))
+        except BaseException as error:
             logger.debug("the run has ended early", exc_info=True)  # run.log alone: the caller tells people
+            if isinstance(error, DiskFull):
+                raise DiskFull(f"{error}; {_what_is_saved(folder)}. Make room, and go on with run.resume") from error
             raise
         log.say(result.summary())
     return result
@@ -181,6 +186,11 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRes
         export = await _export(cluster, config, folder)
     await asyncio.to_thread(draw_curves, folder.metrics, folder.curves, SFT_PANELS)
     return RunResult(folder, tuner.step, tuner.policy_version, "nll", tuner.held_out_nll, checkpoints.newest(), export)
+
+
+def _what_is_saved(folder: RunFolder) -> str:
+    complete = complete_checkpoints(folder.checkpoints)
+    return f"step {step_of(complete[-1])} is saved in {complete[-1]}" if complete else "no checkpoint is saved"
 
 
 def _telemetry(config: RunConfig, folder: RunFolder, progress: ProgressLine, first_step: int) -> Telemetry:

@@ -54,7 +54,7 @@ class RunLog:
     def __init__(self, path: Path, console: Console | None = None) -> None:
         self.context = RunContext()
         self.console = console or Console(file=sys.stderr)
-        file_handler = logging.FileHandler(path)
+        file_handler = _LogFile(path, self.console)
         file_handler.setFormatter(logging.Formatter(_FORMAT))
         file_handler.setLevel(logging.DEBUG)
         console_handler: logging.Handler
@@ -90,6 +90,30 @@ class RunLog:
         """Text for people, outside of the log."""
         with suppress(OSError):
             self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+class _LogFile(logging.FileHandler):
+    """run.log. When it cannot be written, as on a full disk, the console says so once and the run goes on."""
+
+    def __init__(self, path: Path, console: Console) -> None:
+        super().__init__(path)
+        self._path = path
+        self._console = console
+        self._has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            with suppress(OSError):
+                said = f"{self._path} cannot be written any more: {error}"
+                self._console.print(said, soft_wrap=True, highlight=False, markup=False)
+
+    def close(self) -> None:
+        with suppress(OSError):  # what could not be written is still in the buffer
+            super().close()
 
 
 class ProgressLine:

@@ -16,15 +16,19 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import socket
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
 from rollout.types import Group
@@ -215,22 +219,25 @@ class Telemetry:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._samples.close()
-        if self._events:
-            self._events.close()
+        for sink in (self._file, self._samples, self._events):
+            if sink is not None:
+                with suppress(OSError):  # what a full disk left in a buffer: the run has said why it ends
+                    sink.close()
 
     def step(self, record: StepRecord) -> dict[str, Value]:
         """Emit one row everywhere and return it."""
         row = row_of(record)
-        self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
-        self._file.flush()
+        with naming_a_full_disk(self._folder.metrics):
+            self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
+            self._file.flush()
         if self._events:
-            self._events.write(record.step, row)
+            with naming_a_full_disk(self._folder.tensorboard):
+                self._events.write(record.step, row)
         self._gauges.set(row)
         if record.eval_groups:
             self.last_eval_reward = row["eval/reward"]
-        self._write_samples(record)
+        with naming_a_full_disk(self._folder.samples):
+            self._write_samples(record)
         seconds = row["step/total_s"]
         if record.optim is not None and seconds is not None:
             if self._recent_s is None:
@@ -362,31 +369,39 @@ def _finite(value: Value) -> Value:
 
 
 class _EventWriter:
-    """TensorBoard events through TensorBoard's own writer, which needs no torch.
+    """TensorBoard events. TensorBoard's own record writer needs no torch; its event writer would use a thread, in which
+    a full disk is raised for nobody to catch.
 
     Args:
         after_step: TensorBoard is told to forget events of later steps.
     """
 
     def __init__(self, folder: Path, *, after_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         is_resumed = folder.is_dir()
-        self._writer = EventFileWriter(str(folder))
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._writer = RecordWriter((folder / name).open("xb", buffering=0))
+        self._add(file_version="brain.Event:2")
         if is_resumed:
-            start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=after_step + 1, session_log=start))
+            self._add(step=after_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, row: Mapping[str, Value]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        """Add every finite number of a row."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         values = [Summary.Value(tag=n, simple_value=v) for n, v in row.items() if v is not None and math.isfinite(v)]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        self._writer.flush()
+        self._add(step=step, summary=Summary(value=values))
+
+    def _add(self, **fields: object) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+        self._writer.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
     def close(self) -> None:
+        """Close the file."""
         self._writer.close()
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from conf.schema import RunConfig, TrainMode
-from orchestrator.errors import TrainingStopped
+from orchestrator.errors import OrchestratorError, TrainingStopped
 from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.run_checkpoint import CheckpointStore, RunState
 from orchestrator.files.telemetry import StepRecord, Telemetry, Value
@@ -161,9 +161,12 @@ class StepLoop(ABC):
     async def _stop_if_hopeless(self) -> None:
         """Refused steps changed nothing: the weights are the last finite step's, and are saved as such."""
         if self._num_refused_in_a_row >= MAX_REFUSED_STEPS:
-            path = await self.save()
+            try:
+                saved = f"is saved in {await self.save()}"
+            except OrchestratorError as error:
+                saved = f"could not be saved ({error})"
             raise TrainingStopped(
                 f"{MAX_REFUSED_STEPS} steps in a row had no finite loss and gradient (step {self.step}). Policy "
-                f"version {self.policy_version}, the last finite one, is saved in {path}. Look at metrics.jsonl "
+                f"version {self.policy_version}, the last finite one, {saved}. Look at metrics.jsonl "
                 "(rewards and parity/k3), lower trainer.optim.lr, and go on with run.resume"
             )

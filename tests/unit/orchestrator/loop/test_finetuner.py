@@ -1,0 +1,110 @@
+"""Locks: fine-tuning keeps what both loops promise about rows, checkpoints and refused steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from fakes.loop import FakeTrainer, World, make_config
+from rich.console import Console
+
+from conf.schema import AlgorithmConfig, Objective
+from orchestrator.errors import TrainingStopped
+from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
+from orchestrator.files.run_folder import RunFolder
+from orchestrator.files.run_log import ProgressLine
+from orchestrator.files.telemetry import Telemetry, read_rows
+from orchestrator.inputs.conversations import Conversation
+from orchestrator.loop.finetuner import Finetuner
+from trainer.types import Denominators, LossStats, Sample
+
+CONVERSATIONS = [Conversation((1, 5, 6 + i), (False, False, True)) for i in range(7)]
+
+
+class Teacher(FakeTrainer):
+    """Notes what it was taught; its evaluation may break."""
+
+    def __init__(self) -> None:
+        super().__init__(World(), 0)
+        self.taught: list[list[int]] = []
+        self.breaks_at_version: int | None = None
+
+    async def forward_backward(
+        self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
+    ) -> list[LossStats]:
+        samples = [s for rank in microbatches_by_rank for microbatch in rank for s in microbatch]
+        self.taught.append(sorted(int(s.token_ids[2]) for s in samples))
+        await asyncio.sleep(0)
+        return []
+
+    async def evaluate(
+        self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
+    ) -> list[LossStats]:
+        if self.world.version == self.breaks_at_version:
+            raise ConnectionError("rank 1 died")
+        return await super().evaluate(microbatches_by_rank, denominators)
+
+
+class Tuning:
+    """A Finetuner on a fake trainer, in a run folder of its own."""
+
+    def __init__(self, folder: Path, num_steps: int = 6) -> None:
+        config = make_config(num_steps=num_steps)
+        self.config = replace(
+            config,
+            run=replace(config.run, eval_every_steps=1),
+            algorithm=AlgorithmConfig(objective=Objective.sft, sequences_per_step=2),
+        )
+        self.folder = RunFolder(folder)
+        self.trainer = Teacher()
+        self.checkpoints = CheckpointStore(self.folder.checkpoints, keep=2, options=fingerprint(self.config))
+
+    async def run(self, resume_step: int = 0) -> Finetuner:
+        progress = ProgressLine(Console(file=StringIO()))
+        num_steps = self.config.run.num_steps
+        with Telemetry(
+            self.folder, num_steps=num_steps, first_step=resume_step, tensorboard=False, progress=progress
+        ) as telemetry:
+            tuner = Finetuner(self.config, self.trainer, CONVERSATIONS, CONVERSATIONS[:1], telemetry, self.checkpoints)
+            await tuner.train(self.checkpoints.newest() if resume_step else None)
+        return tuner
+
+    @property
+    def steps(self) -> list[int]:
+        return [row["step"] for row in read_rows(self.folder.metrics)]
+
+
+async def test_every_step_has_a_row_and_a_run_in_two_parts_teaches_the_same(tmp_path: Path) -> None:
+    whole = Tuning(tmp_path / "whole")
+    (tmp_path / "whole").mkdir()
+    await whole.run()
+    assert whole.steps == list(range(7))
+    (tmp_path / "parts").mkdir()
+    first = Tuning(tmp_path / "parts", num_steps=4)
+    await first.run()
+    rest = Tuning(tmp_path / "parts")
+    tuner = await rest.run(resume_step=4)
+    assert (tuner.step, tuner.policy_version) == (6, 6)
+    assert rest.steps == list(range(7))
+    assert first.trainer.taught + rest.trainer.taught == whole.trainer.taught
+
+
+async def test_an_evaluation_that_fails_leaves_the_row_of_its_step(tmp_path: Path) -> None:
+    tuning = Tuning(tmp_path)
+    tuning.trainer.breaks_at_version = 3
+    with pytest.raises(ConnectionError, match="rank 1 died"):
+        await tuning.run()
+    assert tuning.steps == [0, 1, 2, 3]
+
+
+async def test_refused_steps_stop_it_with_its_state_saved(tmp_path: Path) -> None:
+    tuning = Tuning(tmp_path, num_steps=9)
+    tuning.trainer.not_finite = {1, 2, 3}
+    with pytest.raises(TrainingStopped, match="3 steps in a row"):
+        await tuning.run()
+    state = tuning.checkpoints.read(tuning.checkpoints.newest())
+    assert (state.step, state.policy_version) == (4, 1)

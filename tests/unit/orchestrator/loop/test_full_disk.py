@@ -1,0 +1,116 @@
+"""Locks: a disk that is full in mid-run ends the run with its path and what is free, loses no earlier checkpoint, and
+never hides why a run ends. The disk is /dev/full, or the limit on a file's size that the kernel enforces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from fakes.loop import Loop, make_config
+from rich.console import Console
+
+from orchestrator.errors import DiskFull, NoReplicasLeft, OrchestratorError, TrainingStopped
+from orchestrator.files.disk_space import naming_a_full_disk
+from orchestrator.files.run_log import RunLog
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """No file of this process grows beyond this."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class FullForCheckpoints:
+    """A trainer's save_state from a step on."""
+
+    def __init__(self, loop: Loop, from_version: int) -> None:
+        self._loop, self._from, self._save = loop, from_version, loop.trainer.save_state
+
+    async def save_state(self, folder: Path) -> None:
+        await self._save(folder)
+        if self._loop.world.version >= self._from:
+            await asyncio.to_thread(Path("/dev/full").write_text, "state")
+
+
+def full_for_checkpoints(loop: Loop, from_version: int) -> None:
+    loop.trainer.save_state = FullForCheckpoints(loop, from_version).save_state  # type: ignore[method-assign]
+
+
+def test_only_the_error_of_a_full_disk_is_renamed(tmp_path: Path) -> None:
+    full, state = Path("/dev/full"), tmp_path / "state"
+    said = r"/dev/full cannot be written: No space left on device \([\d.]+ of \d+ MB are free\)"
+    with pytest.raises(DiskFull, match=said), naming_a_full_disk(full):
+        full.write_text("x")
+    with pytest.raises(DiskFull, match=f"{state} cannot be written: No space left"), naming_a_full_disk(state):
+        raise OrchestratorError("trainer rank 0 failed with SafetensorError: No space left on device (os error 28)")
+    with pytest.raises(FileNotFoundError), naming_a_full_disk(tmp_path):
+        (tmp_path / "none").read_text()
+
+
+async def test_a_run_whose_rows_find_no_room_ends_and_goes_on_once_there_is_some(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=12))
+    with largest_file(14_000), pytest.raises(DiskFull, match=r"metrics\.jsonl cannot be written: File too large"):
+        await loop.run()
+    lost = loop.rows[-1]["step"] + 1
+    assert 4 <= lost < 12, "the limit of this test fits no row, or all of them"
+    newest = loop.checkpoints.newest()
+    assert newest is not None and loop.checkpoints.read(newest).step in (lost - 2, lost - 1)
+
+    rest = Loop(tmp_path, make_config(num_steps=12), resume_step=loop.checkpoints.read(newest).step)
+    await rest.run()
+    assert [row["step"] for row in rest.rows] == list(range(13))
+
+
+async def test_a_checkpoint_without_room_ends_the_run_and_leaves_the_one_before_it_alone(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=9))
+    full_for_checkpoints(loop, from_version=4)
+    with pytest.raises(DiskFull, match="No space left on device"):
+        await loop.run()
+    assert [path.name for path in loop.folder.checkpoints.iterdir()] == ["step-000002"], "what was half written is gone"
+    assert loop.checkpoints.read(loop.checkpoints.newest()).step == 2
+    assert loop.rows[-1]["step"] == 4
+
+
+async def test_a_save_without_room_does_not_hide_why_the_run_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=9))
+    full_for_checkpoints(loop, from_version=3)
+    loop.trainer.failing_replicas = {3: {0, 1}}
+    with pytest.raises(NoReplicasLeft, match=r"lm_head\.weight"):
+        await loop.run()
+    (said,) = [r for r in caplog.records if "saving the run's state failed" in r.message]
+    assert "No space left on device" in said.message
+    assert not any(r.exc_info for r in caplog.records if r.levelno >= logging.INFO), "tracebacks are run.log's alone"
+
+
+async def test_refused_steps_that_cannot_be_saved_are_still_why_the_run_stops(tmp_path: Path) -> None:
+    config = make_config(num_steps=9)
+    loop = Loop(tmp_path, replace(config, run=replace(config.run, checkpoint_every_steps=0)))
+    loop.trainer.not_finite = {2, 3, 4}
+    full_for_checkpoints(loop, from_version=0)
+    with pytest.raises(TrainingStopped, match=r"3 steps in a row .* could not be saved .*No space left on device"):
+        await loop.run()
+
+
+def test_a_log_without_room_is_said_once_and_raises_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run.log").symlink_to("/dev/full")
+    console = StringIO()
+    with RunLog(tmp_path / "run.log", Console(file=console, width=200)):
+        for step in range(3):
+            logging.getLogger("orchestrator").debug("step %d", step)
+    assert console.getvalue().count("run.log cannot be written any more: [Errno 28] No space left on device") == 1
+    assert len(console.getvalue().splitlines()) == 1
