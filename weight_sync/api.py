@@ -85,7 +85,7 @@ def register_tensors(
     """
     held: list[Held] = []
     meeting = Meeting(rank, 1 if group is None else dist.get_world_size(group), group)
-    everyone = meeting.everywhere(lambda: _take(tensors, held))
+    everyone = meeting.everywhere(dict[str, TensorMeta], lambda: _take(tensors, held))
     return TensorSource(rank, _agreed(everyone), held)
 
 
@@ -213,9 +213,9 @@ class Sender:
             WeightSyncError: The hook of all engines raised, or `exclude` names none; the same on every rank.
         """
         hooks = _Hooks(request_hook, self._num_engines, exclude)
-        refused = self._meeting.on_rank0(hooks.start)
+        refused = self._meeting.on_rank0(dict[int, str], hooks.start)
         report = self._publisher.publish(version, exclude={*exclude, *refused})
-        return self._meeting.on_rank0(lambda: hooks.finish(_with_errors(report, refused)))
+        return self._meeting.on_rank0(PublishReport, lambda: hooks.finish(_with_errors(report, refused)))
 
     def close(self) -> None:
         """Leave the link and drop staging."""

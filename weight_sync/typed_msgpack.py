@@ -1,7 +1,7 @@
 """Dataclasses of plain values as msgpack, checked against their types on arrival. Never pickle.
 
-A dataclass becomes the list of its fields, a DestLayout the bytes of `record/layout_wire.py`; all else is left to
-msgpack. Whoever reads names the type that it expects: bytes that do not fit it raise ProtocolError.
+A dataclass becomes the list of its fields, a layout the bytes of `record/layout_wire.py`; all else is left to msgpack.
+Whoever reads names the type that it expects: bytes that do not fit it raise ProtocolError.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 from typing import Any, NoReturn, TypeVar
 
 import msgpack
 
 from weight_sync.errors import ProtocolError
-from weight_sync.layout import DestLayout
-from weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes
+from weight_sync.layout import DestLayout, SourceLayout
+from weight_sync.record.layout_wire import (
+    layouts_from_bytes,
+    layouts_to_bytes,
+    source_layout_from_bytes,
+    source_layout_to_bytes,
+)
 
 T = TypeVar("T")
 
@@ -30,7 +35,12 @@ def pack(value: Any) -> bytes:
 
 def unpack(cls: type[T], data: bytes) -> T:
     """Inverse of pack, for a known type, e.g. unpack(EngineRank, data)."""
-    return from_plain(cls, msgpack.unpackb(data))
+    return from_plain(cls, read(data))
+
+
+def read(data: bytes) -> Any:
+    """What msgpack reads, unchecked: plain values, with tuples for lists."""
+    return msgpack.unpackb(data, use_list=False, strict_map_key=False)
 
 
 def from_plain(cls: Any, value: Any) -> Any:
@@ -42,58 +52,77 @@ def from_plain(cls: Any, value: Any) -> Any:
 def _decoder(cls: Any) -> Callable[[Any], Any]:
     """from_plain for one type, looked at once."""
     origin, args = typing.get_origin(cls), typing.get_args(cls)
-    if cls is DestLayout:
-        return _layout_of
+    if cls is Any:
+        return lambda value: value
+    if cls is None:
+        return lambda value: None if value is None else _refuse(value, cls)
+    if cls is DestLayout or cls is SourceLayout:
+        return functools.partial(_layout_of, cls)
     if dataclasses.is_dataclass(cls):
         return _dataclass_decoder(typing.cast(type, cls))
-    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
-        item = _decoder(args[0])
-        return lambda value: tuple([item(one) for one in _checked(value, list, cls)])
+    if origin in (tuple, list) and (origin is list or args[1:] == (Ellipsis,)):
+        items = _items_decoder(args[0])
+        return lambda value: origin(items(_checked(value, tuple, cls)))
     if origin is tuple:
-        items = [_decoder(kind) for kind in args]
+        decoders = [_decoder(kind) for kind in args]
 
         def decode_tuple(value: Any) -> Any:
-            if type(value) is not list or len(value) != len(items):
+            if type(value) is not tuple or len(value) != len(decoders):
                 raise ProtocolError(f"expected {cls}, got {_brief(value)}")
-            return tuple([decode(one) for decode, one in zip(items, value, strict=True)])
+            return tuple([decode(one) for decode, one in zip(decoders, value, strict=True)])
 
         return decode_tuple
-    if origin is list:
-        item = _decoder(args[0])
-        return lambda value: [item(one) for one in _checked(value, list, cls)]
     if origin is dict:
-        key, item = (_decoder(kind) for kind in args)
-        return lambda value: {key(k): item(one) for k, one in _checked(value, dict, cls).items()}
-    if origin is types.UnionType:
-        some = _decoder(next(kind for kind in args if kind is not types.NoneType))
+        keys, items = (_items_decoder(kind) for kind in args)
+
+        def decode_dict(value: Any) -> Any:
+            pairs = _checked(value, dict, cls)
+            return dict(zip(keys(pairs), items(pairs.values()), strict=True))
+
+        return decode_dict
+    if origin is types.UnionType:  # of plain types, or of one type and None
+        kinds = [kind for kind in args if kind is not types.NoneType]
+        some = _decoder(kinds[0]) if len(kinds) == 1 else _one_of(cls, kinds)
         return lambda value: None if value is None and types.NoneType in args else some(value)
     if isinstance(cls, type) and issubclass(cls, StrEnum):
         return lambda value: cls(value if value in cls._value2member_map_ else _refuse(value, cls))
     if cls is float:
         return lambda value: float(value if type(value) in (int, float) else _refuse(value, cls))
-    return lambda value: value if type(value) is cls else _refuse(value, cls)
+    return _one_of(cls, [cls])
+
+
+def _one_of(cls: Any, kinds: Sequence[type]) -> Callable[[Any], Any]:
+    return lambda value: value if type(value) in kinds else _refuse(value, cls)
+
+
+def _items_decoder(cls: Any) -> Callable[[Collection[Any]], Collection[Any]]:
+    """from_plain for many values of one type; those of a plain type are looked at together: there may be millions."""
+    item = _decoder(cls)
+    if cls in (str, int, bytes, bool):
+        return lambda values: values if set(map(type, values)) <= {cls} else [item(one) for one in values]
+    return lambda values: [item(one) for one in values]
 
 
 def _dataclass_decoder(cls: type) -> Callable[[Any], Any]:
     fields = [(name, _decoder(kind)) for name, kind in _fields(cls)]
 
     def decode(value: Any) -> Any:
-        if type(value) is not list or len(value) != len(fields):
+        if type(value) is not tuple or len(value) != len(fields):
             raise ProtocolError(f"expected the {len(fields)} fields of {cls.__name__}, got {_brief(value)}")
         return cls(**{name: decode_field(one) for (name, decode_field), one in zip(fields, value, strict=True)})
 
     return decode
 
 
-def _layout_of(value: Any) -> DestLayout:
+def _layout_of(cls: type, value: Any) -> Any:
     """Quick: a layout has 20,000 loads, which are read as columns."""
+    data = _checked(value, bytes, cls)
     try:
-        (layout,) = layouts_from_bytes(_checked(value, bytes, DestLayout))
+        return source_layout_from_bytes(data) if cls is SourceLayout else layouts_from_bytes(data)[0]
     except ProtocolError:
         raise
-    except Exception as e:  # whatever bytes that are no layout make of themselves
-        raise ProtocolError(f"expected a layout, got {len(value)} bytes that are none: {e}") from e
-    return layout
+    except Exception as e:
+        raise ProtocolError(f"expected a layout, got {len(data)} bytes that are none: {e}") from e
 
 
 def _checked(value: Any, kind: type[T], cls: Any) -> T:
@@ -109,6 +138,8 @@ def _refuse(value: Any, cls: Any) -> NoReturn:
 def _fields_of(value: Any) -> list[Any] | bytes:
     if isinstance(value, DestLayout):
         return layouts_to_bytes((value,))
+    if isinstance(value, SourceLayout):
+        return source_layout_to_bytes(value)
     if not dataclasses.is_dataclass(value):
         raise TypeError(f"a message cannot hold {_brief(value)}")
     return [getattr(value, name) for name, _ in _fields(type(value))]

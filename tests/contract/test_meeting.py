@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.queues import Queue
@@ -17,12 +19,32 @@ import torch.distributed as dist
 
 from conf.errors import SlipstreamError
 from weight_sync.api import register_tensors
-from weight_sync.errors import PlanError
-from weight_sync.publish.collectives import Meeting, attempt, values
+from weight_sync.errors import PlanError, ProtocolError
+from weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
+from weight_sync.publish import byte_collectives
+from weight_sync.publish.byte_collectives import gather_bytes
+from weight_sync.publish.collectives import Meeting, values
+from weight_sync.typed_msgpack import unpack
 
 NUM_RANKS = 3
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "weight_sync.publish.collectives"])
+
+
+class MakesFolder:
+    """What an attacker pickles."""
+
+    path = f"{tempfile.gettempdir()}/slipstream-unpickled-{os.getpid()}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+def source_layout(rank: int) -> SourceLayout:
+    metas = (TensorMeta("w", (6, 4), "bfloat16"), TensorMeta("scale", (), "float32"))
+    return SourceLayout(
+        rank, metas, (SourceShard("w", Region((2 * rank, 0), (2, 4))), SourceShard("no", Region((), ())))
+    )
 
 
 def raises(error: Exception) -> Any:
@@ -30,46 +52,72 @@ def raises(error: Exception) -> Any:
 
 
 def everyone_hears_rank0(meeting: Meeting) -> Any:
-    return meeting.on_rank0(lambda: meeting.rank + 7)
+    return meeting.on_rank0(int, lambda: meeting.rank + 7)
 
 
 def an_error_of_rank0(meeting: Meeting) -> Any:
-    return meeting.on_rank0(lambda: raises(PlanError("no such tensor")))
+    return meeting.on_rank0(int, lambda: raises(PlanError("no such tensor")))
 
 
 def a_foreign_error_of_rank0(meeting: Meeting) -> Any:
-    return meeting.on_rank0(lambda: raises(KeyError("embed")))
+    return meeting.on_rank0(int, lambda: raises(KeyError("embed")))
 
 
 def parts(meeting: Meeting) -> Any:
-    return meeting.deal(lambda: ("for all", [f"for {rank}" for rank in range(NUM_RANKS)]))
+    return meeting.deal(str, str, lambda: ("for all", [f"for {rank}" for rank in range(NUM_RANKS)]))
 
 
 def parts_that_rank0_cannot_make(meeting: Meeting) -> Any:
-    return meeting.deal(lambda: ("for all", [raises(PlanError(f"no part {rank}")) for rank in range(NUM_RANKS)]))
+    return meeting.deal(
+        str, str, lambda: ("for all", [raises(PlanError(f"no part {rank}")) for rank in range(NUM_RANKS)])
+    )
 
 
 def all_to_rank0(meeting: Meeting) -> Any:
-    return meeting.gather(meeting.rank)
+    return meeting.gather(int, meeting.rank)
 
 
 def all_to_all(meeting: Meeting) -> Any:
-    return meeting.everywhere(lambda: meeting.rank)
+    return meeting.everywhere(int, lambda: meeting.rank)
 
 
 def an_error_of_the_last(meeting: Meeting) -> Any:
-    return meeting.everywhere(lambda: meeting.rank if meeting.rank < 2 else raises(PlanError("torn")))
+    return meeting.everywhere(int, lambda: meeting.rank if meeting.rank < 2 else raises(PlanError("torn")))
 
 
 def an_error_gathered(meeting: Meeting) -> Any:
-    outcomes = meeting.gather(attempt(lambda: meeting.rank if meeting.rank < 2 else raises(PlanError("torn"))))
-    return meeting.on_rank0(lambda: values(outcomes))
+    outcomes = meeting.attempts(int, lambda: meeting.rank if meeting.rank < 2 else raises(PlanError("torn")))
+    return meeting.on_rank0(list[int], lambda: values(outcomes))
 
 
 def a_sum(meeting: Meeting) -> Any:
     table = np.full((2, 3), 10**meeting.rank, np.int64)
     meeting.add_up(table)
     return table.tolist() if meeting.rank == 0 else None
+
+
+def bytes_that_are_a_pickle(meeting: Meeting) -> Any:
+    """As a rank that is none of ours might send them: they would make a folder where they are unpickled."""
+    gathered = gather_bytes(pickle.dumps(MakesFolder()), dist.group.WORLD)
+    for data in gathered:
+        with pytest.raises((ProtocolError, ValueError)):
+            unpack(tuple[str, str, Any], data)
+    return Path(MakesFolder.path).exists()
+
+
+def a_message_over_the_limit(meeting: Meeting) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(byte_collectives, "MAX_BYTES", 1000)
+        return meeting.gather(str, "x" * (2000 if meeting.rank == 1 else 5))
+
+
+def a_value_that_cannot_be_sent(meeting: Meeting) -> Any:
+    return meeting.everywhere(int, lambda: object() if meeting.rank == 1 else 5)  # type: ignore[arg-type]
+
+
+def layouts_of_all(meeting: Meeting) -> Any:
+    found = meeting.attempts(tuple[SourceLayout, int], lambda: (source_layout(meeting.rank), meeting.rank))
+    return found == [((source_layout(rank), rank), None) for rank in range(NUM_RANKS)] if found else None
 
 
 def tensors_of_which_one_cannot_be_sent(meeting: Meeting) -> Any:
@@ -83,6 +131,8 @@ def tensors_of_all(meeting: Meeting) -> Any:
     return [meta.name for meta in source.layout().tensors]
 
 
+TOO_LONG = "trainer ranks send messages of [6, 2003, 6] bytes; at most 1000 are read"
+UNSENDABLE = "a value of type object cannot be sent to the other ranks: a message cannot hold"
 CASES: list[tuple[Callable[[Meeting], Any], list[Any]]] = [
     (everyone_hears_rank0, [7, 7, 7]),
     (an_error_of_rank0, ["PlanError: no such tensor"] * 3),
@@ -98,6 +148,10 @@ CASES: list[tuple[Callable[[Meeting], Any], list[Any]]] = [
         ["ConfigError: trainer rank 2: w is not contiguous (strides (1, 3)); pass a contiguous tensor"] * 3,
     ),
     (tensors_of_all, [["w0", "w1", "w2"]] * 3),
+    (bytes_that_are_a_pickle, [False] * 3),
+    (a_message_over_the_limit, [f"ProtocolError: {TOO_LONG}"] * 3),
+    (a_value_that_cannot_be_sent, [f"WeightSyncError: trainer rank 1: {UNSENDABLE}"] * 3),
+    (layouts_of_all, [True, None, None]),
     (a_sum, [[[111] * 3] * 2, None, None]),
 ]
 """What they do together, and what comes of it on each rank; of an error its class and text."""
@@ -107,7 +161,7 @@ def outcome_of(step: Callable[[Meeting], Any], meeting: Meeting) -> Any:
     try:
         return step(meeting)
     except SlipstreamError as e:
-        return f"{type(e).__name__}: {e}"
+        return f"{type(e).__name__}: {str(e).split(' <', 1)[0]}"
 
 
 def run_rank(rank: int, rendezvous: str, answers: Queue[tuple[int, list[Any]]]) -> None:
@@ -145,11 +199,11 @@ def test_ranks_that_meet_share_what_they_have_and_what_fails(met: dict[int, list
 
 def test_a_rank_alone_meets_nobody() -> None:
     alone = Meeting(0, 1, None)
-    assert alone.deal(lambda: ("for all", ["for 0"])) == ("for all", "for 0")
-    assert alone.gather(5) == alone.everywhere(lambda: 5) == [5]
+    assert alone.deal(str, str, lambda: ("for all", ["for 0"])) == ("for all", "for 0")
+    assert alone.gather(int, 5) == alone.everywhere(int, lambda: 5) == [5]
     with pytest.raises(PlanError, match=r"^no such tensor$"):
         an_error_of_rank0(alone)
     with pytest.raises(PlanError, match=r"^torn$"):
-        alone.everywhere(lambda: raises(PlanError("torn")))
+        alone.everywhere(int, lambda: raises(PlanError("torn")))
     with pytest.raises(ValueError, match="2 trainer ranks need a process group"):
         Meeting(0, 2, None)

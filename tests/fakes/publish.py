@@ -178,6 +178,7 @@ class PlainEngine:
         ]
         self.calls: list[str] = []
         self.aborted = threading.Event()
+        self.abort_reasons: list[str] = []
         self.fail_on: dict[str, Exception] = {}
 
     def _note(self, verb: str) -> None:
@@ -216,6 +217,7 @@ class PlainEngine:
         self._note("abort")
         for receiver in self.receivers:
             receiver.abort(epoch, reason)
+        self.abort_reasons.append(reason)
         self.aborted.set()
 
     def wrong_params(self, version: int) -> list[str]:

@@ -35,6 +35,8 @@ from trainer.weights.packed_experts import is_packed
 from trainer.weights.quantization import BlockFp8
 from weight_sync.disk.safetensors_files import INDEX_NAME
 from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
+from weight_sync.publish.byte_collectives import all_gather_bytes
+from weight_sync.typed_msgpack import pack, unpack
 
 if TYPE_CHECKING:
     from trainer.model.decoder import Decoder
@@ -270,9 +272,7 @@ def _merged_tensors(decoder: Decoder, source: TrainerWeightSource) -> Iterator[T
     layout = decoder.layout
     regions: list[dict[str, Region]] = [{shard.tensor: shard.region for shard in source.layout().shards}]
     if layout.world_size > 1:
-        gathered: list[Any] = [None] * layout.world_size
-        dist.all_gather_object(gathered, regions[0])
-        regions = gathered
+        regions = [unpack(dict[str, Region], data) for data in all_gather_bytes(pack(regions[0]), None)]
     source.begin(version=0)
     try:
         for meta in source.layout().tensors:

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +43,8 @@ from trainer.weights.quantization import (
 from trainer.weights.row_runs import RowRun, Rows, local_rows
 from trainer.weights.shards import HeldTensor
 from weight_sync.layout import Region, SourceShard
+from weight_sync.publish.byte_collectives import all_gather_bytes
+from weight_sync.typed_msgpack import pack, unpack
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn."""
@@ -234,9 +235,7 @@ class BlockScales:
         mine = {name: (place[2].start[0], place[2].stop[0]) for name, place in self._place.items()}
         ranks: list[dict[str, tuple[int, int]]] = [mine]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, mine)
-            ranks = gathered
+            ranks = [unpack(dict[str, tuple[int, int]], data) for data in all_gather_bytes(pack(mine), None)]
         at_flat: list[Tensor] = []
         at_shared: list[Tensor] = []
         self._num_shared = 0

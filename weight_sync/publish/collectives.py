@@ -1,17 +1,21 @@
 """Where the trainer's ranks meet: collectives in which whatever fails on one rank is raised on all of them.
 
-Owns: how a value, an error or a sum gets from rank to rank. Does not own what they say (its callers), nor the group.
+Owns: how a value, an error or a sum gets from rank to rank. Does not own what they say (its callers), the bytes on
+their way (byte_collectives.py), nor the group.
 
     on_rank0    rank 0 --> all      its value, or its error
     deal        rank 0 --> all      the same, and a part of its own for each rank
     gather      all --> rank 0      every rank's value
+    attempts    all --> rank 0      every rank's value or error
     everywhere  all --> all         every rank's value, or the first rank's error
     add_up      all --> rank 0      one sum of arrays
 
-Invariants. All ranks call the same methods in the same order. What raises on one rank travels as a value (`attempt`),
-because the others are waiting in a collective, and is raised where it arrives (`values`). A rank that died, or stopped
-for longer than the group's timeout, is RankLost on those that wait for it. A rank alone has no group and meets nobody:
-every method is then a plain call.
+Values cross as msgpack, and the reader names the type that it expects (typed_msgpack.py); an error crosses as its
+class's name and its text. Nothing is unpickled.
+
+Invariants. All ranks call the same methods in the same order. An exception on one rank travels as a value, because the
+others are waiting in a collective, and is raised where it arrives. A rank that died, or stopped for longer than the
+group's timeout, is RankLost on those that wait for it. With one rank, every method is local.
 """
 
 from __future__ import annotations
@@ -24,9 +28,11 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from conf.errors import ConfigError, SlipstreamError
+from conf.errors import ConfigError, SlipstreamError, named_error
 from weight_sync.errors import RankLost, WeightSyncError
 from weight_sync.plan.columns import Ints
+from weight_sync.publish.byte_collectives import all_gather_bytes, broadcast_bytes, gather_bytes, scatter_bytes
+from weight_sync.typed_msgpack import from_plain, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +40,8 @@ T = TypeVar("T")
 Part = TypeVar("Part")
 Outcome: TypeAlias = tuple[T | None, SlipstreamError | None]
 """What a rank made, or why it could not. Examples: (layout, None), (None, PlanError("no such tensor"))."""
+Kind: TypeAlias = Any
+"""The type of a value that crosses, as a type hint: int, dict[str, int], a dataclass of such; None for no value."""
 
 
 class Meeting:
@@ -41,7 +49,7 @@ class Meeting:
 
     Args:
         rank, world_size: This rank and the number of trainer ranks.
-        group: A gloo process group over all trainer ranks (object collectives on the CPU); None when there is one rank.
+        group: A process group over all trainer ranks; None when there is one rank.
     """
 
     def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
@@ -51,18 +59,19 @@ class Meeting:
         self._world_size = world_size
         self._group = group
 
-    def on_rank0(self, make: Callable[[], T]) -> T:
+    def on_rank0(self, kind: Kind, make: Callable[[], T]) -> T:
         """make() on rank 0, its result or its error on every rank."""
-        box: list[Any] = [attempt(make) if self.rank == 0 else None]
+        outcome = _attempt(make) if self.rank == 0 else (None, None)
         if self._group is not None:
             with self._waiting("a broadcast"):
-                dist.broadcast_object_list(box, group=self._group, group_src=0)
-        value, error = box[0]
+                data = broadcast_bytes(_packed(outcome) if self.rank == 0 else b"", self._group)
+            outcome = outcome if self.rank == 0 else _unpacked(kind, data)
+        value, error = outcome
         if error is not None:
             raise error
-        return value
+        return value  # type: ignore[return-value]
 
-    def deal(self, make: Callable[[], tuple[T, Sequence[Part]]]) -> tuple[T, Part]:
+    def deal(self, kind: Kind, part_kind: Kind, make: Callable[[], tuple[T, Sequence[Part]]]) -> tuple[T, Part]:
         """make() on rank 0: what every rank gets, and one part for each, which nobody else gets. Its error on all."""
         parts: list[Part] = []
 
@@ -71,34 +80,40 @@ class Meeting:
             parts.extend(own)
             return shared
 
-        shared = self.on_rank0(make_shared)
+        shared = self.on_rank0(kind, make_shared)
         if self._group is None:
             return shared, parts[0]
-        box: list[Any] = [None]
         with self._waiting("a scatter"):
-            dist.scatter_object_list(box, parts if self.rank == 0 else None, group=self._group, group_src=0)
-        return shared, box[0]
+            data = scatter_bytes([pack(part) for part in parts], self._group)
+        return shared, parts[0] if self.rank == 0 else unpack(part_kind, data)
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, kind: Kind, value: T) -> list[T]:
         """Every rank's value, on rank 0; the others get nothing."""
         if self._group is None:
             return [value]
-        gathered: list[Any] = [None] * self._world_size if self.rank == 0 else []
         with self._waiting("a gather"):
-            dist.gather_object(value, gathered if self.rank == 0 else None, group=self._group, group_dst=0)
-        return gathered
+            gathered = gather_bytes(pack(value), self._group)
+        return [unpack(kind, data) for data in gathered]
 
-    def everywhere(self, make: Callable[[], T]) -> list[T]:
+    def attempts(self, kind: Kind, make: Callable[[], T]) -> list[Outcome[T]]:
+        """make() on every rank, and every rank's result or error on rank 0; the others get nothing."""
+        outcome = _attempt(make)
+        if self._group is None:
+            return [outcome]
+        with self._waiting("a gather"):
+            gathered = gather_bytes(_packed(outcome), self._group)
+        return [_unpacked(kind, data) for data in gathered]
+
+    def everywhere(self, kind: Kind, make: Callable[[], T]) -> list[T]:
         """make() on every rank, all results on every rank; the first rank's error on all of them."""
-        outcome = attempt(make)
+        outcome = _attempt(make)
         if self._group is None:
             if outcome[1] is not None:
                 raise outcome[1]
             return values([outcome])
-        gathered: list[Any] = [None] * self._world_size
         with self._waiting("a gather"):
-            dist.all_gather_object(gathered, outcome, group=self._group)
-        return values(gathered)
+            gathered = all_gather_bytes(_packed(outcome), self._group)
+        return values([_unpacked(kind, data) for data in gathered])
 
     def add_up(self, table: Ints) -> None:
         """From here on, rank 0's table holds the sum of all ranks'; the others' are undefined."""
@@ -111,16 +126,10 @@ class Meeting:
         """Names what a collective raises when a peer is gone, or stopped for longer than the group's timeout."""
         try:
             yield
+        except WeightSyncError:
+            raise
         except RuntimeError as e:
             raise RankLost(f"trainer rank {self.rank} of {self._world_size} met nobody in {what}: {e}") from e
-
-
-def attempt(make: Callable[[], T]) -> Outcome[T]:
-    """What it makes, or its error: a value for now, because the other ranks are waiting in a collective."""
-    try:
-        return make(), None
-    except Exception as e:
-        return None, _ours(e)
 
 
 def values(outcomes: Sequence[Outcome[T]]) -> list[T]:
@@ -131,9 +140,30 @@ def values(outcomes: Sequence[Outcome[T]]) -> list[T]:
     return [value for value, _ in outcomes]  # type: ignore[misc]
 
 
-def _ours(error: Exception) -> SlipstreamError:
-    """An error that unpickles on every rank."""
-    if isinstance(error, WeightSyncError | ConfigError):
-        return error
-    logger.error("unexpected error", exc_info=error)
-    return WeightSyncError(f"{type(error).__name__}: {error}")
+def _attempt(make: Callable[[], T]) -> Outcome[T]:
+    """make()'s result, or its error as a value: the other ranks are waiting in a collective."""
+    try:
+        return make(), None
+    except (WeightSyncError, ConfigError) as e:
+        return None, e
+    except Exception as e:
+        logger.error("unexpected error", exc_info=e)
+        return None, WeightSyncError(f"{type(e).__name__}: {e}")
+
+
+def _packed(outcome: Outcome[object]) -> bytes:
+    value, error = outcome
+    try:
+        if error is None:
+            return pack(("", "", value))
+    except (TypeError, ValueError, OverflowError) as e:
+        error = WeightSyncError(f"a value of type {type(value).__name__} cannot be sent to the other ranks: {e}")
+    return pack((type(error).__name__, str(error), None))
+
+
+def _unpacked(kind: Kind, data: bytes) -> Outcome[Any]:
+    """Inverse of _packed. Raises ProtocolError where the bytes are not of this kind."""
+    name, text, value = unpack(tuple[str, str, Any], data)
+    if name:
+        return None, (named_error(name, SlipstreamError) or WeightSyncError)(text)
+    return from_plain(kind, value), None

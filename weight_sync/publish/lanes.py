@@ -42,11 +42,9 @@ WAIT_LOG_S = 30.0
 
 
 @dataclass(slots=True)
-class PipelineResult:
-    """What one rank did in one publish."""
+class RankReport:
+    """What one rank did in one publish, as it tells rank 0."""
 
-    sums: Sums
-    """Per destination and parameter: bytes written, and the sum of their hashes (0 where hashes are off)."""
     errors: dict[int, str] = field(default_factory=dict)
     """Per replica that this rank could not serve in full: why."""
     write_s: dict[int, float] = field(default_factory=dict)
@@ -61,6 +59,15 @@ class PipelineResult:
     """Most temporary memory held at once."""
     spans: list[Span] = field(default_factory=list)
     """What it spent its time on; empty unless asked for."""
+
+
+@dataclass(slots=True)
+class PipelineResult:
+    """What one rank did in one publish, and what it wrote."""
+
+    sums: Sums
+    """Per destination and parameter: bytes written, and the sum of their hashes (0 where hashes are off)."""
+    report: RankReport = field(default_factory=RankReport)
 
 
 @dataclass(slots=True)
@@ -139,7 +146,7 @@ class Replay:
             self._count()
         if errors:
             raise errors[0]
-        self._result.prepare_s += sum(lane.result() for lane in lanes)
+        self._result.report.prepare_s += sum(lane.result() for lane in lanes)
 
     def _pack_all(self, loads: Sequence[Load], ready: Mapping[int, Filled]) -> None:
         """Every load to its lanes, as slots come back; until there are none any more, or nobody to send to."""
@@ -153,11 +160,11 @@ class Replay:
                     return
                 began = time.monotonic()
                 filled = self._slots.pack(slot, load, self._tracer)
-                self._result.prepare_s += time.monotonic() - began
+                self._result.report.prepare_s += time.monotonic() - began
             self._hand_over(filled)
 
     def _wanted(self, load: Load) -> list[Destination]:
-        return [dest for dest in load.batches if dest in self._bindings and dest[0] not in self._result.errors]
+        return [dest for dest in load.batches if dest in self._bindings and dest[0] not in self._result.report.errors]
 
     def _next_slot(self) -> int | None:
         """A slot that may be packed; None when a lane failed, whose error is raised later.
@@ -216,7 +223,7 @@ class Replay:
         replica, binding, batch = dest[0], self._bindings[dest], filled.load.batches[dest]
         error: TransportError | None = None
         with self._door.writing():
-            if replica in self._result.errors:
+            if replica in self._result.report.errors:
                 return
             began = time.monotonic()
             try:
@@ -238,7 +245,7 @@ class Replay:
             self._written[dest].append(batch.span)
             return
         logger.warning("replica %d, rank %d: %s", *dest, error)
-        self._result.errors.setdefault(replica, f"{type(error).__name__}: {error}")
+        self._result.report.errors.setdefault(replica, f"{type(error).__name__}: {error}")
         self._close_failed(filled.slot, binding.session)
 
     def _close_failed(self, slot: int, session: str) -> None:
@@ -258,9 +265,9 @@ class Replay:
 
     def _count(self) -> None:
         """Add up what was written. The lanes have ended."""
-        self._result.busy_write_s = self._door.busy_s
+        self._result.report.busy_write_s = self._door.busy_s
         for (replica, _), seconds in self._seconds.items():
-            self._result.write_s[replica] = max(seconds, self._result.write_s.get(replica, 0.0))
+            self._result.report.write_s[replica] = max(seconds, self._result.report.write_s.get(replica, 0.0))
         hashes = self._slots.sums_of_packets()
         for dest, spans in self._written.items():
             entries, num_written = self._slots.entries[dest], sum(span.stop - span.start for span in spans)
@@ -269,7 +276,7 @@ class Replay:
                 at = np.concatenate([np.arange(0), *(np.arange(span.start, span.stop) for span in spans)])
             sizes = entries.sizes[at]
             self._result.sums.add(entries.columns[at], sizes, hashes[entries.packets[at]])
-            self._result.num_bytes += int(sizes.sum())
+            self._result.report.num_bytes += int(sizes.sum())
 
 
 class _OnItsWay:

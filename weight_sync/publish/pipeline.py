@@ -39,7 +39,7 @@ from weight_sync.integrity import compile_kernels
 from weight_sync.layout import Binding, Destination
 from weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, reserved_bytes
 from weight_sync.plan.plan import Task
-from weight_sync.publish.lanes import PipelineResult, Prepared, Replay
+from weight_sync.publish.lanes import PipelineResult, Prepared, RankReport, Replay
 from weight_sync.publish.packing import CompiledReads, Packet, compile_reads, packed_reads, same_bytes
 from weight_sync.publish.staging_slots import Slots
 from weight_sync.publish.sums import Places, Sums
@@ -213,7 +213,8 @@ class Pipeline:
         if self._prepared is None or self._prepared.version != version:
             raise PlanError(f"run(version {version}) without prepare(version {version})")
         prepared, self._prepared = self._prepared, None
-        result = PipelineResult(Sums(self._places), peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
+        report = RankReport(peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
+        result = PipelineResult(Sums(self._places), report)
         alive = {replica for replica, _ in bindings}
         try:
             try:
@@ -222,12 +223,12 @@ class Pipeline:
                 assert self._slots is not None  # as prepare() found
                 Replay(self._slots, self._transport, bindings, budgets_s, prepared, result).replay()
             finally:
-                result.spans = prepared.tracer.finish()
+                result.report.spans = prepared.tracer.finish()
                 self._source.end()
         except Exception as e:  # the boundary of this rank's part: peers wait in a collective for its result
             logger.exception("version %d: this rank's part of the publish failed", version)
             for replica in alive:
-                result.errors.setdefault(replica, f"{type(e).__name__}: {e}")
+                result.report.errors.setdefault(replica, f"{type(e).__name__}: {e}")
         return result
 
     def forget(self, session: str) -> None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,13 +43,13 @@ from weight_sync.layout import Destination, DestLayout, SourceLayout
 from weight_sync.plan.columns import Ints
 from weight_sync.plan.plan import PlanSummary, build_plan, rank_plan_from_wire
 from weight_sync.publish.address_book import AddressBook, Addresses
-from weight_sync.publish.collectives import Meeting, attempt, values
-from weight_sync.publish.lanes import PipelineResult
+from weight_sync.publish.collectives import Meeting, values
+from weight_sync.publish.lanes import RankReport
 from weight_sync.publish.pipeline import Pipeline
 from weight_sync.publish.report import PublishReport, joined
 from weight_sync.publish.sums import Places, Sums
 from weight_sync.publish.trace import write_trace
-from weight_sync.publish.transaction import Transaction
+from weight_sync.publish.transaction import Alive, Transaction
 from weight_sync.publish.waves import assign_waves
 from weight_sync.replica.control_client import ReplicaClients
 from weight_sync.replica.expected import Planned
@@ -67,8 +67,14 @@ class _Agreed:
     """What rank 0 tells all ranks in plan_for()."""
 
     summary: PlanSummary
-    params: dict[Destination, tuple[str, ...]]
-    """Per engine rank the names of its parameters; ranks of several replicas share one tuple."""
+    names: tuple[tuple[str, ...], ...]
+    """Lists of parameters: ranks of several replicas have the same."""
+    names_of: dict[Destination, int]
+    """Per engine rank: which of these lists is its own."""
+
+    def places(self) -> Places:
+        """Of every parameter of every engine rank."""
+        return Places({dest: self.names[number] for dest, number in self.names_of.items()})
 
 
 class Publisher:
@@ -135,15 +141,17 @@ class Publisher:
         """
         meeting = self._meeting
         self._is_connected = False
-        links = meeting.gather(self._transport.link)
-        addresses, is_planned = meeting.on_rank0(lambda: self._meet(endpoints, set(links)))
+        links = meeting.gather(str, self._transport.link)
+        addresses, is_planned = meeting.on_rank0(
+            tuple[list[dict[str, Addresses]], bool], lambda: self._meet(endpoints, set(links))
+        )
         self._endpoints = list(endpoints)
         self._last_sums, self._open_sessions, self._book = {}, {}, AddressBook()
         for replica, own in enumerate(addresses):
             self._book.learn(replica, own)
         if not is_planned:
             self.plan_for(self._met)
-        meeting.everywhere(self._pipeline.allocate)
+        meeting.everywhere(None, self._pipeline.allocate)
         self._is_connected = True
         assert self._summary is not None
         return self._summary
@@ -161,11 +169,13 @@ class Publisher:
         """
         meeting = self._meeting
         self._digest, self._is_connected = "", False
-        facts = meeting.gather(attempt(lambda: (self._source.layout(), self._pipeline.max_task_bytes)))
-        agreed, own_part = meeting.deal(lambda: self._make_plan(layouts, values(facts)))
+        facts = meeting.attempts(
+            tuple[SourceLayout, int], lambda: (self._source.layout(), self._pipeline.max_task_bytes)
+        )
+        agreed, own_part = meeting.deal(_Agreed, dict[str, Any], lambda: self._make_plan(layouts, values(facts)))
         summary = agreed.summary
-        self._places = Places(agreed.params)
-        meeting.everywhere(lambda: self._pipeline.compile(rank_plan_from_wire(own_part).tasks, self._places))
+        self._places = agreed.places()
+        meeting.everywhere(None, lambda: self._pipeline.compile(rank_plan_from_wire(own_part).tasks, self._places))
         self._digest, self._summary = summary.digest, summary
         if meeting.rank == 0:
             logger.info(
@@ -207,7 +217,7 @@ class Publisher:
         asked = self._asking.submit(transaction.begin, self._params) if transaction is not None else None
         self._pipeline.prepare(version, trace=trace is not None)
         try:
-            alive = self._meeting.on_rank0(lambda: _of_rank0(asked).result())
+            alive = self._meeting.on_rank0(Alive, lambda: _of_rank0(asked).result())
         except BaseException:
             self._pipeline.cancel()
             raise
@@ -219,8 +229,10 @@ class Publisher:
         result = self._pipeline.run(version, bindings, alive.budgets_s)
         self._open_sessions |= {destination: binding.session for destination, binding in bindings.items()}
         self._meeting.add_up(result.sums.table)
-        results = self._meeting.gather(replace(result, sums=Sums(Places({}))))
-        report = self._meeting.on_rank0(lambda: self._finish(_of_rank0(transaction), results, result.sums, trace))
+        results = self._meeting.gather(RankReport, result.report)
+        report = self._meeting.on_rank0(
+            PublishReport, lambda: self._finish(_of_rank0(transaction), results, result.sums, trace)
+        )
         self.disconnect([number for number in included if not report.replicas[number].committed])
         return report
 
@@ -249,7 +261,8 @@ class Publisher:
             raise ProtocolError(f"reconnect() names replica {replica}; there are {len(self._endpoints)}")
         self.disconnect([replica])
         self._book.forget(replica)
-        self._book.learn(replica, self._meeting.on_rank0(lambda: self._rejoin(replica, endpoint)))
+        fresh = self._meeting.on_rank0(dict[str, Addresses], lambda: self._rejoin(replica, endpoint))
+        self._book.learn(replica, fresh)
         self._endpoints[replica] = endpoint
 
     def release(self) -> None:
@@ -258,7 +271,7 @@ class Publisher:
         Raises:
             WeightSyncError: The same on every rank: a failed write out of it cannot be closed yet.
         """
-        self._meeting.everywhere(self._pipeline.release)
+        self._meeting.everywhere(None, self._pipeline.release)
 
     def close(self) -> None:
         """Close sockets and staging. Not collective; the transport and the group stay the caller's."""
@@ -291,11 +304,12 @@ class Publisher:
             max_task_bytes=min(limit for _, limit in facts),
         )
         distinct = {id(sizes): sizes for sizes in plan.expected.values()}  # ranks of several replicas share one
-        names = {number: tuple(sizes) for number, sizes in distinct.items()}
         planned = {number: Planned.of(sizes) for number, sizes in distinct.items()}
         self._planned = {dest: planned[id(sizes)] for dest, sizes in plan.expected.items()}
-        params = {dest: names[id(sizes)] for dest, sizes in plan.expected.items()}
-        return _Agreed(plan.summary(), params), [plan.to_wire(rank) for rank in range(len(facts))]
+        positions = {number: position for position, number in enumerate(distinct)}
+        names_of = {dest: positions[id(sizes)] for dest, sizes in plan.expected.items()}
+        names = tuple(tuple(sizes) for sizes in distinct.values())
+        return _Agreed(plan.summary(), names, names_of), [plan.to_wire(rank) for rank in range(len(facts))]
 
     def _describe(self, endpoints: Mapping[int, str], links: Collection[str]) -> list[Described]:
         """Ask these replicas what they are; refuse one that cannot be written to over `links`."""
@@ -356,7 +370,7 @@ class Publisher:
         )
 
     def _finish(
-        self, transaction: Transaction, results: Sequence[PipelineResult], sums: Sums, trace: Path | None
+        self, transaction: Transaction, results: Sequence[RankReport], sums: Sums, trace: Path | None
     ) -> PublishReport:
         """Everyone who began commits or is told that it may not; what became of it all."""
         transaction.finish(

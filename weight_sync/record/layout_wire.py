@@ -1,22 +1,23 @@
-"""Engine layouts as bytes, and back: small and quick, for files that hold a whole engine's, and for control messages.
+"""Layouts as bytes, and back: small and quick, for files that hold a whole engine's, for messages and for collectives.
 
-Owns: that form. Does not own: the form of all else in a message (typed_msgpack.py). A name is
-written once and then called by its number; a column of a rank's loads that equals one of another rank (all but where
-its share starts, as a rule) is written once, and shared when it is read: 16 ranks of an engine with 140,000 loads each
-are read in a blink. Invariants: what comes back equals what was written, bytes that were cut off are refused, and equal
-layouts have equal bytes.
+Owns: that form. Does not own: the form of all else in a message (typed_msgpack.py). A name is written once and then
+called by its number; a column of a rank's loads that equals one of another rank (all but where its share starts, as a
+rule) is written once, and shared when it is read: 16 ranks of an engine with 140,000 loads each are read in a blink.
+The checkpoint's tensors, which every trainer rank lists alike, are read once a process. Invariants: what comes back
+equals what was written, bytes that were cut off are refused, and equal layouts have equal bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 
-from weight_sync.layout import DestLayout, Fill, Param, PostLoad
+from weight_sync.layout import DestLayout, Fill, Param, PostLoad, Region, SourceLayout, SourceShard, TensorMeta
 from weight_sync.plan.columns import COLUMNS, Ints, LoadTable
 
 _NUMBERS = np.dtype("<i8")
@@ -71,3 +72,32 @@ def layouts_from_bytes(data: bytes) -> tuple[DestLayout, ...]:
         )
         for rank, params, columns, fills in rows
     )
+
+
+def source_layout_to_bytes(layout: SourceLayout) -> bytes:
+    """Write what one trainer rank holds."""
+    numbers = {meta.name: number for number, meta in enumerate(layout.tensors)}
+    tensors = msgpack.packb([[meta.name, meta.shape, meta.dtype] for meta in layout.tensors])
+    shards = [
+        [numbers.setdefault(shard.tensor, len(numbers)), shard.region.start, shard.region.shape]
+        for shard in layout.shards
+    ]
+    unlisted = list(numbers)[len(layout.tensors) :]  # a plan refuses them by name
+    return cast(bytes, msgpack.packb([layout.rank, tensors, unlisted, shards]))  # pyright: ignore[reportUnknownMemberType]
+
+
+def source_layout_from_bytes(data: bytes) -> SourceLayout:
+    """Read what `source_layout_to_bytes` wrote."""
+    content: Any = msgpack.unpackb(data, use_list=False)
+    rank, packed, unlisted, shards = content
+    tensors = _tensors_from_bytes(packed)
+    names = [*(meta.name for meta in tensors), *unlisted]
+    return SourceLayout(
+        rank, tensors, tuple(SourceShard(names[number], Region(start, shape)) for number, start, shape in shards)
+    )
+
+
+@lru_cache(maxsize=2)
+def _tensors_from_bytes(data: bytes) -> tuple[TensorMeta, ...]:
+    content: Any = msgpack.unpackb(data, use_list=False)
+    return tuple(TensorMeta(name, shape, dtype) for name, shape, dtype in content)

@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from conf.errors import named_error
 from weight_sync.errors import ProtocolError, ReplicaError, TransferTimeout, WeightSyncError
-from weight_sync.replica.control_server import MAX_REQUEST_BYTES
+from weight_sync.replica.curve import connect_guarded, frames_of
 from weight_sync.replica.messages import Described, Failed, Message, Signer
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,18 @@ class ReplicaClients:
 
     Requests go to many replicas at once; each answer has its own deadline. A replica whose connection breaks, or is
     silent, is out at once and for good: its process is gone. One that was started again is another one: replace().
+
+    Args:
+        endpoints: Addresses of all replicas.
+        key: The run's key.
+        heartbeat_s, silence_s: Instead of HEARTBEAT_S and SILENCE_S.
     """
 
-    def __init__(self, endpoints: Sequence[str], key: bytes) -> None:
+    def __init__(
+        self, endpoints: Sequence[str], key: bytes, *, heartbeat_s: float = HEARTBEAT_S, silence_s: float = SILENCE_S
+    ) -> None:
         self._signer = Signer(key)
+        self._heartbeat_ms, self._silence_ms = int(1000 * heartbeat_s), int(1000 * silence_s)
         self._endpoints = list(endpoints)
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -73,8 +81,9 @@ class ReplicaClients:
         """A socket and its monitor."""
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
+        connect_guarded(socket, self._signer.key)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, self._heartbeat_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._silence_ms)
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         try:
             socket.connect(endpoint)
@@ -116,14 +125,7 @@ class ReplicaClients:
                 **common,  # type: ignore[arg-type]
                 **own,  # type: ignore[arg-type]
             )
-            sealed = self._signer.seal(message)
-            if len(sealed) > MAX_REQUEST_BYTES:
-                results[replica] = ProtocolError(
-                    f"{kind.__name__} for {self._endpoints[replica]} has {len(sealed)} bytes, a replica reads at most"
-                    f" {MAX_REQUEST_BYTES}"
-                )
-                continue
-            self._sockets[replica].send(sealed)
+            self._sockets[replica].send_multipart(frames_of(self._signer.seal(message)))
             pending[replica] = (self._request_id, time.monotonic() + timeouts_s[replica])
         self._collect(kind.__name__, pending, results)
         return results
@@ -172,14 +174,15 @@ class ReplicaClients:
     def _see_event(self, replica: int) -> WeightSyncError | None:
         recv_monitor_message(self._monitors[replica])
         self._gone[replica] = (
-            f"the replica at {self._endpoints[replica]} is gone: its control connection broke or was refused"
+            f"the replica at {self._endpoints[replica]} is gone: its control connection broke or was refused, or it"
+            " belongs to another run"
         )
         return ReplicaError(self._gone[replica])
 
     def _receive(self, replica: int, pending: Mapping[int, tuple[int, float]]) -> Message | WeightSyncError | None:
         """One answer: the reply, the error that it carries, or None when it is not an answer to the pending request."""
         try:
-            reply = self._signer.open_reply(self._sockets[replica].recv())
+            reply = self._signer.open_reply(b"".join(self._sockets[replica].recv_multipart()))
         except ProtocolError as e:
             logger.warning("a message from %s was ignored: %s", self._endpoints[replica], e)
             return None

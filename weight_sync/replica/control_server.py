@@ -13,11 +13,14 @@ publisher's end (`control_client.py`). Carries messages only; weights never pass
                                                   commit()  state CLEAN   -->   repack, recompute, drop caches, resume
       Abort     ------------------------------->  abort()     state DIRTY
 
-One request at a time, in order. A request that fails leaves DIRTY and answers Failed(class name, text). Messages that
-are not signed with the run's key, or were seen before, get no answer: they are counted, and logged now and then.
+The server handles one request at a time, in order. A request that fails leaves the replica DIRTY and is answered
+Failed(class name, text). libzmq closes the connection of whoever does not know the run's key before it sends a message
+(curve.py). A message that comes over a guarded connection but is not signed, or was seen before, gets no answer: it is
+counted, and such messages are logged now and then.
 
-Several publishers. Whoever has the key may describe a replica at any time; that changes nothing. The one whose Describe
-came last has it from its first Begin on, and the others are refused (StaleEpoch) until they describe it again.
+Several publishers. Whoever has the key may describe a replica at any time; that changes nothing. The publisher that
+called Describe last takes ownership at its first Begin, and the others are refused (StaleEpoch) until they describe the
+replica again.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ import zmq
 import zmq.asyncio
 
 from weight_sync.errors import AuthenticationError, ProtocolError, StaleEpoch
+from weight_sync.replica.curve import frames_of, serve_guarded
 from weight_sync.replica.messages import (
     Abort,
     Aborted,
@@ -56,10 +60,6 @@ from weight_sync.replica.version_state import VersionState
 logger = logging.getLogger(__name__)
 
 REJECTED_LOG_S = 10.0
-"""How often messages that got no answer are logged, after the first one."""
-MAX_REQUEST_BYTES = 16 << 20
-"""Of a request. The largest is Commit: 16 bytes, at most, a parameter of an engine rank; 2.7 MB for 128 ranks of
-Kimi-K2. More is not read: whoever reaches the port could fill memory, and the loop that samples would hash it."""
 
 
 class ReplicaHandler(Protocol):
@@ -102,7 +102,13 @@ class ReplicaEndpoint:
     """
 
     def __init__(
-        self, handler: ReplicaHandler, key: bytes, *, host: str = "127.0.0.1", port: int = 0, pauses: bool = True
+        self,
+        handler: ReplicaHandler,
+        key: bytes,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        pauses: bool = True,
     ) -> None:
         self._handler = handler
         self._pauses = pauses
@@ -123,6 +129,8 @@ class ReplicaEndpoint:
         self._context: zmq.asyncio.Context | None = None
         self.num_rejected = 0
         """Messages that were not answered: unsigned, malformed or replayed."""
+        self.rejected_log_s = REJECTED_LOG_S
+        """Seconds between two log lines about messages that got no answer."""
         self._rejected_log = (0, -math.inf)
         """What num_rejected was when it was last logged, and when that was."""
 
@@ -147,7 +155,7 @@ class ReplicaEndpoint:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        serve_guarded(self._socket, self._signer.key)
         try:
             if self._port:
                 self._socket.bind(self.address)
@@ -178,22 +186,20 @@ class ReplicaEndpoint:
 
     async def _serve(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            frames = await socket.recv_multipart()
-            request = self._accept(frames)
+            peer, *frames = await socket.recv_multipart()
+            request = self._accept(b"".join(frames))
             if request is None:
                 continue
             reply = await self._answer(request)
             try:
-                await socket.send_multipart([frames[0], self._signer.seal(reply)])
+                await socket.send_multipart([peer, *frames_of(self._signer.seal(reply))])
             except (zmq.ZMQError, ValueError, TypeError):  # one answer is lost; the endpoint must go on serving
                 logger.exception("the answer to %s cannot be sent", type(request).__name__)
 
-    def _accept(self, frames: Sequence[bytes]) -> Message | None:
+    def _accept(self, data: bytes) -> Message | None:
         """The request, or None when it gets no answer."""
         try:
-            if len(frames) != 2:
-                raise ProtocolError(f"a control message has {len(frames)} frames, expected 2")
-            request = self._signer.open_request(frames[1])
+            request = self._signer.open_request(data)
             sender = request.client, request.incarnation
             last = self._last_ids.get(sender, 0)
             if request.request_id <= last:
@@ -209,7 +215,7 @@ class ReplicaEndpoint:
         self.num_rejected += 1
         logged, when = self._rejected_log
         now = time.monotonic()
-        if now >= when + REJECTED_LOG_S:
+        if now >= when + self.rejected_log_s:
             self._rejected_log = self.num_rejected, now
             num_since = self.num_rejected - logged
             logger.warning("%d control messages ignored (%d in all): %s", num_since, self.num_rejected, reason)

@@ -14,11 +14,9 @@ import hmac
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-import msgpack
-
 from weight_sync.errors import AuthenticationError, ProtocolError
 from weight_sync.layout import Binding, DestLayout
-from weight_sync.typed_msgpack import from_plain, pack
+from weight_sync.typed_msgpack import from_plain, pack, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +198,7 @@ class Signer:
         if not hmac.compare_digest(mac, self._mac(kinds is REQUESTS, body)):
             raise AuthenticationError(f"a control message of {len(data)} bytes is not signed with this run's key")
         try:
-            kind, plain = msgpack.unpackb(body)
+            kind, plain = read(body)
         except (ValueError, TypeError) as e:
             raise ProtocolError(
                 f"a signed control message of {len(data)} bytes is not msgpack of [kind, fields]: {e}"

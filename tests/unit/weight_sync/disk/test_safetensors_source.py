@@ -99,7 +99,7 @@ def test_an_engine_holds_what_is_on_disk(world_size: int, stored: torch.dtype, t
         for pipeline in pipelines:
             pipeline.prepare(version)
             result = pipeline.run(version, bindings, {0: 5.0})
-            assert result.errors == {}
+            assert result.report.errors == {}
             for (_, rank), sums in result.sums.items():
                 for param, (count, total) in sums.items():
                     had = expected[rank].get(param, (0, 0))

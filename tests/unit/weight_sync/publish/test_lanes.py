@@ -36,7 +36,7 @@ def test_a_device_that_fails_at_the_end_does_not_leave_a_write_under_way() -> No
 
     world.transport.write = slow  # type: ignore[method-assign]
     world.pipeline._slots.take_sums = broken  # type: ignore[union-attr, method-assign]
-    assert world.run(1).errors == {0: "RuntimeError: the device is gone"}
+    assert world.run(1).report.errors == {0: "RuntimeError: the device is gone"}
     num_written = len(written)
     time.sleep(0.5)
     assert len(written) == num_written > 0
@@ -48,20 +48,20 @@ def test_one_replicas_failure_spares_the_others(fault: Fault) -> None:
     world.budgets_s = dict.fromkeys(range(3), 0.05)
     world.fabric.inject(world.sessions[1][0].session, fault)
     result = world.run(1)
-    assert set(result.errors) == {1}
+    assert set(result.report.errors) == {1}
     assert world.arrived(0, 1)
     assert world.arrived(2, 1)
     assert not world.arrived(1, 1)
     assert (1, 0) not in result.sums, "what did not cross is not counted"
-    assert result.num_bytes == sum(count for sums in result.sums.values() for count, _ in sums.values())
+    assert result.report.num_bytes == sum(count for sums in result.sums.values() for count, _ in sums.values())
     assert world.fabric.land_late_writes() == 0
 
 
 def test_a_failed_replica_is_served_again_after_its_session_was_reset() -> None:
     world = World(2)
     world.fabric.inject(world.sessions[1][1].session, Fault(refuse=True))
-    assert set(world.run(1).errors) == {1}
-    assert world.run(2).errors == {}
+    assert set(world.run(1).report.errors) == {1}
+    assert world.run(2).report.errors == {}
     assert world.arrived(1, 2)
 
 
@@ -90,7 +90,7 @@ def test_a_slot_whose_write_cannot_be_closed_is_not_packed_again() -> None:
     world.budgets_s = {0: 5.0, 1: 0.05}
     world.fabric.inject(world.sessions[1][0].session, Fault(stall=True))
     result = world.run(1)
-    assert set(result.errors) == {1}
+    assert set(result.report.errors) == {1}
     assert world.arrived(0, 1)
 
     # What the stalled write had not sent is still in its slot: it would land as version 1, never as something else.
@@ -98,11 +98,11 @@ def test_a_slot_whose_write_cannot_be_closed_is_not_packed_again() -> None:
     (slot,) = world.pipeline._quarantined
     before = staging[slot * len(staging) // 2 :][: len(staging) // 2].clone()
     blocked = world.run(2)
-    assert "still draining" in blocked.errors[0]
+    assert "still draining" in blocked.report.errors[0]
     assert torch.equal(staging[slot * len(staging) // 2 :][: len(staging) // 2], before)
 
     world.transport.is_stuck = False
-    assert world.run(3).errors == {}
+    assert world.run(3).report.errors == {}
     assert world.fabric.land_late_writes() == 0
     assert world.arrived(1, 3)
 
@@ -115,7 +115,7 @@ def test_a_replica_that_has_every_byte_is_not_blamed_for_slots_that_nobody_needs
         world.fabric.inject(world.sessions[replica][0].session, *[Fault()] * before, Fault(refuse=True))
     result = world.run(1)
     assert len(world.pipeline._quarantined) == NUM_SLOTS
-    assert set(result.errors) == {1, 2}
+    assert set(result.report.errors) == {1, 2}
     assert world.arrived(0, 1)
     with pytest.raises(TransferTimeout, match="still draining"):  # nor is staging given to another plan
         world.pipeline.load(world.plan.tasks[0])
@@ -147,7 +147,7 @@ def test_a_slot_is_not_packed_again_where_closing_its_write_broke() -> None:
     world = World(2, transport=BreakingTransport)
     world.budgets_s = {0: 5.0, 1: 0.05}
     world.fabric.inject(world.sessions[1][0].session, Fault(stall=True))
-    assert set(world.run(1).errors) == {0, 1}, "this rank's device is lost, and all replicas with it"
+    assert set(world.run(1).report.errors) == {0, 1}, "this rank's device is lost, and all replicas with it"
     assert list(world.pipeline._quarantined.values()) == [[world.sessions[1][0].session]]
 
 
@@ -162,9 +162,9 @@ def test_a_lane_that_cannot_enter_the_device_fails_the_publish(num_starting: int
 
     with mock.patch.object(world.pipeline._slots, "enter_thread", enter):
         result = world.run(1)
-    assert set(result.errors) == {0, 1}
-    assert "CUDA error" in result.errors[0]
-    assert world.run(2).errors == {}
+    assert set(result.report.errors) == {0, 1}
+    assert "CUDA error" in result.report.errors[0]
+    assert world.run(2).report.errors == {}
 
 
 @pytest.mark.parametrize("end", [Pipeline.allocate, Pipeline.release, Pipeline.close])
@@ -178,9 +178,9 @@ def test_lanes_keep_their_threads_from_publish_to_publish_and_end_with_staging(e
 
     world.transport.write = watched  # type: ignore[method-assign]
     bindings = world.bindings()
-    assert world.run(1, dict([bindings.popitem()])).errors == {}
+    assert world.run(1, dict([bindings.popitem()])).report.errors == {}
     for version in (2, 3):
-        assert world.run(version).errors == {}
+        assert world.run(version).report.errors == {}
     assert len(threads) == NUM_RANKS
     assert all(thread.is_alive() for thread in threads)
     end(world.pipeline)
@@ -226,7 +226,7 @@ def test_packing_goes_on_while_a_load_is_written() -> None:
     world.source.read = watched  # type: ignore[method-assign]
     result = world.run(1)
     assert during_write.is_set()
-    assert result.errors == {}
+    assert result.report.errors == {}
     assert world.arrived(0, 1)
 
 
@@ -248,7 +248,7 @@ def test_a_link_goes_on_while_another_one_still_sends_its_part_of_a_load() -> No
 
     with mock.patch.object(MemoryTransport, "write", released):
         result = world.run(1)
-    assert result.errors == {}
+    assert result.report.errors == {}
     assert world.arrived(0, 1)
 
 
@@ -286,9 +286,9 @@ def test_a_failed_write_is_closed_alone_and_nobody_elses_time_runs_meanwhile() -
     world.fabric.inject(world.sessions[1][0].session, Fault(delay_s=0.05, refuse=True))
     result = world.run(1)
     assert set(world.transport.writing_at_reset) == {0}
-    assert set(result.errors) == {1}
+    assert set(result.report.errors) == {1}
     assert world.arrived(0, 1) and world.arrived(2, 1)
-    assert max(result.write_s[0], result.write_s[2]) < 0.4
+    assert max(result.report.write_s[0], result.report.write_s[2]) < 0.4
 
 
 def test_no_write_begins_while_a_failed_one_is_closed() -> None:

@@ -20,7 +20,7 @@ from weight_sync.publish.pipeline import Pipeline
 def test_every_byte_arrives_and_is_counted_and_hashed() -> None:
     world = World()
     result = world.run(3)
-    assert result.errors == {}
+    assert result.report.errors == {}
     assert world.arrived(0, 3)
     for rank in range(NUM_RANKS):
         params = world.engines[0].params[rank]
@@ -28,7 +28,7 @@ def test_every_byte_arrives_and_is_counted_and_hashed() -> None:
         assert {name: count for name, (count, _) in sums.items()} == world.plan.expected[0, rank]
         for name, (count, total) in sums.items():
             assert total == hash_bytes(params[name].reshape(-1).view(torch.uint8)[:count])
-    assert result.num_bytes == world.plan.summary().num_bytes
+    assert result.report.num_bytes == world.plan.summary().num_bytes
     assert world.source.num_ends == 1
 
 
@@ -53,8 +53,8 @@ def test_hashes_of_more_packets_than_the_device_has_sums_for(monkeypatch: pytest
 def test_temporary_memory_stays_under_the_watermark(watermark_bytes: int, temporary_bytes: int) -> None:
     world = World(2, watermark_bytes + temporary_bytes, temporary_bytes)
     result = world.run(1)
-    assert result.errors == {}
-    assert 0 < result.peak_bytes <= watermark_bytes + temporary_bytes
+    assert result.report.errors == {}
+    assert 0 < result.report.peak_bytes <= watermark_bytes + temporary_bytes
     assert world.arrived(0, 1)
     assert world.arrived(1, 1)
 
@@ -71,13 +71,13 @@ def test_two_pipelines_of_a_rank_keep_to_one_watermark() -> None:
         slots = [pipeline._slots for pipeline in (world.pipeline, other) if pipeline._slots is not None]
         return staging + sum(one._sums.nbytes for one in slots) + MIN_SCRATCH_BYTES
 
-    assert world.run(1).peak_bytes == held_bytes() <= watermark_bytes
+    assert world.run(1).report.peak_bytes == held_bytes() <= watermark_bytes
     world.pipeline.release()
     other.load(world.plan.tasks[0])
     other.prepare(2)
-    assert other.run(2, world.bindings(), world.budgets_s).peak_bytes == held_bytes() <= watermark_bytes
+    assert other.run(2, world.bindings(), world.budgets_s).report.peak_bytes == held_bytes() <= watermark_bytes
     other.close()
-    assert world.run(3).peak_bytes == held_bytes() <= watermark_bytes
+    assert world.run(3).report.peak_bytes == held_bytes() <= watermark_bytes
     assert world.arrived(0, 3)
 
 
@@ -127,7 +127,7 @@ def test_a_source_that_holds_more_than_it_declared_fails_the_publish() -> None:
     world = World()
     world.source.begin = lambda version: 77  # type: ignore[method-assign]
     result = world.run(1)
-    assert "holds 77 temporary bytes" in result.errors[0]
+    assert "holds 77 temporary bytes" in result.report.errors[0]
     assert world.source.num_ends == 1
 
 
@@ -142,10 +142,10 @@ def test_a_source_that_raises_fails_all_replicas_and_is_ended() -> None:
 
     world.source.read = broken  # type: ignore[method-assign]
     result = world.run(1)
-    assert result.errors == {0: "RuntimeError: merge broke", 1: "RuntimeError: merge broke"}
+    assert result.report.errors == {0: "RuntimeError: merge broke", 1: "RuntimeError: merge broke"}
     assert world.source.num_ends == 1
     world.source.read = read  # type: ignore[method-assign]
-    assert world.run(2).errors == {}
+    assert world.run(2).report.errors == {}
     assert world.arrived(1, 2)
 
 
@@ -153,9 +153,9 @@ def test_an_engine_that_does_not_say_where_a_parameter_is_fails_the_replicas_and
     world = World(2)
     bindings = world.bindings()
     del bindings[1, 0].addresses["norm"]
-    assert set(world.run(1, bindings).errors) == {0, 1}
+    assert set(world.run(1, bindings).report.errors) == {0, 1}
     assert world.source.num_ends == 1
-    assert world.run(2).errors == {}
+    assert world.run(2).report.errors == {}
     assert world.arrived(1, 2)
 
 
@@ -165,10 +165,10 @@ def test_one_load_a_slot_is_packed_before_it_is_known_who_receives_it() -> None:
     world.pipeline.prepare(1)
     assert world.source.num_reads == num_reads(world.pipeline._slots.loads[:2])
     result = world.pipeline.run(1, {}, {})
-    assert result.num_bytes == 0
+    assert result.report.num_bytes == 0
     assert world.source.num_reads == num_reads(world.pipeline._slots.loads[:2])
     assert world.source.num_ends == 1
-    assert world.run(2).errors == {}
+    assert world.run(2).report.errors == {}
     assert world.arrived(0, 2)
 
 
@@ -186,7 +186,7 @@ def test_a_traced_run_has_a_span_for_every_stage_of_every_load() -> None:
     callbacks = list(gc.callbacks)
     world.pipeline.prepare(1, trace=True)
     gc.collect()
-    spans = world.pipeline.run(1, world.bindings(), world.budgets_s).spans
+    spans = world.pipeline.run(1, world.bindings(), world.budgets_s).report.spans
     names = {track: [span.name for span in spans if span.track == track] for track in {s.track for s in spans}}
     every_load = [f"load {number}" for number in range(len(world.pipeline._slots.loads))]
     assert names["gather"] == ["source.begin"]
@@ -199,7 +199,7 @@ def test_a_traced_run_has_a_span_for_every_stage_of_every_load() -> None:
     packed = {span.name: span.stop_s for span in spans if span.track == "prepare (host)"}
     assert all(packed[span.name] <= span.start_s <= span.stop_s for span in writes)
     assert gc.callbacks == callbacks, "a trace leaves nothing behind"
-    assert world.run(2).spans == []
+    assert world.run(2).report.spans == []
 
 
 def test_staging_leaves_the_link_with_its_plan_and_with_the_pipeline() -> None:

@@ -16,10 +16,10 @@ from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import KEY, EndpointThread, PlainEngine
 
 from conf.errors import ConfigError
-from weight_sync.errors import IntegrityError, ProtocolError, ReplicaError, StaleEpoch
-from weight_sync.replica import control_client, control_server
+from weight_sync.errors import IntegrityError, ReplicaError, StaleEpoch
 from weight_sync.replica.control_client import ReplicaClients
-from weight_sync.replica.messages import Abort, Begin, Begun, Commit, Describe, Described, Message, Signer
+from weight_sync.replica.curve import MAX_FRAME_BYTES, connect_guarded, frames_of, serve_guarded
+from weight_sync.replica.messages import Abort, Aborted, Begin, Begun, Commit, Describe, Described, Message, Signer
 
 
 class Replica:
@@ -60,12 +60,13 @@ class RawClient:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        connect_guarded(self.socket, KEY)
         self.socket.connect(address)
 
     def ask(self, *frames: bytes) -> bytes:
         self.socket.send_multipart(frames)
         assert self.socket.poll(10_000), "no answer"
-        return self.socket.recv()
+        return b"".join(self.socket.recv_multipart())
 
     def close(self) -> None:
         self.socket.close(0)
@@ -82,7 +83,7 @@ def test_an_endpoint_ignores_what_is_not_signed_fresh_and_its_own(replica: Repli
     good = signer.seal(Describe(**head(1)))
     forged = Signer(b"k" * 32).seal(Describe(**head(1)))
     rejected = endpoint.num_rejected
-    for frames in ([b"garbage"], [b""], [forged], [good[:-1]], [good, b"more"], [bytes(100_000)]):
+    for frames in ([b"garbage"], [b""], [forged], [good[:-1]], [good, b"more"], frames_of(bytes(100_000))):
         client.socket.send_multipart(frames)
     reply = signer.open_reply(client.ask(good))
     assert isinstance(reply, Described)
@@ -167,6 +168,7 @@ def test_nothing_recorded_is_heard_again_and_nothing_of_another_endpoint_counts(
 def test_a_recorded_answer_is_no_answer_to_another_publisher(clients: list[ReplicaClients]) -> None:
     signer, context = Signer(KEY), zmq.Context()
     router = context.socket(zmq.ROUTER)
+    serve_guarded(router, KEY)
     address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
 
     def answer_as_before() -> None:
@@ -201,9 +203,7 @@ def test_an_error_of_a_replica_keeps_its_class_if_it_is_one_of_the_weight_syncs(
     assert "torn" in str(answer)
 
 
-def test_garbage_is_logged_once_and_then_now_and_then(
-    replica: Replica, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_garbage_is_logged_once_and_then_now_and_then(replica: Replica, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     client, signer = RawClient(replica.address), Signer(KEY)
 
@@ -216,33 +216,29 @@ def test_garbage_is_logged_once_and_then_now_and_then(
 
     (line,) = garbage(20, 1)
     assert line.startswith("1 control messages ignored (1 in all): a control message of 7 bytes is not signed")
-    monkeypatch.setattr(control_server, "REJECTED_LOG_S", 0.0)
+    replica.endpoint.rejected_log_s = 0.0
     (line,) = garbage(1, 2)
     assert line.startswith("20 control messages ignored (21 in all)")
     client.close()
 
 
-def test_what_is_longer_than_any_request_is_not_read(
-    monkeypatch: pytest.MonkeyPatch, clients: list[ReplicaClients]
-) -> None:
-    for module in (control_client, control_server):
-        monkeypatch.setattr(module, "MAX_REQUEST_BYTES", 4096)
-    replica = Replica()
-    client = RawClient(replica.address)
-    monitor = client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    client.socket.send(bytes(4097))
-    assert monitor.poll(10_000), "the connection stays"
-    client.socket.disable_monitor()
-    monitor.close(0)
-    client.close()
-    assert replica.endpoint.num_rejected == 0
+def test_a_message_longer_than_a_frame_arrives_whole(replica: Replica, clients: list[ReplicaClients]) -> None:
+    clients.append(client := ReplicaClients([replica.address], KEY))
+    described = ask(client, Describe)
+    assert isinstance(described, Described)
+    assert isinstance(ask(client, Begin, version=1, epoch=1, digest="d"), Begun)
+    reason = "".join(chr(ord("a") + i % 26) for i in range(3 * MAX_FRAME_BYTES + 5))
+    assert isinstance(ask(client, Abort, epoch=1, reason=reason), Aborted)
+    assert replica.engine.abort_reasons == [reason]
 
-    clients.append(own := ReplicaClients([replica.address], KEY))
-    assert isinstance(ask(own, Describe), Described)
-    answer = ask(own, Abort, reason="x" * 4096)
-    assert isinstance(answer, ProtocolError)
-    assert "reads at most 4096" in str(answer)
-    replica.close()
+
+def test_who_has_another_key_is_told_at_once_that_this_is_another_run(
+    replica: Replica, clients: list[ReplicaClients]
+) -> None:
+    clients.append(client := ReplicaClients([replica.address], b"the key of another run"))
+    answer = ask(client, Describe, 60.0)
+    assert isinstance(answer, ReplicaError)
+    assert "belongs to another run" in str(answer)
 
 
 class Cable:
@@ -275,12 +271,10 @@ class Cable:
 
 
 def test_a_replica_that_vanished_without_a_word_is_gone_before_its_deadline(
-    replica: Replica, clients: list[ReplicaClients], monkeypatch: pytest.MonkeyPatch
+    replica: Replica, clients: list[ReplicaClients]
 ) -> None:
-    monkeypatch.setattr(control_client, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(control_client, "SILENCE_S", 0.4)
     cable = Cable(replica.address)
-    clients.append(client := ReplicaClients([cable.address], KEY))
+    clients.append(client := ReplicaClients([cable.address], KEY, heartbeat_s=0.1, silence_s=0.4))
     assert isinstance(ask(client, Describe), Described)
     cable.is_cut = True
     answer = ask(client, Begin, 60.0, version=1, epoch=1, digest="d")
@@ -292,8 +286,6 @@ def test_a_replica_that_vanished_without_a_word_is_gone_before_its_deadline(
 def test_a_replica_whose_loop_is_busy_for_longer_than_a_silence_is_not_gone(
     replica: Replica, clients: list[ReplicaClients], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_client, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(control_client, "SILENCE_S", 0.4)
 
     async def busy(version: int, epoch: int, digest: str) -> None:
         until = time.monotonic() + 1.5
@@ -301,6 +293,6 @@ def test_a_replica_whose_loop_is_busy_for_longer_than_a_silence_is_not_gone(
             pass
 
     monkeypatch.setattr(replica.engine, "pause", busy)
-    clients.append(client := ReplicaClients([replica.address], KEY))
+    clients.append(client := ReplicaClients([replica.address], KEY, heartbeat_s=0.1, silence_s=0.4))
     assert isinstance(ask(client, Describe), Described)
     assert isinstance(ask(client, Begin, version=1, epoch=1, digest="d"), Begun)
