@@ -83,13 +83,13 @@ class Trainer:
         import torch
 
         from conf.schema import LoraConfig, TrainerConfig
-        from trainer.architecture.model_spec import ModelSpec
-        from trainer.model.decoder import build_decoder
+        from trainer.architecture.families import read_config
+        from trainer.model.build_decoder import build_decoder
         from weight_sync.transport.mooncake import MooncakeTransport
 
         self.device = device
         self.lora = LoraConfig(rank=args.rank, alpha=2.0 * args.rank)
-        spec = ModelSpec.from_hf_config(config)
+        spec = read_config(config)
         self.decoder = build_decoder(spec, dtype=torch.bfloat16, device=device, trainer=TrainerConfig(lora=self.lora))
         with torch.no_grad():
             for parameter in self.decoder.parameters():

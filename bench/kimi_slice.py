@@ -3,7 +3,6 @@
     python bench/kimi_slice.py                    the GPUs present; writes bench/results/kimi-slice-<n>gpu.json
     python bench/kimi_slice.py --full             8 GPUs: all 61 layers and 384 experts; kimi-full-8gpu.json
     python bench/kimi_slice.py --profile          and where a step's device time goes
-    python bench/kimi_slice.py --ladder           and the ladder of optimizations, on 3 layers
     python bench/kimi_slice.py --tiny             two ranks on a CPU
 
 The product's TrainerRank trains the model's true layers (hidden 7168, latent attention of 64 heads, a shared expert,
@@ -64,8 +63,6 @@ def cases(args: argparse.Namespace, world_size: int) -> list[Any]:
     if args.other_rank:
         made.append(Case("other_shallow", shallow, args.other_rank, workloads=plain, **common))
         made.append(Case("other_deep", deep, args.other_rank, workloads=plain, **common))
-    if args.ladder:
-        made = [Case("ladder", min(3, deep), args.rank, workloads=plain, ladder=True, **common)]
     return made
 
 
@@ -219,14 +216,6 @@ def print_kernels(kernels: dict[str, Any]) -> None:
             print(f"        {ms:9.1f} ms {calls:>7} x  {key[:90]}")
 
 
-def print_ladder(rows: list[dict[str, Any]]) -> None:
-    """Rung by rung."""
-    print(f"\n{'rung':52}{'step s':>8}{'positions':>11}{'real':>7}{'real tok/s':>12}")
-    for row in rows:
-        print(f"{row['rung']:52}{row['step_s']:8.3f}{row['positions']:>11}{row['real_tokens']:>7}"
-              f"{row['real_tokens_per_s']:12.0f}")  # fmt: skip
-
-
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -241,7 +230,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=4, help="of equal length, packed into them")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--ladder", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
@@ -263,8 +251,8 @@ def main() -> None:
     if args.full and world_size != NUM_GPUS and not args.tiny:
         sys.exit(f"--full needs {NUM_GPUS} GPUs, this host has {torch.cuda.device_count()}; leave it out for a slice")
     label = f"{world_size}gpu" if args.device == "cuda" else "cpu"
-    kind, suffix = "full" if args.full else "slice", "-ladder" if args.ladder else ""
-    out: Path = args.out or ROOT / "bench" / "results" / f"kimi-{kind}-{label}{suffix}.json"
+    kind = "full" if args.full else "slice"
+    out: Path = args.out or ROOT / "bench" / "results" / f"kimi-{kind}-{label}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     given = {k: v for k, v in vars(args).items() if k not in ("out", "commit")}
     report: dict[str, Any] = {
@@ -285,16 +273,13 @@ def main() -> None:
             out.write_text(json.dumps(report, indent=1) + "\n")  # whatever becomes of the next
     if not measured:
         sys.exit("nothing was measured: see the error above")
-    if args.ladder:
-        print_ladder(measured["ladder"]["ladder"])
-    else:
-        if args.full:
-            print_full(report, world_size)
-        elif report["extrapolated"]:
-            print_table(report)
-        for case in measured.values():
-            if case.get("kernels"):
-                print_kernels(case["kernels"])
+    if args.full:
+        print_full(report, world_size)
+    elif report["extrapolated"]:
+        print_table(report)
+    for case in measured.values():
+        if case.get("kernels"):
+            print_kernels(case["kernels"])
     print(f"written: {out}")
     if failed := [case.name for case in wanted if "error" in measured.get(case.name, {"error": ""})]:
         sys.exit(f"{', '.join(failed)} failed: see the errors above")

@@ -43,7 +43,7 @@ from trainer.kernels.gather import gather_project, gather_rows  # noqa: E402
 from trainer.kernels.low_rank import add_low_rank, low_rank_gradient  # noqa: E402
 from trainer.kernels.swiglu import InnerAdapter, activate, activate_backward  # noqa: E402
 from trainer.moe import grouped  # noqa: E402
-from trainer.moe.bank import UnpackedSlots  # noqa: E402
+from trainer.moe.bank import UnpackBuffers  # noqa: E402
 from trainer.moe.dispatch import plan_dispatch  # noqa: E402
 from trainer.moe.experts import Experts  # noqa: E402
 from trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product  # noqa: E402
@@ -230,11 +230,13 @@ def packed_table(shape: dict[str, int], num_tokens: int, num_layers: int, device
     rows: Rows = []
     experts_TK = routing_of(num_tokens, shape, device)
     for expert_format in ExpertFormat:
-        slots = UnpackedSlots(torch.bfloat16)
-        layers = [make_experts(shape, 16, device, expert_format=expert_format, slots=slots) for _ in range(num_layers)]
+        unpacked = UnpackBuffers(torch.bfloat16)
+        layers = [
+            make_experts(shape, 16, device, expert_format=expert_format, unpacked=unpacked) for _ in range(num_layers)
+        ]
         seconds = block_seconds(layers, experts_TK, shape, device)
         rows.append({"format": str(expert_format), "layers": num_layers, "tokens": num_tokens, **seconds})
-        del layers, slots
+        del layers, unpacked
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return rows
@@ -254,7 +256,7 @@ def kernel_table(
 
     x, weights = draw(num_tokens, hidden), torch.rand(experts_TK.shape, device=device).bfloat16()
     rows_SH, gu, h, low = draw(num_rows, hidden), draw(num_rows, 2 * width), draw(num_rows, width), draw(num_rows, rank)
-    w_S = weights.flatten()[plan.slot_of_row_S]
+    w_S = weights.flatten()[plan.choice_of_row_S]
     f32 = torch.float32
     a_gate_up, b_gate_up = draw(num_experts, rank, hidden, dtype=f32), draw(num_experts, 2 * width, rank, dtype=f32)
     a_down, b_down = draw(num_experts, rank, width, dtype=f32), draw(num_experts, hidden, rank, dtype=f32)
@@ -278,7 +280,7 @@ def kernel_table(
         ("gradient of B, gate|up", lambda: low_rank_gradient(low, gu, groups, torch.empty_like(b_gate_up).transpose(1, 2)), 2 * half + thin + 4 * b_gate_up.numel()),  # noqa: E501
         ("gradient of A, down", lambda: low_rank_gradient(low, h, groups, torch.empty_like(a_down)), half + thin + 4 * a_down.numel()),  # noqa: E501
         ("gradient of B, down", lambda: low_rank_gradient(low, rows_SH, groups, torch.empty_like(b_down).transpose(1, 2)), wide + thin + 4 * b_down.numel()),  # noqa: E501
-        ("weighted_sum", lambda: weighted_sum(rows_SH, weights, plan.row_of_slot_TK), wide + tokens),
+        ("weighted_sum", lambda: weighted_sum(rows_SH, weights, plan.row_of_choice_TK), wide + tokens),
     ]  # fmt: skip
     table: Rows = []
     for name, run, num_bytes in memory:

@@ -37,6 +37,7 @@ from bench.environment import environment  # noqa: E402
 from conf.load import load_run_config  # noqa: E402
 from conf.schema import LoraConfig, TrainerConfig  # noqa: E402
 from rollout.layouts.offline_slots import offline_slots  # noqa: E402
+from trainer.architecture.families import read_config  # noqa: E402
 from trainer.architecture.model_spec import ModelSpec  # noqa: E402
 from trainer.delivery.planned_layouts import adapter_source_layouts, source_layouts  # noqa: E402
 from trainer.weights.adapter_names import adapter_tensors  # noqa: E402
@@ -218,7 +219,7 @@ def model_of(args: argparse.Namespace) -> tuple[ModelSpec, BlockFp8 | None]:
     """Kimi-K2 as the presets have it, at the size that is asked for."""
     config = dict(load_run_config(["experiment=kimi_k2_fp8_merged"]).model.hf_config)
     config |= {"num_hidden_layers": args.layers, "n_routed_experts": args.experts_per_layer}
-    return ModelSpec.from_hf_config(config), BlockFp8.from_hf_config(config)
+    return read_config(config), BlockFp8.from_hf_config(config)
 
 
 def lora_of(args: argparse.Namespace) -> LoraConfig:

@@ -102,7 +102,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> dict[str, float]:
     """
     import torch
 
-    from trainer.architecture.model_spec import ModelSpec
+    from trainer.architecture.families import read_config
     from weight_sync.disk.safetensors_files import INDEX_NAME
 
     index = folder / INDEX_NAME
@@ -110,7 +110,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> dict[str, float]:
         return {}
     began = time.perf_counter()
     groups: dict[int, list[TensorMeta]] = {}
-    for meta in ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16"):
+    for meta in read_config(config).checkpoint_tensors("bfloat16"):
         layer = int(meta.name.split(".")[2]) if ".layers." in meta.name else -1
         groups.setdefault(layer // LAYERS_A_FILE, []).append(meta)
     num_bytes = sum(BFLOAT16_BYTES * prod(meta.shape) for metas in groups.values() for meta in metas)

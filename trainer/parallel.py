@@ -1,16 +1,12 @@
-"""Meshes, FSDP2 and expert placement.
+"""Meshes, and what a rank holds of a parameter.
 
     ranks   0 1 2 3   (num_ranks = 4, ep_size = 2)
-    ep      [0 1] [2 3]     an ep group holds every expert once, in shares as equal as they go (moe/placement.py)
+    ep      [0 1] [2 3]     an ep group holds every expert once, in shares as equal as they go (moe/expert_placement.py)
     expert  [0 2] [1 3]     FSDP2 shards an expert bank over the ranks with the same ep_rank
     dense   [0 1 2 3]       FSDP2 shards everything else over all ranks, but for frozen vectors, which all hold whole
 
-Invariant: gradients are summed, never averaged: the loss is divided by counts of the whole batch before backward, and
-the all-to-all already brings every row's gradient to the expert's owner. Hence every rank's local gradient shards are
-disjoint pieces of the true gradient, and its norm is sqrt(all_reduce(sum of local squares)) over all ranks, dense and
-experts alike.
-
-Does not own the process group: whoever starts the rank initializes torch.distributed (when world_size > 1).
+Does not own the process group: whoever starts the rank initializes torch.distributed (when world_size > 1). Does not
+own which module is sharded over which mesh (model/shard_decoder.py).
 """
 
 from __future__ import annotations
@@ -18,22 +14,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer.architecture.model_spec import CORRECTION_BIAS
 from trainer.errors import LayoutError
 from trainer.moe.expert_placement import expert_shares
-from trainer.moe.experts import Experts
-
-if TYPE_CHECKING:
-    from trainer.model.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,75 +84,6 @@ class ParallelLayout:
             expert_mesh=expert_mesh if ep_size < world_size else None,
             ep_group=ep_group if ep_size > 1 else None,
         )
-
-
-def shard_decoder(decoder: Decoder, layout: ParallelLayout) -> None:
-    """Apply FSDP2 in place; nothing on a single rank. Parameters may be on meta.
-
-    Units: expert banks (over the expert mesh), layers, embedding, head, and the final norm as the root. Parameters are
-    gathered in the compute dtype; gradients are reduced in float32 by a plain sum. Frozen 16-bit weights and float32
-    adapters share a unit: FSDP2 asks for one dtype among trainable parameters only.
-
-    Every unit, the root included, frees its whole parameters after forward: one left whole after a forward without a
-    backward (the reference policy) would serve stale values after the next optimizer step.
-    """
-    if layout.dense_mesh is None:
-        return
-    banks = _expert_banks(decoder)
-    policy = MixedPrecisionPolicy(param_dtype=decoder.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-    def shard(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=ignored)
-        assert isinstance(module, FSDPModule)
-        # Both: a factor alone would ask for a pre-multiplied sum, which gloo does not have.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-
-    if layout.expert_mesh is not None:
-        for bank in banks:
-            shard(bank, layout.expert_mesh, set())
-    local = {parameter for bank in banks for parameter in bank.parameters()} | replicated_parameters(decoder)
-    tables = [decoder.model.embed_tokens] if decoder.lm_head is None else [decoder.model.embed_tokens, decoder.lm_head]
-    for module in (*tables, *decoder.model.layers, decoder):
-        shard(module, layout.dense_mesh, local)
-
-
-def replicated_parameters(decoder: Decoder) -> set[nn.Parameter]:
-    """What every rank holds whole: vectors frozen beside adapters, and the routers' float32 correction biases.
-
-    A norm over 256 ranks would be shards of a few bytes, each a write of its own to every engine rank. They never
-    change, so copies that one reader filled stay equal. Correction biases are float32 in any mode: FSDP2 would gather
-    them in the compute dtype, and bfloat16 moves tokens to other experts.
-    """
-    experts = _expert_parameter_ids(decoder)
-    trained = [name for name, parameter in decoder.named_parameters() if parameter.requires_grad]
-    has_frozen_base = all("lora_" in name.rpartition(".")[2] for name in trained)
-    return {
-        parameter
-        for name, parameter in decoder.named_parameters()
-        if not parameter.requires_grad
-        and id(parameter) not in experts
-        and (name.endswith(CORRECTION_BIAS) or (has_frozen_base and parameter.dim() == 1))
-    }
-
-
-def dense_trainable(decoder: Decoder) -> list[tuple[str, nn.Parameter]]:
-    """Trainable parameters outside expert banks: DTensors sharded over all ranks (plain tensors on one rank).
-
-    Gradients are summed over ranks by FSDP2.
-    """
-    experts = _expert_parameter_ids(decoder)
-    return [(n, p) for n, p in decoder.named_parameters() if p.requires_grad and id(p) not in experts]
-
-
-def expert_trainable(decoder: Decoder) -> list[tuple[str, nn.Parameter]]:
-    """Trainable parameters of this rank's experts: plain tensors, or DTensors over the expert mesh.
-
-    Names repeat over ep ranks: `...experts.down_lora_A` is another set of experts on each. Gradients are complete as
-    they are.
-    """
-    experts = _expert_parameter_ids(decoder)
-    return [(n, p) for n, p in decoder.named_parameters() if p.requires_grad and id(p) in experts]
 
 
 def take_device(device: str, rank: int) -> torch.device:
@@ -232,11 +152,3 @@ def gather_wholes(tensors: Sequence[DTensor], outs: Sequence[Tensor]) -> None:
             out.copy_(whole(tensor))
     for group, pairs in even.items():
         group.allgather_into_tensor_coalesced(*map(list, zip(*pairs, strict=True))).wait()
-
-
-def _expert_banks(decoder: Decoder) -> list[Experts]:
-    return [module for module in decoder.modules() if isinstance(module, Experts)]
-
-
-def _expert_parameter_ids(decoder: Decoder) -> set[int]:
-    return {id(parameter) for bank in _expert_banks(decoder) for parameter in bank.parameters()}

@@ -37,13 +37,15 @@ from conf.schema import (
     TrainMode,
     WeightSyncConfig,
 )
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from trainer.delivery.delivery import Delivery
 from trainer.errors import LayoutError, TrainerError
-from trainer.model.decoder import Decoder, build_decoder
+from trainer.model.build_decoder import build_decoder
+from trainer.model.decoder import Decoder
 from trainer.model.logprobs import token_logprobs
 from trainer.model.reference import ReferencePolicy
-from trainer.parallel import ParallelLayout, dense_trainable, expert_trainable, sharded_rows, take_device
+from trainer.model.shard_decoder import dense_trainable, expert_trainable
+from trainer.parallel import ParallelLayout, sharded_rows, take_device
 from trainer.process_group import ControlGroup
 from trainer.step.checkpoint_state import read_rank_state, state_layout, write_rank_state
 from trainer.step.loss import CountedTokens, LossAccumulator, PolicyLoss, policy_loss, sft_loss
@@ -123,7 +125,7 @@ class TrainerRank:
     def load(self) -> dict[str, Any]:
         """Build the decoder, fill its weights, set up the optimizer. Returns facts for the log."""
         started = time.perf_counter()
-        spec = ModelSpec.from_hf_config(self._hf_config, self._model.mla_norm_eps)
+        spec = read_config(self._hf_config, self._model.mla_norm_eps)
         layout = ParallelLayout.create(self._world_size, self._trainer.ep_size, self._rank, self._device)
         dtype = getattr(torch, self._model.dtype.value)
         decoder = build_decoder(spec, dtype=dtype, device=self._device, trainer=self._trainer, layout=layout)

@@ -32,10 +32,10 @@ def slots_of(config: dict[str, Any], args: argparse.Namespace) -> Any:
     """What the engine is told about adapters."""
     from conf.schema import LoraConfig
     from rollout.types import AdapterSlotsSpec
-    from trainer.architecture.model_spec import ModelSpec
+    from trainer.architecture.families import read_config
     from trainer.weights.adapter_names import adapter_tensors, target_modules
 
-    tensors = ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16")
+    tensors = read_config(config).checkpoint_tensors("bfloat16")
     lora = LoraConfig(rank=args.rank, alpha=2.0 * args.rank)
     return AdapterSlotsSpec(
         args.slots, lora.slot_rank, tuple(target_modules(tensors, lora)), tuple(adapter_tensors(tensors, lora))
@@ -195,7 +195,7 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
     from orchestrator.inputs.character_tokenizer import save_character_tokenizer
     from rollout.engine.engine_options import engine_environment
     from rollout.worker import RolloutWorker
-    from trainer.architecture.model_spec import ModelSpec
+    from trainer.architecture.families import read_config
 
     os.environ.update(engine_environment(Device(device)))
     with tempfile.TemporaryDirectory() as folder:
@@ -208,7 +208,7 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
             dtype=DType.bfloat16,
             device=device,
             seed=0,
-            tensors=ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16"),
+            tensors=read_config(config).checkpoint_tensors("bfloat16"),
             key=KEY,
             adapters=slots_of(config, args),
         )

@@ -112,13 +112,13 @@ class PlainReplica:
 
 def plain_layout(config: dict[str, Any]) -> Any:
     """What vLLM's loader does at tp_size=1: fused projections, stacked experts, all else as in the checkpoint."""
-    from trainer.architecture.model_spec import ModelSpec
+    from trainer.architecture.families import read_config
     from weight_sync.layout import DestLayout, Load, Param, Region
 
     rows: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     loads = []
-    for meta in ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16"):
+    for meta in read_config(config).checkpoint_tensors("bfloat16"):
         name = meta.name
         for pattern, fused in FUSIONS:
             name = re.sub(f"^{pattern}$", fused, name)
@@ -159,7 +159,7 @@ def build_worker(spec: EngineSpec, folder: Path) -> Any:
     from conf.schema import DType, RolloutConfig, SamplingConfig, WeightSyncConfig
     from orchestrator.inputs.character_tokenizer import save_character_tokenizer
     from rollout.worker import RolloutWorker
-    from trainer.architecture.model_spec import ModelSpec
+    from trainer.architecture.families import read_config
 
     (folder / "config.json").write_text(json.dumps(spec.hf_config))
     save_character_tokenizer(folder, vocab_size=64)
@@ -180,7 +180,7 @@ def build_worker(spec: EngineSpec, folder: Path) -> Any:
         dtype=DType.bfloat16,
         device=spec.device,
         seed=0,
-        tensors=ModelSpec.from_hf_config(spec.hf_config).checkpoint_tensors("bfloat16"),
+        tensors=read_config(spec.hf_config).checkpoint_tensors("bfloat16"),
         key=KEY,
     )
     worker._engine._arguments["worker_extension_cls"] = "bench.sync.engine_extension.MeasuredReceiver"

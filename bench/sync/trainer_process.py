@@ -119,9 +119,9 @@ class _Rank:
         import torch
 
         from conf.schema import LoraConfig, TrainerConfig
-        from trainer.architecture.model_spec import ModelSpec
+        from trainer.architecture.families import read_config
         from trainer.delivery.merged_source import TrainerWeightSource
-        from trainer.model.decoder import build_decoder
+        from trainer.model.build_decoder import build_decoder
         from trainer.parallel import ParallelLayout, local_part
         from trainer.process_group import ControlGroup
 
@@ -130,7 +130,7 @@ class _Rank:
         self.device = torch.device(spec.device, 0) if spec.device == "cuda" else torch.device("cpu")
         self.control = ControlGroup(spec.rank, spec.world_size, spec.rendezvous, self.device)
         self.decoder = build_decoder(
-            ModelSpec.from_hf_config(spec.hf_config),
+            read_config(spec.hf_config),
             dtype=torch.bfloat16,
             device=self.device,
             trainer=TrainerConfig(

@@ -1,7 +1,7 @@
 """One rank of bench/kimi_slice.py: Kimi-K2-Thinking's layers in the product's own trainer, measured.
 
-Owns what happens inside a rank's process: forced routing, timing, memory by component, the kernel table, the ladder's
-switches. All of them reach into a loaded TrainerRank from here; the product knows none.
+Owns what happens inside a rank's process: forced routing, timing, memory by component, the kernel table.
+All of them reach into a loaded TrainerRank from here; the product knows none of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from torch import Tensor
 
 from bench.environment import ROOT
 from conf import schema
-from trainer.kernels.dequant import dequantize_int4_torch
-from trainer.moe.bank import PackedBank
 from trainer.moe.experts import Experts
-from trainer.moe.grouped import GroupedBackend
 from trainer.moe.router import Router, Routing
 from trainer.parallel import local_part
 from trainer.rank import TrainerRank
@@ -52,7 +49,6 @@ class Case:
     is_tiny: bool
     device: str
     profile: bool = False
-    ladder: bool = False
     experts_a_gpu: int = 48
 
 
@@ -168,15 +164,15 @@ def make_rank(case: Case, rank: int, world_size: int, rendezvous: str) -> Traine
     return made
 
 
-def samples_of(lengths: tuple[int, ...], vocab_size: int, rank: int, version: int, real: tuple[int, ...] = ()) -> Any:
-    """Random tokens; of each sequence, the first `real` ones are trained on, all by default."""
+def samples_of(lengths: tuple[int, ...], vocab_size: int, rank: int, version: int) -> Any:
+    """Random tokens."""
     made = []
     for index, length in enumerate(lengths):
         positions = np.arange(length)
         made.append(
             Sample(
                 token_ids=np.random.default_rng(1000 * rank + index).integers(0, vocab_size, length).astype(np.int32),
-                loss_mask=(positions > 0) & (positions < (real[index] if real else length)),
+                loss_mask=positions > 0,
                 rollout_logprobs=np.zeros(length, np.float32),
                 advantages=np.ones(length, np.float32),
                 oldest_version=version,
@@ -185,10 +181,10 @@ def samples_of(lengths: tuple[int, ...], vocab_size: int, rank: int, version: in
     return made
 
 
-def step(made: TrainerRank, rank: int, world_size: int, lengths: tuple[int, ...], real: tuple[int, ...] = ()) -> float:
+def step(made: TrainerRank, rank: int, world_size: int, lengths: tuple[int, ...]) -> float:
     """Forward, backward, update; seconds until the device is done."""
     version = made.policy_version
-    samples = samples_of(lengths, made._loaded().spec.vocab_size, rank, version, real)
+    samples = samples_of(lengths, made._loaded().spec.vocab_size, rank, version)
     num_tokens = sum(sample.num_valid_tokens for sample in samples) * world_size
     if dist.is_initialized():
         dist.barrier()
@@ -229,7 +225,10 @@ def memory(made: TrainerRank) -> dict[str, float]:
     state = [t for name, t in made._optimizer.state_tensors().items() if any(m in name for m in MOMENTS)]
     found = {
         "packed_experts": sum(bank.num_bytes for bank in banks) / 1e9,
-        "unpacked_slots": 2 * sum(np.prod(shape) for shape in banks[0].shapes.values()) * decoder.dtype.itemsize / 1e9,
+        "unpacked_experts": 2
+        * sum(np.prod(shape) for shape in banks[0].shapes.values())
+        * decoder.dtype.itemsize
+        / 1e9,
         "dense_weights": size(frozen),
         "adapters": size(adapters),
         "gradients": size(adapters),
@@ -295,9 +294,7 @@ def run_case(rank: int, world_size: int, rendezvous: str, case: Case) -> Iterato
     say("first step")  # compiles kernels and the optimizer
     step(made, rank, world_size, first_lengths)
     routing = ForcedRouting(made, rank, num_tokens, made._device)
-    if case.ladder:
-        result["ladder"] = ladder(made, routing, case, rank, world_size)
-    for name, (lengths, wanted) in ({} if case.ladder else case.workloads).items():
+    for name, (lengths, wanted) in case.workloads.items():
         facts = routing.force(wanted)
         facts["rank_max_over_mean_at_ep8"] = rank_imbalance(wanted, config["num_experts_per_tok"], made._device)
         if case.device == "cuda":
@@ -374,60 +371,3 @@ def _note(table: dict[str, Any], category: str, name: str, microseconds: float, 
     entry["calls"] += count
     if len(entry["longest"]) < 12:
         entry["longest"].append([name[:100], microseconds / 1e3, count])
-
-
-# ---- the ladder ----
-
-
-def ladder(made: TrainerRank, routing: ForcedRouting, case: Case, rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Rung by rung, tokens that are trained on a second. Each rung keeps the ones before."""
-    (sequences, _), *_ = case.workloads.values()
-    full = sum(sequences)
-    width = full // 4
-    draws = [int(n) for n in np.random.default_rng(5).integers(width // 8, width, 32)]
-    lengths, filled = tuple(draws[:4]), tuple(draws[: sum(1 for n in np.cumsum(draws) if n <= full)])
-    padded, banks = (width,) * 4, [m for m in made._loaded().modules() if isinstance(m, Experts)]
-    chosen, unpack, allocate = banks[0].backend, PackedBank.unpack, type(banks[0].packed._slots)._allocate  # type: ignore[union-attr]
-    slots = banks[0].packed._slots  # type: ignore[union-attr]
-
-    def one_by_one(bank: PackedBank, gate_up: Tensor, down: Tensor) -> None:
-        for name, out in (("gate_up", gate_up), ("down", down)):
-            for packed, scale, part in zip(bank.get_buffer(f"{name}_packed"), bank.get_buffer(f"{name}_scale"), out,
-                                           strict=True):  # fmt: skip
-                dequantize_int4_torch(packed, scale, part)
-
-    def all_at_once(bank: PackedBank, gate_up: Tensor, down: Tensor) -> None:
-        for name, out in (("gate_up", gate_up), ("down", down)):
-            dequantize_int4_torch(bank.get_buffer(f"{name}_packed"), bank.get_buffer(f"{name}_scale"), out)
-
-    def set_up(backend: GroupedBackend, rule: Any, is_ahead: bool) -> None:
-        for bank in banks:
-            bank.backend = backend
-        PackedBank.unpack = rule
-        slots.forget()
-        if not slots._slots:
-            allocate(slots, made._device)
-        if case.device == "cuda":
-            torch.cuda.synchronize()
-            slots._stream = torch.cuda.Stream() if is_ahead else None
-
-    rungs: list[tuple[str, GroupedBackend, Any, bool, tuple[int, ...], tuple[int, ...]]] = [
-        ("loop over experts, unpacked one by one in torch", GroupedBackend.native, one_by_one, False, padded, lengths),
-        (f"{chosen} instead of the loop", chosen, one_by_one, False, padded, lengths),
-        ("unpacked all at once in torch", chosen, all_at_once, False, padded, lengths),
-        ("unpacked by the Triton kernel", chosen, unpack, False, padded, lengths),
-        ("one layer ahead, on a stream of its own", chosen, unpack, True, padded, lengths),
-        ("pads dropped", chosen, unpack, True, lengths, ()),
-        ("packed to the full microbatch", chosen, unpack, True, filled, ()),
-    ]
-    routing.force(None)
-    rows = []
-    for name, backend, rule, is_ahead, given, real in rungs:
-        set_up(backend, rule, is_ahead)
-        step(made, rank, world_size, given, real)
-        seconds = statistics.median(step(made, rank, world_size, given, real) for _ in range(3))
-        trained = sum(real or given)
-        rows.append({"rung": name, "step_s": seconds, "positions": sum(given), "real_tokens": trained,
-                     "real_tokens_per_s": trained * world_size / seconds})  # fmt: skip
-    set_up(chosen, unpack, True)
-    return rows

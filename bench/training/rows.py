@@ -123,11 +123,11 @@ def fill_hf(model: Any, config: dict[str, Any], device: str) -> None:
     """The same values that TrainerRank draws, by checkpoint name; experts are stacked in transformers."""
     import torch
 
-    from trainer.architecture.model_spec import ModelSpec
+    from trainer.architecture.families import read_config
     from trainer.weights.loading import RandomReader
     from weight_sync.layout import Region
 
-    spec = ModelSpec.from_hf_config(config)
+    spec = read_config(config)
     reader = RandomReader(spec, seed=SEED, std=0.02, device=device)
     params = dict(model.named_parameters())
     with torch.no_grad():

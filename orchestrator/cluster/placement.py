@@ -50,7 +50,7 @@ from orchestrator.files.run_folder import RunFolder
 from orchestrator.inputs.model_folder import engine_checkpoint
 from orchestrator.waiting import together, wait_for
 from rollout.types import AdapterSlotsSpec
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from trainer.step.warm_up import full_microbatch
 from trainer.weights.adapter_names import adapter_tensors, target_modules
 
@@ -400,7 +400,7 @@ def adapter_slots(config: RunConfig, hf_config: dict[str, Any]) -> AdapterSlotsS
         return None
     lora = config.trainer.lora
     # Factors are in the engine's dtype, whatever the matrices beside them are quantized to.
-    tensors = ModelSpec.from_hf_config(hf_config).unpacked().checkpoint_tensors(config.model.dtype.value)
+    tensors = read_config(hf_config).unpacked().checkpoint_tensors(config.model.dtype.value)
     return AdapterSlotsSpec(
         num_slots=config.algorithm.max_staleness_steps + 2,
         rank=lora.slot_rank,

@@ -23,8 +23,7 @@ from orchestrator.inputs.model_files import read_hf_config
 from orchestrator.inputs.text_encoder import TOKENIZER_FILE, TextEncoder, check_holds_tokenizer
 from rollout.prompts import read_prompts
 from rollout.types import Prompt
-from trainer.architecture.families import check_spelling
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import check_spelling, read_config
 from trainer.weights.quantization import BlockFp8, engine_tensors
 from weight_sync.layout import TensorMeta
 
@@ -98,10 +97,10 @@ def resolve_hf_config(config: ModelConfig) -> dict[str, Any]:
     overrides = config.hf_config if config.init is Init.random else {}
     merged = {**base, **overrides}
     check_spelling(merged, overrides)
-    merged.setdefault("architectures", [ModelSpec.from_hf_config(merged).hf_architecture])
+    merged.setdefault("architectures", [read_config(merged).hf_architecture])
     merged["dtype"] = merged["torch_dtype"] = config.dtype.value
     if config.engine_format is EngineFormat.block_fp8 and not merged.get("quantization_config"):
-        tensors = ModelSpec.from_hf_config(merged).checkpoint_tensors(config.dtype.value)
+        tensors = read_config(merged).checkpoint_tensors(config.dtype.value)
         merged["quantization_config"] = BlockFp8.hf_entry(tensors)
     return merged
 
@@ -112,7 +111,7 @@ def engine_checkpoint(hf_config: Mapping[str, Any], dtype: DType) -> list[Tensor
     Raises:
         ConfigError: an architecture or a quantization that cannot be published.
     """
-    tensors = ModelSpec.from_hf_config(dict(hf_config)).checkpoint_tensors(dtype.value)
+    tensors = read_config(dict(hf_config)).checkpoint_tensors(dtype.value)
     return engine_tensors(tensors, BlockFp8.from_hf_config(hf_config))
 
 

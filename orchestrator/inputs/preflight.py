@@ -41,6 +41,7 @@ from rollout.errors import DataError
 from rollout.prompts import read_prompts
 from rollout.rewards.runner import check_reward
 from rollout.types import Prompt
+from trainer.architecture.families import read_config
 from trainer.architecture.model_spec import ModelSpec
 
 MIN_FREE_BYTES = 256 << 20
@@ -107,7 +108,7 @@ def check_model(config: RunConfig) -> Fact:
             f"model.path={model.path}: no such folder; give a Hugging Face checkpoint (config.json, *.safetensors)"
         )
     hf_config = resolve_hf_config(model)
-    spec = ModelSpec.from_hf_config(hf_config)
+    spec = read_config(hf_config)
     if config.algorithm.objective is Objective.policy:
         check_packed_base_reaches_engines(config, hf_config)
         _check_cache_holds_a_sequence(config, spec)

@@ -25,6 +25,7 @@ from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_confi
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import offline_layouts
 from rollout.layouts.offline_slots import offline_slots
+from trainer.architecture.families import read_config
 from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.planned_layouts import (
     TrainerMemory,
@@ -190,7 +191,7 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
     # A trainer's own weights are in model.dtype, whatever engines quantize them to; four-bit experts stay as they are.
     packing = packing_of(hf_config)
     plain = {key: value for key, value in hf_config.items() if key != "quantization_config"}
-    stored = ModelSpec.from_hf_config(hf_config if packing is not None else plain)
+    stored = read_config(hf_config if packing is not None else plain)
     spec = stored.unpacked()
     trainer, rollout, dtype = config.trainer, config.rollout, config.model.dtype
     tensors = spec.checkpoint_tensors(dtype.value)

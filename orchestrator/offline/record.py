@@ -18,7 +18,7 @@ from conf.tensor_parallel import check_tp_size_fits_model
 from orchestrator.inputs.model_files import read_hf_config
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import cached_file, engine_version, offline_layouts
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from weight_sync.disk.safetensors_files import read_index, tensor_metas
 from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.record.layout_wire import layouts_digest, layouts_to_bytes
@@ -143,4 +143,4 @@ def _tensors(model: Path, hf_config: dict[str, Any], dtype: str) -> tuple[tuple[
     """The checkpoint's tensors, and where they are named: its files where there are any, else its architecture."""
     if model.is_dir() and any(model.glob("*.safetensors*")):
         return tensor_metas(read_index(model, "MODEL")), "its safetensors"
-    return tuple(ModelSpec.from_hf_config(hf_config).checkpoint_tensors(dtype)), "its architecture"
+    return tuple(read_config(hf_config).checkpoint_tensors(dtype)), "its architecture"

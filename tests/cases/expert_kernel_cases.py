@@ -171,11 +171,11 @@ def case_weighted_sum(device: str) -> None:
         for num_tokens, top_k in ((5, 3), (4, 8)):
             rows = draw(num_tokens * top_k, H, device=device, dtype=dtype)
             order = torch.randperm(num_tokens * top_k, generator=torch.Generator().manual_seed(2))
-            row_of_slot, weights = order.view(num_tokens, top_k).to(device), draw(num_tokens, top_k, device=device)
+            row_of_choice, weights = order.view(num_tokens, top_k).to(device), draw(num_tokens, top_k, device=device)
             for mode in CombineMode:
                 for one in (weights, None):
-                    mine = weighted_sum_triton(rows, one, row_of_slot, mode)
-                    wanted = weighted_sum_torch(rows, one, row_of_slot, mode)
+                    mine = weighted_sum_triton(rows, one, row_of_choice, mode)
+                    wanted = weighted_sum_torch(rows, one, row_of_choice, mode)
                     assert_near(mine, wanted, f"{mode} {dtype}")
 
 

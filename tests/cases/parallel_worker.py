@@ -17,10 +17,12 @@ from torch import Tensor
 
 from cases.tiny_models import MIXED, draw_b, logits_of, make_decoder, packed, probe_loss, trainer_config
 from conf.schema import LoraConfig, TrainMode
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from trainer.lora import disabled_adapters
-from trainer.model.decoder import Decoder, build_decoder
-from trainer.parallel import ParallelLayout, dense_trainable, expert_trainable, local_part, whole
+from trainer.model.build_decoder import build_decoder
+from trainer.model.decoder import Decoder
+from trainer.model.shard_decoder import dense_trainable, expert_trainable
+from trainer.parallel import ParallelLayout, local_part, whole
 from trainer.process_group import ControlGroup
 from trainer.weights.adapter_io import all_experts, load_adapter, save_adapter, save_merged
 from trainer.weights.loading import CheckpointReader, RandomReader, load_weights
@@ -131,7 +133,7 @@ def files(folder: Path, ep_size: int, world_size: int, rank: int, hf_config: dic
     """Everything that reads or writes files, and what the ranks hold."""
     out = folder / f"world{world_size}_ep{ep_size}"
     layout = ParallelLayout.create(world_size, ep_size, rank, "cpu")
-    spec = ModelSpec.from_hf_config(hf_config)
+    spec = read_config(hf_config)
     lora = LoraConfig(rank=6, alpha=12.0)  # which two ranks cut evenly, and four do not
     config = trainer_config(num_ranks=world_size, ep_size=ep_size, lora=lora)
     decoder = build_decoder(spec, dtype=torch.bfloat16, device="cpu", trainer=config, layout=layout)

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import LoraConfig, MlaNormEps, TrainerConfig, TrainMode
+from trainer.architecture.families import read_config
 from trainer.architecture.model_spec import ModelSpec
-from trainer.model.decoder import Decoder, build_decoder
+from trainer.model.build_decoder import build_decoder
+from trainer.model.decoder import Decoder
 from trainer.parallel import ParallelLayout, local_part
 from trainer.weights.loading import RandomReader, TensorReader, load_weights, named_generator
 from weight_sync.layout import Region
@@ -212,7 +214,7 @@ def make_decoder(
     reader: TensorReader | None = None,
 ) -> Decoder:
     """A decoder with a reader's weights, by default SpreadReader's; B is drawn from (name, expert) alone."""
-    spec = ModelSpec.from_hf_config(hf_config, mla_norm_eps)
+    spec = read_config(hf_config, mla_norm_eps)
     decoder = build_decoder(spec, dtype=dtype, device=device, trainer=trainer or trainer_config(), layout=layout)
     load_weights(decoder, reader or SpreadReader(spec), seed=3)
     if nonzero_b:
@@ -266,7 +268,7 @@ def hf_model(hf_config: dict[str, Any], *, attention: str = "eager", reader: Ten
     config = AutoConfig.for_model(hf_config["model_type"], **fields)
     config._attn_implementation = attention
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    spec = ModelSpec.from_hf_config(hf_config)
+    spec = read_config(hf_config)
     reader = reader or SpreadReader(spec)
     whole = {
         m.name: reader.read(m.name, Region((0,) * len(m.shape), m.shape)) for m in spec.checkpoint_tensors("float32")

@@ -24,7 +24,7 @@ from orchestrator.offline.record import layouts_digest, record
 from rollout.engine.engine_options import engine_arguments, engine_environment
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import offline_layouts
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from weight_sync.layout import DestLayout, PostLoad
 from weight_sync.typed_msgpack import pack, unpack
 
@@ -45,7 +45,7 @@ def offline(model: str, cache: Path, *, tp_size: int = 1, expert_parallel: bool 
     config = MODELS[model]
     return offline_layouts(
         config,
-        ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16"),
+        read_config(config).checkpoint_tensors("bfloat16"),
         tp_size=tp_size,
         enable_expert_parallel=expert_parallel,
         dtype=DType.bfloat16,
@@ -124,7 +124,7 @@ def test_a_damaged_layout_is_recorded_again_and_a_kept_one_is_not(
 
 def test_what_the_engine_cannot_build_is_an_error_that_says_why(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    tensors = ModelSpec.from_hf_config(MODELS["qwen3"]).checkpoint_tensors("bfloat16")
+    tensors = read_config(MODELS["qwen3"]).checkpoint_tensors("bfloat16")
     missing = [meta for meta in tensors if not meta.name.endswith("o_proj.weight")]
     options: dict[str, Any] = {"tp_size": 1, "enable_expert_parallel": False, "dtype": DType.bfloat16}
     with pytest.raises(EngineError, match=r"RecordError: .*o_proj"):
@@ -183,9 +183,7 @@ def main(model: str, tp_size: int, folder: Path, is_plain: bool) -> None:
     if is_plain:
         (num_params,) = engine.apply_model(forget_loaders)
         assert num_params > 10
-    tensors = [
-        dataclasses.astuple(meta) for meta in ModelSpec.from_hf_config(MODELS[model]).checkpoint_tensors("bfloat16")
-    ]
+    tensors = [dataclasses.astuple(meta) for meta in read_config(MODELS[model]).checkpoint_tensors("bfloat16")]
     replies = engine.collective_rpc("slipstream_describe", args=(tensors, "tcp", "127.0.0.1", 5.0))
     layouts: list[DestLayout] = []
     from weight_sync.replica.messages import EngineRank

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from fakes.checkpoints import CONFIGS
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from weight_sync.disk.safetensors_files import INDEX_NAME
 
 TINY: dict[str, Any] = {**CONFIGS["qwen3_moe"], "num_experts": 4, "torch_dtype": "bfloat16"}
@@ -25,7 +25,7 @@ def save_checkpoint(folder: Path, config: dict[str, Any], *, seed: int, num_file
         meta.name: (torch.randn(meta.shape, generator=generator) * 0.1).to(
             torch.float32 if "norm" in meta.name else torch.bfloat16
         )
-        for meta in ModelSpec.from_hf_config(config).checkpoint_tensors("bfloat16")
+        for meta in read_config(config).checkpoint_tensors("bfloat16")
     }
     weight_map: dict[str, str] = {}
     names = list(tensors)

@@ -21,7 +21,7 @@ from conf.load import load_run_config
 from conf.schema import Device, LoraConfig, RunConfig, SamplingConfig
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.types import AdapterSlotsSpec, Prompt
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.rank import TrainerRank
 from trainer.weights.adapter_names import adapter_tensors, target_modules
@@ -55,7 +55,7 @@ def config_of(tp_size: int) -> RunConfig:
 
 
 def slots_of(config: RunConfig) -> AdapterSlotsSpec:
-    tensors = ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16")
+    tensors = read_config(config.model.hf_config).checkpoint_tensors("bfloat16")
     lora = config.trainer.lora
     return AdapterSlotsSpec(
         NUM_SLOTS, lora.slot_rank, tuple(target_modules(tensors, lora)), tuple(adapter_tensors(tensors, lora))
@@ -122,7 +122,7 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
     assert "experts" in slots.target_modules
     worker = RolloutWorker(
         model, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype, device=Device.cuda,
-        seed=1, tensors=tuple(ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16")),
+        seed=1, tensors=tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16")),
         key=KEY, adapters=slots,
     )  # fmt: skip
     address = await worker.start()

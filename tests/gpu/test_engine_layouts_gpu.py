@@ -116,13 +116,13 @@ def publish(case: Case, folder: Path) -> dict[str, Any]:
 def merged_source(config: dict[str, Any], checkpoint: Path) -> Any:
     """A policy with adapters on everything, its export on disk, and its weight source."""
     from conf.schema import LoraConfig, TrainerConfig
-    from trainer.architecture.model_spec import ModelSpec
+    from trainer.architecture.families import read_config
     from trainer.delivery.merged_source import TrainerWeightSource
-    from trainer.model.decoder import build_decoder
+    from trainer.model.build_decoder import build_decoder
     from trainer.weights.adapter_io import save_merged
     from trainer.weights.quantization import BlockFp8
 
-    spec = ModelSpec.from_hf_config(config)
+    spec = read_config(config)
     config = {**config, "quantization_config": BlockFp8.hf_entry(spec.checkpoint_tensors("bfloat16"))}
     decoder = build_decoder(
         spec, dtype=torch.bfloat16, device="cuda", trainer=TrainerConfig(lora=LoraConfig(rank=8, alpha=16.0))

@@ -100,7 +100,7 @@ def run_engine(utilization: float, folder: str, pipe: Connection) -> None:
 async def serve(utilization: float, folder: str, pipe: Connection) -> None:
     from rollout.types import Prompt
     from rollout.worker import RolloutWorker
-    from trainer.architecture.model_spec import ModelSpec
+    from trainer.architecture.families import read_config
 
     worker = RolloutWorker(
         Path(folder),
@@ -115,7 +115,7 @@ async def serve(utilization: float, folder: str, pipe: Connection) -> None:
         dtype=DTYPE,
         device=DEVICE,
         seed=0,
-        tensors=ModelSpec.from_hf_config(CONFIG).checkpoint_tensors(str(DTYPE)),
+        tensors=read_config(CONFIG).checkpoint_tensors(str(DTYPE)),
         key=KEY,
     )
     pipe.send(await worker.start())
@@ -254,9 +254,9 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    from trainer.architecture.model_spec import ModelSpec
+    from trainer.architecture.families import read_config
     from trainer.delivery.merged_source import TrainerWeightSource
-    from trainer.model.decoder import build_decoder
+    from trainer.model.build_decoder import build_decoder
     from weight_sync.transport.mooncake import MooncakeTransport
 
     with tempfile.TemporaryDirectory() as name:
@@ -269,7 +269,7 @@ def stage() -> Iterator[Stage]:
             for engine in engines:
                 engine.send("start")
             decoder = build_decoder(
-                ModelSpec.from_hf_config(CONFIG), dtype=getattr(torch, DTYPE.value),
+                read_config(CONFIG), dtype=getattr(torch, DTYPE.value),
                 device=DEVICE, trainer=TrainerConfig(lora=LoraConfig(rank=16, alpha=32.0)),
             )  # fmt: skip
             with torch.no_grad():

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from conf.schema import LoraConfig, TrainerConfig
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.model.decoder import build_decoder
+from trainer.model.build_decoder import build_decoder
 from trainer.weights.adapter_io import save_merged
 from weight_sync.layout import Region
 from weight_sync.publish.packing import PackedRead
@@ -38,7 +38,7 @@ CONFIG = {
 def test_packed_bytes_are_bitwise_the_merged_export(tmp_path: Path, num_cuts: int) -> None:
     torch.manual_seed(0)
     decoder = build_decoder(
-        ModelSpec.from_hf_config(CONFIG),
+        read_config(CONFIG),
         dtype=torch.bfloat16,
         device="cuda",
         trainer=TrainerConfig(lora=LoraConfig(rank=8, alpha=16.0)),

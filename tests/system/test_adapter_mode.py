@@ -28,7 +28,7 @@ from rollout.engine.engine_options import engine_arguments
 from rollout.errors import ReplicaNotServing
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from rollout.worker import RolloutWorker
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from trainer.rank import TrainerRank
 from trainer.weights.adapter_names import adapter_tensors, target_modules
 from weight_sync.publish.report import PublishReport
@@ -81,7 +81,7 @@ def engine_options() -> dict[str, Any]:
 
 def slots_of(config: RunConfig) -> AdapterSlotsSpec:
     """What the worker is told."""
-    tensors = ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16")
+    tensors = read_config(config.model.hf_config).checkpoint_tensors("bfloat16")
     lora = config.trainer.lora
     return AdapterSlotsSpec(
         NUM_SLOTS, lora.slot_rank, tuple(target_modules(tensors, lora)), tuple(adapter_tensors(tensors, lora))
@@ -143,7 +143,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
     model_folder.mkdir()
     (model_folder / "config.json").write_text(json.dumps(config.model.hf_config))
     save_character_tokenizer(model_folder, vocab_size=64)
-    tensors = tuple(ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
+    tensors = tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
     worker = RolloutWorker(
         model_folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
         device=Device.cpu, seed=1, tensors=tensors, key=KEY, adapters=slots_of(config),

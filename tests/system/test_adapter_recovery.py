@@ -25,7 +25,7 @@ from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.errors import ReplicaNotServing
 from rollout.types import Rollout
 from rollout.worker import RolloutWorker
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from trainer.rank import TrainerRank
 from weight_sync.errors import IntegrityError, PlanMismatch, TransportError
 from weight_sync.publish.publisher import PublishReport
@@ -53,7 +53,7 @@ class Setup:
     async def start_worker(self, index: int, base: Path | None = None) -> RolloutWorker:
         """With dummy weights of its own: seeds differ, so nothing is equal by chance. Or with those of `base`."""
         config, before = config_of(), engines()
-        tensors = tuple(ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
+        tensors = tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
         worker = RolloutWorker(
             self.folder, config=config.rollout, weight_sync=replace(config.weight_sync, timeout_s=TIMEOUT_S),
             dtype=config.model.dtype, device=Device.cpu, seed=100 + len(self.processes), tensors=tensors, key=KEY,

@@ -28,7 +28,7 @@ from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.errors import ReplicaNotServing
 from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from trainer.rank import TrainerRank
 from weight_sync.errors import IntegrityError
 from weight_sync.publish.report import PublishReport
@@ -138,7 +138,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
         rendezvous="", device="cpu", hf_config=config.model.hf_config, sync_key=KEY,
     )  # fmt: skip
     trainer.load()
-    tensors = tuple(ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
+    tensors = tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
     handles: list[Handle] = []
     processes: list[psutil.Process] = []
     try:

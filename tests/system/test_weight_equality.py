@@ -98,14 +98,14 @@ class TrainerProcesses:
 @pytest.mark.parametrize("model", ["tiny_qwen3_moe", "tiny_qwen3"])
 async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(model: str, tmp_path: Path) -> None:
     from rollout.worker import RolloutWorker
-    from trainer.architecture.model_spec import ModelSpec
+    from trainer.architecture.families import read_config
 
     config = config_of(model)
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config.model.hf_config))
     save_character_tokenizer(folder, vocab_size=64)
-    tensors = tuple(ModelSpec.from_hf_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
+    tensors = tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
     trainer = TrainerProcesses(model)
     worker = RolloutWorker(
         folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype, device=Device.cpu,

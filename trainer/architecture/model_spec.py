@@ -1,189 +1,18 @@
 """ModelSpec: what the decoder is built from. Pure data, no torch.
 
-Owns the names and shapes of a checkpoint's tensors. Does not own how a Hugging Face config is read, nor what is
-refused (families.py). Invariant: the decoder, the loader, the publisher and the planner all read the same lists, so a
+Owns the names and shapes of a checkpoint's tensors. Does not own how a Hugging Face config is read and what is refused
+(families.py). Invariant: the decoder, the loader, the publisher and the planner all read the same lists, so that a
 projection is named in one place.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
-from conf.schema import MlaNormEps
 from trainer.architecture.activation import SWIGLU, ExpertActivation
+from trainer.architecture.attention_spec import GqaSpec, MlaSpec, RopeSpec
 from weight_sync.layout import DTYPE_BYTES, TensorMeta
-
-
-@dataclass(frozen=True, slots=True)
-class LinearShape:
-    """One projection of an attention: y = x W^T (+ bias)."""
-
-    name: str
-    out_features: int
-    in_features: int
-    bias: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class YarnScaling:
-    """YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071), with DeepSeek's two mscale factors."""
-
-    factor: float
-    original_max_positions: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    """Multiplies cos and sin; None: from the other fields."""
-    truncate: bool = True
-    """Round the ends of the ramp to whole dims."""
-
-    def mscale_of(self, mscale: float = 1.0) -> float:
-        """0.1 * mscale * ln(factor) + 1."""
-        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-
-    @property
-    def cos_sin_factor(self) -> float:
-        """What cos and sin are multiplied by."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return self.mscale_of(self.mscale) / self.mscale_of(self.mscale_all_dim)
-        return self.mscale_of()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1: slow dims are divided by `factor`, fast ones stay, with a ramp between."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-    @property
-    def cos_sin_factor(self) -> float:
-        """What cos and sin are multiplied by."""
-        return 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeSpec:
-    """Rotary embedding: which dims turn, how fast, and how they pair."""
-
-    dim: int
-    """Dims of a head that turn; the first ones where the head has more."""
-    theta: float
-    interleaved: bool = False
-    """Dims 2i and 2i + 1 make a pair (DeepSeek); else dims i and i + dim / 2."""
-    scaling: YarnScaling | Llama3Scaling | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GqaSpec:
-    """Grouped-query attention."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    qkv_bias: bool
-    """q, k and v projections have a bias."""
-    output_bias: bool
-    """o_proj has a bias."""
-    qk_norm: bool
-    """RMSNorm over head_dim on queries and keys, before RoPE."""
-    sinks: bool = False
-    """Every head has a logit of its own in the softmax that attends to nothing: the parameter `sinks`."""
-    windows: tuple[int | None, ...] = ()
-    """One entry per layer: a query sees this many keys, itself among them; None, or no entries: all before it."""
-
-    def window(self, layer: int) -> int | None:
-        """Sliding window of a layer."""
-        return self.windows[layer] if self.windows else None
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Elements of a query or key head."""
-        return self.head_dim
-
-    @property
-    def softmax_scale(self) -> float:
-        """Factor of q . k."""
-        return self.head_dim**-0.5
-
-    def cached_elements(self, tp_size: int) -> int:
-        """What a layer on one rank of an engine caches of a token: keys and values; of one head at least."""
-        return 2 * max(1, self.num_kv_heads // tp_size) * self.head_dim
-
-    def linears(self, hidden: int) -> tuple[LinearShape, ...]:
-        """Every projection, in checkpoint order."""
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return (
-            LinearShape("q_proj", q_size, hidden, self.qkv_bias),
-            LinearShape("k_proj", kv_size, hidden, self.qkv_bias),
-            LinearShape("v_proj", kv_size, hidden, self.qkv_bias),
-            LinearShape("o_proj", hidden, q_size, self.output_bias),
-        )
-
-    def vectors(self) -> dict[str, int]:
-        """Other parameters: name -> size."""
-        sinks = {"sinks": self.num_heads} if self.sinks else {}
-        norms = {"q_norm.weight": self.head_dim, "k_norm.weight": self.head_dim} if self.qk_norm else {}
-        return sinks | norms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlaSpec:
-    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): low-rank q, k and v."""
-
-    num_heads: int
-    q_lora_rank: int | None
-    """None: q_proj in one matrix."""
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    bias: bool
-    """q_a, kv_a and o projections have a bias."""
-    norm_eps: float
-    """Of q_a_layernorm and kv_a_layernorm; see the option model.mla_norm_eps."""
-    softmax_scale: float
-    """Factor of q . k."""
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Elements of a query or key head."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    def cached_elements(self, tp_size: int) -> int:
-        """What a layer on one rank of an engine caches of a token: latent and turned dims, the same on all ranks."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
-    def linears(self, hidden: int) -> tuple[LinearShape, ...]:
-        """Every projection, in checkpoint order."""
-        q_size, kv_size = self.num_heads * self.qk_head_dim, self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
-        if self.q_lora_rank is None:
-            queries = (LinearShape("q_proj", q_size, hidden),)
-        else:
-            queries = (
-                LinearShape("q_a_proj", self.q_lora_rank, hidden, self.bias),
-                LinearShape("q_b_proj", q_size, self.q_lora_rank),
-            )
-        return (
-            *queries,
-            LinearShape("kv_a_proj_with_mqa", self.kv_lora_rank + self.qk_rope_head_dim, hidden, self.bias),
-            LinearShape("kv_b_proj", kv_size, self.kv_lora_rank),
-            LinearShape("o_proj", hidden, self.num_heads * self.v_head_dim, self.bias),
-        )
-
-    def vectors(self) -> dict[str, int]:
-        """Other parameters: name -> size."""
-        queries = {} if self.q_lora_rank is None else {"q_a_layernorm.weight": self.q_lora_rank}
-        return queries | {"kv_a_layernorm.weight": self.kv_lora_rank}
 
 
 class RouterScore(StrEnum):
@@ -264,21 +93,6 @@ class ModelSpec:
     moe: MoeSpec | None = None
     num_mtp_layers: int = 0
     """Multi-token prediction layers that a checkpoint holds behind the decoder's own; never loaded."""
-
-    @staticmethod
-    def from_hf_config(config: dict[str, Any], mla_norm_eps: MlaNormEps = MlaNormEps.rollout) -> ModelSpec:
-        """Read a config.json's dict. Missing optional fields take transformers' defaults.
-
-        Args:
-            config: as in config.json.
-            mla_norm_eps: which eps the low-rank norms of latent attention take.
-
-        Raises:
-            ConfigError: unknown model_type, a missing size, or a feature that the decoder lacks.
-        """
-        from trainer.architecture.families import read_config
-
-        return read_config(config, mla_norm_eps)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether the feed-forward of this layer is a mixture of experts."""

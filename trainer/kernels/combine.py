@@ -1,10 +1,10 @@
-"""Sums over a token's K rows, in a fixed order: out[t] = sum over slots k of w[t, k] * rows[row_of_slot[t, k]].
+"""Sums over a token's K rows, in a fixed order: out[t] = sum over choices k of w[t, k] * rows[row_of_choice[t, k]].
 
 Owns the order and the roundings, which are a choice of parity (CombineMode):
 
-    fp32_once   products and sum in float32 over slots 0, 1, ..., one rounding: closest to the real number
-    vllm_like   products rounded to the compute dtype; float32 sum over slots, or a sum in the compute dtype for K = 2,
-                3, 4, as vLLM's moe_sum. (vLLM weighs before the expert output is rounded: up to that rounding.)
+    fp32_once   products and sum in float32 over choices 0, 1, ..., one rounding: closest to the real number
+    vllm_like   products rounded to the compute dtype; float32 sum over choices, or a sum in the compute dtype for
+                K = 2, 3, 4, as vLLM's moe_sum. (vLLM weighs before the expert output is rounded: up to that rounding.)
     hf_eager    products and partial sums rounded, experts in ascending order: transformers' index_add_
 
 Every mode is free of atomics: the same inputs give the same bits. The torch form is the definition, and what other
@@ -21,16 +21,18 @@ from torch import Tensor
 from conf.schema import CombineMode
 
 
-def weighted_sum_torch(rows_SH: Tensor, weights_TK: Tensor | None, row_of_slot_TK: Tensor, mode: CombineMode) -> Tensor:
+def weighted_sum_torch(
+    rows_SH: Tensor, weights_TK: Tensor | None, row_of_choice_TK: Tensor, mode: CombineMode
+) -> Tensor:
     """The definition of `weighted_sum`."""
     wide = torch.promote_types(rows_SH.dtype, torch.float32)
-    does_round_products, does_round_sums = _roundings(mode, row_of_slot_TK.shape[1])
-    shape = (row_of_slot_TK.shape[0], rows_SH.shape[1])
+    does_round_products, does_round_sums = _roundings(mode, row_of_choice_TK.shape[1])
+    shape = (row_of_choice_TK.shape[0], rows_SH.shape[1])
     out_TH = torch.zeros(shape, dtype=wide, device=rows_SH.device)
-    for slot in range(row_of_slot_TK.shape[1]):
-        product = rows_SH[row_of_slot_TK[:, slot]].to(wide)
+    for choice in range(row_of_choice_TK.shape[1]):
+        product = rows_SH[row_of_choice_TK[:, choice]].to(wide)
         if weights_TK is not None:
-            product = product * weights_TK[:, slot, None].to(wide)
+            product = product * weights_TK[:, choice, None].to(wide)
         if does_round_products:
             product = product.to(rows_SH.dtype).to(wide)
         out_TH += product
@@ -40,16 +42,16 @@ def weighted_sum_torch(rows_SH: Tensor, weights_TK: Tensor | None, row_of_slot_T
 
 
 def weighted_sum_triton(
-    rows_SH: Tensor, weights_TK: Tensor | None, row_of_slot_TK: Tensor, mode: CombineMode
+    rows_SH: Tensor, weights_TK: Tensor | None, row_of_choice_TK: Tensor, mode: CombineMode
 ) -> Tensor:
     """As weighted_sum_torch."""
-    (num_tokens, top_k), num_columns = row_of_slot_TK.shape, rows_SH.shape[1]
+    (num_tokens, top_k), num_columns = row_of_choice_TK.shape, rows_SH.shape[1]
     out_TH = rows_SH.new_empty(num_tokens, num_columns)
     does_round_products, does_round_sums = _roundings(mode, top_k)
     if num_tokens:
         block = min(1024, triton.next_power_of_2(num_columns))
         _weighted_sum[(num_tokens, triton.cdiv(num_columns, block))](
-            rows_SH, weights_TK, row_of_slot_TK, out_TH, num_columns,
+            rows_SH, weights_TK, row_of_choice_TK, out_TH, num_columns,
             TOP_K=top_k, HAS_WEIGHTS=weights_TK is not None, ROUND_PRODUCTS=does_round_products,
             ROUND_SUMS=does_round_sums, BLOCK=block, num_warps=4 if block >= 512 else 1,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
@@ -57,24 +59,24 @@ def weighted_sum_triton(
 
 
 def weighted_sum(
-    rows_SH: Tensor, weights_TK: Tensor | None, row_of_slot_TK: Tensor, mode: CombineMode = CombineMode.fp32_once
+    rows_SH: Tensor, weights_TK: Tensor | None, row_of_choice_TK: Tensor, mode: CombineMode = CombineMode.fp32_once
 ) -> Tensor:
     """Sum each token's rows.
 
     Args:
-        rows_SH: one row a slot, contiguous.
+        rows_SH: one row a choice, contiguous.
         weights_TK: contiguous; None: all one.
-        row_of_slot_TK: int64, contiguous; the row of slot (t, k). Rows are sorted by expert.
+        row_of_choice_TK: int64, contiguous; the row of choice (t, k). Rows are sorted by expert.
         mode: where it rounds.
 
     Returns:
         [T, H] in rows' dtype.
     """
     if mode is CombineMode.hf_eager:  # ascending rows are ascending experts
-        row_of_slot_TK, order_TK = row_of_slot_TK.sort(-1)
+        row_of_choice_TK, order_TK = row_of_choice_TK.sort(-1)
         weights_TK = None if weights_TK is None else weights_TK.gather(1, order_TK)
     implementation = weighted_sum_triton if rows_SH.is_cuda else weighted_sum_torch
-    return implementation(rows_SH, weights_TK, row_of_slot_TK, mode)
+    return implementation(rows_SH, weights_TK, row_of_choice_TK, mode)
 
 
 def _roundings(mode: CombineMode, top_k: int) -> tuple[bool, bool]:
@@ -85,7 +87,7 @@ def _roundings(mode: CombineMode, top_k: int) -> tuple[bool, bool]:
 
 @triton.jit
 def _weighted_sum(
-    rows_ptr, weights_ptr, row_of_slot_ptr, out_ptr, num_columns,
+    rows_ptr, weights_ptr, row_of_choice_ptr, out_ptr, num_columns,
     TOP_K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, ROUND_PRODUCTS: tl.constexpr, ROUND_SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -94,11 +96,11 @@ def _weighted_sum(
     inside = columns < num_columns
     dtype = out_ptr.dtype.element_ty
     acc = tl.zeros([BLOCK], dtype=tl.float32)
-    for slot in tl.static_range(TOP_K):
-        row = tl.load(row_of_slot_ptr + token * TOP_K + slot)
+    for choice in tl.static_range(TOP_K):
+        row = tl.load(row_of_choice_ptr + token * TOP_K + choice)
         product = tl.load(rows_ptr + row * num_columns + columns, mask=inside, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
-            product *= tl.load(weights_ptr + token * TOP_K + slot).to(tl.float32)
+            product *= tl.load(weights_ptr + token * TOP_K + choice).to(tl.float32)
         if ROUND_PRODUCTS:
             product = product.to(dtype).to(tl.float32)
         acc += product

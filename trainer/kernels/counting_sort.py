@@ -21,14 +21,14 @@ BLOCK = 128
 
 
 class ExpertOrder(NamedTuple):
-    """Slots sorted by expert. Example: experts [[1, 0], [1, 2]] give slots [1, 0, 2, 3] and tokens [0, 0, 1, 1]."""
+    """Choices sorted by expert. Example: experts [[1, 0], [1, 2]] give choices [1, 0, 2, 3] and tokens [0, 0, 1, 1]."""
 
-    slot_of_row_S: Tensor
+    choice_of_row_S: Tensor
     """int64."""
     token_of_row_S: Tensor
-    """int64; slot // top_k."""
-    row_of_slot_S: Tensor
-    """int64; the inverse of slot_of_row_S."""
+    """int64; choice // top_k."""
+    row_of_choice_S: Tensor
+    """int64; the inverse of choice_of_row_S."""
     counts_E: Tensor
     """int64; rows of each expert."""
     ends_E: Tensor
@@ -37,13 +37,13 @@ class ExpertOrder(NamedTuple):
 
 def sort_by_expert_torch(experts_S: Tensor, num_experts: int, top_k: int) -> ExpertOrder:
     """The definition of `sort_by_expert`."""
-    slot_of_row_S = experts_S.argsort(stable=True)
-    row_of_slot_S = torch.empty_like(slot_of_row_S)
-    row_of_slot_S[slot_of_row_S] = torch.arange(experts_S.numel(), device=experts_S.device)
+    choice_of_row_S = experts_S.argsort(stable=True)
+    row_of_choice_S = torch.empty_like(choice_of_row_S)
+    row_of_choice_S[choice_of_row_S] = torch.arange(experts_S.numel(), device=experts_S.device)
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=experts_S.device)
     counts_E.scatter_add_(0, experts_S, torch.ones_like(experts_S))
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
-    return ExpertOrder(slot_of_row_S, slot_of_row_S // top_k, row_of_slot_S, counts_E, ends_E)
+    return ExpertOrder(choice_of_row_S, choice_of_row_S // top_k, row_of_choice_S, counts_E, ends_E)
 
 
 def sort_by_expert_triton(experts_S: Tensor, num_experts: int, top_k: int) -> ExpertOrder:
@@ -51,7 +51,7 @@ def sort_by_expert_triton(experts_S: Tensor, num_experts: int, top_k: int) -> Ex
     num_ids = experts_S.numel()
     if not num_ids:
         return sort_by_expert_torch(experts_S, num_experts, top_k)
-    slots, tokens, rows, counts_E = (experts_S.new_empty(size) for size in (num_ids, num_ids, num_ids, num_experts))
+    choices, tokens, rows, counts_E = (experts_S.new_empty(size) for size in (num_ids, num_ids, num_ids, num_experts))
     num_blocks, padded = triton.cdiv(num_ids, BLOCK), triton.next_power_of_2(num_experts)
     counts_EB = experts_S.new_empty(num_experts, int(num_blocks), dtype=torch.int32)
     ends_E = experts_S.new_empty(num_experts, dtype=torch.int32)
@@ -62,19 +62,19 @@ def sort_by_expert_triton(experts_S: Tensor, num_experts: int, top_k: int) -> Ex
     )  # fmt: skip
     ends_EB = counts_EB.flatten().cumsum(0, dtype=torch.int32)
     _place[grid](
-        experts_S, counts_EB, ends_EB, slots, tokens, rows, counts_E, ends_E, num_ids, num_blocks, num_experts,
+        experts_S, counts_EB, ends_EB, choices, tokens, rows, counts_E, ends_E, num_ids, num_blocks, num_experts,
         TOP_K=top_k, EXPERTS=padded, BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
-    return ExpertOrder(slots, tokens, rows, counts_E, ends_E)
+    return ExpertOrder(choices, tokens, rows, counts_E, ends_E)
 
 
 def sort_by_expert(experts_S: Tensor, num_experts: int, top_k: int = 1) -> ExpertOrder:
-    """Sort slots by their expert.
+    """Sort choices by their expert.
 
     Args:
         experts_S: int64 ids in 0..num_experts-1, contiguous.
         num_experts: E.
-        top_k: slots of a token.
+        top_k: choices of a token.
     """
     implementation = sort_by_expert_triton if experts_S.is_cuda else sort_by_expert_torch
     return implementation(experts_S, num_experts, top_k)
@@ -92,7 +92,7 @@ def _count(experts_ptr, counts_ptr, num_ids, num_blocks, num_experts, EXPERTS: t
 
 @triton.jit(do_not_specialize=["num_ids", "num_blocks"])
 def _place(
-    experts_ptr, counts_ptr, ends_ptr, slots_ptr, tokens_ptr, rows_ptr, all_counts_ptr, all_ends_ptr,
+    experts_ptr, counts_ptr, ends_ptr, choices_ptr, tokens_ptr, rows_ptr, all_counts_ptr, all_ends_ptr,
     num_ids, num_blocks, num_experts,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +108,7 @@ def _place(
     start = tl.load(ends_ptr + cell, mask=inside, other=0) - tl.load(counts_ptr + cell, mask=inside, other=0)
     row = (start + rank).to(tl.int64)
     tl.store(rows_ptr + at, row, mask=inside)
-    tl.store(slots_ptr + row, at.to(tl.int64), mask=inside)
+    tl.store(choices_ptr + row, at.to(tl.int64), mask=inside)
     tl.store(tokens_ptr + row, (at // TOP_K).to(tl.int64), mask=inside)
     if block == 0:
         experts = tl.arange(0, EXPERTS)

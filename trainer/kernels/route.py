@@ -81,7 +81,7 @@ def route_backward_triton(logits_TE: Tensor, experts_TK: Tensor, dweights_TK: Te
 def _shape(num_experts: int, top_k: int, does_normalize: bool) -> tuple[int, dict[str, Any]]:
     padded = int(triton.next_power_of_2(num_experts))
     rows = max(1, TILE // padded)
-    sizes = {"ROWS": rows, "EXPERTS": padded, "TOP_K": top_k, "SLOTS": triton.next_power_of_2(top_k)}
+    sizes = {"ROWS": rows, "EXPERTS": padded, "TOP_K": top_k, "CHOICES": triton.next_power_of_2(top_k)}
     return rows, sizes | {"DOES_NORMALIZE": does_normalize, "num_warps": 4}
 
 
@@ -99,35 +99,35 @@ def _exponentials(logits_ptr, tokens, experts, num_tokens, num_experts):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route(
     logits_ptr, weights_ptr, experts_ptr, num_tokens, num_experts,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, DOES_NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, DOES_NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """The choice is made among logits: exp keeps their order, and may make equals of neighbours."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_token = tokens < num_tokens
-    experts, slots = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
+    experts, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
     exponentials, left, peak = _exponentials(logits_ptr, tokens, experts, num_tokens, num_experts)  # pyright: ignore[reportGeneralTypeIssues]
     total = tl.sum(exponentials, 1)
-    weights = tl.zeros([ROWS, SLOTS], dtype=tl.float32)
-    for slot in tl.static_range(TOP_K):
+    weights = tl.zeros([ROWS, CHOICES], dtype=tl.float32)
+    for choice in tl.static_range(TOP_K):
         best = tl.max(left, 1)
         expert = tl.min(tl.where(left == best[:, None], experts[None, :], EXPERTS), 1)
         expert = tl.minimum(
             expert, num_experts - 1
         )  # NaN equals nothing: an id all the same, the step is refused later
         left = tl.where(experts[None, :] == expert[:, None], float("-inf"), left)
-        weights = tl.where(slots[None, :] == slot, tl.div_rn(tl.exp(best - peak), total)[:, None], weights)
-        tl.store(experts_ptr + tokens * TOP_K + slot, expert.to(tl.int64), mask=is_token)
+        weights = tl.where(choices[None, :] == choice, tl.div_rn(tl.exp(best - peak), total)[:, None], weights)
+        tl.store(experts_ptr + tokens * TOP_K + choice, expert.to(tl.int64), mask=is_token)
     if DOES_NORMALIZE:
-        weights = tl.div_rn(weights, tl.broadcast_to(tl.sum(weights, 1)[:, None], [ROWS, SLOTS]))
-    inside = is_token[:, None] & (slots < TOP_K)[None, :]
-    at = tokens[:, None] * TOP_K + slots[None, :]
+        weights = tl.div_rn(weights, tl.broadcast_to(tl.sum(weights, 1)[:, None], [ROWS, CHOICES]))
+    inside = is_token[:, None] & (choices < TOP_K)[None, :]
+    at = tokens[:, None] * TOP_K + choices[None, :]
     tl.store(weights_ptr + at, weights.to(weights_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_backward(
     logits_ptr, experts_ptr, dweights_ptr, dlogits_ptr, num_tokens, num_experts,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, DOES_NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, DOES_NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """With n = w / W of scores w: dw = (dn - <dn, n>) / W; of the softmax s: dlogits = s (ds - <ds, s>)."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -137,9 +137,9 @@ def _route_backward(
     scores /= tl.sum(scores, 1)[:, None]
     dscores = tl.zeros([ROWS, EXPERTS], dtype=tl.float32)
     chosen = tl.zeros([ROWS, EXPERTS], dtype=tl.float32)
-    for slot in tl.static_range(TOP_K):
-        expert = tl.load(experts_ptr + tokens * TOP_K + slot, mask=is_token, other=0)
-        dweight = tl.load(dweights_ptr + tokens * TOP_K + slot, mask=is_token, other=0.0).to(tl.float32)
+    for choice in tl.static_range(TOP_K):
+        expert = tl.load(experts_ptr + tokens * TOP_K + choice, mask=is_token, other=0)
+        dweight = tl.load(dweights_ptr + tokens * TOP_K + choice, mask=is_token, other=0.0).to(tl.float32)
         hit = experts[None, :] == expert[:, None]
         dscores = tl.where(hit, dweight[:, None], dscores)
         chosen = tl.where(hit, 1.0, chosen)

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.architecture.model_spec import GqaSpec, MlaSpec
+from trainer.architecture.attention_spec import GqaSpec, MlaSpec
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +109,8 @@ class PackedSequences:
     max_length: int
     starts: tuple[int, ...]
     """cu_seqlens on the host."""
-    slots_T: Tensor
-    """int64 [T]; token t is row slots[t] of the padded batch flattened to [B * L]."""
+    padded_row_T: Tensor
+    """int64 [T]; token t is row padded_row[t] of the padded batch flattened to [B * L]."""
     block_masks: dict[int | None, Any] = field(default_factory=dict)
     """flex_attention's mask of each window in use, made by the first layer that needs it."""
 
@@ -127,9 +127,9 @@ class PackedSequences:
             raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens {num_tokens}, got {starts.tolist()}")
         max_length = int(lengths.max()) if lengths.numel() else 0
         shifts = torch.arange(lengths.numel()) * max_length - starts[:-1]
-        slots = torch.arange(num_tokens) + torch.repeat_interleave(shifts, lengths)
+        padded_rows = torch.arange(num_tokens) + torch.repeat_interleave(shifts, lengths)
         return cls(
-            starts.to(device, torch.int32), lengths.numel(), max_length, tuple(starts.tolist()), slots.to(device)
+            starts.to(device, torch.int32), lengths.numel(), max_length, tuple(starts.tolist()), padded_rows.to(device)
         )
 
     @property
@@ -139,12 +139,12 @@ class PackedSequences:
 
     def pad(self, x: Tensor) -> Tensor:
         """[T, N, D] -> [B, N, L, D], zeros on the right."""
-        rows = x.new_zeros(self.num_sequences * self.max_length, *x.shape[1:]).index_copy(0, self.slots_T, x)
+        rows = x.new_zeros(self.num_sequences * self.max_length, *x.shape[1:]).index_copy(0, self.padded_row_T, x)
         return rows.view(self.num_sequences, self.max_length, *x.shape[1:]).transpose(1, 2)
 
     def unpad(self, x: Tensor) -> Tensor:
         """[B, N, L, D] -> [T, N, D]."""
-        return x.transpose(1, 2).flatten(0, 1).index_select(0, self.slots_T)
+        return x.transpose(1, 2).flatten(0, 1).index_select(0, self.padded_row_T)
 
 
 def attend(
@@ -421,7 +421,7 @@ def flex_attention(
 def _block_mask(sequences: PackedSequences, window: int | None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    device, num_tokens = sequences.slots_T.device, sequences.slots_T.shape[0]
+    device, num_tokens = sequences.padded_row_T.device, sequences.padded_row_T.shape[0]
     sequence_of_T = torch.searchsorted(sequences.cu_seqlens[1:], torch.arange(num_tokens, device=device), right=True)
     reach = num_tokens if window is None else window
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import LoraConfig
-from trainer.architecture.model_spec import GqaSpec, MlaSpec, ModelSpec
+from trainer.architecture.attention_spec import GqaSpec, MlaSpec
+from trainer.architecture.model_spec import ModelSpec
 from trainer.kernels.latent import latent_heads
 from trainer.kernels.rms_norm import norm_rotate
 from trainer.lora import Linear, apply_together

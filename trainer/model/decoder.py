@@ -21,27 +21,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conf.errors import ConfigError
-from conf.schema import CombineMode, LoraConfig, TrainerConfig, TrainMode
-from trainer.architecture.model_spec import CORRECTION_BIAS, ExpertFormat, ModelSpec
+from conf.schema import CombineMode, LoraConfig
+from trainer.architecture.model_spec import ModelSpec
 from trainer.kernels.gather import gather_rows
 from trainer.lora import Linear, apply_together
-from trainer.model.attend import AttentionBackend, KeptAttention, PackedSequences, choose_attention_backend
+from trainer.model.attend import AttentionBackend, KeptAttention, PackedSequences
 from trainer.model.attention import make_attention
 from trainer.model.norm import RMSNorm
-from trainer.model.recompute import Recomputed
 from trainer.model.rope import RotaryEmbedding
-from trainer.moe.bank import UnpackedSlots
+from trainer.moe.bank import UnpackBuffers
 from trainer.moe.block import MoeBlock
 from trainer.moe.experts import Experts
 from trainer.moe.router import Router
-from trainer.parallel import ParallelLayout, shard_decoder
+from trainer.parallel import ParallelLayout
+from trainer.recompute import Recomputed
 
 Out = TypeVar("Out")
 
 
 @dataclass(frozen=True, slots=True)
-class _Build:
+class Build:
     """What every layer's constructor needs to know."""
 
     spec: ModelSpec
@@ -52,7 +51,7 @@ class _Build:
     checkpointing: bool
     combine: CombineMode
     layout: ParallelLayout
-    slots: UnpackedSlots
+    unpacked: UnpackBuffers
     """What packed experts of all layers are unpacked into."""
 
 
@@ -62,7 +61,7 @@ class VocabTable(nn.Module):
     Embedding and head are two uses of this one class, so that tied embeddings are one parameter of one FSDP2 unit.
     """
 
-    def __init__(self, build: _Build) -> None:
+    def __init__(self, build: Build) -> None:
         super().__init__()
         shape = (build.spec.vocab_size, build.spec.hidden_size)
         self.compute_dtype = build.compute_dtype
@@ -76,7 +75,7 @@ class VocabTable(nn.Module):
 class DenseMlp(nn.Module):
     """SwiGLU feed-forward (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, build: _Build, width: int) -> None:
+    def __init__(self, build: Build, width: int) -> None:
         super().__init__()
         hidden = build.spec.hidden_size
         lora = None if build.lora is None else build.lora.for_mlp
@@ -105,7 +104,7 @@ class DecoderLayer(nn.Module):
     projections and their exchanges once more, for nothing.
     """
 
-    def __init__(self, build: _Build, layer: int) -> None:
+    def __init__(self, build: Build, layer: int) -> None:
         super().__init__()
         spec = build.spec
         self.checkpointing = build.checkpointing
@@ -162,7 +161,7 @@ class DecoderLayer(nn.Module):
 class Trunk(nn.Module):
     """Everything but the head; exists for the `model.` in the checkpoint's names."""
 
-    def __init__(self, build: _Build) -> None:
+    def __init__(self, build: Build) -> None:
         super().__init__()
         spec = build.spec
         self.embed_tokens = VocabTable(build)
@@ -173,7 +172,7 @@ class Trunk(nn.Module):
 class Decoder(nn.Module):
     """Token ids -> hidden states after the final norm. Built by `build_decoder`."""
 
-    def __init__(self, build: _Build) -> None:
+    def __init__(self, build: Build) -> None:
         super().__init__()
         self.spec = build.spec
         self.dtype = build.compute_dtype
@@ -234,77 +233,11 @@ class Decoder(nn.Module):
         return chosen
 
 
-def build_decoder(
-    spec: ModelSpec,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    trainer: TrainerConfig,
-    layout: ParallelLayout | None = None,
-) -> Decoder:
-    """Construct on meta, apply FSDP2, allocate on `device`. Values are undefined until
-    `trainer.weights.loading.load_weights`.
-
-    Trainable weights are float32, adapters in trainer.lora.dtype; frozen weights (LoRA mode) are in `dtype`.
-
-    Raises:
-        ConfigError: there are more ep_ranks than experts, or LoRA finds nothing to adapt.
-    """
-    device = torch.device(device)
-    layout = layout if layout is not None else ParallelLayout.single(device)
-    lora = trainer.lora if trainer.mode is TrainMode.lora else None
-    _check(spec, lora, layout)
-    if trainer.embedding_on_host and spec.tie_embeddings:
-        raise ConfigError("trainer.embedding_on_host=true needs a head of its own; this model's is the embedding table")
-    build = _Build(
-        spec=spec,
-        compute_dtype=dtype,
-        weight_dtype=torch.float32 if lora is None else dtype,
-        lora=lora,
-        attention_backend=choose_attention_backend(device, dtype, spec.attention),
-        checkpointing=trainer.activation_checkpointing,
-        combine=trainer.combine,
-        layout=layout,
-        slots=UnpackedSlots(dtype),
-    )
-    with torch.device("meta"):
-        decoder = Decoder(build)
-    _choose_trainable(decoder, trainer)
-    shard_decoder(decoder, layout)
-    decoder.to_empty(device=device)
-    if trainer.embedding_on_host:
-        table = decoder.model.embed_tokens
-        host = torch.empty_like(table.weight, device="cpu", pin_memory=device.type == "cuda")
-        table.weight = nn.Parameter(host, requires_grad=False)
-    return decoder
-
-
 def _rows_of_host(token_ids_T: Tensor, table_VH: Tensor) -> Tensor:
     return gather_rows(table_VH, token_ids_T)
 
 
-def _check(spec: ModelSpec, lora: LoraConfig | None, layout: ParallelLayout) -> None:
-    num_moe_layers = sum(spec.is_moe_layer(layer) for layer in range(spec.num_layers))
-    if num_moe_layers == 0 and layout.ep_size > 1:
-        raise ConfigError(f"trainer.ep_size must be 1 for a model without experts, got {layout.ep_size}")
-    if spec.moe is not None and spec.moe.expert_format is not ExpertFormat.plain and lora is None:
-        raise ConfigError(f"trainer.mode=full cannot train {spec.moe.expert_format} experts; set trainer.mode=lora")
-    if num_moe_layers and spec.moe is not None and spec.moe.num_experts < layout.ep_size:
-        raise ConfigError(
-            f"trainer.ep_size must be <= the number of experts {spec.moe.num_experts}, got {layout.ep_size}"
-        )
-    if lora is not None:
-        has_dense = num_moe_layers < spec.num_layers or (spec.moe is not None and spec.moe.shared_intermediate_size > 0)
-        has_target = lora.attention or (lora.experts and num_moe_layers) or (lora.mlp and has_dense)
-        if not has_target:
-            raise ConfigError(
-                f"trainer.lora adapts nothing in this {spec.family} model, where {num_moe_layers} of {spec.num_layers} "
-                f"layers have experts: got attention={lora.attention}, mlp={lora.mlp}, experts={lora.experts}; "
-                "set one to true that the model has"
-            )
-
-
-def _moe_block(build: _Build, layer: int) -> MoeBlock:
+def _moe_block(build: Build, layer: int) -> MoeBlock:
     spec, moe, layout = build.spec, build.spec.moe, build.layout
     assert moe is not None
     shares = layout.expert_shares(moe.num_experts, layer)
@@ -322,7 +255,7 @@ def _moe_block(build: _Build, layer: int) -> MoeBlock:
         has_bias=moe.is_fused,
         combine_mode=build.combine,
         expert_format=moe.expert_format,
-        slots=build.slots,
+        unpacked=build.unpacked,
     )
     router = Router(moe, spec.hidden_size, weight_dtype=build.weight_dtype)
     shared = DenseMlp(build, moe.shared_intermediate_size) if moe.shared_intermediate_size else None
@@ -334,17 +267,3 @@ def _moe_block(build: _Build, layer: int) -> MoeBlock:
         shares=[len(share) for share in shares],
         shared_experts=shared,
     )
-
-
-def _choose_trainable(decoder: Decoder, trainer: TrainerConfig) -> None:
-    """Set requires_grad once, before FSDP2 looks at it."""
-    routers = {
-        id(parameter) for module in decoder.modules() if isinstance(module, Router) for parameter in module.parameters()
-    }
-    for name, parameter in decoder.named_parameters():
-        if trainer.mode is TrainMode.lora:
-            parameter.requires_grad_("lora_" in name.rsplit(".", 1)[-1])
-        else:
-            parameter.requires_grad_(trainer.train_router or id(parameter) not in routers)
-        if name.endswith(CORRECTION_BIAS):
-            parameter.requires_grad_(False)

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainer.architecture.model_spec import Llama3Scaling, RopeSpec, YarnScaling
+from trainer.architecture.attention_spec import Llama3Scaling, RopeSpec, YarnScaling
 
 
 class RotaryEmbedding:

@@ -1,11 +1,12 @@
 """Expert weights that stay packed: four bits a weight in memory, whole layers in the compute dtype while in use.
 
     layer    0      1      2      3              forward: while layer n's experts run, layer n + 1 is unpacked
-    slot     a      b      a      b              beside them, on its own stream; backward: layer n - 1
+    pair     a      b      a      b              beside them, on its own stream; backward: layer n - 1
 
-Owns the packed buffers of one layer (PackedBank) and the two slots that all layers share (UnpackedSlots). Buffers, not
-parameters: FSDP2 must neither cast, gather nor shard integers, and a checkpoint's bits are kept as they are, NaN
-patterns and all. Every rank of an expert mesh holds the same packed experts. Does not know what a product is.
+Owns the packed bits of one layer (PackedBank) and the two pairs of buffers for unpacked weights that all layers share
+(UnpackBuffers). Packed bits are buffers, not parameters: FSDP2 must neither cast, gather nor shard integers, and a
+checkpoint's bits are kept as they are, NaN patterns and all. Every rank of an expert mesh holds the same packed
+experts. Does not know what a product is.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ class PackedBank(nn.Module):
     """
 
     def __init__(
-        self, expert_format: ExpertFormat, num_experts: int, hidden_size: int, width: int, slots: UnpackedSlots
+        self, expert_format: ExpertFormat, num_experts: int, hidden_size: int, width: int, unpacked: UnpackBuffers
     ) -> None:
         super().__init__()
         self.format = expert_format
         self.shapes = {"gate_up": (num_experts, 2 * width, hidden_size), "down": (num_experts, hidden_size, width)}
-        self._slots = slots
-        self._index = slots.add(self)
+        self._unpacked = unpacked
+        self._index = unpacked.add(self)
         for name, (experts, rows, columns) in self.shapes.items():
             if columns % GROUP:
                 raise ValueError(f"{name}: rows of {columns} elements are not whole groups of {GROUP}")
@@ -60,11 +61,11 @@ class PackedBank(nn.Module):
 
     def weights(self, towards: Towards) -> tuple[Tensor, Tensor]:
         """gate_up (E, 2I, H) and down (E, H, I), valid until the call for another layer after the next."""
-        return self._slots.take(self._index, towards)
+        return self._unpacked.take(self._index, towards)
 
     def forget(self) -> None:
         """The packed bits changed: unpack again, this layer and every other."""
-        self._slots.forget()
+        self._unpacked.forget()
 
     @property
     def num_bytes(self) -> int:
@@ -79,25 +80,27 @@ class PackedBank(nn.Module):
 
 
 @dataclass(slots=True)
-class _Slot:
+class _Pair:
+    """gate_up and down of one layer in the compute dtype."""
+
     weights: tuple[Tensor, Tensor]
     held: int = -1
-    """Index of the layer in it."""
+    """Index of the layer whose weights it holds."""
     ready: torch.cuda.Event | None = None
-    """The other stream's, when it filled this slot."""
+    """Recorded by the other stream, where that stream filled this pair."""
 
 
-class UnpackedSlots:
+class UnpackBuffers:
     """Two layers' worth of weights in the compute dtype, filled one ahead of use.
 
-    A slot is filled again only after everything that the current stream had to do when the layer after it was taken:
-    its last reader is among that.
+    A pair is filled again only after everything that the current stream had to do when the layer after it was taken.
+    The last kernel that reads the pair is among that.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._banks: list[PackedBank] = []
-        self._slots: list[_Slot] = []
+        self._pairs: list[_Pair] = []
         self._stream: torch.cuda.Stream | None = None
         self._last = 0
 
@@ -109,45 +112,45 @@ class UnpackedSlots:
     def take(self, index: int, towards: Towards) -> tuple[Tensor, Tensor]:
         """Layer `index` unpacked, for the current stream; starts on its neighbour."""
         device = self._banks[index].get_buffer("gate_up_packed").device
-        if not self._slots:
+        if not self._pairs:
             self._allocate(device)
-        here = next((i for i, slot in enumerate(self._slots) if slot.held == index), None)
+        here = next((i for i, pair in enumerate(self._pairs) if pair.held == index), None)
         if here is None:
             here = 1 - self._last
-            self._wait(self._slots[here])
-            self._fill(self._slots[here], index)
-        slot = self._slots[here]
-        self._wait(slot)
+            self._wait(self._pairs[here])
+            self._fill(self._pairs[here], index)
+        pair = self._pairs[here]
+        self._wait(pair)
         self._last = here
         neighbour = index + (1 if towards is Towards.output else -1)
-        other = self._slots[1 - here]
+        other = self._pairs[1 - here]
         if self._stream is not None and 0 <= neighbour < len(self._banks) and other.held != neighbour:
-            self._wait(other)  # two fills of one slot, in order
+            self._wait(other)  # two fills of one pair, in order
             self._stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(self._stream):
                 self._fill(other, neighbour)
                 other.ready = torch.cuda.Event()
                 other.ready.record()
-        return slot.weights
+        return pair.weights
 
     def forget(self) -> None:
         """The packed bits changed: unpack again."""
-        for slot in self._slots:
-            slot.held = -1
+        for pair in self._pairs:
+            pair.held = -1
 
     def _allocate(self, device: torch.device) -> None:
         shapes = self._banks[0].shapes
         for _ in range(2):
             gate_up, down = (torch.empty(shapes[name], dtype=self._dtype, device=device) for name in shapes)
-            self._slots.append(_Slot((gate_up, down)))
+            self._pairs.append(_Pair((gate_up, down)))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def _fill(self, slot: _Slot, index: int) -> None:
-        self._banks[index].unpack(*slot.weights)
-        slot.held = index
+    def _fill(self, pair: _Pair, index: int) -> None:
+        self._banks[index].unpack(*pair.weights)
+        pair.held = index
 
     @staticmethod
-    def _wait(slot: _Slot) -> None:
-        if slot.ready is not None:
-            torch.cuda.current_stream().wait_event(slot.ready)
-            slot.ready = None
+    def _wait(pair: _Pair) -> None:
+        if pair.ready is not None:
+            torch.cuda.current_stream().wait_event(pair.ready)
+            pair.ready = None

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.model.recompute import recomputation
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.experts import Experts
 from trainer.moe.router import Router
+from trainer.recompute import recomputation
 
 
 class MoeBlock(nn.Module):

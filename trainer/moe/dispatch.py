@@ -1,6 +1,6 @@
 """Who goes where: the way of a microbatch's tokens to the experts of one layer, and the all-to-all that takes it.
 
-    tokens [T] --source--> slots sorted by expert [S = T*K] --all-to-all--> rows of all ranks, by sender [R]
+    tokens [T] --source--> choices sorted by expert [S = T*K] --all-to-all--> rows of all ranks, by sender [R]
            --by expert, then sender--> rows [R] --experts--> ... and the same way back
 
 Owns the order of rows and the exchange; does not differentiate (trainer.moe.routed does). Row counts are exact: there
@@ -43,12 +43,12 @@ class Exchange:
 class Dispatch:
     """The way of one microbatch's rows through one layer."""
 
-    slot_of_row_S: Tensor
-    """int64; row i, sorted by expert, is slot slot_of_row[i] = t * K + k."""
+    choice_of_row_S: Tensor
+    """int64; row i, sorted by expert, is choice choice_of_row[i] = t * K + k."""
     token_of_row_S: Tensor
     """int64: whose copy row i is."""
-    row_of_slot_TK: Tensor
-    """The inverse, one entry per slot."""
+    row_of_choice_TK: Tensor
+    """The inverse, one entry per choice."""
     groups: RowGroups
     """Rows of each local expert, after the exchange."""
     exchange: Exchange | None
@@ -65,11 +65,11 @@ class Dispatch:
         splits = None if exchange is None else (exchange.group, exchange.send_splits, exchange.receive_splits)
         num_of_groups = len(of_groups)  # `again` holds no tensor
 
-        def again(slots: Tensor, tokens: Tensor, rows: Tensor, *rest: Tensor) -> Dispatch:
+        def again(choices: Tensor, tokens: Tensor, rows: Tensor, *rest: Tensor) -> Dispatch:
             sent = None if splits is None else Exchange(*splits, rest[-2], rest[-1])
-            return Dispatch(slots, tokens, rows, groups_of(*rest[:num_of_groups]), sent)
+            return Dispatch(choices, tokens, rows, groups_of(*rest[:num_of_groups]), sent)
 
-        return [self.slot_of_row_S, self.token_of_row_S, self.row_of_slot_TK, *of_groups, *of_exchange], again
+        return [self.choice_of_row_S, self.token_of_row_S, self.row_of_choice_TK, *of_groups, *of_exchange], again
 
     def send(self, values: Tensor, source_S: Tensor) -> tuple[Tensor, Tensor]:
         """Bring values[source[i]] to the expert of row i.
@@ -103,19 +103,19 @@ class Dispatch:
 def plan_dispatch(
     experts_TK: Tensor, num_experts: int, group: dist.ProcessGroup | None, shares: Sequence[int] | None = None
 ) -> Dispatch:
-    """Sort slots by expert and, with a group, agree on row counts (a small all-to-all, one wait for the device).
+    """Sort choices by expert and, with a group, agree on row counts (a small all-to-all, one wait for the device).
 
     Args:
-        experts_TK: Who computes each slot.
+        experts_TK: Who computes each choice.
         num_experts: Of the layer.
         group: The ep_ranks; None: this rank holds every expert.
         shares: Experts of each ep_rank, in order; None: equal ones.
     """
     order = sort_by_expert(experts_TK.flatten(), num_experts, experts_TK.shape[1])
-    slots = (order.slot_of_row_S, order.token_of_row_S, order.row_of_slot_S.view_as(experts_TK))
+    choices = (order.choice_of_row_S, order.token_of_row_S, order.row_of_choice_S.view_as(experts_TK))
     counts_E = order.counts_E
     if group is None:
-        return Dispatch(*slots, RowGroups(counts_E, experts_TK.numel(), order.ends_E), None)
+        return Dispatch(*choices, RowGroups(counts_E, experts_TK.numel(), order.ends_E), None)
 
     num_ranks = group.size()
     shares = [num_experts // num_ranks] * num_ranks if shares is None else list(shares)
@@ -130,8 +130,8 @@ def plan_dispatch(
     expert_of_row = torch.arange(num_local, device=counts_E.device).repeat(num_ranks)
     expert_of_row = expert_of_row.repeat_interleave(received_re, output_size=num_rows)
     local = sort_by_expert(expert_of_row, num_local)
-    exchange = Exchange(group, send_splits, receive_splits, local.slot_of_row_S, local.row_of_slot_S)
-    return Dispatch(*slots, RowGroups(local.counts_E, num_rows, local.ends_E), exchange)
+    exchange = Exchange(group, send_splits, receive_splits, local.choice_of_row_S, local.row_of_choice_S)
+    return Dispatch(*choices, RowGroups(local.counts_E, num_rows, local.ends_E), exchange)
 
 
 def _sums(counts: Sequence[int], shares: Sequence[int]) -> list[int]:

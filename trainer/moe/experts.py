@@ -21,7 +21,7 @@ from conf.schema import CombineMode, LoraConfig
 from trainer.architecture.activation import SWIGLU, ExpertActivation
 from trainer.architecture.model_spec import ExpertFormat
 from trainer.lora import Adapted, adapter_dtype
-from trainer.moe.bank import PackedBank, UnpackedSlots
+from trainer.moe.bank import PackedBank, UnpackBuffers
 from trainer.moe.dispatch import Dispatch
 from trainer.moe.grouped import choose_grouped_backend
 from trainer.moe.routed import ExpertCall, routed_experts
@@ -45,9 +45,9 @@ class Experts(Adapted):
         has_bias: bool = False,
         combine_mode: CombineMode = CombineMode.fp32_once,
         expert_format: ExpertFormat = ExpertFormat.plain,
-        slots: UnpackedSlots | None = None,
+        unpacked: UnpackBuffers | None = None,
     ) -> None:
-        """Args as in the module's docstring; `slots`, shared by all layers, is needed for packed experts alone."""
+        """Args as in the module's docstring; `unpacked`, shared by all layers, is needed for packed experts alone."""
         super().__init__()
         self.lora = lora
         self.first_expert = first_expert
@@ -68,8 +68,8 @@ class Experts(Adapted):
             self.gate_up_proj = stacked(2 * width, hidden, dtype=weight_dtype)
             self.down_proj = stacked(hidden, width, dtype=weight_dtype)
         else:
-            assert slots is not None, "packed experts share two slots of unpacked weights"
-            self.packed = PackedBank(expert_format, num_local_experts, hidden, width, slots)
+            assert unpacked is not None, "packed experts share two pairs of buffers for unpacked weights"
+            self.packed = PackedBank(expert_format, num_local_experts, hidden, width, unpacked)
         self.gate_up_bias = stacked(2 * width, dtype=weight_dtype) if has_bias else None
         self.down_bias = stacked(hidden, dtype=weight_dtype) if has_bias else None
         if lora is not None:

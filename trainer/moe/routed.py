@@ -137,7 +137,7 @@ class _RoutedExperts(torch.autograd.Function):
         of_adapters = (a_gate_up, b_gate_up, a_down, b_down, xa, ha)
         saved_x = x_TH if x_again is None else None
         ctx.save_for_backward(saved_x, weights_TK, gate_up, down, gate_up_bias, down_bias, *of_adapters, *of_plan)
-        return weighted_sum(y, weights_TK.contiguous(), plan.row_of_slot_TK, call.mode)
+        return weighted_sum(y, weights_TK.contiguous(), plan.row_of_choice_TK, call.mode)
 
     @staticmethod
     @once_differentiable
@@ -153,7 +153,7 @@ class _RoutedExperts(torch.autograd.Function):
         inner = _inner_adapter(a_down, b_gate_up, call.scale)
         wgu, wd = call.weights(gate_up, down, dtype, Towards.input)
 
-        w_R, source = plan.send(weights_TK.flatten(), plan.slot_of_row_S)
+        w_R, source = plan.send(weights_TK.flatten(), plan.choice_of_row_S)
         w_R = w_R[source]
         received_g, source = plan.send(dout_TH.contiguous(), plan.token_of_row_S)
         receive_x = plan.sending(x_TH, plan.token_of_row_S)  # beside the products of g
@@ -192,7 +192,7 @@ class _RoutedExperts(torch.autograd.Function):
         dx_TH = weighted_sum(  # as above
             plan.send_back(grouped_product(dgu, wgu, groups, call.backend, low_SR=dba, p_ENR=a_turned)),
             None,
-            plan.row_of_slot_TK,
+            plan.row_of_choice_TK,
         )
 
         if does_adapt:
@@ -215,7 +215,7 @@ class _RoutedExperts(torch.autograd.Function):
         if down_bias is not None and does_down_bias:
             grads["down_bias"] = torch.empty_like(down_bias)
             low_rank_gradient(w_R.to(dtype)[:, None], received_g, groups, grads["down_bias"][:, None], source_S=source)
-        dw_TK = plan.send_back(dw_R)[plan.row_of_slot_TK]
+        dw_TK = plan.send_back(dw_R)[plan.row_of_choice_TK]
         names = ("gate_up", "down", "gate_up_bias", "down_bias", "a_gate_up", "b_gate_up", "a_down", "b_down")
         return dx_TH, dw_TK, *(grads.get(name) for name in names), None, None, None
 

@@ -82,11 +82,11 @@ def is_packed(decoder: Decoder) -> bool:
 
 
 def forget_unpacked(decoder: Decoder) -> None:
-    """The packed bits changed: what the slots hold of them is stale."""
+    """The packed bits changed: weights that were unpacked from them are stale."""
     for module in decoder.modules():
         if isinstance(module, Experts) and module.packed is not None:
             module.packed.forget()
-            return  # one pair of slots for all layers
+            return  # all layers share their buffers
 
 
 def _one_by_one(name: str, bank: Experts) -> Iterator[PackedTensor]:

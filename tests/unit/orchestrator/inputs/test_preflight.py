@@ -20,7 +20,7 @@ from orchestrator.errors import PreflightError
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.inputs.model_files import check_checkpoint_files
 from orchestrator.inputs.preflight import run_preflight
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from weight_sync.disk.safetensors_files import INDEX_NAME, read_header
 from weight_sync.layout import TensorMeta
 
@@ -102,7 +102,7 @@ def checkpoint(tmp_path: Path) -> Path:
     folder.mkdir()
     hf_config = load_run_config(["experiment=quickstart"]).model.hf_config
     (folder / "config.json").write_text(json.dumps(hf_config))
-    write_safetensors(folder / "model.safetensors", ModelSpec.from_hf_config(hf_config).checkpoint_tensors("float32"))
+    write_safetensors(folder / "model.safetensors", read_config(hf_config).checkpoint_tensors("float32"))
     save_character_tokenizer(folder, vocab_size=hf_config["vocab_size"])
     return folder
 
@@ -187,7 +187,7 @@ def test_full_training_of_packed_experts_is_refused(checkpoint: Path) -> None:
 
 def test_a_kv_cache_too_small_for_one_sequence_is_refused(checkpoint: Path) -> None:
     config = load_run_config(words_for(checkpoint))
-    spec = ModelSpec.from_hf_config(json.loads((checkpoint / "config.json").read_text()))
+    spec = read_config(json.loads((checkpoint / "config.json").read_text()))
     needed = spec.sequence_cache_bytes(64, config.model.dtype.value, 1)
     message = rf"kv_cache_bytes={needed - 1} holds no sequence of rollout\.max_model_len=64 .* takes {needed} bytes"
     with pytest.raises(PreflightError, match=message):

@@ -23,7 +23,7 @@ from orchestrator.cli.main import main
 from orchestrator.offline import estimate as plan_command
 from orchestrator.offline.estimate import Hardware, PlanReport, plan_run
 from rollout.errors import EngineError
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
 from weight_sync.simulation.links import Faults
 
@@ -176,7 +176,7 @@ def test_modes_are_compared_and_the_loss_of_decode_speed_decides():
 
 def test_an_adapter_slot_of_kimi_k2_has_the_known_size():
     # 24 experts a rank of EP16, 60 layers, r=32, bfloat16: 3 x (7168 + 2048) x 32 x 24 x 60 x 2 bytes = 2.55 GB
-    spec = ModelSpec.from_hf_config(load_run_config(["experiment=kimi_k2_fp8_merged"]).model.hf_config)
+    spec = read_config(load_run_config(["experiment=kimi_k2_fp8_merged"]).model.hf_config)
     lora = LoraConfig(rank=32, attention=False, mlp=False)
     assert plan_command.adapter_slot_bytes(spec, lora, 16, is_split=True) == 3 * 9216 * 32 * 24 * 60 * 2
     # Under TP16 all 384 experts: 3 x (7168 + 128) x 32 x 384 x 60 x 2 bytes = 32.3 GB

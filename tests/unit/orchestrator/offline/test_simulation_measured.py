@@ -14,7 +14,7 @@ import pytest
 from fakes.vllm_layout import engine_layouts
 
 from conf.schema import Device, LoraConfig, TrainerConfig
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from trainer.delivery.planned_layouts import source_layouts, temporary_bytes
 from weight_sync.plan.budget import Staging, reserved_bytes
 from weight_sync.plan.plan import build_plan
@@ -78,7 +78,7 @@ def test_the_simulator_is_within_15_percent_of_what_was_measured(case: Case, row
     """All but the wait for the engine's steps in flight, 35 to 137 ms in these runs, which is the requests', and what a
     host slower than the assumed one takes to launch a load."""
     report, device = case.report, Device.cuda
-    spec = ModelSpec.from_hf_config(report["model"])
+    spec = read_config(report["model"])
     trainer = TrainerConfig(num_ranks=case.num_ranks, ep_size=case.num_ranks, lora=LoraConfig(rank=report["lora_rank"]))
     watermark, verify_hashes = row["watermark_bytes"], row.get("verify_hashes", True)
     held = reserved_bytes("cuda", watermark, temporary_bytes(spec, trainer, device), verify_hashes=verify_hashes)

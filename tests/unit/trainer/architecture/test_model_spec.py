@@ -22,8 +22,9 @@ from cases.tiny_models import (
 from transformers import AutoConfig
 
 from conf.errors import ConfigError
-from trainer.architecture.families import check_spelling
-from trainer.architecture.model_spec import ExpertFormat, MlaSpec, ModelSpec
+from trainer.architecture.attention_spec import MlaSpec
+from trainer.architecture.families import check_spelling, read_config
+from trainer.architecture.model_spec import ExpertFormat
 from trainer.parallel import ParallelLayout
 from trainer.weights.shards import local_shards
 
@@ -33,7 +34,7 @@ from trainer.weights.shards import local_shards
     [DENSE, MOE, MIXED, DEEPSEEK, LLAMA, GLM, GPT_OSS, {**DENSE, "tie_word_embeddings": True, "attention_bias": True}],
 )
 def test_the_model_holds_exactly_the_checkpoints_tensors(hf_config):
-    spec = ModelSpec.from_hf_config(hf_config)
+    spec = read_config(hf_config)
     expected = {meta.name: meta.shape for meta in spec.checkpoint_tensors("bfloat16")}
     held = {one.tensor: one.region.shape for one in local_shards(make_decoder(hf_config))}
     assert held == expected
@@ -44,7 +45,7 @@ def test_a_config_written_by_transformers_reads_the_same():
 
     fields = {key: value for key, value in MOE.items() if key not in ("model_type", "rope_theta")}
     written = Qwen3MoeConfig(**fields, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}).to_dict()
-    assert ModelSpec.from_hf_config(written) == ModelSpec.from_hf_config({**MOE, "rope_theta": 5e5})
+    assert read_config(written) == read_config({**MOE, "rope_theta": 5e5})
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_a_config_written_by_transformers_reads_the_same():
 )
 def test_what_the_decoder_cannot_do_is_refused_by_name(changes, message):
     with pytest.raises(ConfigError, match=message):
-        ModelSpec.from_hf_config({**MOE, **changes})
+        read_config({**MOE, **changes})
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_what_the_decoder_cannot_do_is_refused_by_name(changes, message):
 )
 def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, message):
     with pytest.raises(ConfigError, match=message):
-        ModelSpec.from_hf_config({**DEEPSEEK, **changes})
+        read_config({**DEEPSEEK, **changes})
 
 
 def test_kimi_k2_is_deepseek_v3_with_its_own_numbers():
@@ -124,7 +125,7 @@ def test_kimi_k2_is_deepseek_v3_with_its_own_numbers():
             "mscale_all_dim": 1.0,
         },
     }
-    spec = ModelSpec.from_hf_config(config)
+    spec = read_config(config)
     tensors = {meta.name: meta for meta in spec.checkpoint_tensors("bfloat16")}
     assert sum(math.prod(meta.shape) for meta in tensors.values()) == pytest.approx(1.026e12, rel=1e-3)
     assert tensors["model.layers.60.self_attn.kv_a_proj_with_mqa.weight"].shape == (576, 7168)
@@ -140,13 +141,11 @@ def test_kimi_k2_is_deepseek_v3_with_its_own_numbers():
 
 def test_blocks_of_fp8_do_not_change_what_the_trainer_holds():
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    assert ModelSpec.from_hf_config({**DEEPSEEK, "quantization_config": quantization}) == ModelSpec.from_hf_config(
-        DEEPSEEK
-    )
+    assert read_config({**DEEPSEEK, "quantization_config": quantization}) == read_config(DEEPSEEK)
 
 
 def test_packed_experts_are_recognized_by_their_three_tensors():
-    spec = ModelSpec.from_hf_config(KIMI_INT4)
+    spec = read_config(KIMI_INT4)
     assert spec.moe is not None
     assert spec.moe.expert_format is ExpertFormat.int4
     tensors = {meta.name: (meta.shape, meta.dtype) for meta in spec.checkpoint_tensors("bfloat16")}
@@ -169,12 +168,12 @@ def test_packed_experts_are_recognized_by_their_three_tensors():
 )
 def test_other_packings_are_refused_by_name(changes, message):
     with pytest.raises(ConfigError, match=message):
-        ModelSpec.from_hf_config({**KIMI_INT4, "quantization_config": {**PACKED, **changes}})
+        read_config({**KIMI_INT4, "quantization_config": {**PACKED, **changes}})
 
 
 def test_packed_rows_that_are_no_whole_groups_are_refused():
     with pytest.raises(ConfigError, match="multiples of 32 for packed experts, got 64 and 24"):
-        ModelSpec.from_hf_config({**KIMI_INT4, "moe_intermediate_size": 24})
+        read_config({**KIMI_INT4, "moe_intermediate_size": 24})
 
 
 def test_an_expert_parallel_size_that_does_not_fit_is_refused():
@@ -218,16 +217,16 @@ def test_a_misspelt_field_is_refused_and_the_right_one_named(wrong, right):
 )
 def test_a_sequence_takes_keys_and_values_of_every_layer(tp_size, num_bytes):
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    assert ModelSpec.from_hf_config({**DENSE, **sizes}).sequence_cache_bytes(100, "float32", tp_size) == num_bytes
+    assert read_config({**DENSE, **sizes}).sequence_cache_bytes(100, "float32", tp_size) == num_bytes
 
 
 def test_latents_are_cached_once_and_windows_bound_what_a_layer_keeps():
-    latent = ModelSpec.from_hf_config(DEEPSEEK)
+    latent = read_config(DEEPSEEK)
     assert isinstance(latent.attention, MlaSpec)
     width = latent.attention.kv_lora_rank + latent.attention.qk_rope_head_dim
     assert latent.sequence_cache_bytes(100, "bfloat16", 2) == 100 * latent.num_layers * width * 2
 
-    spec = ModelSpec.from_hf_config(GPT_OSS)
+    spec = read_config(GPT_OSS)
     windows = spec.attention.windows
     kept = sum(1000 if window is None else window for window in windows)
     assert 0 < kept < 1000 * spec.num_layers

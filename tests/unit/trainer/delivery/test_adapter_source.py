@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from conf.schema import DType, LoraConfig
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.errors import LayoutError
 from trainer.lora import Adapted
@@ -199,7 +199,7 @@ def test_a_scale_that_is_no_power_of_two_is_applied_as_vllm_does(tmp_path: Path)
 
 
 def test_names_and_targets_follow_what_is_adapted():
-    spec = ModelSpec.from_hf_config(make_config(num_layers=2, dense_layers=[0]))
+    spec = read_config(make_config(num_layers=2, dense_layers=[0]))
     tensors = spec.checkpoint_tensors("bfloat16")
     everything = adapter_tensors(tensors, LoraConfig(rank=16))
     assert len(everything) == 2 * (2 * 4 + 3 + 3 * EXPERTS)
@@ -212,7 +212,7 @@ def test_names_and_targets_follow_what_is_adapted():
 def test_kinds_of_another_rank_share_the_slots_of_the_largest():
     lora = LoraConfig(rank=16, attention_rank=33, expert_rank=4)
     assert lora.slot_rank == 64
-    tensors = ModelSpec.from_hf_config(make_config(num_layers=1, dense_layers=[])).checkpoint_tensors("bfloat16")
+    tensors = read_config(make_config(num_layers=1, dense_layers=[])).checkpoint_tensors("bfloat16")
     assert all(64 in meta.shape for meta in adapter_tensors(tensors, lora))
 
 

@@ -8,9 +8,10 @@ from cases.tiny_models import MOE, trainer_config
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.vllm_layout import engine_layouts
 
+from trainer.architecture.families import read_config
 from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.model.decoder import build_decoder
+from trainer.model.build_decoder import build_decoder
 from weight_sync.plan.plan import build_plan
 from weight_sync.publish.packing import packed_reads
 from weight_sync.publish.pipeline import Pipeline
@@ -29,7 +30,7 @@ TWO_LAYERS = {
 
 @pytest.fixture(scope="module")
 def spec() -> ModelSpec:
-    return ModelSpec.from_hf_config(TWO_LAYERS)
+    return read_config(TWO_LAYERS)
 
 
 @pytest.fixture(scope="module")

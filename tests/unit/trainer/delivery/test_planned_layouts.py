@@ -25,7 +25,7 @@ from cases.tiny_models import (
 from torch.distributed.tensor import DTensor
 
 from conf.schema import Device, DType, LoraConfig, TrainerConfig, TrainMode
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.delivery.planned_layouts import (
@@ -36,7 +36,7 @@ from trainer.delivery.planned_layouts import (
     temporary_bytes,
     trainer_memory,
 )
-from trainer.model.decoder import build_decoder
+from trainer.model.build_decoder import build_decoder
 from trainer.moe.expert_placement import expert_shares
 from trainer.moe.experts import Experts
 from trainer.parallel import ParallelLayout
@@ -109,7 +109,7 @@ def two_ranks(tmp_path_factory) -> list[list]:
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-ep{CASES[i][1].ep_size}")
 def test_two_ranks_hold_what_was_foretold(two_ranks, case):
     model, trainer = CASES[case]
-    spec = ModelSpec.from_hf_config(MODELS[model])
+    spec = read_config(MODELS[model])
     foretold = source_layouts(spec, "bfloat16", trainer)
     for rank, (layout, held, frozen, trained, adapter) in enumerate(two_ranks[case]):
         if adapter is not None:
@@ -127,7 +127,7 @@ def test_two_ranks_hold_what_was_foretold(two_ranks, case):
 @pytest.mark.parametrize("mode", TrainMode)
 def test_one_rank_holds_what_was_foretold(model, mode):
     trainer = trainer_config(mode)
-    spec = ModelSpec.from_hf_config(MODELS[model])
+    spec = read_config(MODELS[model])
     layout, held, frozen, trained, _ = report(0, ParallelLayout.single("cpu"), model, trainer)
     (foretold,) = source_layouts(spec, "bfloat16", trainer)
     assert sorted_shards(layout) == sorted_shards(foretold)
@@ -146,7 +146,7 @@ def test_one_rank_holds_what_was_foretold(model, mode):
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_packed_experts_are_counted_as_stored_with_two_layers_unpacked(hf_config, ep_size):
     trainer = trainer_config(num_ranks=2, ep_size=ep_size)
-    spec = ModelSpec.from_hf_config(hf_config)
+    spec = read_config(hf_config)
     layout = ParallelLayout(2, ep_size, 0, torch.device("cpu"), None, None, None)
     decoder = build_decoder(spec, dtype=torch.bfloat16, device="cpu", trainer=trainer, layout=layout)
     packed = sum(b.numel() * b.element_size() for b in decoder.buffers())
@@ -168,12 +168,12 @@ def test_packed_experts_are_counted_as_stored_with_two_layers_unpacked(hf_config
 def test_adapters_are_counted_by_their_targets(parts, hf_config):
     lora = LoraConfig(rank=3, **parts)
     decoder = make_decoder(hf_config, trainer_config(lora=lora), nonzero_b=False)
-    spec = ModelSpec.from_hf_config(hf_config)
+    spec = read_config(hf_config)
     assert adapter_elements(spec, lora) == sum(p.numel() for p in decoder.parameters() if p.requires_grad)
 
 
 def test_every_element_has_one_holder_in_any_layout():
-    spec = ModelSpec.from_hf_config(ODD)
+    spec = read_config(ODD)
     for num_ranks, ep_size in ((1, 1), (4, 2), (6, 3), (8, 1), (5, 1), (12, 6)):
         layouts = source_layouts(spec, "bfloat16", TrainerConfig(num_ranks=num_ranks, ep_size=ep_size))
         vectors = {meta.name for meta in layouts[0].tensors if len(meta.shape) == 1}
@@ -200,6 +200,6 @@ def test_shares_of_experts_tile_and_even_out_over_layers(num_experts, ep_size):
 
 def test_constants_and_names():
     assert MERGE_ROWS == BLOCK_ROWS
-    assert temporary_bytes(ModelSpec.from_hf_config(MOE), trainer_config(), Device.cuda) == 0
+    assert temporary_bytes(read_config(MOE), trainer_config(), Device.cuda) == 0
     assert expert_of("model.layers.0.mlp.experts.13.up_proj.weight") == 13
     assert expert_of("model.layers.0.mlp.gate.weight") is None

@@ -131,24 +131,24 @@ def test_the_combine_modes_round_where_they_say() -> None:
     generator = torch.Generator().manual_seed(3)
     num_tokens, top_k, hidden = 40, 8, 64
     experts = torch.stack([torch.randperm(16, generator=generator)[:top_k] for _ in range(num_tokens)])
-    row_of_slot = torch.empty_like(experts)
+    row_of_choice = torch.empty_like(experts)
     order = experts.flatten().argsort(stable=True)
-    row_of_slot.view(-1)[order] = torch.arange(order.numel())
+    row_of_choice.view(-1)[order] = torch.arange(order.numel())
     rows = torch.randn(num_tokens * top_k, hidden, generator=generator).bfloat16()
     weights = torch.rand(num_tokens, top_k, generator=generator).bfloat16()
     eager = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16)
     for expert in range(16):
         token, slot = torch.where(experts == expert)
-        eager.index_add_(0, token, rows[row_of_slot[token, slot]] * weights[token, slot, None])
-    assert torch.equal(weighted_sum(rows, weights, row_of_slot, CombineMode.hf_eager), eager)
-    products = rows[row_of_slot] * weights[..., None]
+        eager.index_add_(0, token, rows[row_of_choice[token, slot]] * weights[token, slot, None])
+    assert torch.equal(weighted_sum(rows, weights, row_of_choice, CombineMode.hf_eager), eager)
+    products = rows[row_of_choice] * weights[..., None]
     in_order = torch.zeros(num_tokens, hidden)
     exact = torch.zeros(num_tokens, hidden)
     for slot in range(top_k):
         in_order += products[:, slot].float()
-        exact += rows[row_of_slot[:, slot]].float() * weights[:, slot, None].float()
-    assert torch.equal(weighted_sum(rows, weights, row_of_slot, CombineMode.vllm_like), in_order.bfloat16())
-    once = weighted_sum(rows, weights, row_of_slot)
+        exact += rows[row_of_choice[:, slot]].float() * weights[:, slot, None].float()
+    assert torch.equal(weighted_sum(rows, weights, row_of_choice, CombineMode.vllm_like), in_order.bfloat16())
+    once = weighted_sum(rows, weights, row_of_choice)
     assert torch.equal(once, exact.bfloat16())
     assert not torch.equal(once, eager) and not torch.equal(in_order.bfloat16(), eager)
 

@@ -1,4 +1,4 @@
-"""trainer.model.recompute: the gradients of a part are those without it, and what is inside is not kept.
+"""trainer.recompute: the gradients of a part are those without it, and what is inside is not kept.
 
 Also what a decoder's step holds while its first layer goes backward, where it holds most.
 """
@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.model.recompute import Recomputed, recomputation
 from trainer.moe.block import MoeBlock
+from trainer.recompute import Recomputed, recomputation
 
 
 class Part(nn.Module):

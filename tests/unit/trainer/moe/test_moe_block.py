@@ -32,7 +32,7 @@ from trainer.architecture.model_spec import ExpertFormat
 from trainer.kernels.dequant import GROUP
 from trainer.kernels.groups import RowGroups
 from trainer.moe import dispatch, routed
-from trainer.moe.bank import Towards, UnpackedSlots
+from trainer.moe.bank import Towards, UnpackBuffers
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.experts import Experts
 from trainer.weights.adapter_io import pack_expert_a, pack_expert_b
@@ -310,8 +310,8 @@ def fill_packed(experts: Experts) -> None:
 
 @pytest.mark.parametrize("expert_format", [ExpertFormat.int4, ExpertFormat.mxfp4])
 def test_packed_experts_are_plain_experts_of_the_unpacked_values(expert_format):
-    slots = UnpackedSlots(torch.bfloat16)
-    layers = [make_experts(dtype=torch.bfloat16, expert_format=expert_format, slots=slots) for _ in range(3)]
+    unpacked = UnpackBuffers(torch.bfloat16)
+    layers = [make_experts(dtype=torch.bfloat16, expert_format=expert_format, unpacked=unpacked) for _ in range(3)]
     for one in layers:
         fill_packed(one)
     middle = layers[1]
@@ -324,12 +324,12 @@ def test_packed_experts_are_plain_experts_of_the_unpacked_values(expert_format):
         plain.down_proj.copy_(down)
         for name, parameter in middle.named_parameters():
             getattr(plain, name).copy_(parameter)
-    layers[0].packed.weights(Towards.output)  # another layer's values are in the slots
+    layers[0].packed.weights(Towards.output)  # another layer's values are in the buffers
     layers[2].packed.weights(Towards.output)
     mine, wanted = run(middle), run(plain)
     assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
     assert bool(wanted["out"].any())
-    again = make_experts(dtype=torch.bfloat16, expert_format=expert_format, slots=UnpackedSlots(torch.bfloat16))
+    again = make_experts(dtype=torch.bfloat16, expert_format=expert_format, unpacked=UnpackBuffers(torch.bfloat16))
     again.load_state_dict(middle.state_dict())
     for name, buffer in again.named_buffers():
         assert torch.equal(buffer, bits[name]), name
@@ -347,7 +347,7 @@ def test_rows_that_are_not_whole_groups_are_refused():
             lora=None,
             device=torch.device("cpu"),
             expert_format=ExpertFormat.int4,
-            slots=UnpackedSlots(torch.bfloat16),
+            unpacked=UnpackBuffers(torch.bfloat16),
         )
 
 

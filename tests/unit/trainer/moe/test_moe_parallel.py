@@ -16,7 +16,7 @@ from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, GPT_OSS_MXFP4, KIMI_INT4
 from safetensors.torch import load_file
 
 from conf.schema import TrainMode
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from trainer.weights.loading import CheckpointReader, RandomReader
 from weight_sync.layout import Region
 
@@ -189,7 +189,7 @@ def test_every_rank_gathers_every_sharded_a(worlds, world, ep_size, hf_config):
 
 @pytest.mark.parametrize(("world", "ep_size", "hf_config"), CASES)
 def test_ranks_hold_every_element_once_and_load_their_slices(worlds, world, ep_size, hf_config):
-    spec = ModelSpec.from_hf_config(hf_config)
+    spec = read_config(hf_config)
     reader = CheckpointReader(worlds[world][0] / f"world{world}_ep{ep_size}" / "merged", spec)
     ranks = [results[f"files_ep{ep_size}"] for results in worlds[world][1]]
     assert all(results["restored"] for results in ranks)
@@ -207,7 +207,7 @@ def test_ranks_hold_every_element_once_and_load_their_slices(worlds, world, ep_s
 
 
 def test_a_ranks_random_slice_is_the_slice_of_the_whole():
-    spec = ModelSpec.from_hf_config(MOE)
+    spec = read_config(MOE)
     reader = RandomReader(spec, seed=4, std=0.02, device="cpu")
     whole = reader.read("lm_head.weight", Region((0, 0), (96, 64)))
     part = reader.read("lm_head.weight", Region((5, 0), (7, 64)))

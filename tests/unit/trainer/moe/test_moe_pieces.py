@@ -76,7 +76,7 @@ def test_rows_are_sorted_by_expert_and_come_back():
     x = torch.arange(6.0)[:, None].expand(6, 2).contiguous()
     values, source = plan.send(x, plan.token_of_row_S)
     rows = values[source]
-    expert_of_row = experts_TK.flatten()[plan.slot_of_row_S]
+    expert_of_row = experts_TK.flatten()[plan.choice_of_row_S]
     assert torch.equal(expert_of_row, expert_of_row.sort().values)
     assert torch.equal(plan.groups.expert_of_row_S, expert_of_row)
     assert plan.groups.counts == [int((experts_TK == expert).sum()) for expert in range(5)]
@@ -84,7 +84,7 @@ def test_rows_are_sorted_by_expert_and_come_back():
         assert bool((expert_of_row[places] == expert).all())
         tokens = plan.token_of_row_S[places]
         assert torch.equal(tokens, tokens.sort().values)  # stable
-    assert torch.equal(plan.send_back(rows)[plan.row_of_slot_TK], x[:, None].expand(6, 3, 2))
+    assert torch.equal(plan.send_back(rows)[plan.row_of_choice_TK], x[:, None].expand(6, 3, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -280,9 +280,9 @@ def test_the_bytes_do_not_depend_on_the_number_of_ranks(ranks, tmp_path):
 
 def test_layouts_and_temporary_bytes_are_foretold(ranks):
     quantization = BlockFp8.from_hf_config(QUANTIZED)
-    from trainer.architecture.model_spec import ModelSpec
+    from trainer.architecture.families import read_config
 
-    spec = ModelSpec.from_hf_config(QUANTIZED)
+    spec = read_config(QUANTIZED)
     for _, parts in ranks:
         trainer = parts[0][5]
         foretold = source_layouts(spec, "bfloat16", trainer, quantization)

@@ -13,7 +13,7 @@ from cases.tiny_models import DEEPSEEK, DENSE, MIXED, SpreadReader, make_decoder
 from safetensors.torch import load_file, save_file
 
 from conf.schema import Init, ModelConfig
-from trainer.architecture.model_spec import ModelSpec
+from trainer.architecture.families import read_config
 from trainer.errors import CheckpointError
 from trainer.weights import loading
 from trainer.weights.adapter_io import save_merged
@@ -28,7 +28,7 @@ from trainer.weights.loading import (
 from weight_sync.disk.safetensors_files import INDEX_NAME
 from weight_sync.layout import Region
 
-SPEC = ModelSpec.from_hf_config(MIXED)
+SPEC = read_config(MIXED)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def test_a_block_fp8_checkpoint_is_read_as_its_values(tmp_path):
     weight = torch.randn(300, 200, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 2, generator=torch.Generator().manual_seed(2)) + 0.1
     name = "model.layers.0.mlp.down_proj.weight"
-    spec = ModelSpec.from_hf_config({**DENSE, "hidden_size": 300, "intermediate_size": 200})
+    spec = read_config({**DENSE, "hidden_size": 300, "intermediate_size": 200})
     save_file({name: weight, f"{name}_scale_inv": scales}, tmp_path / "model.safetensors")
     reader = CheckpointReader(tmp_path, spec)
     for start, stop in ((0, 300), (100, 150), (130, 300)):

@@ -36,10 +36,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from conf.errors import ConfigError
 from conf.schema import AlgorithmConfig, DType, LoraConfig, MlaNormEps, Objective, OptimConfig, OptimState, TrainMode
+from trainer.architecture.families import read_config
 from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.errors import CheckpointError, LayoutError
-from trainer.model.decoder import Decoder, build_decoder
+from trainer.model.build_decoder import build_decoder
+from trainer.model.decoder import Decoder
 from trainer.parallel import ParallelLayout
 from trainer.weights.adapter_io import save_adapter, save_merged
 from trainer.weights.loading import CheckpointReader, load_weights
@@ -56,7 +58,7 @@ def plain(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 def stored(hf_config: dict[str, Any], name: str) -> Tensor:
     """One whole tensor of the packed checkpoint."""
-    spec = ModelSpec.from_hf_config(hf_config)
+    spec = read_config(hf_config)
     (shape,) = (meta.shape for meta in spec.checkpoint_tensors("float32") if meta.name == name)
     return SpreadReader(spec).read(name, Region((0,) * len(shape), shape))
 
@@ -83,7 +85,7 @@ class DequantizedReader:
 
     def __init__(self, kind: str) -> None:
         self._config, self._oracle = MODELS[kind], ORACLES[kind]
-        self._other = SpreadReader(ModelSpec.from_hf_config(self._config))
+        self._other = SpreadReader(read_config(self._config))
 
     def names(self) -> None:
         """Any."""
@@ -154,7 +156,7 @@ def test_unpacked_weights_are_bitwise_what_the_oracles_say():
 def test_a_right_program_is_within_the_bound_of_gpu_runs_and_faults_are_far_outside(model, tmp_path):
     """What tests/gpu/test_packed_base_gpu.py asks of an engine, asked of the trainer here."""
     base = fakes.write_packed_checkpoint(model, tmp_path / "base", seed=1)
-    spec = ModelSpec.from_hf_config(json.loads((base / "config.json").read_text()))
+    spec = read_config(json.loads((base / "config.json").read_text()))
     lora = LoraConfig(rank=4, alpha=8.0, attention=model == "qwen3_moe", mlp=False)
     decoder = build_decoder(spec, dtype=torch.bfloat16, device="cpu", trainer=trainer_config(lora=lora))
     load_weights(decoder, CheckpointReader(base, spec), seed=3)
@@ -200,7 +202,7 @@ def test_a_right_program_is_within_the_bound_of_gpu_runs_and_faults_are_far_outs
 
 
 def write_checkpoint(folder, hf_config: dict[str, Any], **changes: Tensor) -> ModelSpec:
-    spec = ModelSpec.from_hf_config(hf_config)
+    spec = read_config(hf_config)
     reader = SpreadReader(spec)
     tensors = {
         m.name: reader.read(m.name, Region((0,) * len(m.shape), m.shape)).contiguous()

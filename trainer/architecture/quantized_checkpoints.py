@@ -1,0 +1,66 @@
+"""Checkpoints whose weights are quantized: which ones the trainer reads, and what it refuses by name. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from conf.errors import ConfigError
+from trainer.architecture.model_spec import INT4_GROUP, ExpertFormat, ModelSpec
+
+FP8_BLOCK = [128, 128]
+"""Rows and columns under one scale, as DeepSeek-V3 is published."""
+
+
+def with_quantization(spec: ModelSpec, quantization: dict[str, Any]) -> ModelSpec:
+    """The spec of a checkpoint with packed experts, or with blocks of FP8, which loading and publishing turn into and
+    out of the model's own format; every other quantization is refused by name."""
+    method, layout = quantization.get("quant_method"), quantization.get("format")
+    if method == "fp8" and list(quantization.get("weight_block_size") or ()) == FP8_BLOCK:
+        return spec
+    if method == "mxfp4" and spec.moe is not None and spec.moe.is_fused:
+        return _packed(spec, ExpertFormat.mxfp4)
+    groups = list((quantization.get("config_groups") or {}).values())
+    weights = groups[0].get("weights") or {} if len(groups) == 1 else {}
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": INT4_GROUP}
+    got = {key: weights.get(key) for key in wanted}
+    is_int4 = method == "compressed-tensors" and layout == "pack-quantized" and got == wanted
+    if not is_int4 or groups[0].get("input_activations") is not None or spec.moe is None:
+        raise ConfigError(
+            f"model.hf_config.quantization_config is not supported: quant_method={method!r}, format={layout!r}, "
+            f"weights={got}; the trainer reads float weights, and routed experts as compressed-tensors "
+            f"pack-quantized {wanted} or gpt-oss's mxfp4, or fp8 with weight_block_size={FP8_BLOCK}: give one of "
+            "these (GPTQ, AWQ and bitsandbytes are not among them)"
+        )
+    for linear in _other_linears(spec):
+        if not any(_matches(pattern, linear) for pattern in quantization.get("ignore") or ()):
+            raise ConfigError(
+                f"model.hf_config.quantization_config.ignore does not name {linear}: only routed experts may be packed"
+            )
+    return _packed(spec, ExpertFormat.int4)
+
+
+def _packed(spec: ModelSpec, expert_format: ExpertFormat) -> ModelSpec:
+    assert spec.moe is not None
+    if spec.hidden_size % INT4_GROUP or spec.moe.intermediate_size % INT4_GROUP:
+        raise ConfigError(
+            f"model.hf_config: hidden_size and moe_intermediate_size must be multiples of {INT4_GROUP} for packed "
+            f"experts, got {spec.hidden_size} and {spec.moe.intermediate_size}"
+        )
+    return replace(spec, moe=replace(spec.moe, expert_format=expert_format))
+
+
+def _other_linears(spec: ModelSpec) -> Iterator[str]:
+    """Module names of every linear layer that is no routed expert (routers are none, to compressed-tensors)."""
+    for meta in spec.checkpoint_tensors("bfloat16"):
+        module, _, leaf = meta.name.rpartition(".")
+        is_other = ".experts." in module or module.endswith((".gate", "embed_tokens"))
+        if leaf == "weight" and len(meta.shape) == 2 and not is_other:
+            yield module
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """As compressed-tensors matches: a whole name, or a regular expression from the name's start after "re:"."""
+    return re.match(pattern[3:], module) is not None if pattern.startswith("re:") else pattern == module

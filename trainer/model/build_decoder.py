@@ -1,0 +1,99 @@
+"""From a ModelSpec to a decoder on its device: built on meta, marked trainable, sharded, then allocated.
+
+Owns what a combination of model and options is refused for. Does not own values: `trainer.weights.loading` fills them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from conf.errors import ConfigError
+from conf.schema import LoraConfig, TrainerConfig, TrainMode
+from trainer.architecture.model_spec import CORRECTION_BIAS, ExpertFormat, ModelSpec
+from trainer.model.attend import choose_attention_backend
+from trainer.model.decoder import Build, Decoder
+from trainer.model.shard_decoder import shard_decoder
+from trainer.moe.bank import UnpackBuffers
+from trainer.moe.router import Router
+from trainer.parallel import ParallelLayout
+
+
+def build_decoder(
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trainer: TrainerConfig,
+    layout: ParallelLayout | None = None,
+) -> Decoder:
+    """Construct on meta, apply FSDP2, allocate on `device`. Values are undefined until
+    `trainer.weights.loading.load_weights`.
+
+    Trainable weights are float32, adapters in trainer.lora.dtype; frozen weights (LoRA mode) are in `dtype`.
+
+    Raises:
+        ConfigError: there are more ep_ranks than experts, or LoRA finds nothing to adapt.
+    """
+    device = torch.device(device)
+    layout = layout if layout is not None else ParallelLayout.single(device)
+    lora = trainer.lora if trainer.mode is TrainMode.lora else None
+    _refuse_misfits(spec, lora, layout)
+    if trainer.embedding_on_host and spec.tie_embeddings:
+        raise ConfigError("trainer.embedding_on_host=true needs a head of its own; this model's is the embedding table")
+    build = Build(
+        spec=spec,
+        compute_dtype=dtype,
+        weight_dtype=torch.float32 if lora is None else dtype,
+        lora=lora,
+        attention_backend=choose_attention_backend(device, dtype, spec.attention),
+        checkpointing=trainer.activation_checkpointing,
+        combine=trainer.combine,
+        layout=layout,
+        unpacked=UnpackBuffers(dtype),
+    )
+    with torch.device("meta"):
+        decoder = Decoder(build)
+    _choose_trainable(decoder, trainer)
+    shard_decoder(decoder, layout)
+    decoder.to_empty(device=device)
+    if trainer.embedding_on_host:
+        table = decoder.model.embed_tokens
+        host = torch.empty_like(table.weight, device="cpu", pin_memory=device.type == "cuda")
+        table.weight = nn.Parameter(host, requires_grad=False)
+    return decoder
+
+
+def _refuse_misfits(spec: ModelSpec, lora: LoraConfig | None, layout: ParallelLayout) -> None:
+    num_moe_layers = sum(spec.is_moe_layer(layer) for layer in range(spec.num_layers))
+    if num_moe_layers == 0 and layout.ep_size > 1:
+        raise ConfigError(f"trainer.ep_size must be 1 for a model without experts, got {layout.ep_size}")
+    if spec.moe is not None and spec.moe.expert_format is not ExpertFormat.plain and lora is None:
+        raise ConfigError(f"trainer.mode=full cannot train {spec.moe.expert_format} experts; set trainer.mode=lora")
+    if num_moe_layers and spec.moe is not None and spec.moe.num_experts < layout.ep_size:
+        raise ConfigError(
+            f"trainer.ep_size must be <= the number of experts {spec.moe.num_experts}, got {layout.ep_size}"
+        )
+    if lora is not None:
+        has_dense = num_moe_layers < spec.num_layers or (spec.moe is not None and spec.moe.shared_intermediate_size > 0)
+        has_target = lora.attention or (lora.experts and num_moe_layers) or (lora.mlp and has_dense)
+        if not has_target:
+            raise ConfigError(
+                f"trainer.lora adapts nothing in this {spec.family} model, where {num_moe_layers} of {spec.num_layers} "
+                f"layers have experts: got attention={lora.attention}, mlp={lora.mlp}, experts={lora.experts}; "
+                "set one to true that the model has"
+            )
+
+
+def _choose_trainable(decoder: Decoder, trainer: TrainerConfig) -> None:
+    """Set requires_grad once, before FSDP2 looks at it."""
+    routers = {
+        id(parameter) for module in decoder.modules() if isinstance(module, Router) for parameter in module.parameters()
+    }
+    for name, parameter in decoder.named_parameters():
+        if trainer.mode is TrainMode.lora:
+            parameter.requires_grad_("lora_" in name.rsplit(".", 1)[-1])
+        else:
+            parameter.requires_grad_(trainer.train_router or id(parameter) not in routers)
+        if name.endswith(CORRECTION_BIAS):
+            parameter.requires_grad_(False)
