@@ -4,7 +4,7 @@ Owns: what libraries must be told through the environment, as they offer no othe
 nor what the wrapper of one library sets in its own process for what it is about to load (rollout.engine,
 weight_sync.transport.mooncake: they know the engine and the link).
 Invariant: applied by `orchestrator.cli.main` before Ray starts, so that every process of the run inherits the same
-values. A value that the user's shell already holds wins.
+values. A value that the user's shell already holds wins, but for those of `Variable.is_fixed`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Variable:
     name: str
     value: str
     reason: str
+    is_fixed: bool = False
+    """Whether another value in the user's shell is overruled."""
 
 
 _COMMON = (
@@ -61,7 +63,7 @@ _CUDA = (
 
 _OWN_CLUSTER = (
     Variable("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0", "despite its name: makes Ray use 127.0.0.1 on Linux, too"),
-    Variable("RAY_AUTH_MODE", "disabled", "the cluster is bound to loopback and ends with the run"),
+    Variable("RAY_AUTH_MODE", "token", "other users of this machine reach loopback, too", is_fixed=True),
     Variable("GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine; the host's name may not resolve"),
 )
 
@@ -98,7 +100,7 @@ def run_environment(device: RunDevice, *, is_own_cluster: bool = True) -> dict[s
 
 
 def apply(chosen: Sequence[Variable], environ: MutableMapping[str, str] | None = None) -> list[str]:
-    """Set what is not set.
+    """Set what is not set, or must not differ.
 
     Returns:
         One sentence for every value of the user's own that differs, for the log.
@@ -107,7 +109,14 @@ def apply(chosen: Sequence[Variable], environ: MutableMapping[str, str] | None =
     notes: list[str] = []
     for variable in chosen:
         current = target.setdefault(variable.name, variable.value)
-        if current != variable.value:
+        if current == variable.value:
+            continue
+        if variable.is_fixed:
+            target[variable.name] = variable.value
+            notes.append(
+                f"{variable.name}={current} from the environment is not used, but {variable.value}: {variable.reason}"
+            )
+        else:
             notes.append(
                 f"{variable.name}={current} from the environment is kept; Slipstream's is {variable.value}: "
                 f"{variable.reason}"

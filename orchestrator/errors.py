@@ -8,6 +8,7 @@
         DiskFull(OSError)                  a file of the run could not be written: no space, or a quota
         WaitTimeout(TimeoutError)          something awaited did not come within its deadline
         PlacementError(RuntimeError)       the Ray cluster cannot hold the run's processes
+        ClusterLost(RuntimeError)          a server of the run's own Ray cluster has ended
         NoReplicasLeft(RuntimeError)       every rollout worker is out of service
         PushError(RuntimeError)            a rank or an engine of `slipstream push` failed
         TrainingStopped(RuntimeError)      the loop cannot go on: a trainer rank died, or too many steps were refused
@@ -46,6 +47,10 @@ class WaitTimeout(OrchestratorError, TimeoutError):
 
 class PlacementError(OrchestratorError, RuntimeError):
     """The Ray cluster cannot hold the run's processes. The message says what was asked for and what there is."""
+
+
+class ClusterLost(OrchestratorError, RuntimeError):
+    """A server of the run's own Ray cluster has ended. The message names it, and the signal that ended it."""
 
 
 class NoReplicasLeft(OrchestratorError, RuntimeError):

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from conf.schema import Objective, RunConfig, SyncMode, TrainMode
 from orchestrator.cluster.control_folder import alive, answer_requests
@@ -34,6 +35,7 @@ from orchestrator.loop.controller import Controller
 from orchestrator.loop.finetuner import Finetuner
 from orchestrator.loop.ports import LoopServices
 from orchestrator.loop.publication import RAY_CALL_S
+from orchestrator.signals import second_interrupt_ends_at_once
 from orchestrator.waiting import together
 from rollout.prompts import Shuffled
 from rollout.rewards.runner import RewardRunner
@@ -89,7 +91,7 @@ def run(config: RunConfig, overrides: list[str]) -> RunResult:
         try:
             with naming_a_full_disk(folder.root):
                 write_description(folder, config, overrides)  # under the lock: they may be another process's
-                result = asyncio.run(train(config, folder, log))
+                result = asyncio.run(_interruptible(train(config, folder, log)))
         except BaseException as error:
             logger.debug("the run has ended early", exc_info=True)  # run.log alone: the caller tells people
             if isinstance(error, DiskFull):
@@ -97,6 +99,11 @@ def run(config: RunConfig, overrides: list[str]) -> RunResult:
             raise
         log.say(result.summary())
     return result
+
+
+async def _interruptible(run: Coroutine[Any, Any, RunResult]) -> RunResult:
+    with second_interrupt_ends_at_once():
+        return await run
 
 
 async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:

@@ -1,7 +1,7 @@
 """The one way this package waits: with a deadline, and saying every 30 seconds what for.
 
-Owns: `wait_for`, `together`, `finish_first`, `last_attempt`. Does not own: what is awaited, nor what a caller
-does about a timeout.
+Owns: `wait_for`, `together`, `all_started`, `finish_first`, `last_attempt`. Does not own: what is awaited, nor what a
+caller does about a timeout.
 Invariant: nothing in the controller waits in silence, and nothing waits for ever.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from orchestrator.errors import WaitTimeout
@@ -72,6 +72,16 @@ async def together(*awaitables: Awaitable[T]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def all_started(starts: Iterable[Awaitable[T]], what: str, *, timeout_s: float) -> list[T]:
+    """Await all of several starts. Log lines and WaitTimeout say how many of them are up."""
+    tasks = [asyncio.ensure_future(start) for start in starts]
+
+    def late() -> str:
+        return f"{what} to start ({sum(task.done() for task in tasks)} of {len(tasks)} are up)"
+
+    return await wait_for(together(*tasks), late, timeout_s=timeout_s)
 
 
 async def finish_first(work: Awaitable[T], what: str, *, timeout_s: float) -> T:

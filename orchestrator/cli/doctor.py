@@ -23,6 +23,7 @@ from pathlib import Path
 
 from conf.schema import ClusterConfig
 from orchestrator import environment, machine
+from orchestrator.cluster.private_folder import private_folders
 
 CHILD_TIMEOUT_S = 60.0
 
@@ -247,7 +248,7 @@ def limits() -> Iterator[Finding]:
 
 
 def ports_and_ray() -> Iterator[Finding]:
-    """The dashboard's port, and a Ray cluster that runs here already."""
+    """The dashboard's port, a Ray cluster that runs here already, and the token of each run of this user."""
     port = ClusterConfig().dashboard_port
     is_free = machine.is_port_free(port)
     cure = f"set cluster.dashboard_port={machine.next_free_port(port)} or cluster.dashboard=false"
@@ -264,6 +265,13 @@ def ports_and_ray() -> Iterator[Finding]:
     else:
         advice = "a run starts its own beside it, unless cluster=attached"
         yield Finding("ray", "running cluster", address, Status.note, advice)
+    for folder, is_held in private_folders():
+        if is_held and folder.token.exists():
+            advice = "open the dashboard (URL in run.log) and paste what this prints: cat " + str(folder.token)
+            yield Finding("ray", "a run of yours", str(folder.root), Status.note, advice)
+        elif not is_held:
+            advice = "left by a run that was killed; the next run removes it"
+            yield Finding("ray", "folder of a dead run", str(folder.root), Status.note, advice)
 
 
 def mooncake_library() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""How a command ends: exit codes, signals, and what a person reads then.
+"""How a command ends: exit codes, and what a person reads then.
 
     exit code   0 done      1 Slipstream or a library failed; run.log has the traceback
                 2 the user can repair it: one message, no traceback, nothing was trained
@@ -11,13 +11,10 @@ Owns: whose mistake an error was, and the words for it. Does not own: a run's ow
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from conf.errors import ConfigError, SlipstreamError
@@ -44,39 +41,6 @@ def run_to_an_exit_code(config: RunConfig, overrides: list[str], received: list[
             return say(error)
         return _fail(error, _where(latest, before))
     return EXIT_OK
-
-
-@contextmanager
-def signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGHUP wind the run down as Ctrl-C does; a second one of them ends the process at once.
-
-    They are passed on as SIGINT because asyncio turns only that one into a cancellation, which lets `finally` blocks
-    run, and only where Python's own handler is installed. It is not where SIGINT was ignored at the start, as for a
-    background job (`slipstream train ... &` in a script): hence it is installed here. A SIGHUP that is ignored stays
-    ignored: that is what nohup is for.
-
-    Yields:
-        The signals received so far, Ctrl-C not among them.
-    """
-    received: list[int] = []
-
-    def on_signal(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-        if len(received) > 1:
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
-        signal.raise_signal(signal.SIGINT)
-
-    previous = {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        if signum is signal.SIGTERM or signal.getsignal(signum) is not signal.SIG_IGN:
-            previous[signum] = signal.signal(signum, on_signal)
-    try:
-        yield received
-    finally:
-        for signum, handler in previous.items():
-            if handler is not None:  # None: it belonged to no Python code, and cannot be put back
-                signal.signal(signum, handler)
 
 
 def _is_users(error: SlipstreamError) -> bool:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from conf.errors import ConfigError, SlipstreamError
-from orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, run_to_an_exit_code, say, signals, tell
+from orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, run_to_an_exit_code, say, tell
+from orchestrator.signals import wound_down_by_signals
 
 if TYPE_CHECKING:
     from conf.schema import RunConfig
@@ -189,11 +190,11 @@ def _start(config: RunConfig, overrides: list[str], flags: argparse.Namespace) -
         print("\nReady to train. Nothing was started (--dry-run).")
         return EXIT_OK
     for note in environment.apply(environment.variables_of(report.config)):
-        print(note, file=sys.stderr)
+        tell(note)
     for fact in report.facts:
         if fact.is_warning:
-            print(f"warning: {fact.subject}: {fact.finding}", file=sys.stderr)
-    with signals() as received:
+            tell(f"warning: {fact.subject}: {fact.finding}")
+    with wound_down_by_signals() as received:
         return run_to_an_exit_code(report.config, overrides, received)
 
 
@@ -297,7 +298,7 @@ def _push(words: list[str]) -> int:
         log_dir=flags.log_dir,
         serve_words=tuple(serve_words),
     )
-    with signals() as received:
+    with wound_down_by_signals() as received:
         try:
             run_push(options, as_json=flags.json, stay=not flags.once)
         except KeyboardInterrupt:

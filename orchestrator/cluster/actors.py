@@ -1,18 +1,73 @@
 """What runs inside the processes of a run: a Ray actor around one trainer rank, and one around one rollout worker.
 
 Owns: nothing but the wrapping; the wrapped classes know nothing of Ray. Invariant: torch and vLLM are imported here
-only when an actor starts, in its own process.
+only when an actor starts, in its own process. `ray.method` tells type checkers what a call takes and returns.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from orchestrator.cluster import nodes
+
+if TYPE_CHECKING:
+    from conf.schema import (
+        AlgorithmConfig,
+        Device,
+        DType,
+        ModelConfig,
+        RolloutConfig,
+        SamplingConfig,
+        TrainerConfig,
+        WeightSyncConfig,
+    )
+    from rollout.types import AdapterSlotsSpec, Prompt, Rollout
+    from rollout.worker import RolloutWorker
+    from trainer.rank import TrainerRank
+    from trainer.types import Denominators, LossStats, OptimStats, Sample
+    from weight_sync.layout import TensorMeta
+    from weight_sync.publish.report import PublishReport
+    from weight_sync.replica.recovery import Offer, Pulled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """What every trainer rank of a run is built from (trainer.rank.TrainerRank has the meanings)."""
+
+    model: ModelConfig
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig
+    sampling_temperature: float
+    weight_sync: WeightSyncConfig
+    seed: int
+    num_steps: int
+    world_size: int
+    rendezvous: str
+    device: str
+    hf_config: dict[str, Any]
+    sync_key: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """What every rollout worker of a run is built from (rollout.worker.RolloutWorker has the meanings)."""
+
+    folder: Path
+    config: RolloutConfig
+    weight_sync: WeightSyncConfig
+    dtype: DType
+    device: Device
+    tensors: Sequence[TensorMeta]
+    key: bytes
+    adapters: AdapterSlotsSpec | None
+    keep_special_tokens: bool
 
 
 class TrainerActor:
@@ -20,9 +75,15 @@ class TrainerActor:
 
     def __init__(self, name: str) -> None:
         _log_to_stderr(name)
-        self._rank: Any = None
+        self._started: TrainerRank | None = None
         self._reserved: socket.socket | None = None
 
+    @property
+    def _rank(self) -> TrainerRank:
+        assert self._started is not None, "start() comes first"
+        return self._started
+
+    @ray.method
     def pick_rendezvous(self, is_only_node: bool) -> str:
         """A free port of this node, where rank 0 will listen and all ranks meet.
 
@@ -35,21 +96,98 @@ class TrainerActor:
         self._reserved.bind((host, 0))
         return f"tcp://{host}:{self._reserved.getsockname()[1]}"
 
-    def start(self, options: dict[str, Any], is_only_node: bool) -> dict[str, Any]:
-        """Build the rank and load the model."""
+    @ray.method
+    def start(self, rank: int, options: TrainerOptions, is_only_node: bool) -> dict[str, Any]:
+        """Build the rank and load the model. Returns facts for the log."""
         from trainer.rank import TrainerRank
 
         host = nodes.address_of_this_node(is_only=is_only_node)
         nodes.meet_over(host)
-        self._rank = TrainerRank(**options, host=host)
+        self._started = TrainerRank(
+            model=options.model,
+            trainer=options.trainer,
+            algorithm=options.algorithm,
+            sampling_temperature=options.sampling_temperature,
+            weight_sync=options.weight_sync,
+            seed=options.seed,
+            num_steps=options.num_steps,
+            rank=rank,
+            world_size=options.world_size,
+            rendezvous=options.rendezvous,
+            device=options.device,
+            hf_config=options.hf_config,
+            sync_key=options.sync_key,
+            host=host,
+        )
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
         return self._rank.load()
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the rank."""
-        return getattr(self._rank, method)(*args)
+    @ray.method
+    def warm_up(self, lengths: list[int]) -> dict[str, float]:
+        """TrainerRank.warm_up."""
+        return self._rank.warm_up(lengths)
+
+    @ray.method
+    def forward_backward(self, microbatches: list[list[Sample]], denominators: Denominators) -> LossStats:
+        """TrainerRank.forward_backward."""
+        return self._rank.forward_backward(microbatches, denominators)
+
+    @ray.method
+    def evaluate(self, microbatches: list[list[Sample]], denominators: Denominators) -> LossStats:
+        """TrainerRank.evaluate."""
+        return self._rank.evaluate(microbatches, denominators)
+
+    @ray.method
+    def optimizer_step(self) -> OptimStats:
+        """TrainerRank.optimizer_step."""
+        return self._rank.optimizer_step()
+
+    @ray.method
+    def connect(self, endpoints: list[str], adapter_endpoints: list[str]) -> dict[str, Any]:
+        """TrainerRank.connect."""
+        return self._rank.connect(endpoints, None, adapter_endpoints)
+
+    @ray.method
+    def publish(self, exclude: Sequence[int], trace: Path | None) -> PublishReport:
+        """TrainerRank.publish."""
+        return self._rank.publish(exclude, trace)
+
+    @ray.method
+    def disconnect(self, replicas: Sequence[int]) -> None:
+        """TrainerRank.disconnect."""
+        self._rank.disconnect(replicas)
+
+    @ray.method
+    def reconnect(self, replica: int, endpoint: str, base_endpoint: str) -> None:
+        """TrainerRank.reconnect."""
+        self._rank.reconnect(replica, endpoint, base_endpoint)
+
+    @ray.method
+    def save_adapter(self, folder: Path) -> None:
+        """TrainerRank.save_adapter."""
+        self._rank.save_adapter(folder)
+
+    @ray.method
+    def save_merged(self, folder: Path) -> None:
+        """TrainerRank.save_merged."""
+        self._rank.save_merged(folder)
+
+    @ray.method
+    def save_state(self, folder: Path) -> None:
+        """TrainerRank.save_state."""
+        self._rank.save_state(folder)
+
+    @ray.method
+    def load_state(self, folder: Path) -> None:
+        """TrainerRank.load_state."""
+        self._rank.load_state(folder)
+
+    @ray.method
+    def shutdown(self) -> None:
+        """TrainerRank.shutdown."""
+        self._rank.shutdown()
 
 
 class RolloutActor:
@@ -57,26 +195,83 @@ class RolloutActor:
 
     def __init__(self, name: str) -> None:
         _log_to_stderr(name)
-        self._worker: Any = None
+        self._started: RolloutWorker | None = None
 
-    async def start(self, options: dict[str, Any], is_only_node: bool) -> str:
+    @property
+    def _worker(self) -> RolloutWorker:
+        assert self._started is not None, "start() comes first"
+        return self._started
+
+    @ray.method
+    async def start(self, options: WorkerOptions, seed: int, is_only_node: bool) -> str:
         """Start the engine; returns the address where publishers reach this replica."""
         from rollout.worker import RolloutWorker
 
-        self._worker = RolloutWorker(**options, host=nodes.address_of_this_node(is_only=is_only_node))
+        self._started = RolloutWorker(
+            options.folder,
+            config=options.config,
+            weight_sync=options.weight_sync,
+            dtype=options.dtype,
+            device=options.device,
+            seed=seed,
+            tensors=options.tensors,
+            key=options.key,
+            host=nodes.address_of_this_node(is_only=is_only_node),
+            adapters=options.adapters,
+            keep_special_tokens=options.keep_special_tokens,
+        )
         return await self._worker.start()
 
+    @ray.method
     def node(self) -> str:
         """Ray's id of this node."""
         return ray.get_runtime_context().get_node_id()
 
+    @ray.method
     def processes(self) -> list[nodes.ProcessId]:
         """This process and its engine's, to be ended even when they answer no more."""
         return nodes.own_tree()
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call a coroutine method of the worker."""
-        return await getattr(self._worker, method)(*args)
+    @ray.method
+    async def adapter_endpoint(self) -> str:
+        """RolloutWorker.adapter_endpoint."""
+        return await self._worker.adapter_endpoint()
+
+    @ray.method
+    async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None) -> list[Rollout]:
+        """RolloutWorker.generate_group."""
+        return await self._worker.generate_group(prompt, n, sampling)
+
+    @ray.method
+    async def offer(self) -> list[Offer]:
+        """RolloutWorker.offer."""
+        return await self._worker.offer()
+
+    @ray.method
+    async def pull(self, offers: Sequence[Offer]) -> Pulled:
+        """RolloutWorker.pull."""
+        return await self._worker.pull(offers)
+
+    @ray.method
+    async def adopt(self, version: int, epoch: int) -> None:
+        """RolloutWorker.adopt."""
+        await self._worker.adopt(version, epoch)
+
+    @ray.method
+    async def release(self, offers: Sequence[Offer]) -> None:
+        """RolloutWorker.release."""
+        await self._worker.release(offers)
+
+    @ray.method
+    async def base_wanted_at(self) -> str:
+        """RolloutWorker.base_wanted_at."""
+        return await self._worker.base_wanted_at()
+
+    @ray.method
+    async def stop(self) -> None:
+        """RolloutWorker.stop, of one that was started."""
+        if self._started is not None:
+            await self._started.stop()
 
 
 def _log_to_stderr(name: str) -> None:

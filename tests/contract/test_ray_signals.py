@@ -12,7 +12,7 @@ from orchestrator.environment import run_environment
 PROGRAM = """
 import asyncio, logging, signal
 import ray
-from orchestrator.cluster.placement import _take_sigterm_back
+from orchestrator.signals import take_sigterm_back
 
 received = []
 
@@ -21,7 +21,7 @@ async def main():
         ray.init, address="local", include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
         logging_level=logging.ERROR,
     )
-    _take_sigterm_back()
+    take_sigterm_back()
     signal.raise_signal(signal.SIGTERM)
 
 signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))
@@ -36,7 +36,7 @@ def test_sigterm_is_the_runs_own_after_ray_has_started() -> None:
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env={**run_environment("cpu"), **os.environ, "PYTHONPATH": root},
+        env={**os.environ, **run_environment("cpu"), "PYTHONPATH": root},
         capture_output=True,
         text=True,
         timeout=120,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from conf.load import load_run_config
 from conf.schema import Device, RunConfig
-from orchestrator.cluster.placement import adapter_slots
+from orchestrator.cluster.rollout_workers import adapter_slots
 from orchestrator.inputs.model_folder import prepare_model
 from rollout.types import Rollout
 from rollout.worker import RolloutWorker

@@ -60,6 +60,13 @@ def test_the_users_value_wins_and_that_is_said() -> None:
     assert note == "KEPT=theirs from the environment is kept; Slipstream's is ours: a matter of taste"
 
 
+def test_a_cluster_of_our_own_asks_for_a_token_whatever_the_shell_says() -> None:
+    environ = {"RAY_AUTH_MODE": "disabled"}
+    (note,) = apply([one for one in variables("cpu") if one.name == "RAY_AUTH_MODE"], environ)
+    assert environ == {"RAY_AUTH_MODE": "token"}
+    assert note.startswith("RAY_AUTH_MODE=disabled from the environment is not used, but token: ")
+
+
 @pytest.mark.parametrize(("num_gpus", "device"), [(0, "cpu"), (1, "cuda")])
 def test_auto_takes_gpus_when_there_are_any(num_gpus: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "count_gpus", lambda environ=None: num_gpus)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from orchestrator import machine
 from orchestrator.cli import doctor
 from orchestrator.cli.doctor import Finding, Status, Supported, judge_package
 from orchestrator.cli.main import main
+from orchestrator.cluster.private_folder import make_private_folder
 
 TORCH = Supported("torch", ("2.13", "2.11"), ("torch",))
 MOONCAKE = Supported("mooncake", ("0.3.13",), ("mooncake-a", "mooncake-b"))
@@ -101,3 +104,14 @@ def test_a_child_that_dies_is_a_finding_not_an_end() -> None:
     assert doctor._child("raise RuntimeError('no driver')") == "RuntimeError: no driver"
     assert doctor._child("pass") is None
     assert "orchestrator.cli.doctor" in sys.modules
+
+
+def test_a_run_that_goes_on_is_shown_with_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    folder, lock = make_private_folder()
+    (found,) = [finding for finding in doctor.ports_and_ray() if finding.name == "a run of yours"]
+    assert found.advice.endswith(f"cat {folder.token}")
+    os.close(lock)
+    (found,) = [finding for finding in doctor.ports_and_ray() if finding.value == str(folder.root)]
+    assert found.name == "folder of a dead run"

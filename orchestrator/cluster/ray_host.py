@@ -1,0 +1,151 @@
+"""The process that holds Ray's servers for one run, in a session of its own. Started by ray_servers.py as a program.
+
+    controller --stdin--> this process --> gcs_server, raylet, dashboard --> actors --> engines
+               <-stdout--
+
+A signal to the controller's process group (Ctrl-C, `timeout`, a batch system) does not reach what runs here, so that
+the controller can save and end it in order. The end of the controller, whatever the reason, closes stdin. This process
+then kills all that descends from it, keeps Ray's logs, and removes the run's private folder. When this process itself
+is killed, the kernel ends Ray's servers with it (Ray asks for that), and actors and engines follow them.
+
+Owns: Ray's servers, and everything that descends from them (it is their subreaper, so that no process gets away by
+losing its parent). Does not own: who runs in the cluster.
+Writes to stdout, a JSON object a line: {"address": ...} once Ray is up, {"failed": ...} where it does not start, and
+{"lost": "raylet", "how": "it was ended by SIGKILL"} when a server that nothing can do without has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from orchestrator.cluster.private_folder import PrivateFolder
+from orchestrator.cluster.processes import SHARED_MEMORY, end_processes, shared_memory_of
+
+_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_EVERY_S = 2.0
+_END_TIMEOUT_S = 10.0
+_VITAL = ("gcs_server", "raylet")
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """What the program is told, as JSON, in its only argument."""
+
+    folder: str
+    """The run's private folder."""
+    logs: str
+    """Where Ray's logs are kept."""
+    dashboard_port: int | None
+    """None without a dashboard."""
+    object_store_bytes: int
+
+
+def main(options: HostOptions) -> None:
+    """Start Ray, and end when the controller is gone or has had enough."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda *_: None)  # the controller says when
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    threading.Thread(target=_end_with_stdin, args=(options,), daemon=True).start()
+    _start_ray(options)
+    while True:  # the kernel ends Ray's servers when the thread that started them ends: this one must not
+        signal.pause()
+
+
+def _start_ray(options: HostOptions) -> None:
+    import ray
+
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=options.dashboard_port is not None,
+            dashboard_host="127.0.0.1",
+            # Ray looks at the port even without a dashboard: None lets it look elsewhere when that one is taken.
+            dashboard_port=options.dashboard_port,
+            object_store_memory=options.object_store_bytes,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(PrivateFolder(Path(options.folder)).ray),
+        )
+    except Exception as error:  # the edge to Ray; the controller raises it
+        _say(failed=f"{type(error).__name__}: {error}")
+    else:
+        _say(address=ray.get_runtime_context().gcs_address)
+
+
+def _end_with_stdin(options: HostOptions) -> None:
+    """Watch until stdin is closed, then leave nothing behind."""
+    folder = PrivateFolder(Path(options.folder))
+    try:
+        _watch(folder)
+        left = end_processes(_descendants, timeout_s=_END_TIMEOUT_S)
+        if left:
+            _say(left=left)
+        folder.keep_logs(Path(options.logs))
+        folder.remove()
+    finally:
+        os._exit(0)  # Ray's own way out would wait for servers that are gone
+
+
+def _watch(folder: PrivateFolder) -> None:
+    """Say which server ends, and note the shared memory of all processes, until stdin is closed."""
+    names: set[str] = set()
+    seen: set[str] = set()
+    servers: dict[int, str] = {}
+    stdin = sys.stdin.fileno()
+    while True:
+        ready, _, _ = select.select([stdin, *servers], [], [], _LOOK_EVERY_S)
+        if stdin in ready and not os.read(stdin, 1):
+            return
+        for pidfd in set(ready) & servers.keys():
+            _say(lost=servers.pop(pidfd), how=_how_it_ended(pidfd))
+        if not servers:
+            servers = _vital_servers()
+        present = set(os.listdir(SHARED_MEMORY))
+        if present - seen:
+            seen = present
+            names |= shared_memory_of(_descendants())
+            folder.note_shared_memory(names)
+
+
+def _vital_servers() -> dict[int, str]:
+    """A descriptor of each server that nothing can do without, by name; none before all have started."""
+    found = {child.name(): child.pid for child in psutil.Process().children() if child.name() in _VITAL}
+    return {os.pidfd_open(pid): name for name, pid in found.items()} if len(found) == len(_VITAL) else {}
+
+
+def _how_it_ended(pidfd: int) -> str:
+    try:
+        end = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # Ray has asked before
+        end = None
+    if end is None:
+        return "it is not known how"
+    if end.si_code == os.CLD_EXITED:
+        return f"it exited with code {end.si_status}"
+    return f"it was ended by {signal.Signals(end.si_status).name}"
+
+
+def _descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _say(**facts: object) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the controller is gone
+        sys.stdout.write(json.dumps(facts) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(HostOptions(**json.loads(sys.argv[1])))

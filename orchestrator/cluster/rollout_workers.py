@@ -1,0 +1,142 @@
+"""Starts the rollout workers of a run, each in its bundle of the placement group, and starts one again that was lost.
+
+Owns: what workers are built from, their names and bundles. Does not own: Ray (ray_cluster.py), what a worker does
+(actors.py), how one is called (ray_handles.py), or when one is started again (supervisor.py).
+Invariant: vLLM is imported by the actors, never here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from conf.checks import packing_of
+from conf.schema import Device, RunConfig, SyncMode
+from orchestrator.cluster.actors import RolloutActor, WorkerOptions
+from orchestrator.cluster.ray_cluster import RayCluster, kill_actor
+from orchestrator.cluster.ray_handles import RayRolloutWorker
+from orchestrator.environment import RunDevice
+from orchestrator.errors import OrchestratorError
+from orchestrator.inputs.model_folder import engine_checkpoint
+from orchestrator.waiting import all_started
+from rollout.types import AdapterSlotsSpec
+from trainer.architecture.families import read_config
+from trainer.weights.adapter_names import adapter_tensors, target_modules
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutWorkers:
+    """The rollout workers of a run.
+
+    Args:
+        model_folder: config and tokenizer, without weights.
+        hf_config: the policy's Hugging Face config.
+        sync_key: authenticates the control messages of a publish.
+        is_one_node: whether all processes of the run share one machine, hence loopback.
+        check_node: raises where a node, given by Ray's id, does not fit the run.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        cluster: RayCluster,
+        *,
+        model_folder: Path,
+        hf_config: dict[str, Any],
+        device: RunDevice,
+        sync_key: bytes,
+        is_one_node: bool,
+        check_node: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self.workers: list[RayRolloutWorker] = []
+        """In the order in which the publisher knows them; after `start`."""
+        self._config = config
+        self._cluster = cluster
+        self._is_one_node = is_one_node
+        self._check_node = check_node
+        self._num_restarts: Counter[int] = Counter()
+        self._options = WorkerOptions(
+            folder=model_folder,
+            config=config.rollout,
+            weight_sync=config.weight_sync,
+            dtype=config.model.dtype,
+            device=Device(device),
+            tensors=engine_checkpoint(hf_config, config.model.dtype),
+            key=sync_key,
+            adapters=adapter_slots(config, hf_config),
+            keep_special_tokens=config.reward.keep_special_tokens,
+        )
+
+    async def start(self) -> None:
+        """Start all of them and their engines."""
+        starts = [self._start(index, f"rollout-{index}") for index in range(self._config.rollout.num_workers)]
+        timeout_s = self._config.cluster.start_timeout_s
+        self.workers = await all_started(starts, "rollout workers", timeout_s=timeout_s)
+        logger.info("%d rollout workers are up", len(self.workers))
+
+    async def restart(self, index: int) -> RayRolloutWorker:
+        """Start a worker again in its bundle, without the weights it had. What was left of it has ended."""
+        self._num_restarts[index] += 1
+        name = f"rollout-{index}.{self._num_restarts[index]}"  # Ray frees a dead actor's name late
+        timeout_s = self._config.cluster.start_timeout_s
+        (self.workers[index],) = await all_started([self._start(index, name)], name, timeout_s=timeout_s)
+        return self.workers[index]
+
+    async def stop(self) -> list[BaseException]:
+        """End all engines politely. Returns what went wrong."""
+        ends = await asyncio.gather(*(worker.stop() for worker in self.workers), return_exceptions=True)
+        return [end for end in ends if end is not None]
+
+    async def _start(self, index: int, name: str) -> RayRolloutWorker:
+        config, cluster = self._config, self._cluster
+        concurrency = config.rollout.max_concurrent_groups + 16  # groups, and calls beside them
+        bundle = config.trainer.num_ranks + index
+        actor = cluster.new_actor(
+            RolloutActor, name, bundle, num_gpus=config.rollout.tp_size, max_concurrency=concurrency
+        )
+        seed = config.run.seed * 1000 + index  # workers sample apart from each other, and runs of different seeds too
+        try:
+            node = await cluster.result_of(actor.node.remote(), name, OrchestratorError)
+            await self._check_node(node)  # one that takes the place of a lost node is new
+            start = actor.start.remote(self._options, seed, self._is_one_node)
+            endpoint = base_endpoint = await cluster.result_of(start, name, OrchestratorError)
+            if config.weight_sync.mode is SyncMode.adapter:
+                endpoint = await cluster.result_of(actor.adapter_endpoint.remote(), name, OrchestratorError)
+            processes = await cluster.result_of(actor.processes.remote(), name, OrchestratorError)
+        except BaseException:  # a deadline cancels this: the bundle must be free for the next attempt
+            kill_actor(actor)  # its engine's processes end with it
+            raise
+        logger.info("%s is process %d at %s", name, processes[0].pid, endpoint)
+        return RayRolloutWorker(
+            cluster,
+            actor,
+            name=name,
+            endpoint=endpoint,
+            base_endpoint=base_endpoint,
+            processes=processes,
+            node=node,
+        )
+
+
+def adapter_slots(config: RunConfig, hf_config: dict[str, Any]) -> AdapterSlotsSpec | None:
+    """The slots that engines need in adapter mode; None when adapters are merged.
+
+    One serves, one is written, and requests may be `max_staleness_steps` versions old.
+    """
+    if config.weight_sync.mode is SyncMode.merged:
+        return None
+    lora = config.trainer.lora
+    # Factors are in the engine's dtype, whatever the matrices beside them are quantized to.
+    tensors = read_config(hf_config).unpacked().checkpoint_tensors(config.model.dtype.value)
+    return AdapterSlotsSpec(
+        num_slots=config.algorithm.max_staleness_steps + 2,
+        rank=lora.slot_rank,
+        target_modules=tuple(target_modules(tensors, lora)),
+        tensors=tuple(adapter_tensors(tensors, lora)),
+        base=Path(config.model.path or "") if packing_of(hf_config) is not None else None,
+    )

@@ -1,0 +1,101 @@
+"""Starts the trainer ranks of a run, each in its bundle of the placement group.
+
+Owns: their rendezvous, and the microbatch that they try before the run. Does not own: Ray (ray_cluster.py), what a rank
+does (actors.py), or how ranks are called (ray_handles.py). Invariant: torch is imported by the actors, never here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from conf.schema import Objective, RunConfig, TrainMode
+from orchestrator.cluster.actors import TrainerActor, TrainerOptions
+from orchestrator.cluster.ray_cluster import RayCluster
+from orchestrator.cluster.ray_handles import RayTrainerGroup
+from orchestrator.environment import RunDevice
+from orchestrator.errors import TrainingStopped
+from orchestrator.waiting import all_started
+from trainer.step.warm_up import full_microbatch
+
+logger = logging.getLogger(__name__)
+
+
+async def start_trainer_ranks(
+    config: RunConfig,
+    cluster: RayCluster,
+    *,
+    bundles: Sequence[int],
+    hf_config: dict[str, Any],
+    device: RunDevice,
+    sync_key: bytes,
+    is_one_node: bool,
+) -> RayTrainerGroup:
+    """Start all ranks, load the model on them, and on GPUs try a full microbatch.
+
+    Args:
+        bundles: the bundle of each rank.
+        hf_config: the policy's Hugging Face config.
+        sync_key: authenticates the control messages of a publish.
+        is_one_node: whether all processes of the run share one machine, hence loopback.
+    """
+    names = [f"trainer-{rank}" for rank in range(len(bundles))]
+    actors = [
+        cluster.new_actor(TrainerActor, name, bundle, num_gpus=1) for name, bundle in zip(names, bundles, strict=True)
+    ]
+    rendezvous = await cluster.result_of(actors[0].pick_rendezvous.remote(is_one_node), names[0], TrainingStopped)
+    options = TrainerOptions(
+        model=config.model,
+        trainer=config.trainer,
+        algorithm=config.algorithm,
+        sampling_temperature=config.rollout.sampling.temperature,
+        weight_sync=config.weight_sync,
+        seed=config.run.seed,
+        num_steps=config.run.num_steps,
+        world_size=len(bundles),
+        rendezvous=rendezvous,
+        device=device,
+        hf_config=hf_config,
+        sync_key=sync_key,
+    )
+    starts = [
+        cluster.result_of(actor.start.remote(rank, options, is_one_node), f"trainer rank {rank}", TrainingStopped)
+        for rank, actor in enumerate(actors)
+    ]
+    _log_start(await all_started(starts, "trainer ranks", timeout_s=config.cluster.start_timeout_s))
+    group = RayTrainerGroup(cluster, actors, is_lora=config.trainer.mode is TrainMode.lora)
+    if device == "cuda" and config.algorithm.objective is not Objective.sft:  # engines start meanwhile
+        await _warm_up(config, group)
+    return group
+
+
+async def _warm_up(config: RunConfig, trainer: RayTrainerGroup) -> None:
+    num_samples = config.algorithm.groups_per_step * config.algorithm.group_size
+    longest = min(config.rollout.max_model_len, config.data.max_prompt_tokens + config.rollout.sampling.max_tokens)
+    lengths = full_microbatch(config.trainer.max_microbatch_tokens, longest, num_samples)
+    found = await trainer.warm_up(lengths, config.cluster.start_timeout_s)
+    logger.info(
+        "a microbatch of %d sequences of %d tokens was tried in %.1f s; %.1f GB on a GPU at most",
+        len(lengths),
+        lengths[0],
+        max(one["seconds"] for one in found),
+        max(one["peak_device_bytes"] for one in found) / 1e9,
+    )
+
+
+def _log_start(facts: Sequence[dict[str, Any]]) -> None:
+    """What the ranks chose and loaded, in one line; what they could not place, in another."""
+    first = facts[0]
+    logger.info(
+        "%d trainer ranks are up: %d parameters, %d of them trainable; kernels: %s",
+        len(facts),
+        first["num_parameters"],
+        first["num_trainable_parameters"],
+        ", ".join(f"{part} {backend}" for part, backend in first["backends"].items()),
+    )
+    if first["mtp_tensors"]:
+        logger.info("%d tensors of multi-token prediction layers are left out: not the policy's", first["mtp_tensors"])
+    ignored = first["ignored_tensors"]
+    if ignored:
+        logger.warning("%d tensors of the checkpoint have no place in the model: %s ...", len(ignored), ignored[:3])

@@ -1,0 +1,116 @@
+"""The folder of a run under /tmp, and what killed processes leave in /dev/shm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.cluster.private_folder import make_private_folder, private_folders, remove_folders_of_dead_runs
+from orchestrator.cluster.processes import SHARED_MEMORY, end_processes
+
+OWNER = """
+import sys
+from orchestrator.cluster.private_folder import make_private_folder
+folder, lock = make_private_folder()
+folder.note_shared_memory(set(sys.argv[1:]))
+print(folder.root, flush=True)
+sys.stdin.read()
+"""
+SHARER = """
+from multiprocessing.shared_memory import SharedMemory
+segment = SharedMemory(create=True, size=4096)
+print(segment.name, flush=True)
+input()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder of another run is near."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+def start(program: str, *words: str) -> tuple[subprocess.Popen[str], str]:
+    """A Python program in a process, and its first line."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def test_nobody_else_can_look_into_the_folder_or_read_the_token() -> None:
+    folder, lock = make_private_folder()
+    assert folder.root.stat().st_mode & 0o777 == 0o700
+    assert folder.token.stat().st_mode & 0o777 == 0o600
+    assert len(folder.token.read_text()) == 64
+    os.close(lock)
+
+
+def test_only_the_folder_of_a_dead_run_is_removed_and_its_shared_memory_with_it(tmp_path: Path) -> None:
+    noted, kept = SharedMemory(create=True, size=4096), SharedMemory(create=True, size=4096)
+    try:
+        dead, dead_root = start(OWNER, noted.name)
+        living, living_root = start(OWNER, kept.name)
+        (tmp_path / "slipstream-link").symlink_to(living_root)
+        assert {str(folder.root): is_held for folder, is_held in private_folders()} == {
+            dead_root: True,
+            living_root: True,
+        }
+        dead.send_signal(signal.SIGKILL)
+        dead.wait()
+        assert [str(root) for root in remove_folders_of_dead_runs()] == [dead_root]
+        assert not Path(dead_root).exists()
+        assert not (SHARED_MEMORY / noted.name).exists()
+        assert Path(living_root, "token").exists()
+        assert (SHARED_MEMORY / kept.name).exists()
+        living.communicate()
+    finally:
+        kept.unlink()
+        resource_tracker.unregister(f"/{noted.name}", "shared_memory")
+
+
+def test_logs_are_copied_without_following_links(tmp_path: Path) -> None:
+    folder, lock = make_private_folder()
+    logs = folder.ray / "session_2026" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.out").write_text("said")
+    (logs / "empty.err").touch()
+    (logs / "events").mkdir()
+    secret = tmp_path / "secret"
+    secret.write_text("not for others")
+    (logs / "planted.log").symlink_to(secret)
+    os.mkfifo(logs / "pipe.log")
+    target = tmp_path / "kept"
+    target.mkdir()
+    (target / "raylet.out").symlink_to(secret)
+    folder.keep_logs(target)
+    assert {file.name: file.read_text() for file in target.iterdir()} == {"raylet.out": "said"}
+    assert (target / "raylet.out").stat().st_mode & 0o777 == 0o600
+    assert secret.read_text() == "not for others"
+    os.close(lock)
+
+
+def test_killed_processes_leave_no_shared_memory_and_others_keep_theirs() -> None:
+    """Python's tracker of the first process is killed before it could clean up."""
+    killed, name = start(SHARER)
+    other, other_name = start(SHARER)
+    top = psutil.Process(killed.pid)
+    for tracker in top.children():
+        tracker.kill()
+    left = end_processes(lambda: [top] if top.is_running() else [], timeout_s=10)
+    assert left == []
+    assert not (SHARED_MEMORY / name).exists()
+    assert (SHARED_MEMORY / other_name).exists()
+    killed.wait()
+    other.communicate("\n")
+    assert not (SHARED_MEMORY / other_name).exists()
