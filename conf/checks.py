@@ -103,16 +103,14 @@ def check_tokenizer_is_given(config: RunConfig) -> None:
 
 def check_prompt_and_response_fit(config: RunConfig) -> None:
     """The longest prompt and the longest response fit the engine together."""
-    prompt, response, limit = (
-        config.data.max_prompt_tokens,
-        config.rollout.sampling.max_tokens,
-        config.rollout.max_model_len,
-    )
+    prompt, response = config.max_prompt_tokens, config.rollout.sampling.max_tokens
+    limit = config.rollout.max_model_len
     if prompt + response > limit:
         raise ConfigError(
             f"data.max_prompt_tokens={prompt} plus rollout.sampling.max_tokens={response} is {prompt + response} "
             "tokens, more than "
-            f"rollout.max_model_len={limit}; set rollout.max_model_len={prompt + response}, or shorten one of the two"
+            f"rollout.max_model_len={limit}; set rollout.max_model_len={prompt + response}, or shorten one of the "
+            "two; data.max_prompt_tokens=null is what is left"
         )
 
 

@@ -70,6 +70,8 @@ def load_run_config(overrides: Sequence[str], config_dir: Path | None = None) ->
         config = OmegaConf.to_object(tree)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain_foreign(error)) from error
+    except UnicodeDecodeError as error:  # a file of the user's: Hydra does not say which
+        raise ConfigError(f"{_not_utf8(config_dir)} is not UTF-8 text; save the file as UTF-8") from error
     assert isinstance(config, RunConfig)
     return _checked(config, parsed)
 
@@ -268,6 +270,16 @@ def _explain_foreign(error: BaseException) -> str:
             return where + _explain_unknown(name)
         return f"{where}{name}: {_first_line(cause)}"
     return where + _first_line(cause or error)
+
+
+def _not_utf8(folder: Path | None) -> Path | None:
+    """The first YAML file of the folder that is not UTF-8; the folder, where none is found."""
+    for path in sorted(folder.rglob("*.yaml")) if folder is not None else ():
+        try:
+            path.read_bytes().decode()
+        except UnicodeDecodeError:
+            return path
+    return folder
 
 
 def _first_line(error: BaseException) -> str:

@@ -223,7 +223,7 @@ def _type_label(annotation: Any) -> str:
 
 def _first_comment(path: Path) -> str:
     """The first comment of a YAML file that is not Hydra's `@package` directive: its description."""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith("#") and "@package" not in line:
             return line.lstrip("# ").strip()
     return ""

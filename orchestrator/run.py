@@ -29,7 +29,8 @@ from orchestrator.files.run_folder import RunFolder, changed_options, open_run_f
 from orchestrator.files.run_log import ProgressLine, RunLog
 from orchestrator.files.telemetry import Telemetry
 from orchestrator.inputs.conversations import read_conversations
-from orchestrator.inputs.model_folder import complete_export, prepare_model, read_all_prompts
+from orchestrator.inputs.model_folder import complete_export, prepare_model
+from orchestrator.inputs.prompt_rows import read_all_prompts
 from orchestrator.inputs.text_encoder import TextEncoder
 from orchestrator.loop.controller import Controller
 from orchestrator.loop.finetuner import Finetuner
@@ -111,7 +112,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
     from orchestrator.cluster.placement import Cluster  # imports Ray
 
     model = prepare_model(config.model, folder.model)
-    prompts, eval_prompts = read_all_prompts(config.data, TextEncoder(folder.model))
+    prompts, eval_prompts = read_all_prompts(config, TextEncoder(folder.model))
     checkpoints = CheckpointStore(folder.checkpoints, keep=config.run.keep_checkpoints, options=fingerprint(config))
     resume_from = checkpoints.to_resume(config.run.resume)
     is_adapter_mode = config.weight_sync.mode is SyncMode.adapter

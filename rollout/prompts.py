@@ -12,9 +12,11 @@ A row is an object with a `prompt` column (text, or a list of chat messages) and
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -24,6 +26,8 @@ import conf
 from rollout.errors import DataError
 from rollout.types import Prompt
 
+_HEAD_CHARACTERS_PER_TOKEN = 16
+"""A text of more characters a token is not tokenized whole before its beginning was."""
 PACKAGED = "pkg://"
 """Prefix of prompt files that ship in conf/data."""
 
@@ -66,12 +70,18 @@ def read_prompts(
     file = resolve_path(path)
     prompts: list[Prompt] = []
     for where, row in read_rows(file):
-        text, token_ids = _encode(row, where, encoder, prompt_key, add_special_tokens)
+        text, add_special = _text_of(row, where, encoder, prompt_key, add_special_tokens)
+        token_ids, is_whole = encode_up_to(
+            max_prompt_tokens, text, partial(encoder.encode, add_special_tokens=add_special)
+        )
         if len(token_ids) > max_prompt_tokens:
+            count = f"{len(token_ids)}" if is_whole else f"{len(text)} characters, more than {max_prompt_tokens}"
             raise DataError(
-                f"{where}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens allows {max_prompt_tokens}; "
-                "shorten it, or raise data.max_prompt_tokens (and rollout.max_model_len with it)"
+                f"{where}: the prompt has {count} tokens, data.max_prompt_tokens allows {max_prompt_tokens}; shorten "
+                "it, or raise data.max_prompt_tokens (and rollout.max_model_len with it)"
             )
+        if not token_ids:
+            raise DataError(f"{where}: the prompt has no tokens")
         fields = {key: value for key, value in row.items() if key != prompt_key}
         _check_plain(fields, where)
         prompts.append(Prompt(len(prompts), tuple(token_ids), text, fields))
@@ -97,12 +107,26 @@ def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from readers[file.suffix](file)
 
 
+def encode_up_to(limit: int, text: str, encode: Callable[[str], list[int]]) -> tuple[list[int], bool]:
+    """(token ids, whether they are of the whole text). Of a text that is far longer than the limit only the beginning
+    is tokenized, because megabytes take minutes.
+    """
+    head = text[: _HEAD_CHARACTERS_PER_TOKEN * (limit + 1)]
+    if len(head) < len(text):
+        token_ids = encode(head)
+        if len(token_ids) > limit + 1:  # the cut may have made one token more
+            return token_ids, False
+    return encode(text), True
+
+
 def check_text(text: str, where: str) -> None:
-    """Refuse what JSON can say and UTF-8 cannot: half of a surrogate pair, which tokenizers do not take.
+    """Refuse what JSON can say and text does not have: half of a surrogate pair, which tokenizers do not take, and NUL.
 
     Raises:
         DataError: Names the place and the character.
     """
+    if (nul := text.find("\0")) >= 0:
+        raise DataError(f"{where}: character {nul + 1} of the text is NUL; remove it")
     try:
         text.encode()
     except UnicodeEncodeError as e:
@@ -214,15 +238,31 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not line.strip():
                 continue
             where = f"{file}:{number}"
+            if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line:
+                raise DataError(f"{file} is not UTF-8 text: line {number} looks like UTF-16; save the file as UTF-8")
             try:
-                row = json.loads(line.rstrip())
+                row = json.loads(line.decode("utf-8-sig").rstrip(), object_pairs_hook=_without_duplicates)
             except json.JSONDecodeError as e:  # its own line number is of the row, not of the file
                 raise DataError(f"{where}: not a JSON object: {e.msg} at character {e.pos + 1}") from e
-            except ValueError as e:  # UnicodeDecodeError
+            except UnicodeDecodeError as e:
+                raise DataError(f"{where}: byte {e.start + 1} of the line is not UTF-8; save the file as UTF-8") from e
+            except DataError as e:
+                raise DataError(f"{where}: {e}") from e
+            except ValueError as e:  # a number of thousands of digits
                 raise DataError(f"{where}: not a JSON object: {e}") from e
             if not isinstance(row, dict):
                 raise DataError(f"{where}: each line must be a JSON object, got {type(row).__name__}")
             yield where, row
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; json itself would keep the last value of a key that is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"the key {twice!r} is there twice; remove one of the two")
+    return found
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -241,16 +281,15 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"{file} is not a readable Parquet file: {e}") from e
 
 
-def _encode(
-    row: dict[str, Any], where: str, encoder: Encoder, key: str, add_special_tokens: bool
-) -> tuple[str, list[int]]:
+def _text_of(row: dict[str, Any], where: str, encoder: Encoder, key: str, add_special_tokens: bool) -> tuple[str, bool]:
+    """(the prompt's text, whether the tokenizer adds its special tokens to it)."""
     if key not in row:
         columns = ", ".join(sorted(map(str, row))) or "none"
         raise DataError(f"{where}: no column {key!r} (data.prompt_key); the columns are {columns}")
     value = row[key]
     if isinstance(value, str):
-        check_text(value, where)
-        text, token_ids = value, encoder.encode(value, add_special_tokens=add_special_tokens)
+        text = value
+        is_empty = not value.strip()
     elif (
         isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m and "content" in m for m in value)
     ):
@@ -260,16 +299,17 @@ def _encode(
             raise DataError(f"{where}: {e}") from e
         except Exception as e:  # the edge to a tokenizer's own template code
             raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {e}") from e
-        check_text(text, where)
-        token_ids = encoder.encode(text, add_special_tokens=False)
+        add_special_tokens = False
+        is_empty = not any(message["content"] for message in value)
     else:
         raise DataError(
             f"{where}: column {key!r} must be text or a non-empty list of messages with role and content, "
             f"got {type(value).__name__}"
         )
-    if not token_ids:
-        raise DataError(f"{where}: the prompt has no tokens")
-    return text, token_ids
+    if is_empty:
+        raise DataError(f"{where}: the prompt is empty (column {key!r}); fill it, or remove the row")
+    check_text(text, where)
+    return text, add_special_tokens
 
 
 def _digest(items: Sequence[Tokenized]) -> str:

@@ -29,8 +29,10 @@ class DataConfig:
     max_sequence_tokens: int | None = None
     """algorithm=sft: longer conversations are refused before the run starts, with the line number. null: any length.
     """
-    max_prompt_tokens: int = 2048
-    """Longer prompts are refused before the run starts, with the line number."""
+    max_prompt_tokens: int | None = None
+    """Longer prompts are refused before the run starts, with the line number. null: what rollout.max_model_len leaves
+    beside rollout.sampling.max_tokens.
+    """
     shuffle: bool = True
     """Draw prompts in an order seeded by run.seed, a new one each epoch; false keeps the file's order."""
     add_special_tokens: bool = True
@@ -39,7 +41,7 @@ class DataConfig:
     """
 
     def __post_init__(self) -> None:
-        at_least(1, "data", max_prompt_tokens=self.max_prompt_tokens)
+        at_least_or_null(1, "data", max_prompt_tokens=self.max_prompt_tokens)
         at_least_or_null(2, "data", max_sequence_tokens=self.max_sequence_tokens)
         for name in ("prompt_key", "response_key", "messages_key"):
             require(bool(getattr(self, name)), f"data.{name} must name a column, got nothing")

@@ -34,7 +34,8 @@ class RolloutConfig:
     """Engines (replicas)."""
     tp_size: int = 1
     """Tensor-parallel size of one engine; a replica uses tp_size devices. Divides attention heads, feed-forwards and
-    the vocabulary; divides key/value heads, or is a multiple of them. With block-FP8 a rank holds whole blocks.
+    the vocabulary padded to a multiple of 64; divides key/value heads, or is a multiple of them. With block-FP8 a rank
+    holds whole blocks.
     """
     enable_expert_parallel: bool = False
     """Split experts, not their rows, over the tensor-parallel ranks. GPU only."""

@@ -78,3 +78,9 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """data.max_prompt_tokens, or rollout.max_model_len - rollout.sampling.max_tokens."""
+        left = self.rollout.max_model_len - self.rollout.sampling.max_tokens
+        return left if self.data.max_prompt_tokens is None else self.data.max_prompt_tokens

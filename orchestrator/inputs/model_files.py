@@ -37,6 +37,8 @@ def read_hf_config(folder: Path, subject: str) -> dict[str, Any]:
         raise ConfigError(f"{subject}={folder} has no config.json; give a Hugging Face model folder") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text; save the file as UTF-8") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):

@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError
-from conf.schema import DataConfig, DType, EngineFormat, Init, ModelConfig
+from conf.schema import DType, EngineFormat, Init, ModelConfig
 from orchestrator.inputs.character_tokenizer import CHARACTERS, save_character_tokenizer
 from orchestrator.inputs.model_files import read_hf_config
-from orchestrator.inputs.text_encoder import TOKENIZER_FILE, TextEncoder, check_holds_tokenizer
-from rollout.prompts import read_prompts
-from rollout.types import Prompt
+from orchestrator.inputs.text_encoder import TOKENIZER_FILE, check_holds_tokenizer
 from trainer.architecture.families import check_spelling, read_config
 from trainer.weights.quantization import BlockFp8, engine_tensors
 from weight_sync.layout import TensorMeta
@@ -113,25 +111,6 @@ def engine_checkpoint(hf_config: Mapping[str, Any], dtype: DType) -> list[Tensor
     """
     tensors = read_config(dict(hf_config)).checkpoint_tensors(dtype.value)
     return engine_tensors(tensors, BlockFp8.from_hf_config(hf_config))
-
-
-def read_all_prompts(config: DataConfig, encoder: TextEncoder) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and held-out prompts; the second list is empty without data.eval_path."""
-    if config.path is None:
-        raise ConfigError("data.path is required; give a .jsonl or .parquet file, or data=letters")
-    training, held_out = (
-        read_prompts(
-            path,
-            encoder,
-            prompt_key=config.prompt_key,
-            max_prompt_tokens=config.max_prompt_tokens,
-            add_special_tokens=config.add_special_tokens,
-        )
-        if path is not None
-        else []
-        for path in (config.path, config.eval_path)
-    )
-    return training, held_out
 
 
 def _copy_tokenizer(config: ModelConfig, folder: Path) -> None:

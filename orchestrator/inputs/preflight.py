@@ -13,34 +13,33 @@ import importlib.util
 import json
 import math
 import os
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from conf.checks import (
-    check_architecture,
-    check_expert_parallel_engine_has_gpus,
-    check_packed_base_reaches_engines,
-    check_transport_fits_device,
-)
+from conf.checks import check_architecture, check_packed_base_reaches_engines
 from conf.errors import ConfigError, SlipstreamError
-from conf.schema import Device, Init, Objective, RunConfig, TrainMode, TransportKind
+from conf.schema import Device, Init, Objective, RunConfig, TrainMode
 from orchestrator import machine
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
 from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from orchestrator.files.run_folder import RunFolder
-from orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary, save_character_tokenizer
-from orchestrator.inputs.conversations import Conversation, read_conversations
+from orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
+from orchestrator.inputs.facts import Fact
+from orchestrator.inputs.machine_checks import (
+    check_dashboard_port,
+    check_devices,
+    check_link,
+    check_memory,
+    check_ray_cluster,
+    check_shared_memory,
+)
 from orchestrator.inputs.model_files import check_checkpoint_files
 from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
-from orchestrator.inputs.text_encoder import TextEncoder, check_holds_tokenizer, has_chat_template
-from rollout.errors import DataError
-from rollout.prompts import read_prompts
+from orchestrator.inputs.prompt_rows import check_data
+from orchestrator.inputs.text_encoder import TextEncoder, check_holds_tokenizer, tokenizer_folder
 from rollout.rewards.runner import check_reward
-from rollout.types import Prompt
 from trainer.architecture.families import read_config
 from trainer.architecture.model_spec import ModelSpec
 
@@ -48,16 +47,6 @@ MIN_FREE_BYTES = 256 << 20
 """Free space below which a run is refused: logs, metrics and the checkpoints of a tiny model."""
 
 _PACKAGES = ("torch", "vllm", "ray", "mooncake", "transformers", "safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """One finding. Example: Fact("model", "qwen3_moe: 2 layers, 8 experts, 0.3 M parameters, random")."""
-
-    subject: str
-    finding: str
-    is_warning: bool = False
-    """Allowed, and seldom what was meant: said at the start of a run, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +159,7 @@ def check_tokenizer(config: RunConfig) -> Fact:
         if isinstance(vocab_size, int):  # else check_model reports it
             check_character_vocabulary(vocab_size)
         return Fact("tokenizer", "one token per character")
-    folder = _tokenizer_folder(config)
+    folder = tokenizer_folder(config.model)
     if config.model.tokenizer is None and not folder.is_dir():
         return Fact("tokenizer", "not looked for")  # it would be in model.path, and check_model reports that folder
     option = "model.path" if config.model.tokenizer is None else "model.tokenizer"
@@ -179,53 +168,6 @@ def check_tokenizer(config: RunConfig) -> Fact:
     check_holds_tokenizer(option, folder)
     TextEncoder(folder)
     return Fact("tokenizer", str(folder))
-
-
-def check_data(config: RunConfig) -> Fact:
-    """Every row of both files can be read and is short enough; prompts have the column that the reward reads."""
-    is_sft = config.algorithm.objective is Objective.sft
-    try:
-        encoder = _RowEncoder(config)
-    except ConfigError:
-        return Fact("prompts", "not read")  # of model.hf_config or the tokenizer, which other checks report
-    counts: list[str] = []
-    for path in (config.data.path, config.data.eval_path):
-        if path is None:
-            continue
-        if is_sft:
-            conversations = read_conversations(path, encoder, config.data)
-            _check_vocabulary(config, path, conversations)
-            counts.append(f"{len(conversations)} in {path}")
-            continue
-        prompts = read_prompts(
-            path,
-            encoder,
-            prompt_key=config.data.prompt_key,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            add_special_tokens=config.data.add_special_tokens,
-        )
-        answer_key = config.reward.answer_key
-        for prompt in prompts if ":" not in config.reward.kind else ():
-            if answer_key not in prompt.fields:
-                raise DataError(
-                    f"{path}: row {prompt.prompt_id + 1} has no column {answer_key!r} for "
-                    f"reward.kind={config.reward.kind}; "
-                    f"its other columns are {', '.join(prompt.fields) or 'none'}; set reward.answer_key"
-                )
-        _check_vocabulary(config, path, prompts)
-        counts.append(f"{len(prompts)} in {path}")
-    return Fact("conversations" if is_sft else "prompts", ", held-out ".join(counts))
-
-
-def _check_vocabulary(config: RunConfig, path: str, prompts: Sequence[Prompt | Conversation]) -> None:
-    """The tokenizer's ids are rows of the model's embedding: another one would end the engine with a device error."""
-    vocab_size = int(resolve_hf_config(config.model)["vocab_size"])
-    largest = max(max(prompt.token_ids) for prompt in prompts)
-    if largest >= vocab_size:
-        raise DataError(
-            f"{path}: the tokenizer makes token {largest} of it, and the model has vocab_size={vocab_size}; give the "
-            "model's own tokenizer (model.tokenizer), or a larger model.hf_config.vocab_size"
-        )
 
 
 def check_sampling(config: RunConfig) -> Fact:
@@ -250,91 +192,6 @@ def check_reward_loads(config: RunConfig) -> Fact:
         return Fact("reward", "none: supervised fine-tuning")
     check_reward(config.reward)
     return Fact("reward", config.reward.kind)
-
-
-def check_devices(config: RunConfig) -> Fact:
-    """There are as many GPUs as processes that need one, and the options suit the kind of device."""
-    trainer, rollout, cluster = config.trainer, config.rollout, config.cluster
-    for name, size in (("trainer_gpus", cluster.trainer_gpus), ("rollout_gpus", cluster.rollout_gpus)):
-        if size is not None:
-            raise ConfigError(
-                f"cluster.{name}={size} is for `slipstream plan` alone; set it to null, and size a run with "
-                "trainer.num_ranks, rollout.num_workers and rollout.tp_size"
-            )
-    is_sft = config.algorithm.objective is Objective.sft
-    num_engine_ranks = 0 if is_sft else rollout.num_workers * rollout.tp_size
-    processes = f"{trainer.num_ranks} trainer ranks"
-    if not is_sft:
-        check_expert_parallel_engine_has_gpus(config)
-        check_transport_fits_device(config)
-        processes += f", {rollout.num_workers} engines of {rollout.tp_size}"
-    if config.cluster.device is Device.cpu:
-        return Fact("devices", f"CPU, {machine.count_cpus()} cores: {processes}")
-    if config.cluster.ray_address is not None:
-        return Fact("devices", f"GPUs of the Ray cluster at {config.cluster.ray_address}: {processes}")
-    needed, present = trainer.num_ranks + num_engine_ranks, machine.count_gpus()
-    if present == 0:
-        needs_gpus = not is_sft and config.weight_sync.transport is TransportKind.nvlink
-        raise ConfigError(
-            f"cluster.device=cuda, and this machine has no usable CUDA GPU{_hidden_gpus()}; set cluster.device=cpu"
-            + (" weight_sync.transport=auto" if needs_gpus else "")
-        )
-    if needed > present:
-        engines = f" + rollout.num_workers={rollout.num_workers} * rollout.tp_size={rollout.tp_size}"
-        ranks = f"trainer.num_ranks={trainer.num_ranks}{'' if is_sft else engines}"
-        raise ConfigError(
-            f"more GPUs than exist: {ranks} need {needed}, and this machine has {present}{_hidden_gpus()}; lower them "
-            "to fit"
-        )
-    return Fact("devices", f"{needed} of {present} GPUs: {processes}")
-
-
-def check_link(config: RunConfig) -> Fact:
-    """The link that was asked for can exist here. Which one is in use is verified when it is opened."""
-    if config.algorithm.objective is Objective.sft:
-        return Fact("weights over", "nothing: no engine is started")
-    transport = config.weight_sync.transport
-    if transport is TransportKind.rdma and not machine.list_rdma_nics() and config.cluster.ray_address is None:
-        raise ConfigError(
-            "weight_sync.transport=rdma, and this machine has no RDMA device (/sys/class/infiniband); set "
-            "weight_sync.transport=auto"
-        )
-    return Fact("weights over", transport.value)
-
-
-def check_ray_cluster(config: RunConfig) -> Fact:
-    """The Ray cluster that was asked for answers."""
-    address = config.cluster.ray_address
-    if address is None:
-        return Fact("ray", "a cluster of its own")
-    found = machine.running_ray_cluster() if address == "auto" else address
-    if found is None and "RAY_ADDRESS" not in os.environ:
-        raise ConfigError(
-            "cluster.ray_address=auto, and no Ray cluster runs on this machine; start one (ray start --head), or let "
-            "the run start its own: cluster=local"
-        )
-    host, _, port = (found or "").rpartition(":")
-    if host and port.isdigit() and not machine.answers(host, int(port)):
-        raise ConfigError(
-            f"cluster.ray_address={address}: nothing answers at {found}; give the address that `ray start` printed, or "
-            "let the run start its own cluster: cluster=local"
-        )
-    return Fact("ray", f"the cluster at {found or os.environ['RAY_ADDRESS']}")
-
-
-def check_dashboard_port(config: RunConfig) -> Fact:
-    """The port of the Ray dashboard is free."""
-    cluster = config.cluster
-    if cluster.ray_address is not None or not cluster.dashboard:
-        return Fact("dashboard", "off" if cluster.ray_address is None else "the Ray cluster's own")
-    if not machine.is_port_free(cluster.dashboard_port):
-        free = machine.next_free_port(cluster.dashboard_port)
-        cure = f"set cluster.dashboard_port={free}, which is free, or" if free is not None else "set"
-        raise ConfigError(
-            f"cluster.dashboard_port={cluster.dashboard_port} is taken by another process; {cure} "
-            "cluster.dashboard=false"
-        )
-    return Fact("dashboard", f"http://127.0.0.1:{cluster.dashboard_port}")
 
 
 def check_run_folder(config: RunConfig) -> Fact:
@@ -381,6 +238,8 @@ CHECKS: tuple[Callable[[RunConfig], Fact], ...] = (
     check_sampling,
     check_reward_loads,
     check_devices,
+    check_memory,
+    check_shared_memory,
     check_link,
     check_ray_cluster,
     check_dashboard_port,
@@ -389,63 +248,12 @@ CHECKS: tuple[Callable[[RunConfig], Fact], ...] = (
 """In the order of the report."""
 
 
-def _tokenizer_folder(config: RunConfig) -> Path:
-    return Path(config.model.tokenizer or config.model.path or "")
-
-
-class _RowEncoder:
-    """Tokenizes plain text as the run will. Chat messages are joined instead of rendered: their template needs
-    transformers, seconds to load; the controller counts their tokens exactly before it starts Ray.
-    """
-
-    def __init__(self, config: RunConfig) -> None:
-        model = config.model
-        self._has_chat_template = model.tokenizer == CHARACTERS or has_chat_template(_tokenizer_folder(config))
-        if model.tokenizer != CHARACTERS:
-            self._text = TextEncoder(_tokenizer_folder(config))
-            return
-        with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-            save_character_tokenizer(Path(folder), vocab_size=int(resolve_hf_config(model)["vocab_size"]))
-            self._text = TextEncoder(Path(folder))
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._text.encode(text, add_special_tokens)
-
-    @property
-    def end_of_text(self) -> str:
-        return self._text.end_of_text
-
-    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
-        return self._text.encode_with_places(text, add_special_tokens)
-
-    def render_messages(self, messages: Sequence[dict[str, Any]], *, is_open: bool) -> str:
-        self._require_chat_template()
-        return "".join(f"{message['role']}\n{message['content']}\n" for message in messages)
-
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        self._require_chat_template()
-        return "\n".join(str(message["content"]) for message in messages)
-
-    def _require_chat_template(self) -> None:
-        if not self._has_chat_template:
-            raise DataError(
-                "rows are lists of chat messages, and the tokenizer has no chat template (chat_template.jinja, "
-                "or chat_template in tokenizer_config.json); give plain text, or a tokenizer with a template: "
-                "model.tokenizer=FOLDER"
-            )
-
-
 def _join(problems: list[str]) -> str:
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
         return unique[0]
     listed = "".join(f"\n  {i}. {problem}" for i, problem in enumerate(unique, start=1))
     return f"{len(unique)} problems:{listed}"
-
-
-def _hidden_gpus() -> str:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return f" with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
 
 
 def _count(number: int) -> str:

@@ -15,12 +15,18 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from conf.errors import ConfigError
+from conf.schema import ModelConfig
 
 TOKENIZER_FILE = "tokenizer.json"
 """What prompts and responses are read with, by `tokenizers`."""
 _OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json")
 """What transformers converts to TOKENIZER_FILE."""
 _CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+
+
+def tokenizer_folder(model: ModelConfig) -> Path:
+    """The folder that the options name; not for model.tokenizer=characters."""
+    return Path(model.tokenizer or model.path or "")
 
 
 def has_chat_template(folder: Path) -> bool:

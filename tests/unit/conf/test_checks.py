@@ -127,7 +127,7 @@ CASES = [
     (["algorithm=sft", "algorithm.mask_truncated=true"], "algorithm.mask_truncated has no effect with algorithm=sft"),
     (["run.seed=-1"], "run.seed must be >= 0, got -1"),
     (["run.seed=9223372036854775808"], r"run.seed must be < 2\*\*63, got 9223372036854775808"),
-    (["data.max_prompt_tokens=0"], "data.max_prompt_tokens must be >= 1, got 0"),
+    (["data.max_prompt_tokens=0"], "data.max_prompt_tokens must be >= 1 or null, got 0"),
     (["rollout.kv_cache_bytes=0"], "rollout.kv_cache_bytes must be > 0 or null, got 0"),
     (["cluster.start_timeout_s=0"], r"cluster.start_timeout_s must be > 0, got 0"),
     (["cluster.object_store_bytes=5"], "cluster.object_store_bytes must be >= 83886080, got 5"),

@@ -71,6 +71,12 @@ def test_parquet_reads_as_jsonl_does(tmp_path, encoder):
         ('{"prompt": [{"role": "user", "content": 1}]}', r"a\.jsonl:2: the tokenizer's chat template refuses"),
         (r'{"prompt": "ab\ud83d"}', r"a\.jsonl:2: character 3 of the text is '\\ud83d', half of a surrogate pair"),
         (r'{"prompt": [{"role": "u", "content": "\ude00"}]}', r"a\.jsonl:2: character 3 of the text is '\\ude00'"),
+        ('{"prompt": ""}', r"a\.jsonl:2: the prompt is empty \(column 'prompt'\)"),
+        ('{"prompt": " \\n"}', r"a\.jsonl:2: the prompt is empty"),
+        ('{"prompt": [{"role": "u", "content": ""}]}', r"a\.jsonl:2: the prompt is empty"),
+        (r'{"prompt": "a\u0000"}', r"a\.jsonl:2: character 2 of the text is NUL; remove it"),
+        ('{"prompt": "a", "answer": 1, "prompt": "b"}', r"a\.jsonl:2: the key 'prompt' is there twice"),
+        ('{"prompt": "a", "more": {"x": 1, "x": 2}}', r"a\.jsonl:2: the key 'x' is there twice"),
         ('{"prompt": "123456789"}', r"a\.jsonl:2: the prompt has 10 tokens, data\.max_prompt_tokens allows 8"),
     ],
 )
@@ -88,7 +94,7 @@ def test_bytes_that_are_not_text_are_refused_with_their_line(tmp_path, encoder):
 
 def test_an_empty_prompt_is_refused(tmp_path, encoder):
     path = write(tmp_path / "a.jsonl", '{"prompt": ""}')
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the prompt has no tokens"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the prompt is empty"):
         read_prompts(path, encoder, max_prompt_tokens=8, add_special_tokens=False)
 
 
@@ -152,3 +158,35 @@ def test_a_cursor_continues_the_sequence(taken):
 def test_a_cursor_of_another_order_is_refused(other, option):
     with pytest.raises(DataError, match=option):
         other.load_state_dict(Shuffled(prompts_of(8), seed=3).state_dict())
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_a_file_of_another_encoding_is_told_in_plain_words(tmp_path, encoder, encoding):
+    (tmp_path / "a.jsonl").write_bytes('{"prompt": "a"}\n{"prompt": "b"}\n'.encode(encoding))
+    with pytest.raises(
+        DataError, match=r"a\.jsonl is not UTF-8 text: line 1 looks like UTF-16; save the file as UTF-8"
+    ):
+        read_prompts(str(tmp_path / "a.jsonl"), encoder, max_prompt_tokens=8)
+    (tmp_path / "a.jsonl").write_bytes('{"prompt": "a"}\n{"prompt": "\u00e9"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"a\.jsonl:2: byte 13 of the line is not UTF-8; save the file as UTF-8"):
+        read_prompts(str(tmp_path / "a.jsonl"), encoder, max_prompt_tokens=8)
+
+
+def test_a_byte_order_mark_of_utf_8_is_no_mistake(tmp_path, encoder):
+    (tmp_path / "a.jsonl").write_bytes('{"prompt": "a"}\n'.encode("utf-8-sig"))
+    (prompt,) = read_prompts(str(tmp_path / "a.jsonl"), encoder, max_prompt_tokens=8)
+    assert prompt.text == "a"
+
+
+def test_of_a_prompt_of_megabytes_only_the_beginning_is_tokenized(tmp_path, encoder):
+    seen = []
+
+    class Watched(type(encoder)):
+        def encode(self, text, add_special_tokens=True):
+            seen.append(len(text))
+            return super().encode(text, add_special_tokens)
+
+    path = write(tmp_path / "a.jsonl", '{"prompt": "%s"}' % ("x" * 1_000_000))
+    with pytest.raises(DataError, match="the prompt has 1000000 characters, more than 8 tokens"):
+        read_prompts(path, Watched(), max_prompt_tokens=8)
+    assert max(seen) < 1000

@@ -105,6 +105,8 @@ def test_config_of_a_model_that_is_no_object(refuse: Refuse, tmp_path: Path) -> 
     save_character_tokenizer(tmp_path / "model", vocab_size=64)
     (tmp_path / "model" / "config.json").write_text("[]")
     assert "config.json must hold a JSON object, got a list" in refuse("model=checkpoint", "model.path=model")
+    (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-16")
+    assert "config.json is not UTF-8 text; save the file as UTF-8" in refuse("model=checkpoint", "model.path=model")
 
 
 def test_tokenizer_that_is_none(refuse: Refuse, tmp_path: Path) -> None:
@@ -323,6 +325,44 @@ def test_run_folder_below_a_file(refuse: Refuse, tmp_path: Path) -> None:
 def test_rdma_without_a_device(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "list_rdma_nics", list)
     assert "no RDMA device" in refuse("weight_sync.transport=rdma")
+
+
+def test_more_workers_than_memory(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory_bytes", lambda: (24 << 30, 20 << 30))
+    message = refuse("rollout.num_workers=500")
+    assert "trainer.num_ranks=2 and rollout.num_workers=500 * rollout.tp_size=1 need at least" in message
+    assert "and 21.5 GB are free; lower them, or rollout.kv_cache_bytes" in message
+
+
+def test_shared_memory_without_room_for_engines_of_several_ranks(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "free_bytes", lambda folder: 16 << 20 if str(folder) == "/dev/shm" else 1 << 40)
+    message = refuse("rollout.tp_size=2", "rollout.num_workers=1")
+    assert "/dev/shm has 16 MiB free, and rollout.num_workers=1 engines of rollout.tp_size=2 take 160 MiB" in message
+    message = refuse("cluster.object_store_bytes=20000000000", "cluster.dashboard=false")
+    assert "cluster.object_store_bytes=20000000000 does not fit" in message
+
+
+def test_characters_without_a_token(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1a=", "answer": "a"}\n{"prompt": "1Zb=", "answer": "b"}\n')
+    message = refuse("data.path=prompts.jsonl")
+    assert "prompts.jsonl: row 2 has characters ('Z') without a token in model.tokenizer=characters" in message
+    assert "set model.hf_config.vocab_size=101" in message
+
+
+def test_option_file_of_another_encoding(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_bytes("# @package _global_\nrun: {seed: 1}\n".encode("utf-16"))
+    message = refuse("--config-dir", ".", "experiment=mine")
+    assert "experiment/mine.yaml is not UTF-8 text; save the file as UTF-8" in message
+
+
+def test_option_given_twice_in_a_file(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nrun:\n  seed: 1\n  seed: 2\n")
+    message = refuse("--config-dir", ".", "experiment=mine")
+    assert "experiment/mine.yaml, line 4: found duplicate key seed" in message
 
 
 def test_several_problems_are_all_reported_at_once(

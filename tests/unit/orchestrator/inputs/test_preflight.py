@@ -204,6 +204,69 @@ def test_a_truncated_distribution_is_warned_of(checkpoint: Path) -> None:
         assert ("top_p=0.9" in fact.finding) == is_warning
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rollout.sampling.max_tokens=1"], None),
+        (
+            ["rollout.sampling.max_tokens=4"],
+            "have exactly rollout.sampling.max_tokens=4 tokens, and the answer of row 1 has 1",
+        ),
+        (["rollout.sampling.max_tokens=4", "rollout.sampling.stop_at_eos=true"], None),
+    ],
+)
+def test_answers_that_no_response_can_equal_are_warned_of(checkpoint: Path, words: list[str], said: str | None) -> None:
+    report = run_preflight(load_run_config(words_for(checkpoint, "reward=exact_match", *words)))
+    (fact,) = (fact for fact in report.facts if fact.subject == "prompts")
+    assert fact.is_warning == (said is not None)
+    assert said is None or said in fact.finding
+
+
+def test_answers_longer_than_responses_are_warned_of(checkpoint: Path) -> None:
+    rows = [{"prompt": "1a=", "answer": "a"}, {"prompt": "1b=", "answer": "bbbbb"}]
+    data = checkpoint.parent / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["reward=exact_match", f"data.path={data}", "data.eval_path=null", "rollout.sampling.stop_at_eos=true"]
+    report = run_preflight(load_run_config(words_for(checkpoint, *words)))
+    (fact,) = (fact for fact in report.facts if fact.subject == "prompts")
+    assert (
+        "1 of 2 rows: responses have at most rollout.sampling.max_tokens=4 tokens, and the answer of row 2"
+        in fact.finding
+    )
+    assert fact.is_warning
+
+
+def test_your_own_file_needs_no_other_length_than_the_engines(checkpoint: Path) -> None:
+    """`quickstart` with data=files: the letters' data.max_prompt_tokens went with their file."""
+    data = checkpoint.parent / "rows.jsonl"
+    data.write_text('{"prompt": "1a=", "answer": "a"}\n')
+    config = load_run_config(words_for(checkpoint, "data=files", f"data.path={data}"))
+    assert config.max_prompt_tokens == 60
+    run_preflight(config)
+    data.write_text(json.dumps({"prompt": "1" * 60, "answer": "a"}) + "\n")
+    with pytest.raises(PreflightError, match=r"61 tokens, data\.max_prompt_tokens allows 60"):
+        run_preflight(config)
+
+
+def test_many_processes_and_little_shared_memory_are_warned_of(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "memory_bytes", lambda: (1 << 40, 1 << 40))
+    monkeypatch.setattr(machine, "count_cpus", lambda: 2)
+    monkeypatch.setattr(machine, "free_bytes", lambda folder: 16 << 20 if str(folder) == "/dev/shm" else 1 << 40)
+    warnings = {
+        workers: {
+            fact.subject: fact.finding
+            for fact in run_preflight(load_run_config(words_for(checkpoint, f"rollout.num_workers={workers}"))).facts
+            if fact.is_warning
+        }
+        for workers in (2, 15)
+    }
+    assert list(warnings[2]) == ["/dev/shm"]
+    assert "16 MiB free: Ray's object store (cluster.object_store_bytes=536870912)" in warnings[2]["/dev/shm"]
+    assert "are many processes for 2 cores; lower them" in warnings[15]["memory"]
+
+
 def test_one_cause_is_reported_once(tmp_path: Path) -> None:
     with pytest.raises(PreflightError) as caught:
         run_preflight(load_run_config(words_for(tmp_path / "absent")))

@@ -1,0 +1,183 @@
+"""Whether this machine has what the run's processes need: devices, memory, links, ports, a Ray cluster.
+
+    RunConfig --one function per subject--> a Fact, or a ConfigError
+
+Owns: judgements about the machine. Does not own: how facts about it are read (orchestrator/machine.py). A cluster that
+is not the run's own may have other machines, about which nothing is known here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from conf.checks import check_expert_parallel_engine_has_gpus, check_transport_fits_device
+from conf.errors import ConfigError
+from conf.schema import Device, DType, Objective, RunConfig, TransportKind
+from orchestrator import machine
+from orchestrator.inputs.facts import Fact
+from orchestrator.inputs.model_folder import resolve_hf_config
+from trainer.architecture.families import read_config
+
+MAX_PROCESSES_PER_CORE = 8
+"""More than this is warned of: processes take turns, and starts exceed cluster.start_timeout_s."""
+TRAINER_RANK_BYTES = 300 << 20
+ENGINE_RANK_BYTES = 400 << 20
+"""Memory of a CPU's process before weights and KV cache, measured (Pss) with the quick start: 300 MB and 470 MB with a
+cache of 64 MiB."""
+DEFAULT_CPU_CACHE_BYTES = 256 << 20
+ENGINE_QUEUE_BYTES = 160 << 20
+"""Of /dev/shm, for the messages of an engine with several ranks: 10 of VLLM_MQ_MAX_CHUNK_BYTES_MB=16 (vLLM 0.32,
+`multiproc_executor.py`, `check_shm_free_space`)."""
+MAX_SLOW_STORE_BYTES = 10**10
+"""Ray keeps a larger object store nowhere but in /dev/shm (`REQUIRE_SHM_SIZE_THRESHOLD`)."""
+
+
+def check_devices(config: RunConfig) -> Fact:
+    """There are as many GPUs as processes that need one, and the options suit the kind of device."""
+    trainer, rollout, cluster = config.trainer, config.rollout, config.cluster
+    for name, size in (("trainer_gpus", cluster.trainer_gpus), ("rollout_gpus", cluster.rollout_gpus)):
+        if size is not None:
+            raise ConfigError(
+                f"cluster.{name}={size} is for `slipstream plan` alone; set it to null, and size a run with "
+                "trainer.num_ranks, rollout.num_workers and rollout.tp_size"
+            )
+    is_sft = config.algorithm.objective is Objective.sft
+    num_engine_ranks = 0 if is_sft else rollout.num_workers * rollout.tp_size
+    processes = f"{trainer.num_ranks} trainer ranks"
+    if not is_sft:
+        check_expert_parallel_engine_has_gpus(config)
+        check_transport_fits_device(config)
+        processes += f", {rollout.num_workers} engines of {rollout.tp_size}"
+    if config.cluster.device is Device.cpu:
+        return Fact("devices", f"CPU, {machine.count_cpus()} cores: {processes}")
+    if config.cluster.ray_address is not None:
+        return Fact("devices", f"GPUs of the Ray cluster at {config.cluster.ray_address}: {processes}")
+    needed, present = trainer.num_ranks + num_engine_ranks, machine.count_gpus()
+    if present == 0:
+        needs_gpus = not is_sft and config.weight_sync.transport is TransportKind.nvlink
+        raise ConfigError(
+            f"cluster.device=cuda, and this machine has no usable CUDA GPU{_hidden_gpus()}; set cluster.device=cpu"
+            + (" weight_sync.transport=auto" if needs_gpus else "")
+        )
+    if needed > present:
+        engines = f" + rollout.num_workers={rollout.num_workers} * rollout.tp_size={rollout.tp_size}"
+        ranks = f"trainer.num_ranks={trainer.num_ranks}{'' if is_sft else engines}"
+        raise ConfigError(
+            f"more GPUs than exist: {ranks} need {needed}, and this machine has {present}{_hidden_gpus()}; lower them "
+            "to fit"
+        )
+    return Fact("devices", f"{needed} of {present} GPUs: {processes}")
+
+
+def check_memory(config: RunConfig) -> Fact:
+    """The processes of a run on CPUs fit into memory, and are not far more than cores."""
+    if config.cluster.device is not Device.cpu or config.cluster.ray_address is not None:
+        return Fact("memory", "not looked at: GPUs, or the machines of a Ray cluster")
+    num_ranks, rollout = config.trainer.num_ranks, config.rollout
+    num_workers = 0 if config.algorithm.objective is Objective.sft else rollout.num_workers
+    num_engine_ranks = num_workers * rollout.tp_size
+    weights = _weight_bytes(config) * (1 + num_workers)
+    cache = DEFAULT_CPU_CACHE_BYTES if rollout.kv_cache_bytes is None else rollout.kv_cache_bytes
+    needed = weights + num_ranks * TRAINER_RANK_BYTES + num_engine_ranks * (ENGINE_RANK_BYTES + cache)
+    _, available = machine.memory_bytes()
+    engines = f" and rollout.num_workers={num_workers} * rollout.tp_size={rollout.tp_size}" if num_workers else ""
+    processes = f"trainer.num_ranks={num_ranks}{engines}"
+    if needed > available:
+        raise ConfigError(
+            f"{processes} need at least {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free; lower "
+            f"them{', or rollout.kv_cache_bytes' if num_workers else ''}"
+        )
+    found = f"at least {needed / 1e9:.1f} GB of {available / 1e9:.1f} GB free"
+    cores = machine.count_cpus()
+    if num_ranks + num_engine_ranks <= MAX_PROCESSES_PER_CORE * cores:
+        return Fact("memory", found)
+    return Fact("memory", f"{found}; {processes} are many processes for {cores} cores; lower them", is_warning=True)
+
+
+def _weight_bytes(config: RunConfig) -> int:
+    """Bytes of the model's weights, once; 0 for a model that check_model refuses."""
+    try:
+        tensors = read_config(resolve_hf_config(config.model)).checkpoint_tensors(config.model.dtype.value)
+    except ConfigError:
+        return 0
+    return sum(math.prod(tensor.shape) for tensor in tensors) * (4 if config.model.dtype is DType.float32 else 2)
+
+
+def check_shared_memory(config: RunConfig) -> Fact:
+    """/dev/shm holds Ray's object store and the message queues of engines with several ranks."""
+    if config.cluster.ray_address is not None:
+        return Fact("/dev/shm", "not looked at: the machines of a Ray cluster")
+    free = machine.free_bytes(Path("/dev/shm"))
+    found = f"{free >> 20} MiB free"
+    rollout, store = config.rollout, config.cluster.object_store_bytes
+    is_in_several = config.algorithm.objective is Objective.policy and rollout.tp_size > 1
+    queues = rollout.num_workers * ENGINE_QUEUE_BYTES if is_in_several else 0
+    cure = "enlarge it (docker run --shm-size=2g)"
+    if queues > free:
+        raise ConfigError(
+            f"/dev/shm has {found}, and rollout.num_workers={rollout.num_workers} engines of "
+            f"rollout.tp_size={rollout.tp_size} take {queues >> 20} MiB there; {cure}, or set rollout.tp_size=1"
+        )
+    if store <= free:
+        return Fact("/dev/shm", found)
+    if store > MAX_SLOW_STORE_BYTES:
+        raise ConfigError(
+            f"/dev/shm has {found}, and cluster.object_store_bytes={store} does not fit; {cure}, or lower it"
+        )
+    slow = f"{found}: Ray's object store (cluster.object_store_bytes={store}) will be files in /tmp, which is slower"
+    return Fact("/dev/shm", f"{slow}; {cure}, or lower it", is_warning=True)
+
+
+def check_link(config: RunConfig) -> Fact:
+    """The link that was asked for can exist here. Which one is in use is verified when it is opened."""
+    if config.algorithm.objective is Objective.sft:
+        return Fact("weights over", "nothing: no engine is started")
+    transport = config.weight_sync.transport
+    if transport is TransportKind.rdma and not machine.list_rdma_nics() and config.cluster.ray_address is None:
+        raise ConfigError(
+            "weight_sync.transport=rdma, and this machine has no RDMA device (/sys/class/infiniband); set "
+            "weight_sync.transport=auto"
+        )
+    return Fact("weights over", transport.value)
+
+
+def check_ray_cluster(config: RunConfig) -> Fact:
+    """The Ray cluster that was asked for answers."""
+    address = config.cluster.ray_address
+    if address is None:
+        return Fact("ray", "a cluster of its own")
+    found = machine.running_ray_cluster() if address == "auto" else address
+    if found is None and "RAY_ADDRESS" not in os.environ:
+        raise ConfigError(
+            "cluster.ray_address=auto, and no Ray cluster runs on this machine; start one (ray start --head), or let "
+            "the run start its own: cluster=local"
+        )
+    host, _, port = (found or "").rpartition(":")
+    if host and port.isdigit() and not machine.answers(host, int(port)):
+        raise ConfigError(
+            f"cluster.ray_address={address}: nothing answers at {found}; give the address that `ray start` printed, or "
+            "let the run start its own cluster: cluster=local"
+        )
+    return Fact("ray", f"the cluster at {found or os.environ['RAY_ADDRESS']}")
+
+
+def check_dashboard_port(config: RunConfig) -> Fact:
+    """The port of the Ray dashboard is free."""
+    cluster = config.cluster
+    if cluster.ray_address is not None or not cluster.dashboard:
+        return Fact("dashboard", "off" if cluster.ray_address is None else "the Ray cluster's own")
+    if not machine.is_port_free(cluster.dashboard_port):
+        free = machine.next_free_port(cluster.dashboard_port)
+        cure = f"set cluster.dashboard_port={free}, which is free, or" if free is not None else "set"
+        raise ConfigError(
+            f"cluster.dashboard_port={cluster.dashboard_port} is taken by another process; {cure} "
+            "cluster.dashboard=false"
+        )
+    return Fact("dashboard", f"http://127.0.0.1:{cluster.dashboard_port}")
+
+
+def _hidden_gpus() -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f" with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
