@@ -53,7 +53,8 @@ from weight_sync.layout import (  # noqa: E402
     TensorMeta,
 )
 from weight_sync.plan.budget import Staging, reserved_bytes  # noqa: E402
-from weight_sync.plan.plan import TransferPlan, build_plan  # noqa: E402
+from weight_sync.plan.plan import build_plan  # noqa: E402
+from weight_sync.plan.transfer_plan import TransferPlan  # noqa: E402
 from weight_sync.publish.address_book import AddressBook  # noqa: E402
 from weight_sync.publish.sums import Places, Sums  # noqa: E402
 from weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
@@ -260,7 +261,7 @@ def figures(args: argparse.Namespace, sources: Sequence[SourceLayout], cache: Pa
     placement = place(list(plan.tasks), list(plan.expected), 8)
     found: dict[str, Any] = {
         "tensors": len(sources[0].tensors),
-        "rows": sum(table.num_rows for table in plan.tables.values()),
+        "rows": sum(table.num_rows for table in plan.tasks.values()),
         "tasks": summary.num_tasks,
         "cache_bytes": cache.stat().st_size,
         "read_s": read_s,
@@ -380,7 +381,7 @@ def node_duplicates(plan: TransferPlan, ranks_per_node: int = 8) -> float:
     Rows count as equal when they have the same source, dtype and pieces; replica and node are those of the GPU.
     """
     spared = total = 0
-    for table in plan.tables.values():
+    for table in plan.tasks.values():
         row, pieces = table.own_pieces
         marks = np.zeros(table.num_rows, np.uint64)
         with np.errstate(over="ignore"):

@@ -5,7 +5,7 @@ A *checkpoint tensor* is named and shaped as in the Hugging Face checkpoint
 engine rank holds parameters, and each parameter is filled from rectangles of checkpoint tensors (`Load`), as the
 engine's own loader did it once under `weight_sync.record.recorder`.
 
-    SourceLayout (one a trainer rank)            DestLayout (one an engine rank)
+    SourceLayout (one per trainer rank)          DestLayout (one per engine rank)
       SourceShard tensor, region                   Param  name, shape, dtype, post_load
                                                    Load   tensor, region, axes  ->  param, offset, stride
                                                    Fill   param, offset, size, value (padding)
@@ -13,6 +13,7 @@ engine's own loader did it once under `weight_sync.record.recorder`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
@@ -149,9 +150,41 @@ class DestLayout:
 
     rank: int
     params: tuple[Param, ...]
-    loads: tuple[Load, ...]
-    """Or the columns of one (`columns.LoadTable`), which is read alike."""
+    loads: Sequence[Load]
+    """A tuple of loads, or a `columns.LoadTable`, which equals the tuple of the loads that it holds."""
     fills: tuple[Fill, ...] = ()
+
+    def __hash__(self) -> int:
+        """Equal layouts have equal hashes, whichever form their loads have."""
+        return hash((self.rank, self.params, len(self.loads), self.fills))
+
+    def written_ranges(self) -> dict[str, list[tuple[int, int]]]:
+        """Parameter -> (start, size) of the byte ranges that a publish writes: all of it but the declared fills.
+
+        Derived parameters are absent: no byte of them is sent.
+        """
+        fills: dict[str, list[Fill]] = {}
+        for fill in self.fills:
+            fills.setdefault(fill.param, []).append(fill)
+        written: dict[str, list[tuple[int, int]]] = {}
+        for param in self.params:
+            if param.post_load is PostLoad.derived:
+                continue
+            element_bytes, position = DTYPE_BYTES[param.dtype], 0
+            ranges: list[tuple[int, int]] = []
+            written[param.name] = ranges
+            for fill in sorted(fills.get(param.name, ()), key=lambda fill: fill.offset):
+                start = fill.offset * element_bytes
+                if start > position:
+                    ranges.append((position, start - position))
+                position = max(position, start + fill.num_elements * element_bytes)
+            if position < param.num_bytes:
+                ranges.append((position, param.num_bytes - position))
+        return written
+
+    def written_bytes(self) -> dict[str, int]:
+        """Parameter -> bytes that a publish writes into it; derived parameters are absent."""
+        return {name: sum(size for _, size in ranges) for name, ranges in self.written_ranges().items()}
 
 
 @dataclass(frozen=True, slots=True)

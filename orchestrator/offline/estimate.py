@@ -40,7 +40,8 @@ from trainer.weights.quantization import BlockFp8
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, SourceLayout
 from weight_sync.plan.budget import Staging, reserved_bytes
-from weight_sync.plan.plan import PlanSummary, TransferPlan, build_plan
+from weight_sync.plan.plan import build_plan
+from weight_sync.plan.transfer_plan import PlanSummary, TransferPlan
 from weight_sync.simulation.links import Faults, LinkRates, Placement, place
 from weight_sync.simulation.simulate import Simulation, simulate
 from weight_sync.simulation.simulate_relay import neighbours, relay_s, written_alone

@@ -25,7 +25,7 @@ from weight_sync.layout import (
     SourceShard,
     TensorMeta,
 )
-from weight_sync.plan.plan import Task
+from weight_sync.plan.tasks import Task
 
 UNWRITTEN = -1
 

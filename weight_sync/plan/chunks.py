@@ -22,9 +22,22 @@ import numpy as np
 
 from weight_sync.errors import PlanError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, TensorMeta
-from weight_sync.plan.columns import Flags, Ints, LoadTable, axes_code, changes, spread, walk_orders, widened
+from weight_sync.plan.columns import (
+    Flags,
+    Ints,
+    LoadTable,
+    as_list,
+    axes_code,
+    axes_of,
+    changes,
+    first_true,
+    num_dims,
+    spread,
+    walk_orders,
+    widened,
+)
 from weight_sync.plan.holders import NOBODY, Holders, check_inside
-from weight_sync.plan.tasks import PieceColumns
+from weight_sync.plan.tasks import PieceColumns, mesh_group_of
 
 MAX_RUNS = 65536
 """Most contiguous runs that one load may be cut into; more means a transposed layout and tiny writes."""
@@ -40,13 +53,28 @@ class Chunks:
     """Position of the parameter in its layout."""
     offset: Ints
     num_elements: Ints
-    is_expert: Flags
+    group: Ints
+    """Position in MESH_GROUPS."""
     layer: Ints
     holders: Ints
     """Number of the set of ranks that hold every piece."""
     num_pieces: Ints
     pieces: PieceColumns
-    """Of all chunks, in order."""
+    """The pieces of all chunks, in order."""
+
+    @classmethod
+    def concat(cls, parts: Sequence[Chunks]) -> Chunks:
+        """The chunks of several layouts, in order; `param` still counts inside each layout."""
+        return cls(
+            param=np.concatenate([part.param for part in parts]),
+            offset=np.concatenate([part.offset for part in parts]),
+            num_elements=np.concatenate([part.num_elements for part in parts]),
+            group=np.concatenate([part.group for part in parts]),
+            layer=np.concatenate([part.layer for part in parts]),
+            holders=np.concatenate([part.holders for part in parts]),
+            num_pieces=np.concatenate([part.num_pieces for part in parts]),
+            pieces=PieceColumns.concat([part.pieces for part in parts]),
+        )
 
 
 @dataclass(slots=True)
@@ -62,13 +90,16 @@ class _Runs:
     holders: Ints
 
     def take(self, index: Ints) -> _Runs:
-        """Some of them, or all again."""
-        return _Runs(*(getattr(self, name)[index] for name in self.__slots__))
-
-
-def is_expert(tensor: str) -> bool:
-    """Whether a checkpoint tensor belongs to the routed experts' mesh group."""
-    return ".experts." in tensor
+        """A copy of the runs at these positions."""
+        return _Runs(
+            self.param[index],
+            self.offset[index],
+            self.tensor[index],
+            self.start[index],
+            self.shape[index],
+            self.axes[index],
+            self.holders[index],
+        )
 
 
 def layer_of(tensor: str) -> int:
@@ -79,16 +110,18 @@ def layer_of(tensor: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What the schedule asks of every checkpoint tensor."""
+    """What the schedule must know about every checkpoint tensor."""
 
-    is_expert: Flags
+    group: Ints
     layer: Ints
 
     @classmethod
     def of(cls, metas: Sequence[TensorMeta]) -> TensorFacts:
-        """Read from the names."""
-        experts = np.array([is_expert(meta.name) for meta in metas], np.bool_)
-        return cls(experts, np.array([layer_of(meta.name) for meta in metas], np.int64))
+        """Read them from the tensors' names."""
+        return cls(
+            np.array([mesh_group_of(meta.name) for meta in metas], np.int64),
+            np.array([layer_of(meta.name) for meta in metas], np.int64),
+        )
 
 
 def check_layout(layout: DestLayout, holders: Holders, who: str) -> None:
@@ -129,10 +162,10 @@ def _suspects(loads: Sequence[Load], holders: Holders, params: Sequence[Param]) 
     sizes = np.array([param.num_elements for param in params], np.int64)
     last = loads.offset + ((loads.shape - 1) * loads.stride).sum(axis=1)
     fits = (tensor >= 0) & (param >= 0) & (loads.offset >= 0) & (last < sizes[param])
-    fits &= holders.num_dims[tensor] == loads.axes & 7
+    fits &= holders.num_dims[tensor] == num_dims(loads.axes)
     fits &= ((loads.start >= 0) & (loads.shape > 0) & (loads.stride >= 0)).all(axis=1)
     fits &= (widened(loads.start + loads.shape, width, 1) <= bounds).all(axis=1)
-    return [loads[index] for index in np.flatnonzero(~fits).tolist()]
+    return [loads[index] for index in as_list(np.flatnonzero(~fits))]
 
 
 def _check_load(load: Load, metas: Mapping[str, TensorMeta], params: Mapping[str, Param], who: str) -> None:
@@ -166,7 +199,7 @@ def cut_layout(
     """
     sizes = np.array([DTYPE_BYTES[param.dtype] for param in layout.params], np.int64)
     wanted = np.array([param.post_load is not PostLoad.derived for param in layout.params], np.bool_)
-    for index in np.flatnonzero(wanted & (sizes > max_task_bytes))[:1].tolist():
+    for index in first_true(wanted & (sizes > max_task_bytes)):
         raise PlanError(
             f"{who}: one element of {layout.params[index].name} has {sizes[index]} bytes, more than max_task_bytes "
             f"{max_task_bytes}"
@@ -192,24 +225,23 @@ def _runs(layout: DestLayout, holders: Holders, wanted: Flags, who: str) -> _Run
     axes = _outermost_first(table.axes[rows], shape, stride)
 
     parts = holders.cover(tensor, start, shape)
-    for index in np.flatnonzero(parts.holders == NOBODY)[:1].tolist():
+    for index in first_true(parts.holders == NOBODY):
         load = table[int(rows[parts.owner[index]])]
         dims = len(load.axes)
         raise PlanError(
-            f"{who}: {load.param} needs {load.tensor} start {parts.start[index, :dims].tolist()} shape "
-            f"{parts.shape[index, :dims].tolist()}, and no source rank holds it"
+            f"{who}: {load.param} needs {load.tensor} start {as_list(parts.start[index, :dims])} shape "
+            f"{as_list(parts.shape[index, :dims])}, and no source rank holds it"
         )
     owner = parts.owner
     offset = table.offset[rows][owner] + ((parts.start - start[owner]) * stride[owner]).sum(axis=1)
     runs = _Runs(param[rows][owner], offset, tensor[owner], parts.start, parts.shape, axes[owner], parts.holders)
 
     order = walk_orders(runs.axes, width)
-    walked = np.take_along_axis(runs.shape, order, axis=1)
+    walked: Ints = np.take_along_axis(runs.shape, order, axis=1)
     outer = _num_outer_dims(walked, np.take_along_axis(stride[owner], order, axis=1))
     counts = np.where(np.arange(width) < outer[:, None], walked, 1)
     num_runs = counts.prod(axis=1)
-    too_many = np.flatnonzero(np.bincount(owner, num_runs, minlength=len(rows)) > MAX_RUNS)
-    for index in too_many[:1].tolist():
+    for index in first_true(np.bincount(owner, num_runs, minlength=len(rows)) > MAX_RUNS):
         load = table[int(rows[index])]
         raise PlanError(
             f"{who}: {load.tensor} lands in {load.param} with stride {list(load.stride)}, which cuts it into more "
@@ -241,8 +273,8 @@ def _outermost_first(axes: Ints, shape: Ints, stride: Ints) -> Ints:
         steps[:, position] = np.where(alone, first, steps[:, position])
     steps[:, 0] = first
     found = axes.copy()
-    for row in np.flatnonzero((np.diff(steps, axis=1) > 0).any(axis=1)).tolist():
-        dims = order[row, : axes[row] & 7].tolist()
+    for row in as_list(np.flatnonzero((np.diff(steps, axis=1) > 0).any(axis=1))):
+        dims = as_list(order[row, : len(axes_of(int(axes[row])))])
         found[row] = axes_code(tuple(sorted(dims, key=lambda dim: -int(stride[row, dim]))))
     return found
 
@@ -279,17 +311,17 @@ def _cut_by_rows(runs: _Runs, limit: Ints) -> tuple[_Runs, Ints]:
 def _merge(runs: _Runs, limit: Ints, holders: Holders, facts: TensorFacts) -> Chunks:
     """Join neighbouring runs of the same holders and mesh group up to the limit."""
     length = runs.shape.prod(axis=1)
-    expert = facts.is_expert[runs.tensor]
-    begins = changes(runs.param, runs.holders, expert)
+    group = facts.group[runs.tensor]
+    begins = changes(runs.param, runs.holders, group)
     begins[1:] |= runs.offset[1:] != runs.offset[:-1] + length[:-1]
     stretches = np.flatnonzero(begins)
     ends = np.append(stretches[1:], len(begins))
-    before = np.append(0, np.cumsum(length))
+    before: Ints = np.append(0, np.cumsum(length))
     too_long = before[ends] - before[stretches] > limit[stretches]
-    for first, last in zip(stretches[too_long].tolist(), ends[too_long].tolist()):
-        bound = int(limit[first])
-        while (first := int(np.searchsorted(before, before[first] + bound, side="right")) - 1) < last:
-            begins[first] = True
+    for first, last in zip(as_list(stretches[too_long]), as_list(ends[too_long])):
+        bound, head = limit[first], first
+        while (head := int(before.searchsorted(before[head] + bound, side="right")) - 1) < last:
+            begins[head] = True
     heads = np.flatnonzero(begins)
     num_pieces = np.diff(np.append(heads, len(begins)))
     at = before[:-1] - np.repeat(before[heads], num_pieces)
@@ -297,7 +329,7 @@ def _merge(runs: _Runs, limit: Ints, holders: Holders, facts: TensorFacts) -> Ch
         runs.param[heads],
         runs.offset[heads],
         np.add.reduceat(length, heads) if len(heads) else heads,
-        expert[heads],
+        group[heads],
         facts.layer[runs.tensor[heads]],
         runs.holders[heads],
         num_pieces,

@@ -1,11 +1,13 @@
 """Loads and tasks as columns of integers: a plan for a cluster has millions of each, far too many for objects.
 
 Owns: `LoadTable`, the columnar form of a layout's loads, and the few array operations that planner and proof share.
-Does not own: what a load means (layout.py), tasks (tasks.py). Invariant: a table is a sequence of the objects that it
-stands for, in their order, and equals any other sequence of them.
+Does not own: what a load means (layout.py), tasks (tasks.py). Invariant: a table is the sequence of the loads that its
+rows describe, in their order, and equals any other sequence of the same loads.
 
-    row i:  tensor, param   numbers of names        start, shape, stride   one entry per dim of the *tensor*
-            offset          element of the parameter                       (1, 0 beyond the tensor's own dims)
+    row i:  tensor, param   positions in `names`
+            start, shape    the rectangle, one entry per dim of the tensor (0 and 1 in columns beyond its own dims)
+            stride          elements of the parameter per step, one entry per dim of the *tensor*
+            offset          first element of the parameter
             axes            the walk order as one number: (0, 1) is digits 2, 0, 1 in base 8, lowest first
 """
 
@@ -15,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import Any, overload
+from typing import TypeVar, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,17 +25,18 @@ from numpy.typing import NDArray
 from weight_sync.layout import Load, Region
 
 Ints = NDArray[np.int64]
-Narrow = NDArray[Any]
-"""Integers of 64 or of 32 bits, where there are many."""
+Narrow = NDArray[np.signedinteger]
+"""Integers in 64 or, where there are millions of them, in 32 bits."""
 Flags = NDArray[np.bool_]
-
-COLUMNS = ("tensor", "param", "start", "shape", "stride", "offset", "axes")
-"""Of a LoadTable, beside the names."""
+_Int = TypeVar("_Int", bound=np.signedinteger)
 
 
 @dataclass(frozen=True, eq=False)
 class LoadTable(Sequence[Load]):
-    """Loads of one layout. `names` is shared by tensors and parameters, and by the tables of an engine's ranks."""
+    """The loads of one layout. Tensors and parameters share `names`, and so do the tables of an engine's ranks.
+
+    Not hashable: its content is arrays.
+    """
 
     names: tuple[str, ...]
     tensor: Ints
@@ -46,7 +49,7 @@ class LoadTable(Sequence[Load]):
 
     @classmethod
     def of(cls, loads: Sequence[Load]) -> LoadTable:
-        """The columns of any loads whose regions, axes and strides have one entry per dim; a table is itself."""
+        """Any loads as a table; a table is returned as it is. Regions, axes and strides have one entry per dim."""
         if isinstance(loads, cls):
             return loads
         numbers: dict[str, int] = {}
@@ -65,12 +68,24 @@ class LoadTable(Sequence[Load]):
             np.array([axes_code(walk) for walk in walks], np.int64),
         )
 
+    def columns(self) -> dict[str, Ints]:
+        """All columns by name, in the order in which digests and files have them."""
+        return {
+            "tensor": self.tensor,
+            "param": self.param,
+            "start": self.start,
+            "shape": self.shape,
+            "stride": self.stride,
+            "offset": self.offset,
+            "axes": self.axes,
+        }
+
     def params_in(self, numbers: Mapping[str, int]) -> Ints:
-        """The parameters in another numbering; -1 where that one lacks the name."""
+        """Each load's parameter in another numbering; -1 where that numbering lacks the name."""
         known = np.full(len(self.names), -1, np.int64)
         used = np.zeros(len(self.names), np.bool_)
         used[self.param] = True
-        for number in np.flatnonzero(used).tolist():
+        for number in as_list(np.flatnonzero(used)):
             known[number] = numbers.get(self.names[number], -1)
         return known[self.param]
 
@@ -85,12 +100,12 @@ class LoadTable(Sequence[Load]):
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         axes = axes_of(int(self.axes[index]))
-        stride = self.stride[index].tolist()
+        stride = as_list(self.stride[index])
         return Load(
-            self.names[self.tensor[index]],
-            region_of(self.start[index].tolist(), self.shape[index].tolist(), len(axes)),
+            self.names[int(self.tensor[index])],
+            region_of(as_list(self.start[index]), as_list(self.shape[index]), len(axes)),
             axes,
-            self.names[self.param[index]],
+            self.names[int(self.param[index])],
             int(self.offset[index]),
             tuple(stride[axis] for axis in axes),
         )
@@ -101,10 +116,13 @@ class LoadTable(Sequence[Load]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, LoadTable):
             return self is other or (len(self) == len(other) and self._has_the_loads_of(other))
-        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        others = cast(Sequence[object], other)
+        return len(self) == len(others) and all(a == b for a, b in zip(self, others))
 
     def _has_the_loads_of(self, other: LoadTable) -> bool:
-        """Column by column: at a reconnect a replica's layouts are compared, 140,000 loads a rank."""
+        """Compare column by column: a reconnect compares a replica's layouts, 140,000 loads per rank."""
         if not np.array_equal(self.axes, other.axes) or not np.array_equal(self.offset, other.offset):
             return False
         own, theirs = np.arange(len(self.names)), np.arange(len(other.names))
@@ -117,7 +135,7 @@ class LoadTable(Sequence[Load]):
         columns = (own[self.tensor], theirs[other.tensor]), (own[self.param], theirs[other.param])
         if not all(np.array_equal(mine, other_one) for mine, other_one in columns):
             return False
-        dims = self.axes & 7
+        dims = num_dims(self.axes)
         width = int(dims.max(initial=0))
         is_used = np.arange(width) < dims[:, None]
         return all(
@@ -125,12 +143,24 @@ class LoadTable(Sequence[Load]):
             for mine, other_one in ((self.start, other.start), (self.shape, other.shape), (self.stride, other.stride))
         )
 
-    def __hash__(self) -> int:
-        return hash((len(self), self.offset.tobytes()))
+
+def concatenated(columns: Sequence[NDArray[_Int]]) -> NDArray[_Int]:
+    """Columns one after the other, in the width of their integers."""
+    return np.concatenate(columns)
+
+
+def as_list(column: Narrow) -> list[int]:
+    """A column as Python's integers."""
+    return column.tolist()
+
+
+def first_true(flags: Flags) -> list[int]:
+    """The position of the first true entry; empty where all are false."""
+    return np.flatnonzero(flags)[:1].tolist()
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int) -> Ints:
-    """Rows of unequal length as one array, at least one column wide, filled up at the end."""
+    """Rows of unequal length as one array, at least one column wide; short rows end with `filler`."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     width = max(1, int(lengths.max(initial=1)))
     flat = np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum()))
@@ -141,8 +171,8 @@ def padded(rows: Sequence[Sequence[int]], filler: int) -> Ints:
     return found
 
 
-def widened(rows: Ints, width: int, filler: int) -> Ints:
-    """The same rows with more columns."""
+def widened(rows: NDArray[_Int], width: int, filler: int) -> NDArray[_Int]:
+    """The same rows, at least `width` columns wide; columns that are added hold `filler`."""
     missing = width - rows.shape[1]
     return rows if missing <= 0 else np.pad(rows, ((0, 0), (0, missing)), constant_values=filler)
 
@@ -154,7 +184,7 @@ def region_of(start: list[int], shape: list[int], num_dims: int) -> Region:
 
 @lru_cache
 def axes_code(axes: tuple[int, ...]) -> int:
-    """A walk order as one number."""
+    """A walk order as one number: the number of dims in the lowest octal digit, the dims above it, outermost first."""
     code = 0
     for axis in reversed(axes):
         code = code * 8 + axis
@@ -167,28 +197,33 @@ def axes_of(code: int) -> tuple[int, ...]:
     return tuple(code >> 3 * (position + 1) & 7 for position in range(code & 7))
 
 
-def walk_orders(codes: Ints, width: int) -> Ints:
+def num_dims(codes: Narrow) -> Ints:
+    """How many dims each walk order has, which is how many the tensor has."""
+    return (codes & 7).astype(np.int64, copy=False)
+
+
+def walk_orders(codes: Narrow, width: int) -> Ints:
     """(n, width): the dims of each row, outermost first; dims beyond the tensor's own come last."""
     if not len(codes):
         return np.zeros((0, width), np.int64)
     distinct, which = np.unique(codes, return_inverse=True)
-    orders = [[*axes_of(code), *range(code & 7, width)] for code in distinct.tolist()]
+    orders = [[*axes_of(code), *range(len(axes_of(code)), width)] for code in as_list(distinct)]
     return np.array(orders, np.int64)[which]
 
 
 def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """Rows repeated `counts` times: (row, position among its repeats). [2, 0, 1] -> [0, 0, 2], [0, 1, 0]."""
+    """Repeat row i counts[i] times: (row, position among its repeats). [2, 0, 1] -> [0, 0, 2], [0, 1, 0]."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def starts_of(counts: Ints) -> Ints:
-    """Where each row's part begins when parts of these lengths are laid one behind the other."""
+    """Where each part begins when parts of these lengths are laid one behind the other."""
     return np.cumsum(counts) - counts
 
 
-def changes(*columns: NDArray[Any]) -> Flags:
-    """Whether a row differs from the one before in any column; the first one does."""
+def changes(*columns: Ints) -> Flags:
+    """Whether a row differs from the one before in any column; true for the first row."""
     found = np.zeros(len(columns[0]), np.bool_)
     found[:1] = True
     for column in columns:

@@ -17,7 +17,7 @@ import numpy as np
 
 from weight_sync.errors import PlanError
 from weight_sync.layout import Region, SourceLayout, TensorMeta
-from weight_sync.plan.columns import Ints, LoadTable, changes, padded, spread
+from weight_sync.plan.columns import Ints, LoadTable, as_list, changes, first_true, padded, spread
 
 NOBODY = -1
 """Number of the empty set of holders."""
@@ -100,11 +100,11 @@ class Holders:
         found = np.full(num_cells, NOBODY, np.int64)
         alone = sizes == 1
         ranks, which = np.unique(rank[begins[alone]], return_inverse=True)
-        self.sets = [(one,) for one in ranks.tolist()]
+        self.sets = [(one,) for one in as_list(ranks)]
         found[cell[begins[alone]]] = which
         numbers: dict[tuple[int, ...], int] = {}
-        for begin, size in zip(begins[~alone].tolist(), sizes[~alone].tolist()):
-            members = tuple(rank[begin : begin + size].tolist())
+        for begin, size in zip(as_list(begins[~alone]), as_list(sizes[~alone])):
+            members = tuple(as_list(rank[begin : begin + size]))
             number = numbers.get(members)
             if number is None:
                 number = numbers[members] = len(self.sets)
@@ -181,13 +181,13 @@ def _shards_of(source: SourceLayout, numbers: dict[str, int], shapes: Ints) -> t
     found = np.empty((len(tensor), 2, shapes.shape[1]), np.int64)
     found[:, 0], found[:, 1] = 0, 1
     num_dims = np.fromiter((len(region.start) for region in regions), np.int64, len(regions))
-    expected = np.array([len(source.tensors[number].shape) for number in tensor.tolist()], np.int64)
-    for index in np.flatnonzero(num_dims != expected)[:1].tolist():
+    expected = np.array([len(source.tensors[number].shape) for number in as_list(tensor)], np.int64)
+    for index in first_true(num_dims != expected):
         check_inside(regions[index], source.tensors[int(tensor[index])], f"source rank {source.rank}")
     start, shape = padded([region.start for region in regions], 0), padded([region.shape for region in regions], 1)
     found[:, 0, : start.shape[1]], found[:, 1, : shape.shape[1]] = start, shape
     outside = (found < 0).any(axis=(1, 2)) | (found.sum(axis=1) > shapes[tensor]).any(axis=1)
-    for index in np.flatnonzero(outside)[:1].tolist():
+    for index in first_true(outside):
         shard = source.shards[index]
         check_inside(shard.region, source.tensors[numbers[shard.tensor]], f"source rank {source.rank}")
     return np.full(len(tensor), source.rank), tensor, found

@@ -17,17 +17,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from weight_sync.errors import PlanError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, Param, PostLoad, Region, SourceLayout
-from weight_sync.plan.columns import Flags, Ints, LoadTable, axes_of, changes, padded, spread, walk_orders, widened
-from weight_sync.plan.tasks import DTYPES, MESH_GROUPS, PieceColumns, Task, TaskTable
-
-if TYPE_CHECKING:
-    from weight_sync.plan.plan import TransferPlan
+from weight_sync.plan.columns import (
+    Flags,
+    Ints,
+    LoadTable,
+    as_list,
+    axes_of,
+    changes,
+    first_true,
+    num_dims,
+    padded,
+    spread,
+    walk_orders,
+    widened,
+)
+from weight_sync.plan.tasks import DTYPES, MESH_GROUPS, PieceColumns, Task, TaskTable, mesh_group_of
+from weight_sync.plan.transfer_plan import TransferPlan
 
 
 def prove_coverage(
@@ -42,10 +53,10 @@ def prove_coverage(
         PlanError: at the first thing that is wrong; names the replica, rank, parameter, offset and tensor.
     """
     wanted = {(replica, layout.rank): layout for replica, layouts in enumerate(replicas) for layout in layouts}
-    tables = list(plan.tables.values())
+    tables = list(plan.tasks.values())
     for table in tables:
         num_sets = len(table.replica_sets) or 1
-        for pair in np.unique(table.dest_rank * num_sets + table.replicas).tolist():
+        for pair in as_list(np.unique(table.dest_rank * num_sets + table.replicas)):
             for replica in table.replica_sets[pair % num_sets]:
                 if (replica, pair // num_sets) not in wanted:
                     raise PlanError(
@@ -77,7 +88,7 @@ class _Numbering:
 
     def experts(self) -> Ints:
         """Whether a tensor belongs to the routed experts."""
-        return np.array([".experts." in name for name in self.tensors], np.int64)
+        return np.array([mesh_group_of(name) for name in self.tensors], np.int64)
 
     def column(self, names: Sequence[str], numbers: dict[str, int]) -> Ints:
         """The number of every name of a list, which is kept: an identity must not be given again."""
@@ -110,14 +121,14 @@ class _Rows:
         columns: list[tuple[Any, ...]] = []
         pieces: list[tuple[Any, ...]] = []
         num_rows = 0
-        width = max((table.pieces.start.shape[1] for table in plan.tables.values()), default=1)
-        for table in plan.tables.values():
+        width = max((table.pieces.start.shape[1] for table in plan.tasks.values()), default=1)
+        for table in plan.tasks.values():
             own = np.flatnonzero(table.dest_rank == dest_rank)
             member = np.zeros((len(table.replica_sets), num_replicas), np.int64)
             for number, members in enumerate(table.replica_sets):
                 np.add.at(member[number], [one for one in members if one < num_replicas], 1)
             gets = member[table.replicas[own]]
-            for row in own[(gets > 1).any(axis=1)][:1].tolist():
+            for row in as_list(own[(gets > 1).any(axis=1)][:1]):
                 raise PlanError(
                     f"source rank {table.source_rank}: {table.params[int(table.param[row])]}: written twice: a row "
                     f"names replicas {table.replica_sets[int(table.replicas[row])]}"
@@ -201,7 +212,7 @@ class _Proof:
 
     def run(self) -> None:
         """Check every parameter, and that nothing else is written. Rows do not depend on the replica, ranges do."""
-        for index in np.flatnonzero(self.derived[self.param])[:1].tolist():
+        for index in first_true(self.derived[self.param]):
             row = int(self.own[index])
             name = self.layout.params[int(self.param[index])].name
             raise PlanError(f"{self.name_of(row)}: {name} is derived, and {self.rows.task(row)} writes it")
@@ -218,8 +229,8 @@ class _Proof:
         loaded, filled = np.zeros_like(elements), np.zeros_like(elements)
         np.add.at(loaded, self.load_param, self.loads.shape.prod(axis=1))
         np.add.at(filled, [numbers[fill.param] for fill in fills], [fill.num_elements for fill in fills])
-        for index in np.flatnonzero(~self.derived & (loaded + filled != elements))[:1].tolist():
-            tensors = {self.loads.names[i] for i in self.loads.tensor[self.load_param == index].tolist()}
+        for index in first_true(~self.derived & (loaded + filled != elements)):
+            tensors = {self.loads.names[i] for i in as_list(self.loads.tensor[self.load_param == index])}
             raise PlanError(
                 f"{self.name(self.replicas[0])}: {params[index].name} has {elements[index]} elements, its loads bring "
                 f"{loaded[index]} and its fills {filled[index]}; tensors: {', '.join(sorted(tensors)) or 'none'}"
@@ -230,7 +241,7 @@ class _Proof:
         params = self.layout.params
         numbers = {param.name: number for number, param in enumerate(params)}
         # Every parameter ends with an empty range: then each range must begin where the one before it ended.
-        kept = np.flatnonzero(~self.derived).tolist()
+        kept = as_list(np.flatnonzero(~self.derived))
         fixed = [(numbers[f.param], f.offset, f.num_elements, False) for f in self.layout.fills]
         fixed = [one for one in fixed if not self.derived[one[0]]]
         fixed += [(number, params[number].num_elements, 0, True) for number in kept]
@@ -249,7 +260,7 @@ class _Proof:
             there = np.flatnonzero(taken)
             first = changes(param[there])
             end_before = np.append(0, (begin + size)[there][:-1])
-            for index in np.flatnonzero(begin[there] != np.where(first, 0, end_before))[:1].tolist():
+            for index in first_true(begin[there] != np.where(first, 0, end_before)):
                 at = int(there[index])
                 before = None if first[index] else int(there[index - 1])
                 self.raise_gap(self.name(replica), params[int(param[at])], at, before, begin, size, is_end, row)
@@ -283,7 +294,7 @@ class _Proof:
         wrong = rows.dtype[own] != dtypes[self.param]
         wrong |= rows.num_bytes[own] > self.plan.max_task_bytes
         wrong |= rows.offset[own] % self.sizes[self.param] != 0
-        for index in np.flatnonzero(wrong)[:1].tolist():
+        for index in first_true(wrong):
             task = rows.task(int(own[index]))
             raise PlanError(
                 f"{self.called(int(own[index]))}: {task.num_bytes} bytes of {task.dtype}, the parameter is "
@@ -307,7 +318,7 @@ class _Proof:
         experts = self.rows.names.experts()
 
         def fail(wrong: Flags, say: Callable[[int], str]) -> None:
-            for index in np.flatnonzero(wrong)[:1].tolist():
+            for index in first_true(wrong):
                 raise PlanError(f"{self.called(int(row[index]))}: {say(index)}")
 
         def tensor(index: int) -> str:
@@ -317,10 +328,10 @@ class _Proof:
             return MESH_GROUPS[int(rows.group[row[index]])]
 
         def block(index: int) -> str:
-            dims = int(pieces.axes[index]) & 7
+            axes = axes_of(int(pieces.axes[index]))
             return (
-                f"no load puts {tensor(index)} start {start[index, :dims].tolist()} shape "
-                f"{shape[index, :dims].tolist()} axes {list(axes_of(int(pieces.axes[index])))} at element {at[index]}"
+                f"no load puts {tensor(index)} start {as_list(start[index, : len(axes)])} shape "
+                f"{as_list(shape[index, : len(axes)])} axes {list(axes)} at element {at[index]}"
             )
 
         fail(
@@ -334,7 +345,7 @@ class _Proof:
         at = rows.offset[row] // size + packed
         fail(~self.loaded_at(pieces, start, shape, place[row], at), block)
         wrong = totals * self.sizes[self.param] != rows.num_bytes[self.own]
-        for index in np.flatnonzero(wrong)[:1].tolist():
+        for index in first_true(wrong):
             task = rows.task(int(self.own[index]))
             packs = int(totals[index] * self.sizes[self.param[index]])
             raise PlanError(
@@ -386,7 +397,7 @@ def _agree(start: Ints, shape: Ints, axes: Ints, at: Ints, loads: LoadTable, loa
     stride = widened(loads.stride, width, 0)[load]
     agrees = ((low <= start) & (start + shape <= low + size)).all(axis=1)
     agrees &= loads.offset[load] + ((start - low) * stride).sum(axis=1) == at
-    agrees &= (axes & 7) == (loads.axes[load] & 7)
+    agrees &= num_dims(axes) == num_dims(loads.axes[load])
     order = walk_orders(axes, width)
     inside = np.ones(len(at), np.int64)
     for position in range(width - 1, -1, -1):
@@ -413,7 +424,7 @@ def _check_expected(plan: TransferPlan, where: tuple[int, int], layout: DestLayo
 def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout]) -> None:
     """Step 3: every source holds what it packs."""
     held = {source.rank: source for source in sources}
-    for rank, table in plan.tables.items():
+    for rank, table in plan.tasks.items():
         row, pieces = table.own_pieces
         shards = held[rank].shards if rank in held else ()
         numbers = {name: number for number, name in enumerate(dict.fromkeys(shard.tensor for shard in shards))}
@@ -426,12 +437,12 @@ def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout]) -> None:
         start = widened(pieces.start.astype(np.int64), width, 0)
         stop = start + widened(pieces.shape.astype(np.int64), width, 1)
         used, which = np.unique(pieces.tensor, return_inverse=True)
-        wanted = np.array([numbers.get(pieces.names[int(number)], -1) for number in used.tolist()], np.int64)[which]
+        wanted = np.array([numbers.get(pieces.names[int(number)], -1) for number in as_list(used)], np.int64)[which]
         candidate = np.searchsorted(tensor[order], wanted, side="left")
         last = np.searchsorted(tensor[order], wanted, side="right")
         todo = np.arange(len(wanted))
         while len(todo):
-            for index in todo[candidate[todo] >= last[todo]][:1].tolist():
+            for index in as_list(todo[candidate[todo] >= last[todo]][:1]):
                 _raise_not_held(table, int(row[index]), pieces, index)
             shard = candidate[todo]
             inside = ((low[shard] <= start[todo]) & (stop[todo] <= high[shard])).all(axis=1)

@@ -20,7 +20,7 @@ import numpy as np
 
 from weight_sync.layout import DestLayout
 from weight_sync.plan.chunks import Chunks
-from weight_sync.plan.columns import Flags, Ints, changes, starts_of
+from weight_sync.plan.columns import Flags, Ints, as_list, changes, starts_of
 from weight_sync.plan.holders import Holders
 from weight_sync.plan.tasks import TaskTable
 
@@ -83,7 +83,7 @@ def choose_sources(needs: Needs, holders: Holders, ranks: list[int]) -> Choice:
     sets = {members: number for number, members in enumerate(sets)}
     whole = np.array([sets[one.replicas] for one in needs.alike], np.int64)
     rows = [(np.flatnonzero(~is_open), source[~is_open], whole[needs.member[~is_open]])]
-    chosen = _share_out(needs, np.flatnonzero(is_open), holders, position, total.tolist())
+    chosen = _share_out(needs, np.flatnonzero(is_open), holders, position, as_list(total))
     if chosen:
         members = np.array([sets.setdefault((replica,), len(sets)) for _, _, replica in chosen], np.int64)
         rows.append((np.array([need for need, _, _ in chosen]), np.array([who for _, who, _ in chosen]), members))
@@ -119,11 +119,11 @@ def _share_out(
 def _parcels(needs: Needs, open_needs: Ints) -> list[tuple[int, list[int], int]]:
     """(bytes, needs, position among the alike): what goes to one source as one. Small needs of a layer go together."""
     parcels: list[tuple[int, list[int], int]] = []
-    open_parcel: dict[tuple[int, int, int, bool], int] = {}
+    open_parcel: dict[tuple[int, int, int, int], int] = {}
     chunks = needs.chunks
-    for need in open_needs.tolist():
+    for need in as_list(open_needs):
         size, member = int(needs.num_bytes[need]), int(needs.member[need])
-        key = (member, int(chunks.holders[need]), int(chunks.layer[need]), bool(chunks.is_expert[need]))
+        key = (member, int(chunks.holders[need]), int(chunks.layer[need]), int(chunks.group[need]))
         index = open_parcel.get(key)
         if index is not None and parcels[index][0] + size <= MIN_SHARED_BYTES:
             parcels[index] = (parcels[index][0] + size, [*parcels[index][1], need], member)
@@ -152,7 +152,7 @@ def schedule_of(needs: Needs, choice: Choice, ranks: list[int], num_replicas: in
     place, num_places = _places(needs)
     first_replica = np.arange(len(ranks)) // num_dests % num_replicas
     lowest = np.array([members[0] for members in choice.replica_sets], np.int64)[choice.replicas]
-    key = (source * 2 + chunks.is_expert[need]) * (last + 1) + layer[need]
+    key = (source * 2 + chunks.group[need]) * (last + 1) + layer[need]
     key = key * num_places + place[need]
     key = key * num_dests + (dest_rank[need] - source) % num_dests
     turn = (lowest - first_replica[source]) % num_replicas
@@ -172,7 +172,7 @@ def schedule_of(needs: Needs, choice: Choice, ranks: list[int], num_replicas: in
             needs.params,
             replica_sets,
             replicas[window],
-            chunks.is_expert[own].astype(np.int64),
+            chunks.group[own],
             dest_rank[own],
             needs.param[own],
             needs.offset_bytes[own],
@@ -207,14 +207,14 @@ def _rotated(
     is_alone = alone[group]
     distinct, which = np.unique(pairs[is_alone], return_inverse=True)
     own: list[int] = []
-    for pair in distinct.tolist():
+    for pair in as_list(distinct):
         number, begin = divmod(int(pair), int(first.max(initial=0)) + 1)
         members: tuple[int, ...] = sets[number]
         turned: tuple[int, ...] = (*(one for one in members if one >= begin), *(one for one in members if one < begin))
         own.append(numbers.setdefault(turned, len(numbers)))
     found[group[is_alone]] = np.array(own, np.int64)[which] if own else which
     joined: dict[int, tuple[int, ...]] = {}
-    for row in np.flatnonzero(~is_alone).tolist():
+    for row in as_list(np.flatnonzero(~is_alone)):
         joined[int(group[row])] = (*joined.get(int(group[row]), ()), *sets[int(replicas[row])])
     for at, both in joined.items():
         found[at] = numbers.setdefault(both, len(numbers))

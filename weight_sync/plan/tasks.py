@@ -13,19 +13,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 
 from weight_sync.errors import PlanError
 from weight_sync.layout import DTYPE_BYTES, Region
-from weight_sync.plan.columns import Ints, Narrow, axes_code, axes_of, padded, region_of, spread, starts_of
+from weight_sync.plan.columns import (
+    Ints,
+    Narrow,
+    as_list,
+    axes_code,
+    axes_of,
+    concatenated,
+    num_dims,
+    padded,
+    region_of,
+    spread,
+    starts_of,
+)
 
 MESH_GROUPS: tuple[str, str] = ("dense", "experts")
-"""Sending order. A tensor belongs to "experts" when its name contains ".experts."."""
+"""In sending order."""
 
 DTYPES: tuple[str, ...] = tuple(DTYPE_BYTES)
-"""By number, as columns say it."""
+"""Columns hold positions in it."""
+
+
+def mesh_group_of(tensor: str) -> int:
+    """Position in MESH_GROUPS of the group that a checkpoint tensor is sent in."""
+    return MESH_GROUPS.index("experts" if ".experts." in tensor else "dense")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +91,35 @@ class PieceColumns:
     offset: Ints
 
     def take(self, index: Ints) -> PieceColumns:
-        """Some of them."""
-        columns = (column[index] for column in (self.tensor, self.start, self.shape, self.axes, self.offset))
-        return PieceColumns(self.names, *columns)
+        """The pieces at these positions."""
+        return PieceColumns(
+            self.names, self.tensor[index], self.start[index], self.shape[index], self.axes[index], self.offset[index]
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[PieceColumns]) -> PieceColumns:
+        """The pieces of all parts, in order; the parts share their names and the width of their columns."""
+        return cls(
+            parts[0].names,
+            concatenated([part.tensor for part in parts]),
+            concatenated([part.start for part in parts]),
+            concatenated([part.shape for part in parts]),
+            concatenated([part.axes for part in parts]),
+            concatenated([part.offset for part in parts]),
+        )
 
     def expanded(self, first: int, count: int) -> tuple[Piece, ...]:
         """A row's pieces as objects."""
         window = slice(first, first + count)
         columns = (column[window].tolist() for column in (self.tensor, self.start, self.shape, self.axes, self.offset))
         return tuple(
-            Piece(self.names[int(tensor)], region_of(start, shape, axes & 7), axes_of(axes), offset)
+            Piece(self.names[int(tensor)], region_of(start, shape, len(axes_of(axes))), axes_of(axes), offset)
             for tensor, start, shape, axes, offset in zip(*columns)
         )
 
 
-ROW_COLUMNS = ("replicas", "group", "dest_rank", "param", "dest_offset_bytes", "num_bytes", "dtype", "num_pieces")
+_ROW_COLUMNS = ("replicas", "group", "dest_rank", "param", "dest_offset_bytes", "num_bytes", "dtype", "num_pieces")
+"""In the order in which the wire form has them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,10 +141,6 @@ class TaskTable(Sequence[Task]):
     num_pieces: Ints
     first_piece: Ints
     pieces: PieceColumns
-
-    def replicas_of(self, number: int) -> tuple[int, ...]:
-        """The replicas of set `number`."""
-        return self.replica_sets[number]
 
     @classmethod
     def of(cls, source_rank: int, tasks: Sequence[Task]) -> TaskTable:
@@ -144,13 +171,13 @@ class TaskTable(Sequence[Task]):
             )
             for task, replicas in blocks
         ]
-        columns = np.array(rows, np.int64).reshape(-1, len(ROW_COLUMNS)).T
+        columns = np.array(rows, np.int64).reshape(-1, len(_ROW_COLUMNS)).T
         pieces = [piece for task, _ in blocks for piece in task.pieces]
         return cls(
             source_rank,
             tuple(params),
             tuple(sets),
-            **dict(zip(ROW_COLUMNS, columns)),
+            **dict(zip(_ROW_COLUMNS, columns)),
             first_piece=starts_of(columns[-1]),
             pieces=PieceColumns(
                 tuple(dict.fromkeys(piece.tensor for piece in pieces)),
@@ -184,24 +211,24 @@ class TaskTable(Sequence[Task]):
 
     def rows(self, start: int = 0) -> Iterator[tuple[Task, tuple[int, ...]]]:
         """Every row from `start` on: its first task, and its replicas."""
-        columns = (
-            getattr(self, name)[start:].tolist()
-            for name in ("replicas", "group", "dest_rank", "param", "dest_offset_bytes", "num_bytes", "dtype")
+        columns = (self.replicas, self.group, self.dest_rank, self.param, self.dest_offset_bytes, self.num_bytes)
+        columns = (*columns, self.dtype, self.first_piece, self.num_pieces)
+        members, group, dest_rank, param, offset, size, dtype, first, count = (
+            as_list(column[start:]) for column in columns
         )
-        first, count = self.first_piece[start:].tolist(), self.num_pieces[start:].tolist()
-        for members, group, dest_rank, param, offset, size, dtype, a, n in zip(*columns, first, count):
-            replicas = self.replica_sets[members]
+        for row in range(len(members)):
+            replicas = self.replica_sets[members[row]]
             yield (
                 Task(
-                    MESH_GROUPS[group],
+                    MESH_GROUPS[group[row]],
                     self.source_rank,
                     replicas[0],
-                    dest_rank,
-                    self.params[int(param)],
-                    offset,
-                    size,
-                    DTYPES[dtype],
-                    self.pieces.expanded(a, n),
+                    dest_rank[row],
+                    self.params[param[row]],
+                    offset[row],
+                    size[row],
+                    DTYPES[dtype[row]],
+                    self.pieces.expanded(first[row], count[row]),
                 ),
                 replicas,
             )
@@ -227,9 +254,10 @@ class TaskTable(Sequence[Task]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, TaskTable):
             return self.source_rank == other.source_rank and self.to_wire() == other.to_wire()
-        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
-
-    __hash__ = None  # type: ignore[assignment]
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        others = cast(Sequence[object], other)
+        return len(self) == len(others) and all(a == b for a, b in zip(self, others))
 
     def to_wire(self) -> dict[str, Any]:
         """Plain data for msgpack: names by number in order of use, columns as little-endian 64-bit numbers."""
@@ -237,15 +265,24 @@ class TaskTable(Sequence[Task]):
         names, tensor = _renumbered(pieces.names, pieces.tensor)
         params, param = _renumbered(self.params, self.param)
         used, replicas = _renumbered(self.replica_sets, self.replicas)
-        own = {**{name: getattr(self, name) for name in ROW_COLUMNS}, "param": param, "replicas": replicas}
-        num_dims = int((pieces.axes & 7).max(initial=1))
-        columns = (tensor, pieces.axes, pieces.offset, *pieces.start.T[:num_dims], *pieces.shape.T[:num_dims])
+        rows = (
+            replicas,
+            self.group,
+            self.dest_rank,
+            param,
+            self.dest_offset_bytes,
+            self.num_bytes,
+            self.dtype,
+            self.num_pieces,
+        )
+        width = int(num_dims(pieces.axes).max(initial=1))
+        columns = (tensor, pieces.axes, pieces.offset, *pieces.start.T[:width], *pieces.shape.T[:width])
         return {
             "tensors": names,
             "params": params,
             "replica_sets": [list(members) for members in used],
             "num_rows": self.num_rows,
-            "rows": _to_bytes(list(own.values())),
+            "rows": _to_bytes(rows),
             "num_pieces": len(row),
             "pieces": _to_bytes(columns),
         }
@@ -261,7 +298,7 @@ class TaskTable(Sequence[Task]):
             source_rank,
             tuple(wire["params"]),
             tuple(tuple(members) for members in wire["replica_sets"]),
-            **dict(zip(ROW_COLUMNS, columns)),
+            **dict(zip(_ROW_COLUMNS, columns)),
             first_piece=starts_of(columns[-1]),
             pieces=PieceColumns(tuple(wire["tensors"]), tensor, start, shape, axes, offset),
         )
@@ -273,10 +310,10 @@ def _renumbered(names: Sequence[Any], column: Ints) -> tuple[list[Any], Ints]:
     order = np.argsort(first)
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
-    return [names[number] for number in used[order].tolist()], rank[which]
+    return [names[number] for number in as_list(used[order])], rank[which]
 
 
-def _to_bytes(columns: Sequence[Ints]) -> bytes:
+def _to_bytes(columns: Sequence[Narrow]) -> bytes:
     return np.stack([np.asarray(column, np.int64) for column in columns]).astype("<i8", copy=False).tobytes()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weight_sync.layout import DTYPE_BYTES, Region
-from weight_sync.plan.plan import Task
+from weight_sync.plan.tasks import Task
 from weight_sync.source import WeightSource
 
 FillSlot = Callable[[], None]

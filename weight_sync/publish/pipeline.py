@@ -38,7 +38,7 @@ from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.integrity import compile_kernels
 from weight_sync.layout import Binding, Destination
 from weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, reserved_bytes
-from weight_sync.plan.plan import Task
+from weight_sync.plan.tasks import Task
 from weight_sync.publish.lanes import PipelineResult, Prepared, RankReport, Replay
 from weight_sync.publish.packing import CompiledReads, Packet, compile_reads, packed_reads, same_bytes
 from weight_sync.publish.staging_slots import Slots

@@ -41,7 +41,8 @@ from conf.schema import WeightSyncConfig
 from weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, TransportError, WeightSyncError
 from weight_sync.layout import Destination, DestLayout, SourceLayout
 from weight_sync.plan.columns import Ints
-from weight_sync.plan.plan import PlanSummary, build_plan, rank_plan_from_wire
+from weight_sync.plan.plan import build_plan
+from weight_sync.plan.transfer_plan import PlanSummary, rank_plan_from_wire
 from weight_sync.publish.address_book import AddressBook, Addresses
 from weight_sync.publish.collectives import Meeting, values
 from weight_sync.publish.lanes import RankReport

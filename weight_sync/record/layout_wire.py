@@ -1,10 +1,13 @@
 """Layouts as bytes, and back: small and quick, for files that hold a whole engine's, for messages and for collectives.
 
-Owns: that form. Does not own: the form of all else in a message (typed_msgpack.py). A name is written once and then
-called by its number; a column of a rank's loads that equals one of another rank (all but where its share starts, as a
-rule) is written once, and shared when it is read: 16 ranks of an engine with 140,000 loads each are read in a blink.
-The checkpoint's tensors, which every trainer rank lists alike, are read once a process. Invariants: what comes back
-equals what was written, bytes that were cut off are refused, and equal layouts have equal bytes.
+Owns: that form. Does not own: the form of anything else in a message (typed_msgpack.py).
+
+Each name is written once and referred to by its number. Each column of loads is written once, too: the ranks of an
+engine differ, as a rule, only in where their shares start, so they share the other columns, in the file and once read.
+16 ranks with 140,000 loads each are read in 60 ms. The checkpoint's
+tensors, which every trainer rank lists alike, are decoded once per process.
+
+Invariants: what comes back equals what was written, truncated bytes are refused, and equal layouts have equal bytes.
 """
 
 from __future__ import annotations
@@ -12,13 +15,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
-import msgpack  # pyright: ignore[reportMissingTypeStubs]
+import msgpack
 import numpy as np
 
 from weight_sync.layout import DestLayout, Fill, Param, PostLoad, Region, SourceLayout, SourceShard, TensorMeta
-from weight_sync.plan.columns import COLUMNS, Ints, LoadTable
+from weight_sync.plan.columns import Ints, LoadTable, as_list
 
 _NUMBERS = np.dtype("<i8")
 
@@ -40,15 +43,15 @@ def layouts_to_bytes(layouts: Sequence[DestLayout]) -> bytes:
         params = [[number(p.name), p.shape, number(p.dtype), number(p.post_load.value)] for p in layout.params]
         fills = [[number(f.param), f.offset, f.num_elements, f.value] for f in layout.fills]
         table = LoadTable.of(layout.loads)
-        columns = {name: getattr(table, name) for name in COLUMNS}
+        columns = table.columns()
         for name in ("tensor", "param"):
             used, first, which = np.unique(columns[name], return_index=True, return_inverse=True)
             numbers = np.empty(len(used), np.int64)
-            for one in np.argsort(first).tolist():  # names are numbered as they come, not as this table has them
+            for one in as_list(np.argsort(first)):  # by first use, which is alike for all tables of these loads
                 numbers[one] = number(table.names[used[one]])
             columns[name] = numbers[which]
         rows.append([layout.rank, params, [block(column) for column in columns.values()], fills])
-    return cast(bytes, msgpack.packb([list(names), list(blocks), rows]))  # pyright: ignore[reportUnknownMemberType]
+    return msgpack.packb([list(names), list(blocks), rows])
 
 
 def layouts_digest(layouts: Sequence[DestLayout]) -> str:
@@ -58,8 +61,7 @@ def layouts_digest(layouts: Sequence[DestLayout]) -> str:
 
 def layouts_from_bytes(data: bytes) -> tuple[DestLayout, ...]:
     """Read what `layouts_to_bytes` wrote."""
-    content: Any = msgpack.unpackb(data, use_list=False)
-    names, blocks, rows = content
+    names, blocks, rows = msgpack.unpackb(data, use_list=False)
     arrays: list[Ints] = [np.frombuffer(block, _NUMBERS) for block in blocks]
     return tuple(
         DestLayout(
@@ -67,7 +69,7 @@ def layouts_from_bytes(data: bytes) -> tuple[DestLayout, ...]:
             tuple(
                 Param(names[name], shape, names[dtype], PostLoad(names[form])) for name, shape, dtype, form in params
             ),
-            cast(Any, LoadTable(names, *(arrays[column[0]].reshape(column[1:]) for column in columns))),
+            LoadTable(names, *(arrays[int(column[0])].reshape(column[1:]) for column in columns)),
             tuple(Fill(names[param], offset, size, value) for param, offset, size, value in fills),
         )
         for rank, params, columns, fills in rows
@@ -83,7 +85,7 @@ def source_layout_to_bytes(layout: SourceLayout) -> bytes:
         for shard in layout.shards
     ]
     unlisted = list(numbers)[len(layout.tensors) :]  # a plan refuses them by name
-    return cast(bytes, msgpack.packb([layout.rank, tensors, unlisted, shards]))  # pyright: ignore[reportUnknownMemberType]
+    return msgpack.packb([layout.rank, tensors, unlisted, shards])
 
 
 def source_layout_from_bytes(data: bytes) -> SourceLayout:

@@ -23,7 +23,7 @@ import numpy as np
 from torch import Tensor
 
 from weight_sync.layout import DestLayout, Fill, Param, PostLoad, TensorMeta
-from weight_sync.plan.columns import COLUMNS, Ints, LoadTable
+from weight_sync.plan.columns import Ints, LoadTable, as_list
 from weight_sync.record.recorder import record_layout
 
 NUM_RECORDED = 2
@@ -103,11 +103,12 @@ def _is_repeated(loads: LoadTable, layer: Ints, fills: Sequence[Fill], first: in
     mine, other = np.flatnonzero(layer == first), np.flatnonzero(layer == second)
     if len(mine) != len(other):
         return False
-    if any((getattr(loads, name)[mine] != getattr(loads, name)[other]).any() for name in COLUMNS[2:]):
+    places = (loads.start, loads.shape, loads.stride, loads.offset, loads.axes)
+    if any((column[mine] != column[other]).any() for column in places):
         return False
     for column in (loads.tensor, loads.param):
         pairs = np.unique(np.stack([column[mine], column[other]]), axis=1)
-        if any(_at(loads.names[a], second) != loads.names[b] for a, b in pairs.T.tolist()):
+        if any(_at(loads.names[a], second) != loads.names[b] for a, b in zip(as_list(pairs[0]), as_list(pairs[1]))):
             return False
     moved = [replace(fill, param=_at(fill.param, second)) for fill in fills if layer_of(fill.param) == first]
     return moved == [fill for fill in fills if layer_of(fill.param) == second]
@@ -123,19 +124,19 @@ def _repeat(
 ) -> DestLayout:
     """The layout of all layers, parameters in the engine's order, loads in the checkpoint's."""
     numbers = {name: number for number, name in enumerate(loads.names)}
-    columns = {name: [getattr(loads, name)] for name in COLUMNS}
+    recorded = loads.columns()
+    columns = {name: [column] for name, column in recorded.items()}
     described = {param.name: param for param in sample.params}
     fills = list(sample.fills)
     for first, _, *others in kinds:
         rows = np.flatnonzero(layer == first)
-        used = np.unique(np.stack([loads.tensor[rows], loads.param[rows]])).tolist()
+        used = as_list(np.unique(np.stack([loads.tensor[rows], loads.param[rows]])))
         for other in others:
             moved = np.full(len(loads.names), -1, np.int64)
             for number in used:
                 moved[number] = numbers.setdefault(_at(loads.names[number], other), len(numbers))
-            for name in COLUMNS:
-                column = getattr(loads, name)[rows]
-                columns[name].append(moved[column] if name in ("tensor", "param") else column)
+            for name, column in recorded.items():
+                columns[name].append(moved[column[rows]] if name in ("tensor", "param") else column[rows])
             own = [fill for fill in sample.fills if layer_of(fill.param) == first]
             fills += [replace(fill, param=_at(fill.param, other)) for fill in own]
             mine = [param for param in sample.params if layer_of(param.name) == first]
@@ -146,5 +147,5 @@ def _repeat(
     order = np.argsort(by_name[whole["tensor"]], kind="stable")
     place = {name: number for number, name in enumerate(params)}
     ordered: tuple[Param, ...] = tuple(described[name] for name in params if name in described)
-    table: Any = LoadTable(tuple(numbers), **{name: column[order] for name, column in whole.items()})
+    table = LoadTable(tuple(numbers), **{name: column[order] for name, column in whole.items()})
     return DestLayout(sample.rank, ordered, table, tuple(sorted(fills, key=lambda fill: place[fill.param])))

@@ -25,7 +25,7 @@ import torch
 
 from weight_sync.errors import IntegrityError, ProtocolError
 from weight_sync.integrity import HASH_MASK, RangeHashes, hash_bytes
-from weight_sync.layout import DTYPE_BYTES, Binding, DestLayout, Param, PostLoad
+from weight_sync.layout import Binding, DestLayout, Param, PostLoad
 from weight_sync.replica.expected import Planned
 from weight_sync.replica.messages import EngineRank, Expected
 from weight_sync.replica.version_state import VersionState
@@ -67,7 +67,7 @@ class Receiver:
         self._synchronize = synchronize
         self._state = VersionState()
         self._sent = [param for param in layout.params if param.post_load is not PostLoad.derived]
-        self._covered = _covered_ranges(layout)
+        self._covered = layout.written_ranges()
         self._covered_bytes = {name: sum(size for _, size in ranges) for name, ranges in self._covered.items()}
         self._planned = Planned.of(self._covered_bytes)
         self._check_params()
@@ -305,30 +305,6 @@ class Receiver:
         else:
             why = f"hash {actual:016x}, sent {wanted:016x}"
         return f"{name} (from {shown}) {why}"
-
-
-def _covered_ranges(layout: DestLayout) -> dict[str, list[tuple[int, int]]]:
-    """Per sent parameter: the (start, size) byte ranges that a publish writes, which is all but the declared fills."""
-    fills: dict[str, list[tuple[int, int]]] = {}
-    dtypes = {param.name: DTYPE_BYTES[param.dtype] for param in layout.params}
-    for fill in layout.fills:
-        fills.setdefault(fill.param, []).append(
-            (fill.offset * dtypes[fill.param], fill.num_elements * dtypes[fill.param])
-        )
-    covered: dict[str, list[tuple[int, int]]] = {}
-    for param in layout.params:
-        if param.post_load is PostLoad.derived:
-            continue
-        ranges: list[tuple[int, int]] = []
-        position = 0
-        for start, size in sorted(fills.get(param.name, [])):
-            if start > position:
-                ranges.append((position, start - position))
-            position = max(position, start + size)
-        if position < param.num_bytes:
-            ranges.append((position, param.num_bytes - position))
-        covered[param.name] = ranges
-    return covered
 
 
 def _names(names: list[str]) -> str:

@@ -35,8 +35,8 @@ import numpy as np
 from weight_sync.errors import PlanError
 from weight_sync.layout import Destination
 from weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, Staging, aligned
-from weight_sync.plan.plan import TransferPlan
 from weight_sync.plan.tasks import MESH_GROUPS, Task, TaskTable
+from weight_sync.plan.transfer_plan import TransferPlan
 from weight_sync.simulation.links import Faults, LinkRates, Placement, Port, nic_of
 
 PACK_PASSES = 5.0
@@ -182,7 +182,7 @@ def simulate(
     run = _Run(placement, rates, faults or Faults(), verify_hashes=verify_hashes, is_offloaded=is_offloaded)
     senders = [
         _Sender(rank, placement.trainer_gpus[rank], run.faults.slow_ranks.get(rank, 1.0), *cut_loads(tasks, staging))
-        for rank, tasks in plan.tables.items()
+        for rank, tasks in plan.tasks.items()
     ]
     run.begin(senders)
     groups = MESH_GROUPS if has_group_barriers else (None,)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.layout import DTYPE_BYTES, Param, Region
+from weight_sync.layout import DTYPE_BYTES, DestLayout, Fill, Load, Param, PostLoad, Region
+from weight_sync.plan.columns import LoadTable
 
 
 @st.composite
@@ -47,3 +48,27 @@ def test_regions_of_different_ranks_do_not_mix():
 @pytest.mark.parametrize(("dtype", "size"), DTYPE_BYTES.items())
 def test_param_bytes(dtype, size):
     assert Param("p", (3, 5), dtype).num_bytes == 15 * size
+
+
+def test_equal_layouts_are_one_member_of_a_set_whatever_form_their_loads_have():
+    loads = (Load("t", Region((0, 0), (2, 3)), (0, 1), "p", 0, (3, 1)),)
+    one, other = (DestLayout(0, (Param("p", (2, 3), "float32"),), form) for form in (loads, LoadTable.of(loads)))
+    assert one == other
+    assert other in {one}
+    assert DestLayout(1, one.params, loads) not in {one}
+
+
+def test_a_publish_writes_all_of_a_parameter_but_its_fills():
+    layout = DestLayout(
+        0,
+        (
+            Param("padded", (10,), "bfloat16"),
+            Param("whole", (3,), "float32"),
+            Param("computed", (4,), "float32", PostLoad.derived),
+        ),
+        (),
+        (Fill("padded", 8, 2), Fill("padded", 3, 1), Fill("computed", 0, 1)),
+    )
+    # bfloat16 has 2 bytes: elements 0..2, then 4..7; element 3 and elements 8..9 are fills
+    assert layout.written_ranges() == {"padded": [(0, 6), (8, 8)], "whole": [(0, 12)]}
+    assert layout.written_bytes() == {"padded": 14, "whole": 12}

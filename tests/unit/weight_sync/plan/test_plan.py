@@ -27,10 +27,11 @@ from hypothesis import strategies as st
 from weight_sync.errors import PlanError
 from weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, SourceLayout, SourceShard, TensorMeta
 from weight_sync.plan.chunks import MAX_RUNS
-from weight_sync.plan.plan import SHARES_PER_SOURCE, TransferPlan, build_plan, rank_plan_from_wire
+from weight_sync.plan.plan import SHARES_PER_SOURCE, build_plan
 from weight_sync.plan.proof import prove_coverage
 from weight_sync.plan.schedule import MIN_SHARED_BYTES
-from weight_sync.plan.tasks import MESH_GROUPS, Task
+from weight_sync.plan.tasks import MESH_GROUPS, Task, TaskTable
+from weight_sync.plan.transfer_plan import TransferPlan, rank_plan_from_wire
 
 PROPERTY = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -255,7 +256,7 @@ def test_the_digest_covers_everything(field):
 
 
 def broken(plan: TransferPlan, rank: int, tasks: list[Task]) -> TransferPlan:
-    return dataclasses.replace(plan, tasks={**plan.tasks, rank: tuple(tasks)})
+    return dataclasses.replace(plan, tasks={**plan.tasks, rank: TaskTable.of(rank, tasks)})
 
 
 def test_the_proof_accepts_what_build_plan_makes():
@@ -323,7 +324,7 @@ def test_a_task_from_a_rank_that_does_not_hold_it_is_caught():
     sources, replicas = small_system()
     plan = build_plan(sources, replicas, max_task_bytes=1 << 20)
     moved = [dataclasses.replace(task, source_rank=1) for task in plan.tasks[0]]
-    wrong = dataclasses.replace(plan, tasks={0: (), 1: (*plan.tasks[1], *moved)})
+    wrong = broken(broken(plan, 0, []), 1, [*plan.tasks[1], *moved])
     with pytest.raises(PlanError, match="does not hold it"):
         prove_coverage(wrong, replicas, sources)
 

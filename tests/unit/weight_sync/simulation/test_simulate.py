@@ -16,8 +16,9 @@ from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
 from weight_sync.plan import budget as staging
 from weight_sync.plan.budget import Staging
-from weight_sync.plan.plan import TransferPlan, build_plan
+from weight_sync.plan.plan import build_plan
 from weight_sync.plan.tasks import MESH_GROUPS, Piece, Task
+from weight_sync.plan.transfer_plan import TransferPlan
 from weight_sync.publish import pipeline
 from weight_sync.simulation import simulate
 from weight_sync.simulation.links import Faults, LinkRates, Placement, nic_of, place
