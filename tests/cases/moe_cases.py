@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
+from cases.processes import run_processes
 from conf.schema import LoraConfig
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.experts import Experts
@@ -103,5 +103,5 @@ def _main(rank: int, world_size: int, folder: str, dtypes: list[torch.dtype]) ->
 
 def run_expert_parallel(world_size: int, folder: Path, dtypes: list[torch.dtype]) -> list[dict[torch.dtype, Any]]:
     """Results of every rank."""
-    mp.spawn(_main, args=(world_size, str(folder), dtypes), nprocs=world_size, join=True)
+    run_processes(_main, (world_size, str(folder), dtypes), world_size)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]

@@ -1,7 +1,4 @@
-"""What each process of the parallel tests runs. One spawn serves many scenarios:
-
-importing torch costs seconds a process.
-"""
+"""What each process of the parallel tests runs. One set of processes serves many scenarios."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
+from cases.processes import run_processes
 from cases.tiny_models import MIXED, draw_b, logits_of, make_decoder, packed, probe_loss, trainer_config
 from conf.schema import LoraConfig, TrainMode
 from trainer.architecture.families import read_config
@@ -193,7 +190,7 @@ def run_ranks(
 ) -> list[dict[str, Any]]:
     """Results of every rank, by scenario name."""
     folder.mkdir(parents=True, exist_ok=True)
-    mp.spawn(_main, args=(world_size, str(folder), scenarios, file_models, device_type), nprocs=world_size, join=True)
+    run_processes(_main, (world_size, str(folder), scenarios, file_models, device_type), world_size)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor, Shard
 
+from cases.processes import run_processes
 from conf.schema import (
     AlgorithmConfig,
     DType,
@@ -171,7 +171,7 @@ def spawn(work: Callable[..., Any], world_size: int, folder: Path, cases: list[t
     folders = [folder / str(index) for index in range(len(cases))]
     for one in folders:
         one.mkdir()
-    mp.spawn(_run_cases, (work, world_size, rendezvous, folders, cases), nprocs=world_size)
+    run_processes(_run_cases, (work, world_size, rendezvous, folders, cases), world_size)
     return [[torch.load(one / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)] for one in folders]
 
 

@@ -109,15 +109,16 @@ class Alive(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages: list[tuple[StorageWeakRef, tuple[int, ...], int]] = []
+        self._storages: dict[int, tuple[StorageWeakRef, tuple[int, ...], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outs = func(*args, **(kwargs or {}))
-        known = {ref.cdata for ref, _, _ in self._storages if not ref.expired()}
         for x in tree_leaves(outs):
-            storage = x.untyped_storage() if isinstance(x, Tensor) else None
-            if storage is not None and storage._cdata not in known:
-                self._storages.append((StorageWeakRef(storage), tuple(x.shape), storage.nbytes()))
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                known = self._storages.get(storage._cdata)
+                if known is None or known[0].expired():  # a later storage may have the address of one that ended
+                    self._storages[storage._cdata] = StorageWeakRef(storage), tuple(x.shape), storage.nbytes()
         return outs
 
     def held(self, decoder: nn.Module) -> list[tuple[int, tuple[int, ...]]]:
@@ -125,7 +126,7 @@ class Alive(TorchDispatchMode):
         parameters = list(decoder.parameters())
         given = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
         others = {x.untyped_storage()._cdata for x in given}
-        alive = [one for one in self._storages if not one[0].expired() and one[0].cdata not in others]
+        alive = [one for one in self._storages.values() if not one[0].expired() and one[0].cdata not in others]
         return sorted(((size, shape) for _, shape, size in alive), reverse=True)
 
 

@@ -64,6 +64,12 @@ def worlds(tmp_path_factory) -> dict[int, tuple[Path, list[dict[str, Any]]]]:
     return {2: (two, run_ranks(2, two, WORLD_2, FILE_MODELS_2)), 4: (four, run_ranks(4, four, WORLD_4, FILE_MODELS_4))}
 
 
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    """What one rank has of each scenario, by its name."""
+    return {scenario.name: reference(scenario) for scenario in WORLD_2 + WORLD_4 if scenario.lengths}
+
+
 def ranks_of(worlds, scenario: Scenario) -> list[dict[str, Any]]:
     world = 2 if scenario in WORLD_2 else 4
     return [results[scenario.name] for results in worlds[world][1]]
@@ -77,8 +83,8 @@ EXACT = [s for s in WORLD_2 + WORLD_4 if s.dtype is torch.float32 and s.lengths]
 
 
 @pytest.mark.parametrize("scenario", **named(EXACT))
-def test_logits_and_every_gradient_match_one_rank(worlds, scenario):
-    ranks, expected = ranks_of(worlds, scenario), reference(scenario)
+def test_logits_and_every_gradient_match_one_rank(worlds, alone, scenario):
+    ranks, expected = ranks_of(worlds, scenario), alone[scenario.name]
     assert relative_error(torch.cat([r["logits"] for r in ranks]), expected["logits"]) < 1e-6
     for results in ranks:
         grads = results["grads"]
@@ -88,27 +94,27 @@ def test_logits_and_every_gradient_match_one_rank(worlds, scenario):
 
 
 @pytest.mark.parametrize("scenario", **named(EXACT))
-def test_the_gradient_norm_is_the_sum_of_local_squares(worlds, scenario):
-    expected = reference(scenario)["squares"]
+def test_the_gradient_norm_is_the_sum_of_local_squares(worlds, alone, scenario):
+    expected = alone[scenario.name]["squares"]
     for results in ranks_of(worlds, scenario):
         assert relative_error(results["squares"], expected) < 1e-5
 
 
 @pytest.mark.parametrize("scenario", **named(EXACT))
-def test_gradients_accumulate_and_no_whole_parameter_goes_stale(worlds, scenario):
-    ranks, expected = ranks_of(worlds, scenario), reference(scenario)
+def test_gradients_accumulate_and_no_whole_parameter_goes_stale(worlds, alone, scenario):
+    ranks, expected = ranks_of(worlds, scenario), alone[scenario.name]
     for results in ranks:
         for name, once in results["grads"].items():
             assert torch.equal(results["twice"][name], once * 2), name
     assert relative_error(torch.cat([r["moved"] for r in ranks]), expected["moved"]) < 1e-6
 
 
-def test_outputs_are_bitwise_those_of_one_rank_when_every_product_has_the_same_rows(worlds):
+def test_outputs_are_bitwise_those_of_one_rank_when_every_product_has_the_same_rows(worlds, alone):
     """All tokens start on one rank, so no matrix product differs: what remains is the order of dispatch and combine."""
     for name in ("one_rank_without_tokens_ep1", "one_rank_without_tokens_ep2", "first_rank_has_all_ep2"):
         scenario = next(s for s in WORLD_2 if s.name == name)
         logits = torch.cat([results["logits"] for results in ranks_of(worlds, scenario)])
-        assert torch.equal(logits, reference(scenario)["logits"]), name
+        assert torch.equal(logits, alone[scenario.name]["logits"]), name
 
 
 def test_recomputation_changes_no_bit_under_fsdp_and_ep(worlds):
@@ -127,11 +133,11 @@ def test_bfloat16_gradients_stay_near_float32(worlds):
             assert total < 0.1
 
 
-def test_a_correction_bias_is_not_rounded_under_fsdp(worlds):
+def test_a_correction_bias_is_not_rounded_under_fsdp(worlds, alone):
     """In bfloat16 the same products are taken on either layout, so that one token with other experts would show."""
     scenario = next(s for s in WORLD_2 if s.name == "deepseek_ep1_bfloat16")
     logits = torch.cat([results["logits"] for results in ranks_of(worlds, scenario)])
-    assert torch.equal(logits, reference(scenario)["logits"])
+    assert torch.equal(logits, alone[scenario.name]["logits"])
 
 
 def test_experts_without_rows_get_gradients_of_zeros(worlds):

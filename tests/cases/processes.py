@@ -1,0 +1,20 @@
+"""How tests start the ranks of a world.
+
+Each rank is forked from one server per test process that has imported torch and the trainer once: the imports take
+longer than most cases.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing as mp
+
+multiprocessing.get_context("forkserver").set_forkserver_preload(["trainer.rank", "transformers"])
+
+
+def run_processes(work: Callable[..., None], arguments: tuple[Any, ...], num_ranks: int) -> None:
+    """work(rank, *arguments) on each rank; the first error of any ends all and is raised."""
+    mp.start_processes(work, args=arguments, nprocs=num_ranks, start_method="forkserver")
