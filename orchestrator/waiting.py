@@ -2,7 +2,7 @@
 
 Owns: `wait_for`, `together`, `all_started`, `finish_first`, `last_attempt`. Does not own: what is awaited, nor what a
 caller does about a timeout.
-Invariant: nothing in the controller waits in silence, and nothing waits for ever.
+Invariant: every wait of the controller has a deadline and says what it waits for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def wait_for(
 
     Args:
         awaitable: cancelled when the deadline passes or the caller is cancelled.
-        what: completes the sentence "waiting for ..."; a function when it changes (who is late).
+        what: completes the sentence "waited for ..."; a function when it changes (who is late).
         timeout_s: the deadline, counted from the start or from the last progress.
         progress: a counter; whenever it has grown the deadline starts again.
 
@@ -56,7 +56,7 @@ async def wait_for(
             if time.monotonic() - since >= timeout_s:
                 raise WaitTimeout(f"gave up after {waited_s:.0f} s of waiting for {sentence}")
             if waited_s >= say_every_s:
-                logger.info("waiting for %s, %.0f s so far (gives up after %.0f s)", sentence, waited_s, timeout_s)
+                logger.info("waited %.0f s for %s (gives up after %.0f s)", waited_s, sentence, timeout_s)
     finally:
         if not task.done():
             task.cancel()

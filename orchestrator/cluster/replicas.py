@@ -1,7 +1,7 @@
-"""One rollout worker as the controller's process sees it: what it is asked, where it stands, what is noted about it.
+"""One rollout worker as the controller's process sees it: its calls, its state, and what is noted about it.
 
-Owns: the protocol of a worker, and the notes. Does not own: who changes a state and when (supervisor.py), who reads
-from whom in a publish (relay.py), or the worker behind the protocol (ray_handles.py).
+Owns: the protocol of a worker, and the notes. Does not own: who changes a state and when (supervisor.py: nobody else
+writes here), who reads from whom in a publish (relay.py), or the worker behind the protocol (ray_handles.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RolloutHandle(Protocol):
-    """The controller's view of one rollout worker: a Ray actor, or a fake of ten lines in tests."""
+    """The calls to one rollout worker, which a Ray actor answers in a run and a fake of a few lines in tests."""
 
     name: str
     endpoint: str
@@ -54,7 +54,7 @@ class RolloutHandle(Protocol):
 
 
 class ReplicaState(StrEnum):
-    """Where it stands; what leads from one to the next is drawn in supervisor.py."""
+    """What a worker is doing; supervisor.py draws what leads from one state to the next."""
 
     pending = "pending"
     serving = "serving"
@@ -80,18 +80,18 @@ class Replica:
     num_restarts: int = 0
     """Attempts to start it again."""
     is_known: bool = True
-    """Whether the publisher knows its endpoint; false from a restart until the next publish."""
+    """Whether the trainer has met it; false from a restart until the next publish."""
     failed_at: float = 0.0
     base_wanted_at: str = ""
     """Where its base goes before it can take part in a publish."""
     pulled: Pulled | None = None
-    """What the present process read from a peer."""
+    """What it read from a peer since it was started."""
     num_missed: int = 0
     """Publishes in a row that failed on it while it went on serving (adapter mode)."""
     is_held: bool = False
     """Takes part in the publish under way."""
     links: dict[int, list[Offer]] = field(default_factory=dict[int, "list[Offer]"])
-    """Replica -> what this one read there in a publish (weight_sync.relay), over a link that is open still."""
+    """Peer -> what this replica read there in a publish (weight_sync.relay), over a link that is still open."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it fails, so that groups in flight on it are given up at once."""
 

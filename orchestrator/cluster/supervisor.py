@@ -1,9 +1,9 @@
 """Which rollout workers serve, which of them samples the next group, and how one that failed comes back.
 
 Owns: the state of every replica, routing to the least loaded, what a failed request costs (the worker leaves the
-router, the group is sampled again elsewhere, both are counted), and the way back of a worker that failed.
-Does not own: publishing (the controller brackets it with `hold` and `settle`), processes (`restart` is handed in), nor
-what is noted about a replica (replicas.py).
+router, the group is sampled again elsewhere, both are counted), and how a worker that failed comes back.
+Does not own: publishing (loop/publication.py calls `hold` before and `settle` after), processes (`restart` is handed
+in), nor what is noted about a replica (replicas.py).
 Invariant: a request goes only to a replica that holds the newest published version, committed; in adapter mode, where
 serving replicas go on during a publish, to one that missed at most `max_missed_publishes`.
 
@@ -18,12 +18,12 @@ serving replicas go on during a publish, to one that missed at most `max_missed_
        +---- no healthy peer, or the version moved --- starting --> recovering --adopted--> serving
              meanwhile: the next publish fills it     (a new process)  (reads a peer's weights, one-sided)
 
-`starting` and `recovering` are left out of publishes: the trainer neither takes part in a recovery nor waits for one. A
-version that moves during a recovery makes it worthless, which is found out here (num_publishes) and at the peer (its
-epoch); the replica then joins the next publish. With nobody left to read from, and nobody who serves, the controller
-publishes the present version to `pending` replicas at once (`stranded`). In adapter mode a worker reads base and newest
-adapter in one recovery, and keeps the base whatever becomes of the adapter; only one that could not read the base asks
-the trainer for it (`base_wanted_at`).
+Publishes leave out replicas that are `starting` or `recovering`: the trainer neither takes part in a recovery nor waits
+for one. A recovery during which the version moves is worthless; that is noticed here (num_publishes) and at the peer
+(its epoch), and the replica then joins the next publish. When no replica serves, the controller publishes the present
+version to `pending` replicas at once (`stranded`). In adapter mode a worker reads base and newest adapter in one
+recovery, and keeps the base also when the adapter fails; only a worker that could not read the base asks the trainer
+for it (`base_wanted_at`).
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class Supervisor:
     Args:
         workers: in the order of the endpoints that the publisher was given.
         request_timeout_s: a group that takes longer is given up, and its worker with it.
-        restart: ends what is left of a worker and starts it again with dummy weights; None: failed workers stay out.
-        max_restarts: attempts a worker.
+        restart: ends what is left of a worker and starts it again with dummy weights. None: failed workers stay out.
+        max_restarts: attempts per worker.
         backoff_s: pause before a worker's first restart; doubles with every further one.
         recovery_timeout_s: longest that one call of a recovery may take.
-        max_missed_publishes: publishes in a row that may fail on a replica before it is out. More than 0 only where a
-            failed publish leaves the version before serving (weight_sync.mode=adapter); the buffer judges its samples.
+        max_missed_publishes: publishes in a row that may fail on a replica before it is out. More than 0 only in
+            adapter mode, where a replica goes on serving the version before; the buffer judges its samples' age.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Supervisor:
         self._recovery_timeout_s = recovery_timeout_s
         self._num_publishes = 0
         self._num_closing = 0
-        """Dead workers to whom links are being closed."""
+        """Dead workers whose readers are closing their links just now."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._max_missed_publishes = max_missed_publishes
         self._changed = asyncio.Condition()
@@ -122,7 +122,7 @@ class Supervisor:
 
     @property
     def out_of_service(self) -> list[int]:
-        """Positions of the replicas that are out for good."""
+        """Indices of the replicas that do not come back by themselves."""
         return [replica.index for replica in self.replicas if replica.state is ReplicaState.out]
 
     def require_replicas(self) -> None:
@@ -143,11 +143,11 @@ class Supervisor:
         """Sample a group on the least loaded serving replica; on another one when that fails.
 
         Args:
-            sampling: Instead of rollout.sampling; for evaluation.
+            sampling: used instead of rollout.sampling, for evaluations.
 
         Raises:
-            NoReplicasLeft: every replica is out. Ends the loop: each failure takes one replica out of service, and each
-                has a number of restarts.
+            NoReplicasLeft: every replica is out. It comes at last, because each failure takes a replica out of service
+                and each replica has a number of restarts.
         """
         while True:
             replica = await self._least_loaded()
@@ -156,16 +156,15 @@ class Supervisor:
             try:
                 return await self._generate_on(replica, prompt, n, sampling)
             except ReplicaDirty as error:
-                # The request crossed a publish on its way: Ray and ZMQ are two roads, and `begin` won. Nothing was
-                # sampled and the worker is well. Only when no publish explains it, the worker really is dirty.
+                # A publish's Begin, which goes over ZMQ, overtook this request, which went over Ray. Nothing was
+                # sampled and the worker is well. When no publish explains it, the worker really is dirty.
                 is_serving = replica.worker is worker and replica.state is ReplicaState.serving
                 if is_serving and replica.num_updates == num_updates:
                     await self.fail(replica, f"it committed the newest version, yet it refuses: {error}")
-            except Exception as error:
-                # The boundary to another process: whatever failed there costs this group one try, never the run.
+            except Exception as error:  # noqa: BLE001 - whatever another process raised costs this group one try
                 logger.debug("a group on %s failed", worker.name, exc_info=True)
                 self.num_failed_groups += 1
-                if replica.worker is worker:  # else its successor is up already, and has done nothing wrong
+                if replica.worker is worker:  # otherwise its successor is up already, which did not fail
                     await self.fail(replica, f"{type(error).__name__}: {error}")
             finally:
                 replica.num_in_flight -= 1
@@ -177,7 +176,7 @@ class Supervisor:
             return self.num_serving > 0 or len(self.out_of_service) == len(self.replicas)
 
         async with self._changed:
-            # No deadline of its own: every other state ends by itself, with the publish, the restart or the recovery.
+            # No deadline: a publish, a restart and a recovery have theirs, and every other state ends with one of them.
             await self._changed.wait_for(is_decided)
         self.require_replicas()
         serving = [replica for replica in self.replicas if replica.state is ReplicaState.serving]
@@ -186,7 +185,7 @@ class Supervisor:
     async def _generate_on(
         self, replica: Replica, prompt: Prompt, n: int, sampling: SamplingConfig | None
     ) -> list[Rollout]:
-        """One try. Ends early when the replica fails: a frozen engine would hold the group until its deadline."""
+        """Try once. Ends early when the replica fails: a frozen engine would hold the group until its deadline."""
         call = asyncio.ensure_future(replica.worker.generate_group(prompt, n, sampling))
         left = asyncio.ensure_future(replica.left.wait())
         try:
@@ -208,11 +207,11 @@ class Supervisor:
     # ---- publishes ----
 
     async def hold(self, *, pauses: bool = True) -> Held:
-        """A publish begins.
+        """Begin a publish, once no link is being closed. Returns who takes part.
 
         Args:
-            pauses: no group starts until `settle`; groups in flight go on, engines pause and resume them. False:
-                replicas that serve go on, from the version before.
+            pauses: no group starts until `settle`; engines pause the groups in flight and resume them. False: replicas
+                that serve go on with the version before.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_closing == 0)
@@ -239,14 +238,14 @@ class Supervisor:
         self.replicas[reader].links[peer] = offers
 
     async def settle(self, outcomes: Sequence[ReplicaReport]) -> None:
-        """A publish ended: whoever committed serves, whoever failed is restarted, or out.
+        """End a publish: a replica that committed serves, one that failed is restarted, or out.
 
-        When nobody is left the next `generate_group` says so: the step that was published is whole all the same.
+        When no replica is left, the next `generate_group` raises: the step that was published is complete all the same.
         """
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             was_held, replica.is_held = replica.is_held, False
             if not was_held or replica.state not in (ReplicaState.updating, ReplicaState.serving):
-                continue  # it was left out, or failed meanwhile
+                continue  # it did not take part, or failed meanwhile
             if outcome.committed:
                 replica.num_missed = 0
                 self._serve(replica)
@@ -262,7 +261,7 @@ class Supervisor:
             self._changed.notify_all()
 
     async def stranded(self) -> None:
-        """Wait until a replica needs weights while nobody serves whom it could read them from."""
+        """Wait until a replica needs weights and no replica serves, from which it could read them."""
 
         def is_stranded() -> bool:
             others = (ReplicaState.serving, ReplicaState.updating, ReplicaState.recovering)
@@ -288,7 +287,7 @@ class Supervisor:
             self._spawn(self._bring_back(replica))
 
     async def restart_now(self, index: int) -> str:
-        """Somebody asks for a restart, whatever state the worker is in and however often it was restarted.
+        """Restart a worker because a user asks for it, whatever its state is and however often it was restarted.
 
         Returns:
             What will happen, for people.
@@ -321,7 +320,7 @@ class Supervisor:
             await self._close_links_to(replica)
             try:
                 worker = await self._restart(replica.index)
-            except Exception as error:  # the boundary to another process; the next attempt, or out
+            except Exception as error:  # noqa: BLE001 - the boundary to another process
                 replica.reason = f"restart {replica.num_restarts} of {most} failed: {type(error).__name__}: {error}"
                 logger.warning("%s: %s", replica.worker.name, replica.reason)
                 continue
@@ -337,9 +336,9 @@ class Supervisor:
         logger.error("%s stays out of service: %s", replica.worker.name, replica.reason)
 
     async def _close_links_to(self, dead: Replica) -> None:
-        """Those who read from a dead worker let go of its memory, which is not free for its successor before.
+        """Let every replica that read from a dead worker close its link: the memory is free for a successor only then.
 
-        Not during a publish: closing a link gives a worker another address, under which nobody knows it yet.
+        Waits for the end of a publish: closing a link gives a worker another address, which the trainer does not know.
         """
         if not any(dead.index in other.links for other in self.replicas):
             return
@@ -357,19 +356,19 @@ class Supervisor:
     async def _release(self, reader: Replica, peer: Replica, offers: Sequence[Offer]) -> None:
         try:
             await self._call(reader, "release", reader.worker.release(offers))
-        except Exception as error:  # it serves all the same; only a death of its peer would notice
+        except Exception as error:  # noqa: BLE001 - it goes on serving, with a link too many
             logger.warning("%s keeps its link to %s: %s", reader.worker.name, peer.worker.name, error)
 
     async def _recover(self, replica: Replica) -> None:
         """Give a restarted worker a healthy peer's weights; leave it pending, for a publish, where that cannot be."""
         replica.state, left = ReplicaState.recovering, replica.left
-        async with self._changed:  # a peer that is being updated can be read from as soon as it has committed
+        async with self._changed:  # a peer in a publish can be read from once it has committed
             await self._changed.wait_for(lambda: not any(other.is_held for other in self.replicas))
         if left.is_set():
             return  # a restart was asked for meanwhile
         peers = [other for other in self.replicas if other.state is ReplicaState.serving]
         if not peers:
-            await self._wait_for_publish(replica, "no worker serves that it could read from")
+            await self._wait_for_publish(replica, "no other worker serves, from which it could read")
             return
         peer = min(peers, key=lambda other: (other.num_missed, other.num_in_flight, other.index))
         num_publishes = self._num_publishes
@@ -379,12 +378,12 @@ class Supervisor:
             is_current = not peer.num_missed and await self._call(peer, "offer", peer.worker.offer()) == offers
             if is_current:
                 await self._call(replica, "adopt", replica.worker.adopt(offers[-1].version, offers[-1].epoch))
-        except Exception as error:  # the boundary to two other processes; a worker that is broken fails the publish too
+        except Exception as error:  # noqa: BLE001 - the boundary to two other processes
             if not left.is_set():
                 reason = f"reading from {peer.worker.name} failed with {type(error).__name__}: {error}"
                 await self._wait_for_publish(replica, reason)
             return
-        async with self._changed:  # judged where no publish can begin between the judgement and what follows from it
+        async with self._changed:  # so that no publish begins between this check and `_serve`
             if left.is_set():
                 return
             is_current = is_current and self._num_publishes == num_publishes
@@ -405,18 +404,19 @@ class Supervisor:
         left = replica.left
         try:
             base_wanted_at = await self._call(replica, "base_wanted_at", replica.worker.base_wanted_at())
-        except Exception as error:  # the boundary to another process, which died while it came back
+        except Exception as error:  # noqa: BLE001 - the boundary to another process
             if not left.is_set():
                 await self.fail(replica, f"{type(error).__name__}: {error}")
             return
-        logger.info("%s joins the next publish%s: %s", replica.worker.name, ", base first" * bool(base_wanted_at), why)
+        needs = " and needs its base before" if base_wanted_at else ""
+        logger.info("%s joins the next publish%s: %s", replica.worker.name, needs, why)
         async with self._changed:
             if not left.is_set():
                 replica.state, replica.base_wanted_at = ReplicaState.pending, base_wanted_at
                 self._changed.notify_all()
 
     def _serve(self, replica: Replica) -> None:
-        """In service; for one that had failed, the end of its way back."""
+        """Put it in service, and note its return if it had failed."""
         replica.state = ReplicaState.serving
         if replica.reason:
             down_s = time.monotonic() - replica.failed_at

@@ -39,10 +39,9 @@ def draw_curves(metrics: Path, picture: Path, panels: Panels = RL_PANELS) -> Non
     from matplotlib.figure import Figure
 
     rows = read_rows(metrics)
-    figure = Figure(figsize=(14, 7), layout="constrained")
+    figure: Any = Figure(figsize=(14, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    axes: Any = figure.subplots(2, 3)
-    for panel, (title, names, scale) in zip(axes.flat, panels, strict=True):
+    for panel, (title, names, scale) in zip(figure.subplots(2, 3).flat, panels, strict=True):
         for name in names:
             points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
             if points:

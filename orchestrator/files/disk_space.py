@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ _SENTENCES = tuple(os.strerror(number) for number in _NUMBERS)
 
 
 @contextmanager
-def naming_a_full_disk(path: Path) -> Iterator[None]:
+def naming_a_full_disk(path: Path) -> Generator[None]:
     """Turn the error of a full disk, an exhausted quota or a file size limit into DiskFull, which names a path.
 
     Args:

@@ -3,13 +3,13 @@
     checkpoints/step-000050/
       state.json       step, policy version, prompt cursor, random generators, fingerprint of the options
       groups.jsonl     finished groups that no step has consumed, and prompts that were in flight
-      trainer/         one set of files a rank: trainable parameters, optimizer, generators (the trainer writes it)
+      trainer/         one set of files per rank: trainable parameters, optimizer, generators (the trainer writes it)
       adapter/         trainer.mode=lora: the adapter in PEFT format, to be served or looked at; no resume reads it
       manifest.json    size and CRC-32 of every other file; its presence under the final name means "complete"
 
     begin(step) -> .step-000050.partial/ --trainer writes--> finish(): state, manifest, fsync, rename -> step-000050/
 
-Owns: the format above, atomicity, how many are kept, the check of a checkpoint against the options of a resumed run.
+Owns: the format above, atomicity, how many are kept, and the check of a checkpoint against a resumed run's options.
 Does not own: what the trainer's files contain.
 Invariant: a folder named step-* was complete when it got its name; a crash at any time leaves the previous one intact.
 """
@@ -23,7 +23,7 @@ import shutil
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from conf.schema import RunConfig
 from orchestrator.environment import resolve_device
@@ -244,7 +244,7 @@ def _verify(path: Path) -> None:
     files = _read_json(path / "manifest.json").get("files")
     if not isinstance(files, dict):
         raise CheckpointError(f"{path} is damaged: its manifest lists no files")
-    for name, expected in files.items():
+    for name, expected in cast("dict[str, Any]", files).items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{path} lacks {name}")
@@ -263,7 +263,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(found).__name__}")
-    return found
+    return cast("dict[str, Any]", found)
 
 
 def _facts(path: Path) -> dict[str, int]:

@@ -5,7 +5,7 @@
       config.yaml        the resolved options, before anything was started
       environment.json   git commit, versions, machine
       run.log            every log line of the controller
-      metrics.jsonl      one row a step
+      metrics.jsonl      one row per step
       samples.jsonl      a few responses, held out and of training, to be read by people
       curves.png         reward, evaluation, mismatch KL, entropy, sync seconds
       tensorboard/       the same numbers as events
@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -80,7 +80,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One row a step."""
+        """One row per step."""
         return self.root / "metrics.jsonl"
 
     @property
@@ -157,7 +157,7 @@ def write_description(folder: RunFolder, config: RunConfig, overrides: list[str]
 
 
 def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
-    """What a resumed run does otherwise than before, an option a line; nothing for a new run. Before
+    """What a resumed run does otherwise than before, one line per option; nothing for a new run. Before
     `write_description`, which replaces what the run was started with."""
     if not folder.config.is_file():
         return []
@@ -167,7 +167,7 @@ def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
         saved = None
     if not isinstance(saved, dict):
         return [f"set of options, maybe: {folder.config} cannot be read"]
-    before = dict(flatten(saved))
+    before = dict(flatten(cast("dict[str, Any]", saved)))
     now = dict(flatten(to_plain(asdict(config))))
     return [
         f"{name}: {repr(before[name]) if name in before else 'not there'} before, "
@@ -181,7 +181,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
     """Options of a nested section by their full names. Example: ("run.seed", 0)."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from flatten(value, f"{prefix}{key}.")
+            yield from flatten(cast("dict[str, Any]", value), f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -204,9 +204,9 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):
-        return {str(key): to_plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in value]
+        return [to_plain(item) for item in cast("list[Any]", value)]
     return value
 
 

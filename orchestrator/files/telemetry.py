@@ -1,12 +1,12 @@
-"""The one place that emits: metrics, progress, samples. Every other room returns measurements and stays silent.
+"""The one place that emits metrics, progress and samples. Every other part of a run returns measurements.
 
-    StepRecord --> row_of --> metrics.jsonl      one row a step; step 0 is the state before training
+    StepRecord --> row_of --> metrics.jsonl      one row per step; step 0 is the state before training
                         |---> tensorboard/       the same numbers (written without torch)
                         |---> Ray gauges         ray_slipstream_<area>_<name>, on the dashboard's Prometheus endpoint
                         +---> one progress line  with the time left
 
-Owns: the catalogue of metrics (`METRICS`: name -> meaning), how a step's measurements become one row, every sink.
-Does not own: log formatting (orchestrator.run_log), the picture at the end (orchestrator.curves).
+Owns: the catalogue of metrics (`METRICS`: name -> meaning), how a step's measurements become one row, and where rows
+go. Does not own: the format of events and gauges (metric_sinks), of the log (run_log), the picture at the end (curves).
 Invariants: a row has every name of the catalogue, null where the step has no such number; a name outside of it cannot
 be emitted; rows are in step order, one each. Tests and plots read metrics.jsonl, never stdout.
 """
@@ -16,9 +16,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import socket
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from orchestrator.files.disk_space import naming_a_full_disk
+from orchestrator.files.metric_sinks import RayGauges, TensorBoardEvents, Value
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
 from rollout.types import Group
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
     from weight_sync.publish.report import PublishReport
 
 logger = logging.getLogger(__name__)
-Value = float | int | None
 
 METRICS: dict[str, str] = {
     "step": "optimizer steps done",
@@ -210,8 +207,8 @@ class Telemetry:
         truncate_rows(folder.samples, after_step=first_step)
         self._file: TextIO = folder.metrics.open("a")
         self._samples: TextIO = folder.samples.open("a")
-        self._events = _EventWriter(folder.tensorboard, after_step=first_step) if tensorboard else None
-        self._gauges = _RayGauges()
+        self._events = TensorBoardEvents(folder.tensorboard, after_step=first_step) if tensorboard else None
+        self._gauges = RayGauges(METRICS)
         self._recent_s: deque[float] | None = None
         self.last_eval_reward: Value = None
 
@@ -366,62 +363,3 @@ def _eval_metrics(groups: Sequence[Group]) -> dict[str, Value]:
 def _finite(value: Value) -> Value:
     """JSON has no NaN and no infinity; a row of a refused step says null."""
     return value if value is None or math.isfinite(value) else None
-
-
-class _EventWriter:
-    """TensorBoard events. TensorBoard's own record writer needs no torch; its event writer would use a thread, in which
-    a full disk is raised for nobody to catch.
-
-    Args:
-        after_step: TensorBoard is told to forget events of later steps.
-    """
-
-    def __init__(self, folder: Path, *, after_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        is_resumed = folder.is_dir()
-        folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._writer = RecordWriter((folder / name).open("xb", buffering=0))
-        self._add(file_version="brain.Event:2")
-        if is_resumed:
-            self._add(step=after_step + 1, session_log=SessionLog(status=SessionLog.START))
-
-    def write(self, step: int, row: Mapping[str, Value]) -> None:
-        """Add every finite number of a row."""
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-
-        values = [Summary.Value(tag=n, simple_value=v) for n, v in row.items() if v is not None and math.isfinite(v)]
-        self._add(step=step, summary=Summary(value=values))
-
-    def _add(self, **fields: object) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-
-        self._writer.write(Event(wall_time=time.time(), **fields).SerializeToString())
-
-    def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
-
-
-class _RayGauges:
-    """The newest row as Ray gauges. Does nothing when this process is not part of a Ray cluster."""
-
-    def __init__(self) -> None:
-        self._gauges: dict[str, Any] = {}
-
-    def set(self, row: Mapping[str, Value]) -> None:
-        try:
-            import ray
-            from ray.util.metrics import Gauge
-        except ImportError:
-            return
-        if not ray.is_initialized():
-            return
-        for name, value in row.items():
-            if value is None or not math.isfinite(value):
-                continue
-            if name not in self._gauges:
-                self._gauges[name] = Gauge("slipstream_" + name.replace("/", "_"), description=METRICS[name])
-            self._gauges[name].set(float(value))

@@ -1,8 +1,8 @@
 """Group advantages, and the trainable samples made from them. Pure numpy; randomness comes in as a generator.
 
 Owns: rewards -> advantages -> `trainer.types.Sample`. Does not own: what a response is worth, or the loss.
-Invariants: a rollout without a reward never reaches the trainer; a group's advantages sum to zero (up to rounding),
-those of its samples need not: algorithm.mask_truncated leaves some out.
+Invariants: a rollout without a reward never reaches the trainer. A group's advantages sum to zero (up to rounding);
+those of its samples may not, because algorithm.mask_truncated leaves some out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def group_advantages(rewards: Sequence[float | None], scale: AdvantageScale) -> 
     arXiv:2402.14740).
 
     Args:
-        rewards: one per rollout; None where the reward failed. Those count neither in the mean nor in the deviation.
+        rewards: one per rollout; None where the reward failed, which counts neither in the mean nor in the deviation.
         scale: std divides by the group's (population) standard deviation + 1e-6; none does not; leave_one_out compares
             with the mean of the others: r_i - (S - r_i) / (n - 1) = n / (n - 1) * (r_i - S / n), S the sum of all n.
 

@@ -8,16 +8,16 @@
                        +------------------- rollout workers (vLLM) <--- DIRTY -> VERIFIED -> CLEAN(v)
 
     loop          consumes          waits for                         unblocked by
-    Sampler.run   tickets, prompts  buffer.claim_ticket               train_loop: buffer.open_next_batch
+    Sampler.run   tickets, prompts  buffer.claim_ticket               _train_on: buffer.open_next_batch
                                     a place (max_concurrent_groups)   a group that was delivered
                                     a serving replica                 supervisor: a publish settled, a recovery
-    train_loop    batches           buffer.take_batch                 Sampler.run: buffer.deliver, or buffer.fail
+    _next_step    batches           buffer.take_batch                 Sampler.run: buffer.deliver, or buffer.fail
                                     the trainer, the publish          deadlines of their own
 
-No deadlock: the sampler waits for nothing but train_loop's publish, and train_loop waits for groups only while the
+No deadlock: the sampler waits for nothing but a step's publish, and a step waits for groups only while the
 tickets of its batch are open to the sampler (that and the staleness bound: orchestrator/loop/buffer.py,
-docs/staleness.md). A restarted worker that has no peer to read from would wait for a publish while train_loop waits
-for its groups: wherever train_loop waits for groups it publishes to such a worker at once (`_fed`).
+docs/staleness.md). A restarted worker that has no peer to read from would wait for a publish while the step waits
+for its groups: wherever a step waits for groups, such a worker is published to at once (`_fed`).
 
 Owns: the order of things; when to publish, evaluate and stop. Does not own: what it shares with fine-tuning (step_loop:
 the clock, rows, checkpoints, the end), how groups are sampled and judged (sampler), what a publish does (publication),
@@ -88,7 +88,7 @@ class Controller(StepLoop):
             await asyncio.gather(sampling, return_exceptions=True)
 
     async def start(self, resume_from: Path | None) -> None:
-        """Bring trainer and replicas to one version: 0, or the checkpoint's. Rewrites no row of a resumed run."""
+        """Bring trainer and replicas to one version: 0, or the checkpoint's. A resumed run has row 0 already."""
         is_synced = self._config.weight_sync.enabled
         if resume_from is not None and is_synced:
             await self._load(resume_from)
@@ -146,7 +146,6 @@ class Controller(StepLoop):
     async def _update(self, samples: list[Sample], record: StepRecord, clock: Stopwatch) -> None:
         """Gradients of a batch, and the optimizer's step."""
         trainer, config = self.services.trainer, self._config
-        # Of the whole batch, for every microbatch.
         denominators = denominators_of(samples, self.policy_version, config.rollout.sampling.max_tokens)
         plan = pack([s.num_tokens for s in samples], trainer.num_ranks, config.trainer.max_microbatch_tokens)
         record.loss = await trainer.forward_backward(
@@ -162,7 +161,7 @@ class Controller(StepLoop):
         return await Publication(self._config.weight_sync, self.services, self.policy_version).run()
 
     async def _fed(self, sampling: Awaitable[T]) -> T:
-        """Await what depends on rollout workers. One that comes back when nobody serves gets the weights at once."""
+        """Await what depends on rollout workers. When none serves, publish at once to a worker that comes back."""
         task = asyncio.ensure_future(sampling)
         try:
             while True:
@@ -212,7 +211,7 @@ class Controller(StepLoop):
             record.extra["eval/total_s"] = time.monotonic() - started
 
     async def _or_save(self, sampling: Awaitable[T]) -> T:
-        """Await what depends on workers and rewards. When they fail the trainer is well: save before the run ends."""
+        """Await what depends on workers and rewards. When they fail, the trainer is well: save before the run ends."""
         try:
             return await sampling
         except Exception:
@@ -220,7 +219,7 @@ class Controller(StepLoop):
             raise
 
     def _check_that_weights_moved(self, optim: OptimStats, report: PublishReport) -> None:
-        """Every byte can be proven to have arrived and still be the old one: then the step is lost between the two."""
+        """Warn when every byte arrived and none has changed: the step was lost between optimizer and engine."""
         if report.num_changed_params == 0 and optim.grad_norm > 0 and optim.lr > 0:
             logger.warning(
                 "step %d: sync/changed_params is 0, although the optimizer stepped (gradient norm %.3g, rate %.3g): "

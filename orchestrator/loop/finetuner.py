@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the same trainer, taught by conversations instead of rewards. No engines, no weight sync.
 
-    conversations --shuffled, epoch after epoch--> sequences_per_step of them --pack--> trainer ranks --> one row a step
+    conversations --shuffled, epoch after epoch--> sequences_per_step of them --pack--> trainer ranks --> a row
 
 Owns: what a step of such a run does. Does not own: what it shares with reinforcement (step_loop), the trainer
 (trainer/), where it lives (placement), which tokens count (conversations), rows (telemetry), what is started and ended

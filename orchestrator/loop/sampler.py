@@ -4,10 +4,10 @@
                                                                  ^            | no: another prompt
                                                                  +------------+
 
-Owns: how many groups are in flight over both kinds (`rollout.max_concurrent_groups`), dynamic sampling, and the two
-ways in which sampling is pointless: a reward that judges nothing, prompts that tell nothing. Does not own: when an
+Owns: how many groups of both kinds are in flight (`rollout.max_concurrent_groups`), dynamic sampling, and when sampling
+has become pointless: the reward fails on every response, or all groups have equal rewards. Does not own: when an
 evaluation is due (controller), which group belongs to which batch (buffer), who serves (supervisor).
-Invariant: a group that cannot be had ends `run` and is raised by the buffer, between two steps, and nowhere else.
+Invariant: a failure to sample ends `run`; the buffer raises it between two steps, and nothing else does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sampler:
         self.num_generated = 0
         """Groups sampled and judged, whatever became of them."""
         self.num_uninformative = 0
-        """Of these: replaced because their rewards were all equal."""
+        """Groups among them that were replaced because their rewards were all equal."""
         self._num_uninformative_in_a_row = 0
         self._num_unjudged_in_a_row = 0
 
@@ -51,12 +51,11 @@ class Sampler:
             async with asyncio.TaskGroup() as groups:
                 while True:
                     ticket = await self._buffer.claim_ticket()
-                    # No await between ticket and prompt: a checkpoint must never see one without the other.
+                    # Nothing is awaited between ticket and prompt: a checkpoint must not see one without the other.
                     prompt = ticket.prompt or self._draw(ticket)
                     await self._places.acquire()
                     groups.create_task(self._sample_into(ticket, prompt))
-        except* Exception as errors:
-            # Raised by the train loop at `take_batch`, between two steps; here it would only be lost.
+        except* Exception as errors:  # noqa: BLE001 - nobody awaits this task: the train loop raises it instead
             await self._buffer.fail(errors.exceptions[0])
 
     async def evaluate(self) -> list[Group]:
@@ -79,20 +78,20 @@ class Sampler:
 
     @property
     def patience_s(self) -> float:
-        """Longest time without one finished group. Every replica may fail once before the last one succeeds."""
+        """Longest time in which no group may be finished: every replica may fail once before the last one succeeds."""
         rollout, num_judged = self._config.rollout, self._config.algorithm.group_size
         restart_s = self._config.cluster.start_timeout_s if rollout.max_restarts else 0.0
         requests_s = rollout.request_timeout_s * (rollout.num_workers + 1)
         return requests_s + self._config.reward.timeout_s * num_judged + restart_s + 60.0
 
     async def _sample_into(self, ticket: Ticket, prompt: Prompt) -> None:
-        """Deliver one group for one ticket. With dynamic sampling, prompts follow until a group tells something."""
+        """Deliver one group for one ticket. Dynamic sampling goes on to further prompts until rewards differ."""
         algorithm = self._config.algorithm
         try:
             while True:
                 group = await self._sample(prompt, algorithm.group_size)
                 self._stop_if_unjudged(group)
-                if not algorithm.drop_zero_variance_groups or self._is_telling(group):
+                if not algorithm.drop_zero_variance_groups or self._is_informative(group):
                     break
                 prompt = self._draw(ticket)
             await self._buffer.deliver(ticket, group)
@@ -110,8 +109,8 @@ class Sampler:
         self._buffer.assign_prompt(ticket, prompt)
         return prompt
 
-    def _is_telling(self, group: Group) -> bool:
-        """Whether its rewards differ. Raises TrainingStopped once too many groups in a row told nothing."""
+    def _is_informative(self, group: Group) -> bool:
+        """Whether its rewards differ. Raises TrainingStopped once those of too many groups in a row did not."""
         if is_informative(group.rewards):
             self._num_uninformative_in_a_row = 0
             return True
@@ -130,7 +129,7 @@ class Sampler:
         return False
 
     def _stop_if_unjudged(self, group: Group) -> None:
-        """A reward that fails here and there costs samples. One that fails on a whole batch's worth is broken."""
+        """A reward that fails now and then costs samples. One that fails on a whole batch's groups is broken."""
         is_unjudged = all(reward is None for reward in group.rewards)
         self._num_unjudged_in_a_row = self._num_unjudged_in_a_row + 1 if is_unjudged else 0
         if self._num_unjudged_in_a_row >= max(MAX_UNJUDGED_GROUPS, self._config.algorithm.groups_per_step):

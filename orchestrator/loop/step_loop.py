@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -129,7 +129,7 @@ class StepLoop(ABC):
         await finish_first(work, "the step under way", timeout_s=LAST_STEP_S)
 
     @contextmanager
-    def _row_of(self, record: StepRecord, clock: Stopwatch) -> Iterator[None]:
+    def _row_of(self, record: StepRecord, clock: Stopwatch) -> Generator[None]:
         """Move the clock by the step that the optimizer saw, and write its row when the block ends or fails.
 
         The step always counts; the version moves only when the optimizer changed the policy.
