@@ -209,13 +209,14 @@ def case_dequantize_mxfp4(device: str) -> None:
 
 
 def case_grouped_gemm(device: str) -> None:
-    for counts in (COUNTS, (0, 0, 700, 30), (1500, 1, 2595, 0), (0, 0, 0, 0)):
-        groups, num_rows = groups_of(counts, device), sum(counts)
+    for counts in (COUNTS, (0, 0, 700, 30), (1501, 547), (0, 0, 0, 0)):  # 1,024 rows an expert: the other tiling
+        groups, num_rows, num_experts = groups_of(counts, device), sum(counts), len(counts)
         for dtype in dtypes_of(device):
-            x, weight = draw(num_rows, H, device=device, dtype=dtype), draw(4, WIDTH, H, device=device, dtype=dtype)
+            x = draw(num_rows, H, device=device, dtype=dtype)
+            weight = draw(num_experts, WIDTH, H, device=device, dtype=dtype)
             low = draw(num_rows, 12, device=device, dtype=dtype)
-            for matrices in (weight.transpose(1, 2), draw(4, H, 40, device=device, dtype=dtype)):
-                p = draw(4, matrices.shape[2], 12, device=device)
+            for matrices in (weight.transpose(1, 2), draw(num_experts, H, 40, device=device, dtype=dtype)):
+                p = draw(num_experts, matrices.shape[2], 12, device=device)
                 wide = (x.float(), matrices.float(), groups, GroupedBackend.native)
                 plain = grouped_product(*wide).to(dtype)
                 assert_near(grouped_product_triton(x, matrices, groups, None, None), plain, str(dtype))
