@@ -317,7 +317,7 @@ class Supervisor:
         while replica.num_restarts < most:
             await asyncio.sleep(self._backoff_s * 2**replica.num_restarts)
             replica.num_restarts += 1
-            await self._close_links_to(replica)
+            await self.close_links_to(replica)
             try:
                 worker = await self._restart(replica.index)
             except Exception as error:  # noqa: BLE001 - the boundary to another process
@@ -335,7 +335,7 @@ class Supervisor:
             self._changed.notify_all()
         logger.error("%s stays out of service: %s", replica.worker.name, replica.reason)
 
-    async def _close_links_to(self, dead: Replica) -> None:
+    async def close_links_to(self, dead: Replica) -> None:
         """Let every replica that read from a dead worker close its link: the memory is free for a successor only then.
 
         Waits for the end of a publish: closing a link gives a worker another address, which the trainer does not know.

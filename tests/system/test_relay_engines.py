@@ -97,11 +97,11 @@ class Setup:
             parameter.data.normal_(0, 0.3, generator=generator)
         self.trainer._policy_version = self.version
 
-        async def write(exclude: list[int], _number: int) -> PublishReport:
+        async def write(exclude: Sequence[int], _number: int) -> PublishReport:
             return await asyncio.to_thread(self.trainer.publish, exclude)
 
         await self.supervisor.hold()
-        report = await publish_by_relay(write, self.supervisor.replicas, timeout_s=TIMEOUT_S + 2)
+        report = await publish_by_relay(write, self.supervisor, timeout_s=TIMEOUT_S + 2)
         await self.supervisor.settle(report.replicas)
         return report
 
@@ -207,7 +207,7 @@ async def test_a_killed_primary_is_replaced_in_the_same_publish(setup: Setup):
     assert report.num_relayed == 1
     await setup.assert_equal(setup.handles[1:])
     # What the supervisor does before it starts a successor; both go on serving, from another address.
-    await setup.supervisor._close_links_to(setup.supervisor.replicas[0])
+    await setup.supervisor.close_links_to(setup.supervisor.replicas[0])
     assert [0 in replica.links for replica in setup.supervisor.replicas] == [False] * 3
     report = await setup.publish()
     assert [replica.committed for replica in report.replicas] == [False, True, True]

@@ -23,9 +23,8 @@ from conf.load import load_resolved_yaml, load_run_config
 from conf.options import GROUPS, flat_options, group_choices, section_docs
 from orchestrator.cli.main import main
 from orchestrator.errors import CheckpointError, NoReplicasLeft
-from orchestrator.files.run_checkpoint import CheckpointStore, RunState, fingerprint
+from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
 from orchestrator.files.run_folder import RunFolder, write_description
-from orchestrator.loop.buffer import BufferState
 from weight_sync.errors import WatermarkError
 
 REPOSITORY = Path(__file__).parents[4]
