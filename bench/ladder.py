@@ -77,7 +77,7 @@ def set_backends(ours: Ours, rung: str, chosen: dict[str, str]) -> None:
         if isinstance(module, Experts):
             module.backend = experts
         elif isinstance(getattr(module, "backend", None), AttentionBackend):
-            module.backend = attention  # type: ignore[assignment]
+            module.backend = attention
 
 
 def measure(ours: Ours, rung: str, lengths: list[int], args: argparse.Namespace) -> dict[str, Any]:

@@ -40,7 +40,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from weight_sync.layout import TensorMeta
@@ -117,7 +117,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> dict[str, float]:
     if shutil.disk_usage(folder).free < num_bytes + (1 << 30):
         raise SystemExit(f"{folder} has no room for {num_bytes / 1e9:.1f} GB; give fewer --layers, or another --folder")
     pool = torch.randn(POOL_ELEMENTS, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(torch.bfloat16)
-    values = memoryview(pool.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    values = memoryview(cast(Any, pool.view(torch.uint8).numpy()))
     names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
     with ThreadPoolExecutor(NUM_WRITERS) as writers:
         list(writers.map(lambda name, metas: _write_file(folder / name, metas, values), names, groups.values()))

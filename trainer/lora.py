@@ -74,7 +74,7 @@ def apply_together(linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
     factors = (part for linear in linears for part in (*linear.base(x.dtype), linear.lora_A, linear.lora_B))
     scales = {linear.lora.scale for linear in linears if linear.lora is not None}
     assert len(scales) == 1, "linears of one input are adapted alike"
-    return _AdaptedLinears.apply(x, scales.pop(), *factors)  # type: ignore[return-value]
+    return _AdaptedLinears.apply(x, scales.pop(), *factors)
 
 
 class _AdaptedLinears(torch.autograd.Function):
@@ -82,19 +82,17 @@ class _AdaptedLinears(torch.autograd.Function):
     the accumulator of the base's, all gradients of x in one, and scale multiplies in accumulators."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, scale: float, *factors: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, scale: float, *factors: Any) -> tuple[Tensor, ...]:
         rows_TI = x.flatten(0, -2)
         weights, biases, stored_a, stored_b = (factors[part::4] for part in range(4))
-        ctx.scale, ctx.adapter_dtype = scale, stored_a[0].dtype  # type: ignore[union-attr]
+        ctx.scale, ctx.adapter_dtype = scale, stored_a[0].dtype
         ctx.ranks = [a.shape[0] for a in stored_a if a is not None]
         as_ = [a.to(x.dtype) for a in stored_a if a is not None]
         bs = [b.to(x.dtype) for b in stored_b if b is not None]
         a_RI = as_[0] if len(as_) == 1 else torch.cat(as_)
         low_TR = rows_TI @ a_RI.t()
         outs = [
-            F.linear(rows_TI, weight, bias).addmm_(low, b.t(), alpha=scale)  # type: ignore[arg-type]
+            F.linear(rows_TI, weight, bias).addmm_(low, b.t(), alpha=scale)
             for weight, bias, b, low in zip(weights, biases, bs, low_TR.split(ctx.ranks, 1), strict=True)
         ]
         ctx.save_for_backward(rows_TI, a_RI, low_TR, *weights, *bs)
@@ -102,7 +100,7 @@ class _AdaptedLinears(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         rows_TI, a_RI, low_TR, *rest = ctx.saved_tensors
         weights, bs = rest[: len(douts)], rest[len(douts) :]
         dys = [dout.flatten(0, -2) for dout in douts]

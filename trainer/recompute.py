@@ -41,7 +41,7 @@ class Recomputed:
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Callable[..., Any], num_inputs: int, *given: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, part: Callable[..., Any], num_inputs: int, *given: Any) -> Any:
         inputs = given[:num_inputs]
         ctx.part, ctx.parameters = part, given[num_inputs:]
         ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
@@ -56,7 +56,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
         (inputs, outs), ctx.ahead = _again(ctx), None
         ctx.maybe_clear_saved_tensors()  # an input without a gradient ends here, unless it is kept inside
         wanted, places = [], []
@@ -84,7 +84,7 @@ def recomputation(out: Tensor) -> Callable[[], Tensor] | None:
     with what was computed for it.
     """
     node, index = out.grad_fn, out.output_nr
-    if not isinstance(node, _Recompute._backward_cls):  # type: ignore[attr-defined]
+    if not isinstance(node, _Recompute._backward_cls):
         return None
     return lambda: _again(node)[1][index].detach()
 

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.kernels.launch import programs
+
 GROUP = 256
 """Values that share a scale."""
 ROWS = 4
@@ -81,13 +83,13 @@ def adamw_triton(
     start = 0
     for (size, is_aligned, is_coded, *_), indices in kinds.items():
         one = indices[0]
-        _adamw[(triton.cdiv(size, ROWS * GROUP), len(indices))](
+        programs(_adamw, (triton.cdiv(size, ROWS * GROUP), len(indices)))(
             table[start:], parameters[one], *_parts(moments[one]), *_parts(squares[one]), size,
             lr, lr * weight_decay, 1 - betas[0], 1 - betas[1], eps,
             1 / (1 - betas[0] ** num_updates), 1 / (1 - betas[1] ** num_updates),
             IS_CODED=is_coded, DOES_ROUND=parameters[one].dtype is torch.bfloat16,
-            IS_ALIGNED=is_aligned, ENTRIES=ENTRIES, ALIGNMENT=ALIGNMENT, ROWS=ROWS, GROUP=GROUP,  # pyright: ignore[reportArgumentType]
-            num_warps=4,  # pyright: ignore[reportCallIssue]
+            IS_ALIGNED=is_aligned, ENTRIES=ENTRIES, ALIGNMENT=ALIGNMENT, ROWS=ROWS, GROUP=GROUP,
+            num_warps=4,
         )  # fmt: skip
         start += len(indices)
 

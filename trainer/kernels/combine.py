@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from conf.schema import CombineMode
+from trainer.kernels.launch import programs
 
 
 def weighted_sum_torch(
@@ -50,10 +51,10 @@ def weighted_sum_triton(
     does_round_products, does_round_sums = _roundings(mode, top_k)
     if num_tokens:
         block = min(1024, triton.next_power_of_2(num_columns))
-        _weighted_sum[(num_tokens, triton.cdiv(num_columns, block))](
+        programs(_weighted_sum, (num_tokens, triton.cdiv(num_columns, block)))(
             rows_SH, weights_TK, row_of_choice_TK, out_TH, num_columns,
             TOP_K=top_k, HAS_WEIGHTS=weights_TK is not None, ROUND_PRODUCTS=does_round_products,
-            ROUND_SUMS=does_round_sums, BLOCK=block, num_warps=4 if block >= 512 else 1,  # pyright: ignore[reportCallIssue]
+            ROUND_SUMS=does_round_sums, BLOCK=block, num_warps=4 if block >= 512 else 1,
         )  # fmt: skip
     return out_TH
 

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.kernels.launch import programs
+
 BLOCK = 128
 
 
@@ -56,14 +58,14 @@ def sort_by_expert_triton(experts_S: Tensor, num_experts: int, top_k: int) -> Ex
     counts_EB = experts_S.new_empty(num_experts, int(num_blocks), dtype=torch.int32)
     ends_E = experts_S.new_empty(num_experts, dtype=torch.int32)
     grid = (num_blocks,)
-    _count[grid](
+    programs(_count, grid)(
         experts_S, counts_EB, num_ids, num_blocks, num_experts,
-        EXPERTS=padded, BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
+        EXPERTS=padded, BLOCK=BLOCK,
     )  # fmt: skip
     ends_EB = counts_EB.flatten().cumsum(0, dtype=torch.int32)
-    _place[grid](
+    programs(_place, grid)(
         experts_S, counts_EB, ends_EB, choices, tokens, rows, counts_E, ends_E, num_ids, num_blocks, num_experts,
-        TOP_K=top_k, EXPERTS=padded, BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
+        TOP_K=top_k, EXPERTS=padded, BLOCK=BLOCK,
     )  # fmt: skip
     return ExpertOrder(choices, tokens, rows, counts_E, ends_E)
 

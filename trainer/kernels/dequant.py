@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.kernels.launch import programs
+
 GROUP = 32
 """Elements under one scale, in both formats."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -42,8 +44,8 @@ def dequantize_mxfp4_torch(blocks: Tensor, scales: Tensor, out: Tensor) -> Tenso
 def dequantize_int4_triton(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """As dequantize_int4_torch."""
     num_words = packed.numel()
-    _dequantize_int4[(triton.cdiv(num_words, WORDS_A_PROGRAM),)](
-        packed, scale, out, num_words, WORDS_A_GROUP=GROUP // 8, BLOCK=WORDS_A_PROGRAM, num_warps=4  # pyright: ignore[reportCallIssue]
+    programs(_dequantize_int4, (triton.cdiv(num_words, WORDS_A_PROGRAM),))(
+        packed, scale, out, num_words, WORDS_A_GROUP=GROUP // 8, BLOCK=WORDS_A_PROGRAM, num_warps=4
     )  # fmt: skip
     return out
 
@@ -52,8 +54,8 @@ def dequantize_mxfp4_triton(blocks: Tensor, scales: Tensor, out: Tensor) -> Tens
     """As dequantize_mxfp4_torch."""
     words = blocks.view(torch.int32)
     num_words = words.numel()
-    _dequantize_mxfp4[(triton.cdiv(num_words, WORDS_A_PROGRAM),)](
-        words, scales, out, num_words, WORDS_A_GROUP=GROUP // 8, BLOCK=WORDS_A_PROGRAM, num_warps=4  # pyright: ignore[reportCallIssue]
+    programs(_dequantize_mxfp4, (triton.cdiv(num_words, WORDS_A_PROGRAM),))(
+        words, scales, out, num_words, WORDS_A_GROUP=GROUP // 8, BLOCK=WORDS_A_PROGRAM, num_warps=4
     )  # fmt: skip
     return out
 

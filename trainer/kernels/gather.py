@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.kernels.groups import RowGroups
-from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, tiling_of
+from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, programs, tiling_of
 
 GATHER, GATHER_FROM_HOST = Tiling(32, 128, warps=8, stages=1), Tiling(1, 1024, warps=4, stages=1)
 PROJECT = {
@@ -59,9 +59,9 @@ def gather_rows_triton(x: Tensor, source_S: Tensor) -> Tensor:
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=source_S.device)
     if num_rows:
         tiling = GATHER if x.is_cuda else GATHER_FROM_HOST
-        _gather[(triton.cdiv(num_rows, tiling.rows), triton.cdiv(num_columns, tiling.columns))](
+        programs(_gather, (triton.cdiv(num_rows, tiling.rows), triton.cdiv(num_columns, tiling.columns)))(
             x, source_S, out, num_rows, num_columns, x.stride(0),
-            BLOCK_M=tiling.rows, BLOCK_K=tiling.columns, num_warps=tiling.warps,  # pyright: ignore[reportCallIssue]
+            BLOCK_M=tiling.rows, BLOCK_K=tiling.columns, num_warps=tiling.warps,
         )  # fmt: skip
     return out
 
@@ -76,12 +76,12 @@ def gather_project_triton(
     if num_rows:
         tiling = tiling_of(PROJECT, rank, x.element_size())
         tiles = groups.tiles(tiling.rows, abreast=x.numel() * x.element_size() > CACHE_BYTES)
-        _gather_project[(tiles.shape[0],)](
+        programs(_gather_project, (tiles.shape[0],))(
             x, source_S, p_ERK, v_EK, rows_SK, low_SR, dots_S, tiles, scale,
             num_columns, x.stride(0), *p_ERK.stride(),
             RANK=rank, PADDED_RANK=padded_rank(rank), HAS_VECTOR=v_EK is not None,
             BLOCK_M=tiling.rows, BLOCK_K=tiling.columns, STAGES=tiling.stages, PRECISION=precision_of(x),
-            num_warps=tiling.warps,  # pyright: ignore[reportCallIssue]
+            num_warps=tiling.warps,
         )  # fmt: skip
     return rows_SK, low_SR, dots_S
 

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.kernels.launch import programs
+
 MAX_ABREAST = 1 << 16
 """Tiles of two experts are multiplied in 32 bits, of which a sum of so many leaves one free."""
 
@@ -83,9 +85,9 @@ class RowGroups:
             tiles_N3 = torch.empty(max_tiles, 3, dtype=torch.int32, device=self.counts_E.device)
             if max_tiles:
                 padded = triton.next_power_of_2(self.num_experts)
-                _write_tiles[(triton.cdiv(max_tiles, 16),)](
+                programs(_write_tiles, (triton.cdiv(max_tiles, 16),))(
                     self.counts_E, tiles_N3, self.num_experts, max_tiles,
-                    EXPERTS=padded, TILE=tile_rows, ABREAST=key[1], BLOCK=16,  # pyright: ignore[reportArgumentType]
+                    EXPERTS=padded, TILE=tile_rows, ABREAST=key[1], BLOCK=16,
                 )  # fmt: skip
             self._tiles[key] = tiles_N3
         return self._tiles[key]

@@ -60,12 +60,12 @@ def latent_heads(
     """
     if not is_for_triton(q_TND):
         return latent_heads_torch(q_TND, kv_TNE, turning_TR, cos, sin, interleaved=interleaved)
-    return _LatentHeads.apply(q_TND, kv_TNE, turning_TR, cos, sin, interleaved)  # type: ignore[return-value]
+    return _LatentHeads.apply(q_TND, kv_TNE, turning_TR, cos, sin, interleaved)
 
 
 class _LatentHeads(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, q_TND: Tensor, kv_TNE: Tensor, turning_TR: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
@@ -75,9 +75,7 @@ class _LatentHeads(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
-        ctx: Any, dq_TND: Tensor, dk_TND: Tensor, dv_TNV: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dq_TND: Tensor, dk_TND: Tensor, dv_TNV: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         grads = latent_heads_backward_triton(dq_TND, dk_TND, dv_TNV, cos, sin, ctx.interleaved)
         return *grads, None, None, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,16 +24,22 @@ class Tiling:
     stages: int
 
 
+def programs(kernel: Any, grid: tuple[Any, ...]) -> Any:
+    """A kernel that runs once for each point of the grid. Triton's types do not know of launch options such as
+    num_warps, so what is called is untyped."""
+    return kernel[grid]
+
+
 def padded_rank(rank: int) -> int:
     """The power of two, at least 16, that a tensor-core product over the rank needs; the rest is masked."""
     return max(16, 1 << (rank - 1).bit_length())
 
 
 def tiling_of(tilings: Mapping[int, Tiling], rank: int, element_size: int) -> Tiling:
-    """Of a kernel whose shared memory and registers grow with the rank.
+    """The tiling of a kernel whose shared memory and registers grow with the rank.
 
     Args:
-        tilings: By the most bytes of a padded row of low-rank elements, ascending.
+        tilings: By the largest number of bytes of a padded row of low-rank elements, ascending.
         rank: At most conf.schema.MAX_EXPERT_RANK.
         element_size: Bytes of an element that is computed with.
     """
@@ -41,7 +48,7 @@ def tiling_of(tilings: Mapping[int, Tiling], rank: int, element_size: int) -> Ti
 
 
 def precision_of(x: Tensor) -> str:
-    """Of tl.dot. float32 operands multiply as float32: TF32 would keep 11 bits of them."""
+    """What tl.dot is told. float32 operands multiply as float32: TF32 would keep 11 bits of them."""
     return "ieee" if x.dtype is torch.float32 else "tf32"
 
 

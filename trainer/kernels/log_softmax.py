@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.kernels.launch import programs
+
 BLOCK = 4096
 
 
@@ -52,9 +54,9 @@ def log_softmax_triton(logits_CV: Tensor, targets_C: Tensor, temperature: float)
     num_rows, num_columns = logits_CV.shape
     logprobs_C, normalizers_C, entropy_C = torch.empty(3, num_rows, device=logits_CV.device).unbind()
     if num_rows:
-        _log_softmax[(num_rows,)](
+        programs(_log_softmax, (num_rows,))(
             logits_CV, targets_C, logprobs_C, normalizers_C, entropy_C, num_columns, 1.0 / temperature,
-            BLOCK=BLOCK, num_warps=8,  # pyright: ignore[reportArgumentType, reportCallIssue]
+            BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return logprobs_C, normalizers_C, entropy_C
 
@@ -65,9 +67,9 @@ def logits_gradient_triton(
     """As logits_gradient_torch, written over the logits."""
     num_rows, num_columns = logits_CV.shape
     if num_rows:
-        _logits_gradient[(num_rows, triton.cdiv(num_columns, BLOCK))](  # its second axis ends at 65,535
+        programs(_logits_gradient, (num_rows, triton.cdiv(num_columns, BLOCK)))(  # its second axis ends at 65,535
             logits_CV, targets_C, normalizers_C, grads_C.contiguous(), num_columns, 1.0 / temperature,
-            BLOCK=BLOCK, num_warps=8,  # pyright: ignore[reportArgumentType, reportCallIssue]
+            BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return logits_CV
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.kernels.groups import RowGroups
-from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, tiling_of
+from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, programs, tiling_of
 
 ADD = {
     128: Tiling(64, 64, warps=4, stages=3),
@@ -85,12 +85,12 @@ def add_low_rank_triton(
     if num_rows:
         tiling = tiling_of(ADD, rank, rows_SN.element_size())
         tiles = groups.tiles(tiling.rows)
-        _add_low_rank[(triton.cdiv(num_columns, SPAN), tiles.shape[0])](
+        programs(_add_low_rank, (triton.cdiv(num_columns, SPAN), tiles.shape[0]))(
             rows_SN, low_SR, p_ENR, bias_EN, tiles, num_columns,
             *((0, 0, 0) if p_ENR is None else p_ENR.stride()),
             HAS_LORA=p_ENR is not None, HAS_BIAS=bias_EN is not None, RANK=rank, PADDED_RANK=padded_rank(rank),
             BLOCK_M=tiling.rows, BLOCK_N=tiling.columns, SPAN=SPAN, STAGES=tiling.stages,
-            PRECISION=precision_of(rows_SN), num_warps=tiling.warps,  # pyright: ignore[reportCallIssue]
+            PRECISION=precision_of(rows_SN), num_warps=tiling.warps,
         )  # fmt: skip
     return rows_SN
 
@@ -106,12 +106,12 @@ def low_rank_gradient_triton(
     """As low_rank_gradient_torch."""
     rank, num_columns = left_SR.shape[1], right_XN.shape[1]
     tiling = tiling_of(GRADIENT, rank, left_SR.element_size())
-    _low_rank_gradient[(triton.cdiv(num_columns, tiling.columns) * groups.num_experts,)](
+    programs(_low_rank_gradient, (triton.cdiv(num_columns, tiling.columns) * groups.num_experts,))(
         left_SR, right_XN, source_S, weights_S, out_ERN, groups.ends_E, groups.num_experts, num_columns,
         *out_ERN.stride(), HAS_SOURCE=source_S is not None, HAS_WEIGHTS=weights_S is not None,
         RANK=rank, PADDED_RANK=padded_rank(rank), IS_TRANSPOSED=out_ERN.stride(1) == 1 and rank > 1,
         BLOCK_M=tiling.rows, BLOCK_N=tiling.columns, STAGES=tiling.stages, PRECISION=precision_of(left_SR),
-        num_warps=tiling.warps,  # pyright: ignore[reportCallIssue]
+        num_warps=tiling.warps,
     )  # fmt: skip
     return out_ERN
 

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.kernels.launch import programs
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -41,7 +43,7 @@ def rms_norm(x: Tensor, weight_K: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dim (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467), of x's shape and dtype."""
     if not is_for_triton(x):
         return rms_norm_torch(x, weight_K, eps)
-    return _RmsNorm.apply(x, None, weight_K.to(x.dtype), eps)[1]  # type: ignore[index]
+    return _RmsNorm.apply(x, None, weight_K.to(x.dtype), eps)[1]
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -49,7 +51,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight_K: Tensor, eps: float) -> tupl
     if not is_for_triton(x):
         total = x + delta
         return total, rms_norm_torch(total, weight_K, eps)
-    return _RmsNorm.apply(x, delta, weight_K.to(x.dtype), eps)  # type: ignore[return-value]
+    return _RmsNorm.apply(x, delta, weight_K.to(x.dtype), eps)
 
 
 def norm_rotate(
@@ -72,7 +74,7 @@ def norm_rotate(
     given = ((q_TND, q_weight_D), (k_TGD, k_weight_D))
     if is_for_triton(q_TND) and not any(weight is not None and weight.requires_grad for _, weight in given):
         weights = (None if weight is None else weight.to(x.dtype) for x, weight in given)
-        return _NormRotate.apply(q_TND, k_TGD, *weights, eps, cos, sin)  # type: ignore[return-value]
+        return _NormRotate.apply(q_TND, k_TGD, *weights, eps, cos, sin)
     q, k = (rotate_torch(x if weight is None else rms_norm_torch(x, weight, eps), cos, sin) for x, weight in given)
     return q, k
 
@@ -84,7 +86,7 @@ def is_for_triton(x: Tensor) -> bool:
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, delta: Tensor | None, weight_K: Tensor, eps: float
     ) -> tuple[Tensor | None, Tensor]:
         total, out = rms_norm_triton(x, delta, weight_K, eps)
@@ -93,7 +95,7 @@ class _RmsNorm(torch.autograd.Function):
         return total, out
 
     @staticmethod
-    def backward(ctx: Any, dtotal: Tensor | None, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dtotal: Tensor | None, dout: Tensor) -> tuple[Tensor | None, ...]:
         total, weight_K = ctx.saved_tensors
         dx = rms_norm_backward_triton(total, weight_K, dout, dtotal if ctx.has_delta else None, ctx.eps)
         dweight = None
@@ -106,7 +108,7 @@ class _RmsNorm(torch.autograd.Function):
 
 class _NormRotate(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q_TND: Tensor,
         k_TGD: Tensor,
@@ -121,7 +123,7 @@ class _NormRotate(torch.autograd.Function):
         return norm_rotate_triton((q_TND, k_TGD), (q_weight_D, k_weight_D), eps, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         q_TND, k_TGD, q_weight_D, k_weight_D, cos, sin = ctx.saved_tensors
         weights = (q_weight_D, k_weight_D)
         return *norm_rotate_triton((q_TND, k_TGD), weights, ctx.eps, cos, sin, douts), None, None, None, None, None
@@ -133,10 +135,10 @@ def rms_norm_triton(x: Tensor, delta: Tensor | None, weight_K: Tensor, eps: floa
     size = rows_SK.shape[1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = None if delta is None else torch.empty_like(out)
-    _rms_norm[(rows_SK.shape[0],)](
+    programs(_rms_norm, (rows_SK.shape[0],))(
         rows_SK, None if delta is None else delta.contiguous(), weight_K, total, out, size, rows_SK.stride(0), eps,
-        HAS_DELTA=delta is not None, BLOCK=triton.next_power_of_2(size),  # pyright: ignore[reportArgumentType]
-        num_warps=_warps(size),  # pyright: ignore[reportCallIssue]
+        HAS_DELTA=delta is not None, BLOCK=triton.next_power_of_2(size),
+        num_warps=_warps(size),
     )  # fmt: skip
     return total, out
 
@@ -146,11 +148,11 @@ def rms_norm_backward_triton(x: Tensor, weight_K: Tensor, dout: Tensor, dtotal: 
     rows_SK = _rows(x)
     size = rows_SK.shape[1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _rms_norm_backward[(rows_SK.shape[0],)](
+    programs(_rms_norm_backward, (rows_SK.shape[0],))(
         rows_SK, weight_K, dout.contiguous(), None if dtotal is None else dtotal.contiguous(), dx, size,
         rows_SK.stride(0), eps,
-        HAS_TOTAL=dtotal is not None, BLOCK=triton.next_power_of_2(size),  # pyright: ignore[reportArgumentType]
-        num_warps=_warps(size),  # pyright: ignore[reportCallIssue]
+        HAS_TOTAL=dtotal is not None, BLOCK=triton.next_power_of_2(size),
+        num_warps=_warps(size),
     )  # fmt: skip
     return dx
 
@@ -175,11 +177,11 @@ def norm_rotate_triton(
         arguments += [x, weight, dout, outs[-1], x.shape[1], *x.stride()[:2]]
         arguments += (0, 0) if dout is None else dout.stride()[:2]
     num_blocks = [triton.cdiv(out.shape[1], block) for out, block in zip(outs, blocks, strict=True)]
-    _norm_rotate[(tokens, sum(num_blocks))](
-        *arguments, cos, sin, dim, eps, num_blocks[0],  # pyright: ignore[reportCallIssue]
+    programs(_norm_rotate, (tokens, sum(num_blocks)))(
+        *arguments, cos, sin, dim, eps, num_blocks[0],
         HALF=cos.shape[-1], HAS_NORM=weights[0] is not None, IS_BACKWARD=douts is not None,
         Q_HEADS=blocks[0], K_HEADS=blocks[1], BLOCK=triton.next_power_of_2(dim),
-        num_warps=4 if dim >= 64 else 1,  # pyright: ignore[reportCallIssue]
+        num_warps=4 if dim >= 64 else 1,
     )  # fmt: skip
     return outs[0], outs[1]
 

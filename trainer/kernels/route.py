@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.kernels.launch import programs
 from trainer.kernels.rms_norm import is_for_triton
 
 TILE = 1024
@@ -35,12 +36,12 @@ def route(logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, 
     """weights_TK in logits' dtype, differentiable, and experts_TK in int64, best first."""
     if not is_for_triton(logits_TE):
         return route_torch(logits_TE, top_k, does_normalize)
-    return _Route.apply(logits_TE, top_k, does_normalize)  # type: ignore[return-value]
+    return _Route.apply(logits_TE, top_k, does_normalize)
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, Tensor]:
         weights_TK, experts_TK = route_triton(logits_TE, top_k, does_normalize)
         ctx.save_for_backward(logits_TE, experts_TK)
         ctx.mark_non_differentiable(experts_TK)
@@ -50,7 +51,7 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dweights_TK: Tensor, _: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dweights_TK: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         logits_TE, experts_TK = ctx.saved_tensors
         return route_backward_triton(logits_TE, experts_TK, dweights_TK, ctx.does_normalize), None, None
 
@@ -62,7 +63,9 @@ def route_triton(logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[T
     weights_TK = logits_TE.new_empty(num_tokens, top_k)
     experts_TK = logits_TE.new_empty(num_tokens, top_k, dtype=torch.int64)
     rows, shape = _shape(num_experts, top_k, does_normalize)
-    _route[(triton.cdiv(num_tokens, rows),)](logits_TE, weights_TK, experts_TK, num_tokens, num_experts, **shape)
+    programs(_route, (triton.cdiv(num_tokens, rows),))(
+        logits_TE, weights_TK, experts_TK, num_tokens, num_experts, **shape
+    )
     return weights_TK, experts_TK
 
 
@@ -72,7 +75,7 @@ def route_backward_triton(logits_TE: Tensor, experts_TK: Tensor, dweights_TK: Te
     dlogits_TE = torch.empty_like(logits_TE)
     num_tokens, num_experts = logits_TE.shape
     rows, shape = _shape(num_experts, experts_TK.shape[1], does_normalize)
-    _route_backward[(triton.cdiv(num_tokens, rows),)](
+    programs(_route_backward, (triton.cdiv(num_tokens, rows),))(
         logits_TE, experts_TK, dweights_TK.contiguous(), dlogits_TE, num_tokens, num_experts, **shape
     )
     return dlogits_TE

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trainer.architecture.activation import ExpertActivation
 from trainer.kernels.groups import RowGroups
-from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, tiling_of
+from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, programs, tiling_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +155,9 @@ def activate_triton(
     if num_rows:
         tiling = FORWARD if adapter is None else tiling_of(ADAPTED, adapter.rank, gu_SI.element_size())
         tiles = groups.tiles(TABLE_ROWS)
-        _activate[(tiles.shape[0] * TABLE_ROWS // tiling.rows,)](
+        programs(_activate, (tiles.shape[0] * TABLE_ROWS // tiling.rows,))(
             gu_SI, xa_SR, bias_EI, h_SI, ha_SR, tiles, width,
-            *_adapter_arguments(adapter), **_constants(gu_SI, adapter, bias_EI, activation, tiling),  # pyright: ignore[reportArgumentType]
+            *_adapter_arguments(adapter), **_constants(gu_SI, adapter, bias_EI, activation, tiling),
         )  # fmt: skip
     return h_SI, ha_SR
 
@@ -181,9 +181,9 @@ def activate_backward_triton(
     if num_rows:
         tiling = BACKWARD if adapter is None else tiling_of(ADAPTED_BACKWARD, adapter.rank, gu_SI.element_size())
         tiles = groups.tiles(TABLE_ROWS)
-        _activate_backward[(tiles.shape[0] * TABLE_ROWS // tiling.rows,)](
+        programs(_activate_backward, (tiles.shape[0] * TABLE_ROWS // tiling.rows,))(
             gu_SI, xa_SR, bias_EI, dh_SI, db_SR, weights_S, gu_SI, dh_SI, dw_S, dba_SR, tiles, width,
-            *_adapter_arguments(adapter),  # pyright: ignore[reportArgumentType]
+            *_adapter_arguments(adapter),
             **_constants(gu_SI, adapter, bias_EI, activation, tiling) | {"NEEDS_H": needs_h},
         )  # fmt: skip
     return gu_SI, dh_SI if needs_h else None, dw_S, dba_SR

@@ -82,7 +82,7 @@ def _cudnn_takes(
     inputs = [x.requires_grad_() for x in (q, k, kv[..., value_dim:])]  # a latent's values lie beside its keys
     try:
         with torch.enable_grad():
-            _CudnnAttention.apply(*inputs, (0, LONG), 1.0, None).sum().backward()  # type: ignore[union-attr]
+            _CudnnAttention.apply(*inputs, (0, LONG), 1.0, None).sum().backward()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # about this device and moment, not about these heads
     except RuntimeError as error:
@@ -238,7 +238,7 @@ def varlen_attention(
     width = v_TGV.shape[2]
     v_TGD = F.pad(v_TGV, (0, q_TND.shape[2] - width))
     out = _VarlenAttention.apply(q_TND, k_TGD, v_TGD, sequences.cu_seqlens, sequences.max_length, scale, window, kept)
-    return out[..., :width]  # type: ignore[index]
+    return out[..., :width]
 
 
 class KeptAttention:
@@ -262,7 +262,7 @@ class _VarlenAttention(torch.autograd.Function):
     one's results."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q_TND: Tensor,
         k_TGD: Tensor,
@@ -287,7 +287,7 @@ class _VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout_TND: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout_TND: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, state, unused = ctx.saved_tensors
         backward = torch.ops.aten._flash_attention_backward
         grads = backward(dout_TND.contiguous(), *tensors, *ctx.rest, state, unused, **ctx.span)
@@ -306,7 +306,7 @@ def cudnn_attention(
 
     cuDNN compiles a plan a shape, so lengths are rounded up to `padded_length`.
     """
-    return _CudnnAttention.apply(q_TND, k_TGD, v_TGV, sequences.starts, scale, kept)  # type: ignore[return-value]
+    return _CudnnAttention.apply(q_TND, k_TGD, v_TGV, sequences.starts, scale, kept)
 
 
 def padded_length(length: int) -> int:
@@ -319,7 +319,7 @@ class _CudnnAttention(torch.autograd.Function):
     """aten's operators are called themselves, so that a recomputed forward can be given the first one's results."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q_TND: Tensor,
         k_TGD: Tensor,
@@ -345,7 +345,7 @@ class _CudnnAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout_TNV: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout_TNV: Tensor) -> tuple[Tensor | None, ...]:
         q_TND, k_TGD, v_TGV, out_TNV, *saved = ctx.saved_tensors
         grads = []
         for index, run in enumerate(_runs(ctx.starts)):

@@ -40,7 +40,7 @@ def token_logprobs(
         raise ValueError(f"hidden states are {hidden_TH.dtype} but the head's weight is {head_weight_VH.dtype}")
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(f"need temperature > 0 and chunk_tokens >= 1, got {temperature} and {chunk_tokens}")
-    return _TokenLogprobs.apply(hidden_TH, head_weight_VH, targets_T, temperature, chunk_tokens)  # type: ignore[return-value]
+    return _TokenLogprobs.apply(hidden_TH, head_weight_VH, targets_T, temperature, chunk_tokens)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -68,7 +68,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs_T, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logprobs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
         """d logprob(target) / d logits = (onehot(target) - p) / temperature, with p recomputed chunk by chunk."""
         hidden_TH, head_weight_VH, targets_T, log_normalizers_T = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]

@@ -93,12 +93,12 @@ def routed_experts(
     Returns:
         out_TH in x's dtype.
     """
-    return _RoutedExperts.apply(x_TH, weights_TK, *base, *adapters, plan, call, x_again)  # type: ignore[return-value]
+    return _RoutedExperts.apply(x_TH, weights_TK, *base, *adapters, plan, call, x_again)
 
 
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x_TH: Tensor,
         weights_TK: Tensor,
@@ -141,7 +141,7 @@ class _RoutedExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, ...]:
         x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, *rest = ctx.saved_tensors
         a_gate_up, b_gate_up, a_down, b_down, xa, ha, *of_plan = rest
         call: ExpertCall = ctx.call

@@ -92,7 +92,7 @@ def _wide_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
     is_narrow = x_TH.dtype is weight_EH.dtype is torch.bfloat16 and not weight_EH.requires_grad and x_TH.shape[0] > 0
     if not is_narrow:
         return F.linear(x_TH.float(), weight_EH.float())
-    return _NarrowLogits.apply(x_TH, weight_EH)  # type: ignore[return-value]
+    return _NarrowLogits.apply(x_TH, weight_EH)
 
 
 class _NarrowLogits(torch.autograd.Function):
@@ -100,7 +100,7 @@ class _NarrowLogits(torch.autograd.Function):
     be multiplied eight times slower, three times a checkpointed layer. Engines do the same (vLLM's GateLinear)."""
 
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:
         ctx.save_for_backward(weight_EH)
         if x_TH.is_cuda:
             return torch.mm(x_TH, weight_EH.t(), out_dtype=torch.float32)
@@ -108,7 +108,7 @@ class _NarrowLogits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor, None]:
         """The gradient is split into the bfloat16 next to it and the rest, which keeps 16 of its 24 bits."""
         (weight_EH,) = ctx.saved_tensors
         near_TE = dlogits_TE.to(weight_EH.dtype)

@@ -253,9 +253,9 @@ def _run(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], gradien
     optimizer.zero_grad(set_to_none=True)
 
 
-def _coded(moment: Tensor) -> Tensor | Codes:
+def _coded(moment: Any) -> Tensor | Codes:
     codes: Tensor | None = getattr(moment, "codes", None)
-    return moment if codes is None else Codes(codes, moment.scale, moment.qmap)  # type: ignore[attr-defined]
+    return moment if codes is None else Codes(codes, moment.scale, moment.qmap)
 
 
 def _parts(moment: Tensor) -> dict[str, Tensor]:

@@ -154,13 +154,8 @@ def load_adapter(decoder: Decoder, folder: Path | str) -> None:
             raise CheckpointError(f"{folder / ADAPTER_FILE}: {key} has shape {tuple(tensor.shape)}, expected {shape}")
         return tensor
 
-    ranks = {} if decoder.lora is None else _ranks(decoder.lora)
-    for key, expected in ranks.items():
-        if config.get(key) != expected:
-            raise CheckpointError(
-                f"{folder / ADAPTER_CONFIG} has {key}={config.get(key)!r}; trainer.lora, with {_OPTIONS[key]}, "
-                f"makes it {expected!r}"
-            )
+    if decoder.lora is not None:
+        _refuse_other_ranks(config, decoder.lora, folder / ADAPTER_CONFIG)
     for name, module in decoder.named_modules():
         if not isinstance(module, Linear | Experts) or module.lora is None:
             continue
@@ -175,6 +170,14 @@ def load_adapter(decoder: Decoder, folder: Path | str) -> None:
         raise CheckpointError(
             f"{folder / ADAPTER_FILE} has tensors without a place in this policy: {sorted(unread)[:4]}"
         )
+
+
+def _refuse_other_ranks(config: dict[str, Any], lora: LoraConfig, file: Path) -> None:
+    for key, expected in _ranks(lora).items():
+        if config.get(key) != expected:
+            raise CheckpointError(
+                f"{file} has {key}={config.get(key)!r}; trainer.lora, with {_OPTIONS[key]}, makes it {expected!r}"
+            )
 
 
 def _ranks(lora: LoraConfig) -> dict[str, Any]:
