@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rollout.in_vllm.worker_extension import WeightReceiver
+from rollout.in_vllm.engine_process import WeightReceiver
 
 try:
     from checkpoint_engine.worker import VllmColocateWorkerExtension as _Peer

@@ -120,7 +120,7 @@ examples
 
 An engine of yours can be pushed to when it was started with
   VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "slipstream"}'
-and, for experts on GPUs, --moe-backend triton. On CPUs add --worker-extension-cls rollout.transfer_engine.ServedWorker.
+and, for experts on GPUs, --moe-backend triton. On CPUs add --worker-extension-cls rollout.served.backend.ServedWorker.
 
 flags: engines to start
   --start N               how many; they live until this command ends (Ctrl-C), unless --once

@@ -17,7 +17,8 @@ Invariant: a token's stamp is the version whose weights sampled it. Why no stamp
     4. set_version() waits for that, and only then changes the version that new stamps get.
 
 Processes: this one, and the EngineCore with the model in it (tp_size=1) or with tp_size workers below it. vLLM's
-outlive a parent that is killed; ours end with it, however it ends (`lifeline`, started by the worker extension).
+outlive a parent that is killed; ours end with it, however it ends (`die_with_owner.py`, which
+in_vllm/engine_process.py starts).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from rollout.die_with_owner import OWNER_VARIABLE
 from rollout.engine.engine_options import SOCKETS_VARIABLE, engine_arguments, engine_environment
 from rollout.engine.start_failure import OutputSince, why_it_failed
 from rollout.errors import EngineDied, EngineError, error_class
+from rollout.in_vllm.vllm_patches import end_for_good, watch_outputs
 from rollout.types import AdapterSlotsSpec, Rollout
 
 if TYPE_CHECKING:
@@ -154,9 +156,9 @@ class Engine:
         for name, value in engine_environment(self._device).items():
             os.environ.setdefault(name, value)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
-        # In a thread: the event loop stays responsive, and vLLM's output handler starts after _stamp_outputs().
+        # In a thread: the event loop stays responsive, and vLLM's output handler starts after watch_outputs().
         self._llm = await asyncio.to_thread(self._build)
-        self._stamp_outputs(self._llm)
+        watch_outputs(self._llm, self._stamp)
 
     def _build(self) -> AsyncLLM:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -182,23 +184,14 @@ class Engine:
             if own:  # another engine of this process has a folder of its own
                 del os.environ[SOCKETS_VARIABLE]
 
-    def _stamp_outputs(self, llm: AsyncLLM) -> None:
+    def _stamp(self, output: Any) -> None:
         """Note the current version for each token at the moment its output leaves the queue (step 3 of the proof)."""
-        client: Any = llm.engine_core
-        get_output = client.get_output_async
-
-        async def get_stamped_output() -> Any:
-            outputs = await get_output()
-            for output in outputs.outputs:
-                request_id, _, _ = output.request_id.rpartition("-")  # vLLM appends 8 random characters
-                if request_id in self._stamps:
-                    adapter = self._adapters.get(request_id)
-                    version = self.version if adapter is None else adapter.version
-                    self._stamps[request_id].extend([version] * len(output.new_token_ids))
-                    self.num_generated_tokens += len(output.new_token_ids)
-            return outputs
-
-        client.get_output_async = get_stamped_output
+        request_id, _, _ = output.request_id.rpartition("-")  # vLLM appends 8 random characters
+        if request_id in self._stamps:
+            adapter = self._adapters.get(request_id)
+            version = self.version if adapter is None else adapter.version
+            self._stamps[request_id].extend([version] * len(output.new_token_ids))
+            self.num_generated_tokens += len(output.new_token_ids)
 
     async def warm_up(self, adapter: Adapter | None = None) -> None:
         """Sample once at every batch size whose kernels vLLM's start leaves uncompiled, with an adapter where they are
@@ -446,11 +439,7 @@ class Engine:
     def shutdown(self) -> None:
         """End the engine's processes. Idempotent."""
         if self._llm is not None:
-            llm: Any = self._llm
-            llm.engine_core.__dict__.pop("get_output_async", None)
-            llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
-            # AsyncLLM's __del__ would do so again when this process ends, with modules that are gone by then.
-            llm.shutdown = lambda: None
+            end_for_good(self._llm, SHUTDOWN_TIMEOUT_S)
             self._llm = None
             self._drop_sockets()
 

@@ -80,7 +80,7 @@ def engine_arguments(
         # them after loading. (What was really chosen is checked in post_load.py.)
         "moe_backend": "auto" if is_cpu else "triton",
         "linear_backend": "auto" if is_cpu else "triton",
-        "worker_extension_cls": "rollout.in_vllm.worker_extension.WeightReceiver",
+        "worker_extension_cls": "rollout.in_vllm.engine_process.WeightReceiver",
         "disable_log_stats": True,
     }
     if is_cpu and _has_latent_attention(folder):

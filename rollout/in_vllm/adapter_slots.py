@@ -18,19 +18,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 
 from rollout.errors import UnsupportedWeights
+from rollout.in_vllm.vllm_patches import adapters_from_memory
 from weight_sync.layout import DestLayout, PostLoad, TensorMeta
 from weight_sync.record.recorder import record_layout
 from weight_sync.replica.messages import Bound, EngineRank, Expected
@@ -196,7 +193,7 @@ def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[T
 
     def load(stream: Iterable[tuple[str, Tensor]]) -> None:
         factors = dict(stream)
-        with _in_memory(manager, factors) as folder:
+        with adapters_from_memory(manager, factors) as folder:
             for slot in range(num_slots):
                 manager.add_adapter(LoRARequest(f"slot {slot}", slot + 1, folder))
                 manager.pin_adapter(slot + 1)
@@ -209,32 +206,6 @@ def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[T
     if any(layout != layouts[0] for layout in layouts):
         raise UnsupportedWeights("vLLM loads the same adapter differently into its slots")
     return layouts[0]
-
-
-@contextlib.contextmanager
-def _in_memory(manager: Any, factors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Let the manager take these tensors for the content of an adapter's file. Yields the adapter's folder.
-
-    The scale is 1: B arrives multiplied (trainer/delivery/adapter_source.py).
-    """
-
-    class InMemory(LoRAModel):
-        @classmethod
-        def from_local_checkpoint(cls, *_: Any, **options: Any) -> LoRAModel:  # its arguments differ by release
-            known = ("peft_helper", "lora_model_id", "dtype", "model_vocab_size", "weights_mapper", "skip_prefixes")
-            chosen = {name: options[name] for name in known if name in options}
-            return LoRAModel.from_lora_tensors(tensors=dict(factors), device="meta", **chosen)
-
-    rank = next(tensor.shape[0] for name, tensor in factors.items() if name.endswith("lora_A.weight"))
-    before = manager._lora_model_cls
-    manager._lora_model_cls = InMemory
-    try:
-        with tempfile.TemporaryDirectory(prefix="slipstream-adapter-") as folder:
-            described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
-            (Path(folder) / "adapter_config.json").write_text(json.dumps(described))
-            yield folder
-    finally:
-        manager._lora_model_cls = before
 
 
 def _only_slot(whole: DestLayout, slot: int) -> DestLayout:

@@ -1,7 +1,7 @@
 """What vLLM did to each weight after its loader had written it, and how a commit does the same again.
 
     linear, embedding, norm, router       identity. On CPUs vLLM would copy linear weights into private packed buffers
-                                          and empty the parameter; worker_extension.py switches that off
+                                          and empty the parameter; vllm_patches.py switches that off
     block-FP8 linear: weight and scales   identity with the Triton and Cutlass kernels. DeepGEMM requantizes to powers
                                           of two and moves the scales: refused
     experts, Triton kernels               identity: (E, 2I, H) with gate rows first, and (E, H, I); block-FP8 alike

@@ -1,7 +1,7 @@
 """Inside a vLLM worker process: the live parameters, what vLLM's loader makes of a checkpoint, and their Receiver.
 
-vLLM mixes `WeightReceiver` into its worker class (worker_extension_cls); `Engine.call_ranks` calls its methods on all
-ranks.
+vLLM mixes `WeightReceiver` into its worker class (worker_extension_cls, by way of engine_process.py);
+`Engine.call_ranks` calls its methods on all ranks.
 Owns: recording the layout of a live engine rank, and handing its memory and hooks to a Receiver. Does not own the
 protocol (`weight_sync.replica.receiver`), nor what vLLM does to a weight after loading, or the refusal of a form
 that one-sided writes cannot fill (`post_load.py`).
@@ -13,21 +13,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import vllm._custom_ops
-import vllm.model_executor.layers.utils as vllm_layers
 from vllm.config import set_current_vllm_config
 
 from conf.errors import SlipstreamError
 from conf.schema import TransportKind
 from rollout.adapters.slot_channel import SlotServer, socket_address
-from rollout.die_with_owner import OWNER_VARIABLE, end_with
 from rollout.in_vllm.adapter_slots import AdapterSlots, own_stream, slot_buffers, without_adapters
 from rollout.in_vllm.load_time import load_time_parameters
 from rollout.in_vllm.post_load import Forms, readable, refuse_unwritable
@@ -41,21 +36,6 @@ from weight_sync.replica.receiver import Receiver
 from weight_sync.replica.recovery import Offer, make_offer, pull, release
 from weight_sync.transport.mooncake import MooncakeTransport
 from weight_sync.typed_msgpack import pack, unpack
-
-# At import, because vLLM imports its worker extension just before it loads the model, and both decisions are made while
-# it loads: with oneDNN (float32, AVX512) or the AMX kernels, linear weights move into private packed copies. Their
-# parameters become empty, or (lm_head) stay and are read no more, so that a write into live memory would change
-# nothing.
-vllm._custom_ops._supports_onednn = False
-if hasattr(vllm_layers, "check_cpu_sgl_kernel"):
-    vllm_layers.check_cpu_sgl_kernel = lambda *_: False
-
-# At import too: a process of an engine must not outlive the rollout worker, not even if that is killed while it starts.
-# With tp_size > 1 the EngineCore process sits in between and watches nobody.
-# (Its pid comes from multiprocessing, not from getppid(), which names a stranger once the parent is gone.)
-if _owner := int(os.environ.get(OWNER_VARIABLE, "0")):
-    _parent = multiprocessing.parent_process()
-    end_with(_owner, also_kill=[_parent.pid] if _parent is not None and _parent.pid not in (None, _owner) else [])
 
 
 @contextlib.contextmanager

@@ -1,11 +1,11 @@
 """The engine's model class on meta, one rank after the other, and what its loader does. Runs as a process of its own.
 
-    python -m rollout.meta_engine REQUEST.json LAYOUTS          started by offline_layout.py, which says what is in both
+    python -m rollout.layouts.meta_engine REQUEST.json LAYOUTS   started by offline_layout.py, which says what both hold
 
 Owns: standing in for the processes of a tensor-parallel engine: a process group that talks to nobody, and weights
 without memory. Does not own the recording (weight_sync.recorder) nor the cache (offline_layout.py).
 
-Invariant: the layout of a rank equals the one that `weight_receiver` reports inside a live engine of the same options.
+Invariant: the layout of a rank equals the one that `worker_extension` reports inside a live engine of the same options.
 What decides it is the same code: engine_arguments, vLLM's model class and its `load_weights`, record_layout (of layers
 that are alike, two are recorded unless all are asked for: repeated_layers.py).
 """
@@ -23,13 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
-from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
-from vllm.model_executor.layers.quantization import fp8
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -37,6 +32,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from rollout.engine.engine_options import engine_arguments
 from rollout.in_vllm.post_load import Forms
+from rollout.in_vllm.vllm_patches import be_rank, kernels_of_gpus
 from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.record.layout_wire import layouts_to_bytes
 from weight_sync.record.recorder import record_layout
@@ -110,68 +106,12 @@ def _record_rank(
 @contextlib.contextmanager
 def as_rank(config: VllmConfig, dtype: DType, rank: int, tp_size: int, device: Device) -> Iterator[None]:
     """Models are built, and load, as on this rank of an engine on such a device. Its process group stays behind."""
-    _enter_rank(rank, tp_size)
+    be_rank(rank, tp_size)
     config.parallel_config.rank = rank
     config.compilation_config.static_forward_context.clear()  # layers of the rank before, by the same names
-    kernels = _kernels_of_gpus() if device is Device.cuda else contextlib.nullcontext()
+    kernels = kernels_of_gpus() if device is Device.cuda else contextlib.nullcontext()
     with set_current_vllm_config(config), set_default_torch_dtype(getattr(torch, dtype)), kernels:
         yield
-
-
-@contextlib.contextmanager
-def _kernels_of_gpus() -> Iterator[None]:
-    """FP8 layers choose the kernels that engine_arguments asks for on GPUs, whatever this host could run.
-
-    A layer chooses when it is built, and its parameters do not depend on the choice; nothing is computed here. A live
-    engine that chose others is refused by post_load.py.
-    """
-    substitutes = {
-        "init_fp8_linear_kernel": lambda **_: object.__new__(TritonFp8BlockScaledMMKernel),
-        "select_fp8_moe_backend": lambda **_: (Fp8MoeBackend.TRITON, None),
-    }
-    originals = {name: getattr(fp8, name) for name in substitutes}
-    fp8.__dict__.update(substitutes)
-    try:
-        yield
-    finally:
-        fp8.__dict__.update(originals)
-
-
-def _enter_rank(rank: int, tp_size: int) -> None:
-    """Be this rank of a tensor-parallel engine, alone: torch's fake process group, and vLLM's groups over it.
-
-    vLLM's own constructors would meet the other ranks through gloo and shared memory; a model's constructor asks its
-    groups for sizes and ranks alone.
-    """
-    dist.init_process_group("fake", rank=rank, world_size=tp_size, store=FakeStore())
-    everyone = list(range(tp_size))
-    for name in ("_WORLD", "_TP", "_EP"):
-        setattr(parallel_state, name, _group(everyone, rank, name))
-    for name in ("_PP", "_DP", "_DCP", "_PCP", "_EPLB"):
-        if hasattr(parallel_state, name):
-            setattr(parallel_state, name, _group([rank], rank, name))
-
-
-def _group(ranks: list[int], rank: int, name: str) -> parallel_state.GroupCoordinator:
-    group = object.__new__(parallel_state.GroupCoordinator)
-    process_group = dist.new_group(ranks, backend="fake")
-    for field, value in {
-        "unique_name": name,
-        "rank": rank,
-        "local_rank": rank,
-        "ranks": ranks,
-        "world_size": len(ranks),
-        "rank_in_group": ranks.index(rank),
-        "cpu_group": process_group,
-        "device_group": process_group,
-        "device": torch.device("meta"),
-        "use_device_communicator": False,
-        "device_communicator": None,
-        "mq_broadcaster": None,
-        "use_custom_op_call": False,
-    }.items():
-        setattr(group, field, value)
-    return group
 
 
 def main(request_file: str, layouts_file: str) -> int:

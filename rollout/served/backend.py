@@ -37,7 +37,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rollout.errors import EngineError, error_class
-from rollout.in_vllm.worker_extension import WeightReceiver, timed
+from rollout.in_vllm.engine_process import WeightReceiver
+from rollout.in_vllm.worker_extension import timed
 from rollout.served.client import RankReport
 from rollout.served.vllm_plugin import register
 from weight_sync.replica.control_server import ReplicaEndpoint
@@ -280,7 +281,7 @@ class _EndpointThread:
 
 
 class ServedWorker(WeightReceiver):
-    """vLLM worker extension for a served engine: importing it prepares the process before the model is loaded.
+    """vLLM worker extension for a served engine; naming it makes vLLM import engine_process.py before the model loads.
 
     Needed on CPUs, where vLLM would otherwise move linear weights into private buffers; and wherever the package is not
     installed, so that vLLM does not find the plugin.

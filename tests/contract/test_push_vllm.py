@@ -86,7 +86,7 @@ class Server:
                     *["--host", "127.0.0.1", "--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"],
                     *["--served-model-name", "tiny", "--dtype", "bfloat16", *SMALL],
                     *["--weight-transfer-config", '{"backend": "slipstream"}'],
-                    *["--worker-extension-cls", "rollout.in_vllm.worker_extension.WeightReceiver"],
+                    *["--worker-extension-cls", "rollout.in_vllm.engine_process.WeightReceiver"],
                 ],
                 env=environment(folder / "installed") | {"VLLM_SERVER_DEV_MODE": "1"},
                 stdout=log,

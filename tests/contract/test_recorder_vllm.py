@@ -83,10 +83,11 @@ def main(model_name: str, folder: str) -> None:
     import torch
     from vllm import LLM
 
-    import rollout.in_vllm.worker_extension  # noqa: F401 - keeps linear weights out of private packed copies, as in every run
+    from rollout.in_vllm.vllm_patches import keep_linear_weights_in_place
     from weight_sync.layout import TensorMeta
     from weight_sync.record.recorder import record_layout
 
+    keep_linear_weights_in_place()
     llm = LLM(
         model=folder,
         load_format="dummy",

@@ -29,7 +29,7 @@ def vllm_loads_and_samples(
     given = {"enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 16 << 20, **arguments}
     engine = LLM(
         model=str(folder), load_format="safetensors", skip_tokenizer_init=True, dtype=dtype, disable_log_stats=True,
-        worker_extension_cls="rollout.in_vllm.worker_extension.WeightReceiver", **given,
+        worker_extension_cls="rollout.in_vllm.engine_process.WeightReceiver", **given,
     )  # fmt: skip
     replies = engine.collective_rpc("slipstream_read_params")
     for error, text, _ in replies:
@@ -57,7 +57,7 @@ def vllm_serves_adapter(
 
     engine = LLM(
         model=str(base), load_format="safetensors", skip_tokenizer_init=True, disable_log_stats=True,
-        worker_extension_cls="rollout.in_vllm.worker_extension.WeightReceiver", logprobs_mode="processed_logprobs",
+        worker_extension_cls="rollout.in_vllm.engine_process.WeightReceiver", logprobs_mode="processed_logprobs",
         **engine_options,
     )  # fmt: skip
     params = SamplingParams(

@@ -36,7 +36,7 @@ REWARDS = """
         if response == "sys.exit":
             sys.exit(4)
         if response == "close":
-            os.closerange(3, 64)
+            os.closerange(3, 4096)
             time.sleep(60)
         if response == "stop later":
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()

@@ -1,0 +1,32 @@
+"""What vLLM imports into each process of an engine before it loads the model: the product's worker_extension_cls.
+
+This is the one module of the product that acts when it is imported. vLLM offers no call at this point, and both acts
+must come before the model is loaded. (vLLM's own plugins are called there, but only where the package is installed.)
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+from rollout.die_with_owner import OWNER_VARIABLE, end_with
+from rollout.in_vllm.vllm_patches import keep_linear_weights_in_place
+from rollout.in_vllm.worker_extension import WeightReceiver
+
+__all__ = ["WeightReceiver"]
+
+
+def _end_with_the_owner() -> None:
+    """End this process with the rollout worker, even if that is killed while the engine starts.
+
+    With tp_size > 1 the EngineCore process sits in between and watches nobody. Its pid comes from multiprocessing, not
+    from getppid(), which names a stranger once the parent is gone.
+    """
+    owner = int(os.environ.get(OWNER_VARIABLE, "0"))
+    parent = multiprocessing.parent_process()
+    if owner:
+        end_with(owner, also_kill=[parent.pid] if parent and parent.pid and parent.pid != owner else [])
+
+
+keep_linear_weights_in_place()
+_end_with_the_owner()

@@ -1,0 +1,198 @@
+"""Every place where Slipstream changes vLLM at run time. vLLM's files, models, kernels and scheduler stay as released.
+
+    keep_linear_weights_in_place   0.32   CPUs compute linear layers from parameters, not from packed copies of them.
+                                          Until an option of vLLM says so.
+    watch_outputs                  both   One engine's client shows its outputs to a listener before vLLM handles them.
+                                          Until outputs carry the version of the weights, or a listener can be given.
+    end_for_good                   both   One engine is shut down once. Until AsyncLLM.shutdown() may be called twice.
+    adapters_from_memory           both   While slots are recorded, a LoRA manager reads tensors instead of a file.
+                                          Until add_adapter() takes tensors.
+    kernels_of_gpus                both   FP8 layers take the kernels of GPUs on a host that has none.
+                                          Until a layer can be built without choosing a kernel.
+    be_rank                        both   Process groups that talk to nobody. Until vLLM's groups can be made so.
+
+"Both" releases are 0.25.1 (GPUs) and 0.32 (CPUs). The first patch acts on every engine on a CPU, the next three on the
+objects of one engine; the last two run in a process that computes nothing (rollout/layouts/meta_engine.py). While a
+layout is recorded, two more modules swap attributes of a model and put them back: load_time.py (parameters as they were
+at load time) and adapter_slots.py (layers without their LoRA wrappers).
+
+Owns these changes. Does not own when they are made: each is one call, from where it is needed. vLLM is imported inside
+the functions: engine.py imports this file and must stay cheap to import.
+Invariant: a patch whose target is not there raises; none is skipped silently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.errors import EngineError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+def keep_linear_weights_in_place() -> None:
+    """Linear layers on CPUs compute from their parameters. Call it before a model is loaded; again is harmless.
+
+    With oneDNN (float32, AVX512) or the AMX kernels vLLM moves linear weights into private packed copies while it
+    loads: their parameters become empty, or (lm_head) stay and are read no more, so that a write into live memory would
+    change nothing.
+    """
+    import vllm._custom_ops
+    from vllm.model_executor.layers import utils
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _replace(vllm._custom_ops, "_supports_onednn", False)
+        _replace(utils, "check_cpu_sgl_kernel", lambda *_: False)
+
+
+def watch_outputs(llm: AsyncLLM, see: Callable[[Any], None]) -> None:
+    """Call `see` with each output of the engine, as it leaves the engine's queue and before vLLM handles it.
+
+    Args:
+        llm: Built, and not yet asked for anything: its handler takes the method when the first request comes.
+        see: Gets vLLM's EngineCoreOutput; no await lies between the queue and this call.
+    """
+    client: Any = llm.engine_core
+    get_output = client.get_output_async
+
+    async def get_watched_output() -> Any:
+        outputs = await get_output()
+        for output in outputs.outputs:
+            see(output)
+        return outputs
+
+    client.get_output_async = get_watched_output
+
+
+def end_for_good(llm: AsyncLLM, timeout_s: float) -> None:
+    """Shut the engine down; no second time.
+
+    AsyncLLM's __del__ would shut it down again when this process ends, with modules that are gone by then.
+    """
+    owned: Any = llm
+    owned.engine_core.__dict__.pop("get_output_async", None)  # watch_outputs(): a cycle that keeps the engine alive
+    owned.shutdown(timeout=timeout_s)
+    owned.shutdown = lambda: None
+
+
+@contextlib.contextmanager
+def adapters_from_memory(manager: Any, factors: Mapping[str, Tensor]) -> Iterator[str]:
+    """While the block runs, vLLM's LoRA manager takes these tensors for the content of every adapter's file.
+
+    Args:
+        manager: vLLM's WorkerLoRAManager.
+        factors: Every factor by its name in PEFT's format.
+
+    Yields:
+        The folder to name in a LoRARequest. The scale is 1: B arrives multiplied (trainer/delivery/adapter_source.py).
+    """
+    from vllm.lora.lora_model import LoRAModel
+
+    class InMemory(LoRAModel):
+        @classmethod
+        def from_local_checkpoint(cls, *_: Any, **options: Any) -> LoRAModel:  # its arguments differ by release
+            known = ("peft_helper", "lora_model_id", "dtype", "model_vocab_size", "weights_mapper", "skip_prefixes")
+            chosen = {name: options[name] for name in known if name in options}
+            return LoRAModel.from_lora_tensors(tensors=dict(factors), device="meta", **chosen)
+
+    rank = next(tensor.shape[0] for name, tensor in factors.items() if name.endswith("lora_A.weight"))
+    with _replaced(manager, {"_lora_model_cls": InMemory}), tempfile.TemporaryDirectory() as folder:
+        described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
+        (Path(folder) / "adapter_config.json").write_text(json.dumps(described))
+        yield folder
+
+
+@contextlib.contextmanager
+def kernels_of_gpus() -> Iterator[None]:
+    """While the block runs, FP8 layers choose the kernels that engine_arguments asks for on GPUs, whatever this host
+    could run.
+
+    A layer chooses when it is built, and its parameters do not depend on the choice; nothing is computed here. A live
+    engine that chose others is refused by post_load.py.
+    """
+    from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization import fp8
+
+    chosen = {
+        "init_fp8_linear_kernel": lambda **_: object.__new__(TritonFp8BlockScaledMMKernel),
+        "select_fp8_moe_backend": lambda **_: (Fp8MoeBackend.TRITON, None),
+    }
+    with _replaced(fp8, chosen):
+        yield
+
+
+def be_rank(rank: int, tp_size: int) -> None:
+    """Make this process one rank of a tensor-parallel engine, alone: torch's fake process group, and vLLM's over it.
+
+    vLLM's own constructors would meet the other ranks through gloo and shared memory; a model's constructor asks its
+    groups for sizes and ranks alone. The caller ends the process group.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.distributed import parallel_state
+
+    dist.init_process_group("fake", rank=rank, world_size=tp_size, store=FakeStore())
+    everyone = list(range(tp_size))
+    for name in ("_WORLD", "_TP", "_EP"):
+        _replace(parallel_state, name, _group(everyone, rank, name))
+    for name in ("_PP", "_DP", "_DCP", "_PCP", "_EPLB"):
+        if hasattr(parallel_state, name):  # releases differ in these; a model that asks for one that is not set fails
+            _replace(parallel_state, name, _group([rank], rank, name))
+
+
+def _group(ranks: list[int], rank: int, name: str) -> GroupCoordinator:
+    import torch
+    import torch.distributed as dist
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    group = object.__new__(GroupCoordinator)
+    process_group = dist.new_group(ranks, backend="fake")
+    for field, value in {
+        "unique_name": name,
+        "rank": rank,
+        "local_rank": rank,
+        "ranks": ranks,
+        "world_size": len(ranks),
+        "rank_in_group": ranks.index(rank),
+        "cpu_group": process_group,
+        "device_group": process_group,
+        "device": torch.device("meta"),
+        "use_device_communicator": False,
+        "device_communicator": None,
+        "mq_broadcaster": None,
+        "use_custom_op_call": False,
+    }.items():
+        setattr(group, field, value)
+    return group
+
+
+@contextlib.contextmanager
+def _replaced(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: _replace(target, name, value) for name, value in values.items()}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
+
+
+def _replace(target: Any, name: str, value: Any) -> Any:
+    """Set an attribute that must be there. Returns what it was."""
+    if not hasattr(target, name):
+        where = getattr(target, "__name__", type(target).__name__)
+        raise EngineError(
+            f"this vLLM has no {where}.{name}, which Slipstream replaces; supported releases are 0.25.1 and 0.32"
+        )
+    before = getattr(target, name)
+    setattr(target, name, value)
+    return before
