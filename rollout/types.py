@@ -8,6 +8,28 @@ from typing import Any
 
 from weight_sync.layout import TensorMeta
 
+PROBE = -1
+"""Version of an adapter that is not a policy: noise, to see whether the engine applies it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The adapter that a request names. Example: Adapter(slot=1, version=7)."""
+
+    slot: int
+    version: int
+    purpose: str = "policy version"
+
+    @property
+    def name(self) -> str:
+        """Part of the key of prefix blocks: versions never share one, although they share slots."""
+        return f"{self.purpose} {self.version}"
+
+    @property
+    def lora_id(self) -> int:
+        """The engine's number for the slot."""
+        return self.slot + 1
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlotsSpec:

@@ -38,11 +38,10 @@ from tokenizers import Tokenizer
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from rollout.adapters.adapter_replica import AdapterReplica
-from rollout.adapters.slot_channel import SlotClients
-from rollout.adapters.slot_leases import PROBE, Adapter
 from rollout.engine.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing
-from rollout.types import AdapterSlotsSpec, Prompt, Rollout
+from rollout.slot_channel import SlotClients
+from rollout.types import PROBE, Adapter, AdapterSlotsSpec, Prompt, Rollout
 from weight_sync.errors import PlanMismatch
 from weight_sync.gc_freeze import allow_collections, freeze_heap, hold_collections
 from weight_sync.layout import TensorMeta

@@ -30,11 +30,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
-from rollout.adapters.slot_channel import SlotClients
-from rollout.adapters.slot_leases import PROBE, Adapter, SlotTable
+from rollout.adapters.slot_leases import SlotTable
 from rollout.engine.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
-from rollout.types import Rollout
+from rollout.slot_channel import SlotClients
+from rollout.types import PROBE, Adapter, Rollout
 from weight_sync.replica.messages import Bound, EngineRank, Expected
 from weight_sync.replica.recovery import Offer, Pulled, slowest
 from weight_sync.typed_msgpack import pack, unpack

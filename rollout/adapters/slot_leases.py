@@ -14,29 +14,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-PROBE = -1
-"""Version of an adapter that is not a policy: noise, to see whether the engine applies it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """What a request names. Example: Adapter(slot=1, version=7)."""
-
-    slot: int
-    version: int
-    purpose: str = "policy version"
-
-    @property
-    def name(self) -> str:
-        """Part of the key of prefix blocks: versions never share one, although they share slots."""
-        return f"{self.purpose} {self.version}"
-
-    @property
-    def lora_id(self) -> int:
-        """The engine's number for the slot."""
-        return self.slot + 1
+from rollout.types import Adapter
 
 
 class SlotTable:

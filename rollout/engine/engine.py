@@ -37,13 +37,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
-from rollout.adapters.slot_leases import Adapter
 from rollout.die_with_owner import OWNER_VARIABLE
 from rollout.engine.engine_options import SOCKETS_VARIABLE, engine_arguments, engine_environment
 from rollout.engine.start_failure import OutputSince, why_it_failed
 from rollout.errors import EngineDied, EngineError, error_class
 from rollout.in_vllm.vllm_patches import end_for_good, watch_outputs
-from rollout.types import AdapterSlotsSpec, Rollout
+from rollout.types import Adapter, AdapterSlotsSpec, Rollout
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

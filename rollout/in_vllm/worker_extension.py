@@ -22,10 +22,10 @@ from vllm.config import set_current_vllm_config
 
 from conf.errors import SlipstreamError
 from conf.schema import TransportKind
-from rollout.adapters.slot_channel import SlotServer, socket_address
 from rollout.in_vllm.adapter_slots import AdapterSlots, own_stream, slot_buffers, without_adapters
 from rollout.in_vllm.load_time import load_time_parameters
 from rollout.in_vllm.post_load import Forms, readable, refuse_unwritable
+from rollout.slot_channel import SlotServer, socket_address
 from weight_sync.gc_freeze import freeze_heap
 from weight_sync.layout import TensorMeta
 from weight_sync.record.layout_wire import layouts_digest

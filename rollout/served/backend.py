@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import hmac
 import logging
 import threading
 from collections.abc import Coroutine, Sequence
@@ -39,7 +38,7 @@ from vllm.distributed.weight_transfer.base import (
 from rollout.errors import EngineError, error_class
 from rollout.in_vllm.engine_process import WeightReceiver
 from rollout.in_vllm.worker_extension import timed
-from rollout.served.client import RankReport
+from rollout.served.client import RankReport, send_report
 from rollout.served.vllm_plugin import register
 from weight_sync.replica.control_server import ReplicaEndpoint
 from weight_sync.replica.messages import Bound, EngineRank, Expected
@@ -297,19 +296,11 @@ def _result(reply: tuple[str, str, Any]) -> Any:
 
 
 def _tell(address: str, key: bytes, report: RankReport) -> None:
-    """One signed message to the sender; it does not answer."""
-    body = pack(report)
-    context = zmq.Context()
-    socket = context.socket(zmq.PUSH)
-    socket.setsockopt(zmq.LINGER, int(CALL_TIMEOUT_S * 1000))
+    """A sender that is gone is only logged: what it must know came with the answer of vLLM's API, too."""
     try:
-        socket.connect(address)
-        socket.send_multipart([hmac.digest(key, body, "sha256"), body])
+        send_report(address, key, report, timeout_s=CALL_TIMEOUT_S)
     except zmq.ZMQError as e:
         logger.error("the sender at %s cannot be told: %s", address, e)
-    finally:
-        socket.close()
-        context.term()
 
 
 register()

@@ -35,7 +35,8 @@ import zmq
 from conf.errors import ConfigError
 from rollout.errors import EngineError
 from weight_sync.layout import TensorMeta
-from weight_sync.typed_msgpack import unpack
+from weight_sync.replica.curve import connect_guarded, frames_of, serve_guarded
+from weight_sync.typed_msgpack import pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ LOOPBACK = "127.0.0.1"
 HEALTH_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 64 << 20
 """Largest answer that is read: that of call(), a digest for each weight of each rank."""
+SIGNATURE_BYTES = 32
+"""SHA-256, in front of a report."""
 MODES_HINT = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "slipstream"}\''
 
 
@@ -72,14 +75,34 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedire
 """Requests carry the update's key and VLLM_API_KEY: they go to the server itself, whatever http_proxy says."""
 
 
+def send_report(address: str, key: bytes, report: RankReport, *, timeout_s: float) -> None:
+    """Tell the sender at `address`, which does not answer. Waits until it has read the report, or `timeout_s`.
+
+    Raises:
+        zmq.ZMQError: The address is none.
+    """
+    body = pack(report)
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.LINGER, int(timeout_s * 1000))
+    connect_guarded(socket, key)
+    try:
+        socket.connect(address)
+        socket.send_multipart(frames_of(hmac.digest(key, body, "sha256") + body))
+    finally:
+        socket.close()
+        context.term()
+
+
 class Rendezvous:
-    """The sender's socket for reports. Messages that are not signed with the key are ignored."""
+    """The sender's socket for reports. Nobody without the update's key is listened to."""
 
     def __init__(self, key: bytes, host: str) -> None:
         self._key = key
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
+        serve_guarded(self._socket, key)
         self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
 
     def receive(self, timeout_s: float) -> RankReport | None:
@@ -88,9 +111,10 @@ class Rendezvous:
         while (left := deadline - time.monotonic()) > 0:
             if not self._socket.poll(int(left * 1000) + 1):
                 break
-            frames = self._socket.recv_multipart()
-            if len(frames) == 2 and hmac.compare_digest(hmac.digest(self._key, frames[1], "sha256"), frames[0]):
-                return unpack(RankReport, frames[1])
+            signed = b"".join(self._socket.recv_multipart())
+            signature, body = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
+            if hmac.compare_digest(hmac.digest(self._key, body, "sha256"), signature):
+                return unpack(RankReport, body)
             logger.warning("a report that is not signed with this update's key was ignored")
         return None
 

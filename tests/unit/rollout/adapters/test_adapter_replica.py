@@ -9,10 +9,9 @@ import pytest
 
 from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
 from rollout.adapters.adapter_replica import MAX_RESTARTS, AdapterReplica
-from rollout.adapters.slot_leases import Adapter
 from rollout.engine.engine import ABORTED
 from rollout.errors import EngineError
-from rollout.types import Rollout
+from rollout.types import Adapter, Rollout
 
 SAMPLING = SamplingConfig(max_tokens=12)
 PROMPT = (1, 2, 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import socket
 import threading
@@ -12,13 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-import zmq
 
 import rollout.served.client
 from rollout.errors import EngineError
-from rollout.served.client import RankReport, Rendezvous, ServedEngine
+from rollout.served.client import RankReport, Rendezvous, ServedEngine, send_report
 from weight_sync.layout import TensorMeta
-from weight_sync.typed_msgpack import pack
 
 KEY = b"k" * 32
 TENSORS = [TensorMeta("w", (2, 3), "bfloat16")]
@@ -50,12 +47,8 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(size)) if size else None
         self.server.calls.append((self.path, body))
         if self.path == "/init_weight_transfer_engine":
-            socket = zmq.Context.instance().socket(zmq.PUSH)
-            socket.connect(body["init_info"]["report_to"])
             for report in self.server.reports:
-                data = pack(report)
-                socket.send_multipart([hmac.digest(self.server.sign_with, data, "sha256"), data])
-            socket.close(1000)
+                send_report(body["init_info"]["report_to"], self.server.sign_with, report, timeout_s=1.0)
         self.send_response(self.server.status.get(self.path, 200))
         for name, value in self.server.headers.items():
             self.send_header(name, value)

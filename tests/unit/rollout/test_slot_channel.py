@@ -1,4 +1,4 @@
-"""Promises of rollout/adapters/slot_channel.py: calls reach every rank, errors keep their class, and silence has a
+"""Promises of rollout/slot_channel.py: calls reach every rank, errors keep their class, and silence has a
 deadline."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.adapters.slot_channel import SWITCH_S, SlotClients, SlotServer, socket_address
 from rollout.errors import EngineDied, EngineError
+from rollout.slot_channel import SWITCH_S, SlotClients, SlotServer, socket_address
 from weight_sync.errors import IntegrityError
 
 
