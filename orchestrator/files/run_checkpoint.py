@@ -167,7 +167,7 @@ class CheckpointStore:
         return partial
 
     def finish(self, partial: Path, state: RunState) -> Path:
-        """Add the run's state, make all of it durable, give it its name, and remove the oldest. Returns its path."""
+        """Add the run's state, make all files durable, name the folder, and remove the oldest. Returns the path."""
         buffered = [{"ticket": t, **asdict(group)} for t, group in sorted(state.buffer.groups.items())]
         in_flight = [{"ticket": t, "prompt": asdict(prompt)} for t, prompt in sorted(state.buffer.in_flight.items())]
         (partial / "groups.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*buffered, *in_flight]))

@@ -157,8 +157,9 @@ def write_description(folder: RunFolder, config: RunConfig, overrides: list[str]
 
 
 def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
-    """What a resumed run does otherwise than before, one line per option; nothing for a new run. Before
-    `write_description`, which replaces what the run was started with."""
+    """Options that a resumed run changes, one line per option; none for a new run. Call it before `write_description`,
+    which overwrites the options that the run was started with.
+    """
     if not folder.config.is_file():
         return []
     try:
@@ -211,7 +212,7 @@ def to_plain(value: Any) -> Any:
 
 
 def _put(path: Path, text: str) -> None:
-    """All of it or, if the process is killed, what was there before."""
+    """Write a whole file. A process that is killed meanwhile leaves the file as it was before."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)

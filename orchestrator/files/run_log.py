@@ -4,7 +4,7 @@ Owns: handlers, format, and the fields that every line carries (step, policy ver
 
 On a terminal the progress line stays at the bottom and log lines pass above it. Elsewhere it becomes a plain line at
 most every `PLAIN_EVERY_S` seconds, so that logs of batch systems stay readable. run.log has a line for every step.
-Invariant: a terminal that has gone (OSError) ends nothing here; whether the run goes on is the signal's to say.
+Invariant: a terminal that has gone (OSError) raises nothing here; the signal decides whether the run goes on.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _LogFile(logging.FileHandler):
 
 
 class ProgressLine:
-    """One line that says where the run is and how long it takes yet. Use as a context manager."""
+    """One line that says where the run is and how much time is left. Use as a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -131,7 +131,7 @@ class ProgressLine:
         self.close()
 
     def show(self, step: int, num_steps: int, numbers: str, left_s: float | None) -> None:
-        """Replace the line. `numbers` is the row, abridged; `left_s` the estimate of what remains."""
+        """Replace the line by a step's. `numbers` is its row in short, `left_s` the estimate of the time left."""
         # At the front: a narrow terminal cuts the end.
         left = f"  left {format_s(left_s)}" if left_s is not None else ""
         line = f"step {step}/{num_steps}{left}  {numbers}"
@@ -144,7 +144,7 @@ class ProgressLine:
                 self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def say(self, text: str) -> None:
-        """Replace the line by what is going on now; on a terminal alone, others have the log."""
+        """Replace the line by what is going on now. Only on a terminal: elsewhere the log says it."""
         if not self._console.is_terminal:
             return
         room = self._console.width - len("⠋ ")

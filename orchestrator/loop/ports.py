@@ -62,7 +62,7 @@ class Prompts(Protocol):
 
 
 class Rewards(Protocol):
-    """Judges responses; None where the judge failed (rollout.rewards.runner.RewardRunner)."""
+    """Judges responses; None where the reward failed (rollout.rewards.runner.RewardRunner)."""
 
     async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float | None]: ...
 
@@ -79,9 +79,9 @@ class LoopServices:
     telemetry: Telemetry
     checkpoints: CheckpointStore
     traces: Path
-    """Folder of publishes' timelines."""
+    """Where the timelines of publishes are written."""
     on_clock: Callable[[int, int], None] = lambda step, policy_version: None
-    """Told of every change of the clock; logs carry it."""
+    """Called with step and policy version whenever one changes; logs carry them."""
 
 
 class Stopwatch:
@@ -92,11 +92,11 @@ class Stopwatch:
         self.laps: dict[str, Value] = {}
 
     def lap(self, name: str) -> None:
-        """The part that ends now."""
+        """Note the seconds of the part that ends now."""
         now = time.monotonic()
         self.laps[name], self._last = now - self._last, now
 
     @property
     def total_s(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return time.monotonic() - self._started
