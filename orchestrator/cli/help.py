@@ -1,6 +1,7 @@
-"""Help texts of the `slipstream` command, written from the schema and the YAML files, so that they cannot fall behind.
+"""What `--help` says: what each command is for, with examples; and, of `train`, every option and preset.
 
-Owns: words on the screen. Does not own: what exists (conf.options lists it).
+Owns: words on the screen. Does not own: flags and their defaults (flags.py), options and presets (conf.options lists
+them): those are written from where they are declared.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from conf.errors import ConfigError
 from conf.options import (
@@ -24,7 +26,19 @@ from conf.options import (
     show,
 )
 
-_TOP = """\
+
+class CommandText(NamedTuple):
+    """Help of one command, beside its flags."""
+
+    command: str
+    usage: str
+    about: str
+    """Meaning and examples; stands before the flags."""
+    end: str = ""
+    """Stands after them: exit codes."""
+
+
+TOP = """\
 usage: slipstream COMMAND ...
 
 Trains mixture-of-experts language models by reinforcement learning, the trainer and the rollout engines apart, and
@@ -47,9 +61,11 @@ start here
 
   slipstream --version"""
 
-_TRAIN = """\
-usage: slipstream train [GROUP=CHOICE ...] [SECTION.OPTION=VALUE ...] [--cfg job | --dry-run] [--config-dir DIR]
-
+TRAIN = CommandText(
+    command="train",
+    usage="""\
+slipstream train [GROUP=CHOICE ...] [SECTION.OPTION=VALUE ...] [--cfg job | --dry-run] [--config-dir DIR]""",
+    about="""\
 examples
   slipstream train experiment=quickstart
       a tiny random model learns a small task; trainer ranks, engines and weight sync are the real ones
@@ -61,20 +77,36 @@ examples
       the trainer alone, taught by conversations: {"messages": [{"role": ..., "content": ...}, ...]} a line
   slipstream train experiment=mine --config-dir ~/slipstream
       options kept in a file, ~/slipstream/experiment/mine.yaml, whose first line is `# @package _global_`; below it,
-      as in conf/experiment/: sections with their options (trainer: {ep_size: 8}), and defaults for presets
+      as in conf/experiment/: sections with their options (trainer: {ep_size: 8}), and defaults for presets""",
+)
 
-flags
-  --help TOPIC      a section (trainer), an option (trainer.ep_size), a group (experiment), or: options
-  --cfg job         print every option of this run with its value, as YAML; starts nothing
-  --dry-run         check options, machine and files; starts nothing
-  --config-dir DIR  a folder with YAML files of your own
-"""
+RESUME = CommandText(
+    command="resume",
+    usage="""\
+slipstream resume RUN [SECTION.OPTION=VALUE ...] [--cfg job | --dry-run]""",
+    about="""\
+Goes on with the run in the folder RUN, with the options that it had, from its newest checkpoint that is whole; rows of
+metrics.jsonl, logs and curves continue. A damaged checkpoint is named and put aside. Options that a checkpoint does not
+depend on may be changed: a learning rate, the number of steps or of rollout workers.
 
-_PLAN = """\
-usage: slipstream plan [GROUP=CHOICE ...] [SECTION.OPTION=VALUE ...] [flags]
+examples
+  slipstream resume runs/latest
+  slipstream resume runs/quickstart-20260131-120000 run.num_steps=200 trainer.optim.lr=1e-3
+      train longer, with another learning rate
 
-Plans one publish of a run and simulates it, for a cluster that need not exist: bytes a publish, balance of senders and
-receivers, memory of a GPU on both sides (an estimate), seconds stage by stage. Takes the options of `slipstream train`;
+Relative paths among the options (data.path, model.path) start at the working directory, as they did for the run: call
+it from the same place.""",
+    end="""\
+exit code: as of slipstream train; 2 when RUN is no run folder or has no whole checkpoint""",
+)
+
+PLAN = CommandText(
+    command="plan",
+    usage="""\
+slipstream plan [GROUP=CHOICE ...] [SECTION.OPTION=VALUE ...] [flags]""",
+    about="""\
+Plans one publish of a run and simulates it, for a cluster that need not exist: bytes that it moves, balance of senders
+and receivers, memory of a GPU on both sides (an estimate), seconds per stage. Takes the options of `slipstream train`;
 cluster.device=auto is planned as cuda. The engine's own loader is recorded without weights, once, and then kept.
 
 examples
@@ -84,29 +116,15 @@ examples
   slipstream plan experiment=qwen3_moe_2gpu trainer.num_ranks=16 --nic-gb-s 44 --slow-rank 3=2 --lost-nic 0
       slower NICs, a rank at half speed, a GPU whose NIC is gone
   slipstream plan experiment=kimi_k2_fp8_merged cluster.trainer_gpus=256 cluster.rollout_gpus=128
-      a preset carried to a cluster of another size
+      a preset carried to a cluster of another size""",
+)
 
-flags: the cluster
-  --ranks-per-node N        GPUs of a node, 8; trainer ranks fill nodes first, then the engines
-  --nic-gb-s RATE           one NIC a GPU, each direction, 10^9 bytes/s; 50
-  --nvlink-gb-s RATE        one-sided writes inside a node; 396
-  --hbm-gb-s RATE           device memory traffic of packing, merging and hashing; 3870
-  --op-us MICROSECONDS      one entry of a batched write, beside its bytes; 1
-  --adapter-decode-loss F   part of its decode speed that an engine loses by serving an expert adapter; 0.19, of
-                            vLLM 0.25.1 (bench/adapter_sync.py)
-  --slow-rank RANK=FACTOR   a trainer rank whose links and memory are FACTOR times slower; may be given again
-  --lost-nic GPU            a GPU without a NIC, which shares its neighbour's; may be given again
-
-flags: what comes out
-  --output DIR              where timeline.png and timeline.trace.json go; plan
-  --json                    the same figures for programs
-  --layout-cache DIR        where recorded engine layouts are kept; ~/.cache/slipstream/layouts
-  --config-dir DIR          a folder with YAML files of your own"""
-
-_PUSH = """\
-usage: slipstream push CHECKPOINT --start N [flags] [-- WORDS FOR vllm serve]
-       slipstream push CHECKPOINT --to URL[,URL...] [flags]
-
+PUSH = CommandText(
+    command="push",
+    usage="""\
+slipstream push CHECKPOINT --start N [flags] [-- WORDS FOR vllm serve]
+       slipstream push CHECKPOINT --to URL[,URL...] [flags]""",
+    about="""\
 Brings the weights of a Hugging Face checkpoint (safetensors) into vLLM engines, and proves every byte in their memory
 before they serve. The checkpoint is read once, by several ranks in parallel, each its share.
 
@@ -121,34 +139,17 @@ examples
 An engine of yours can be pushed to when it was started with
   VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "slipstream"}'
 and, for experts on GPUs, --moe-backend triton. On CPUs add --worker-extension-cls rollout.served.backend.ServedWorker.
-
-flags: engines to start
-  --start N               how many; they live until this command ends (Ctrl-C), unless --once
-  --tp N                  GPUs of one engine; 1
-  --expert-parallel       whole experts on every GPU of an engine
-  --dtype DTYPE           of the engine's weights; auto: the checkpoint's
-  --host HOST --port PORT address of the first engine's API, the others count on; 127.0.0.1 8000
-  --start-timeout-s S     longest start; 1800
-  --log-dir DIR           what the engines say; push-logs
-
-flags: the publish
-  --to URL[,URL...]       engines that run; may be given again
-  --ranks N               processes that read and send; one for each GPU in use, 1 on CPUs
-  --threads N             that read, in each rank; 8
-  --transport LINK        auto, nvlink, rdma, tcp; auto
-  --watermark-mib N       most temporary memory of a rank on its GPU; 1024
-  --timeout-s S           deadline of one publish to one engine, and of one request to it; 60
-
-flags: the end
-  --once                  end after the publish, and the started engines with it
-  --json                  the report for programs, as one line
-
+""",
+    end="""\
 exit code: 0 all engines serve the checkpoint; 1 one does not (it stays paused and is named), or an engine or rank
-failed; 2 the command cannot work as given; 130 Ctrl-C, 143 SIGTERM"""
+failed; 2 the command cannot work as given; 130 Ctrl-C, 143 SIGTERM""",
+)
 
-_RECORD = """\
-usage: slipstream record MODEL [flags]
-
+RECORD = CommandText(
+    command="record",
+    usage="""\
+slipstream record MODEL [flags]""",
+    about="""\
 Writes down how an engine would lay out a model: which rectangle of which checkpoint tensor goes to which place of which
 parameter, on every rank. The engine's own loader runs once on tensors without memory, so no GPU, no weights and no
 engine are needed, however large the model. `slipstream plan` uses the same recordings.
@@ -160,52 +161,25 @@ examples
       from a config.json alone, and into a file
 
 MODEL is a folder with config.json. With safetensors beside it, their headers say which tensors there are; without, the
-architecture does.
+architecture does.""",
+)
 
-flags
-  --tp N                  ranks of the engine; 1
-  --expert-parallel       whole experts on every rank
-  --dtype DTYPE           of the engine's weights; bfloat16
-  --device KIND           cuda or cpu: kind of device that the engine would run on; cuda
-  --out FILE              also write the layouts there (weight_sync.layout_wire reads them)
-  --layout-cache DIR      where recordings are kept; ~/.cache/slipstream/layouts
-  --json                  the same for programs"""
-
-_DOCTOR = """\
-usage: slipstream doctor [--json]
-
+DOCTOR = CommandText(
+    command="doctor",
+    usage="""\
+slipstream doctor [--json]""",
+    about="""\
 Looks at this machine and says what a run would find: versions, CPUs, memory, GPUs and their links, network cards,
-limits, ports, Ray, Mooncake. Starts nothing that lasts. Every warning comes with its cure.
+limits, ports, Ray, Mooncake. Starts nothing that lasts. Every warning comes with its cure.""",
+    end="""\
+exit code: 0 when a run can work here, 1 when something that it needs is missing or broken""",
+)
 
-  --json     the same findings for programs
-
-exit code: 0 when a run can work here, 1 when something that it needs is missing or broken"""
-
-
-_RESUME = """\
-usage: slipstream resume RUN [SECTION.OPTION=VALUE ...] [--cfg job | --dry-run]
-
-Goes on with the run in the folder RUN, with the options that it had, from its newest checkpoint that is whole; rows of
-metrics.jsonl, logs and curves continue. A damaged checkpoint is named and put aside. Options that a checkpoint does not
-depend on may be changed: a learning rate, the number of steps or of rollout workers.
-
-examples
-  slipstream resume runs/latest
-  slipstream resume runs/quickstart-20260131-120000 run.num_steps=200 trainer.optim.lr=1e-3
-      train longer, with another learning rate
-
-Relative paths among the options (data.path, model.path) start at the working directory, as they did for the run: call
-it from the same place.
-
-  --cfg job         print every option of the run with its value, as YAML; starts nothing
-  --dry-run         check options, machine, files and checkpoint; starts nothing
-
-exit code: as of slipstream train; 2 when RUN is no run folder or has no whole checkpoint"""
-
-
-_STATUS = """\
-usage: slipstream status [RUN] [--json] [--curves]
-
+STATUS = CommandText(
+    command="status",
+    usage="""\
+slipstream status [RUN] [--json] [--curves]""",
+    about="""\
 Says where the run in the folder RUN (runs/latest) stands, whether it goes on or has ended: its step and the time left,
 means of its last steps, held-out figures, what failed, its newest checkpoint, the last warnings of its log. Reads files
 alone, so that it works wherever the folder is mounted.
@@ -213,67 +187,26 @@ alone, so that it works wherever the folder is mounted.
 examples
   slipstream status                       the newest run below ./runs
   slipstream status runs/NAME --curves    ... and draws curves.png now instead of at the end
-  watch -n 5 slipstream status            a view that stays
+  watch -n 5 slipstream status            a view that stays""",
+    end="""\
+exit code: 0, or 2 when RUN is no run folder""",
+)
 
-  --json      the same for programs
-  --curves    draw RUN/curves.png from the rows so far
-
-exit code: 0, or 2 when RUN is no run folder"""
-
-_RECOVER = """\
-usage: slipstream recover RUN [--worker N]
-
+RECOVER = CommandText(
+    command="recover",
+    usage="""\
+slipstream recover RUN [--worker N]""",
+    about="""\
 Asks the run that goes on in the folder RUN to start rollout workers again. A worker comes back with dummy weights,
 reads the current ones from a healthy worker (or gets them with the next publish) and then samples; trainer and other
 workers go on. Workers that fail are restarted without being asked, rollout.max_restarts times each.
 
 examples
   slipstream recover runs/latest               every worker that is out of service
-  slipstream recover runs/latest --worker 1    a worker that serves, but behaves oddly
-
-  --worker N   this worker, whatever its state; without it: every worker that is out of service
-
-exit code: 0 when the run has taken the request, 2 when there is no such run or worker"""
-
-
-def top() -> str:
-    """`slipstream --help`."""
-    return _TOP
-
-
-def plan() -> str:
-    """`slipstream plan --help`."""
-    return _PLAN
-
-
-def push() -> str:
-    """`slipstream push --help`."""
-    return _PUSH
-
-
-def record() -> str:
-    """`slipstream record --help`."""
-    return _RECORD
-
-
-def doctor() -> str:
-    """`slipstream doctor --help`."""
-    return _DOCTOR
-
-
-def resume() -> str:
-    """`slipstream resume --help`."""
-    return _RESUME
-
-
-def status() -> str:
-    """`slipstream status --help`."""
-    return _STATUS
-
-
-def recover() -> str:
-    """`slipstream recover --help`."""
-    return _RECOVER
+  slipstream recover runs/latest --worker 1    a worker that serves, but behaves oddly""",
+    end="""\
+exit code: 0 when the run has taken the request, 2 when there is no such run or worker""",
+)
 
 
 def version() -> str:
@@ -284,28 +217,31 @@ def version() -> str:
         return "slipstream (not installed: run from its source)"
 
 
-def train(topic: str, config_dir: Path | None = None) -> str:
-    """`slipstream train --help [TOPIC]`.
+def options(config_dir: Path | None = None) -> str:
+    """Every preset and section, for `slipstream train --help`."""
+    return "\n".join([_groups(config_dir), _sections()])
+
+
+def topic(name: str, config_dir: Path | None = None) -> str:
+    """`slipstream train --help NAME`.
 
     Args:
-        topic: Empty, `options`, or the name of a section, option or group.
+        name: `options`, or the name of a section, option or group.
         config_dir: A folder of the user's own YAML files, whose choices are listed, too.
 
     Raises:
         ConfigError: There is no such topic.
     """
-    if not topic:
-        return "\n".join([_TRAIN, _groups(config_dir), _sections()])
-    if topic == "options":
+    if name == "options":
         return "\n".join(_section(section, own_only=True) for section in section_docs())
-    if topic in options_by_name():
-        return _option(options_by_name()[topic])
-    if topic in section_docs() or topic in GROUPS:
-        parts = [_choices(topic, group_choices(topic, config_dir))] if topic in GROUPS else []
-        parts += [_section(topic, own_only=False)] if topic in section_docs() else []
+    if name in options_by_name():
+        return _option(options_by_name()[name])
+    if name in section_docs() or name in GROUPS:
+        parts = [_choices(name, group_choices(name, config_dir))] if name in GROUPS else []
+        parts += [_section(name, own_only=False)] if name in section_docs() else []
         return "\n".join(parts)
     known = ["options", *GROUPS, *section_docs(), *options_by_name()]
-    raise ConfigError(f"no help on {topic!r}. {did_you_mean(topic, known) or 'See: slipstream train --help'}")
+    raise ConfigError(f"no help on {name!r}. {did_you_mean(name, known) or 'See: slipstream train --help'}")
 
 
 def _groups(config_dir: Path | None) -> str:
@@ -348,12 +284,16 @@ def _option(option: Option, indent: str = "") -> str:
     return f"{head}\n{_wrap(f'{option.doc} ({option.type_label})', indent + '    ')}\n"
 
 
+def width() -> int:
+    """Columns that help may take."""
+    return max(60, min(shutil.get_terminal_size((110, 24)).columns, 120))
+
+
 def _wrap(text: str, lead: str) -> str:
     """Fold `text` behind `lead`, further lines indented by as much."""
-    width = max(60, min(shutil.get_terminal_size((110, 24)).columns, 120))
     folded = textwrap.fill(
         text,
-        width,
+        width(),
         initial_indent=lead,
         subsequent_indent=" " * len(lead),
         break_on_hyphens=False,

@@ -10,55 +10,22 @@ Invariant: importing this module loads neither torch, Ray nor vLLM, and `--help`
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from conf.errors import ConfigError, SlipstreamError
+from orchestrator.cli import flags as cli_flags
+from orchestrator.cli import help as cli_help
 from orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, run_to_an_exit_code, say, tell
 from orchestrator.signals import wound_down_by_signals
 
 if TYPE_CHECKING:
     from conf.schema import RunConfig
-
-_IN_OUR_WORDS = {
-    r"^argument (\S+): invalid int value: ": r"\1 must be an integer, got ",
-    r"^argument (\S+): invalid float value: ": r"\1 must be a number, got ",
-    r"^argument (\S+): invalid choice: (.*) \(choose from (.*)\)$": r"\1 must be one of \3, got \2",
-    r"^argument (\S+): expected one argument$": r"\1 needs a value",
-    r"^unrecognized arguments: (-\S+).*": r"unknown flag \1",
-    r"^unrecognized arguments: (\S+).*": r"unexpected word '\1'",
-}
-"""What argparse says of a mistake -> what `slipstream` says."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are ConfigErrors, so that they look like every other mistake."""
-
-    def error(self, message: str) -> NoReturn:
-        from conf.options import did_you_mean
-
-        for pattern, words in _IN_OUR_WORDS.items():
-            message = re.sub(pattern, words, message)
-        hint = (
-            did_you_mean(message.split()[-1], self._option_string_actions) if message.startswith("unknown flag") else ""
-        )
-        raise ConfigError(f"{message}. {hint or f'See: {self.prog} --help'}")
-
-    def read_overrides(self, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Flags, and the words that are overrides. A misspelled flag is neither."""
-        flags, overrides = self.parse_known_args(words)
-        for word in overrides:
-            if word.startswith("--") and difflib.get_close_matches(word, self._option_string_actions, cutoff=0.75):
-                self.error(f"unknown flag {word}")
-        return flags, overrides
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,11 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    from orchestrator.cli import help as cli_help
-
     command, rest = (words[0], words[1:]) if words else ("--help", [])
     if command in ("--help", "-h", "help"):
-        print(cli_help.top())
+        print(cli_help.TOP)
         return EXIT_OK
     if command == "--version":
         print(cli_help.version())
@@ -114,18 +79,14 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
-    parser = _Parser(prog="slipstream train", add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", nargs="?", const="", dest="help_topic")
-    parser.add_argument("--cfg", choices=["job"])
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--config-dir", type=Path)
+    parser = cli_flags.train()
     flags, overrides = parser.read_overrides(words)
     if flags.help_topic is not None:
-        from orchestrator.cli import help as cli_help
-
         # `train experiment=x --help` and `train --help experiment=x`: the overrides are not a topic.
-        topic = "" if "=" in flags.help_topic else flags.help_topic
-        print(cli_help.train(topic, flags.config_dir))
+        if flags.help_topic and "=" not in flags.help_topic:
+            print(cli_help.topic(flags.help_topic, flags.config_dir))
+        else:
+            print(f"{parser.format_help()}\n{cli_help.options(flags.config_dir)}")
         return EXIT_OK
 
     with _names_missing_packages():
@@ -135,16 +96,10 @@ def _train(words: list[str]) -> int:
 
 
 def _resume(words: list[str]) -> int:
-    parser = _Parser(prog="slipstream resume", add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("run", type=Path, nargs="?")
-    parser.add_argument("--cfg", choices=["job"])
-    parser.add_argument("--dry-run", action="store_true")
+    parser = cli_flags.resume()
     flags, overrides = parser.read_overrides(words)
     if flags.help:
-        from orchestrator.cli import help as cli_help
-
-        print(cli_help.resume())
+        print(parser.format_help(), end="")
         return EXIT_OK
     if flags.run is None or "=" in flags.run.name:
         raise ConfigError("slipstream resume needs a run folder, e.g. slipstream resume runs/latest")
@@ -199,25 +154,11 @@ def _start(config: RunConfig, overrides: list[str], flags: argparse.Namespace) -
 
 
 def _plan(words: list[str]) -> int:
-    parser = _Parser(prog="slipstream plan", add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--output", type=Path, default=Path("plan"))
-    parser.add_argument("--config-dir", type=Path)
-    parser.add_argument("--layout-cache", type=Path)
-    parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--nic-gb-s", type=float)
-    parser.add_argument("--nvlink-gb-s", type=float)
-    parser.add_argument("--hbm-gb-s", type=float)
-    parser.add_argument("--op-us", type=float)
-    parser.add_argument("--adapter-decode-loss", type=float, default=0.19)
-    parser.add_argument("--slow-rank", action="append", default=[])
-    parser.add_argument("--lost-nic", type=int, action="append", default=[])
+    with _names_missing_packages():
+        parser = cli_flags.plan()
     flags, overrides = parser.read_overrides(words)
     if flags.help:
-        from orchestrator.cli import help as cli_help
-
-        print(cli_help.plan())
+        print(parser.format_help(), end="")
         return EXIT_OK
     with _names_missing_packages():
         from conf.load import check_model_reads_overrides, load_run_config
@@ -248,30 +189,11 @@ def _plan(words: list[str]) -> int:
 
 def _push(words: list[str]) -> int:
     words, serve_words = _split_at_dashes(words)
-    parser = _Parser(prog="slipstream push", add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("checkpoint", nargs="?", type=Path)
-    parser.add_argument("--start", type=int, default=0)
-    parser.add_argument("--to", action="append", default=[])
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--expert-parallel", action="store_true")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--ranks", type=int)
-    parser.add_argument("--threads", type=int, default=8)
-    parser.add_argument("--transport", choices=["auto", "nvlink", "rdma", "tcp"], default="auto")
-    parser.add_argument("--watermark-mib", type=int, default=1024)
-    parser.add_argument("--timeout-s", type=float, default=60.0)
-    parser.add_argument("--start-timeout-s", type=float, default=1800.0)
-    parser.add_argument("--log-dir", type=Path, default=Path("push-logs"))
-    parser.add_argument("--once", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    with _names_missing_packages():
+        parser = cli_flags.push()
     flags = parser.parse_args(words)
     if flags.help or not words:
-        from orchestrator.cli import help as cli_help
-
-        print(cli_help.push())
+        print(parser.format_help(), end="")
         return EXIT_OK
     if flags.checkpoint is None:
         raise ConfigError(
@@ -280,24 +202,9 @@ def _push(words: list[str]) -> int:
     with _names_missing_packages():
         from orchestrator.push.command import PushOptions, run_push
 
-    options = PushOptions(
-        checkpoint=flags.checkpoint,
-        start=flags.start,
-        to=tuple(url for word in flags.to for url in word.split(",") if url),
-        tp_size=flags.tp,
-        enable_expert_parallel=flags.expert_parallel,
-        dtype=flags.dtype,
-        host=flags.host,
-        port=flags.port,
-        num_ranks=flags.ranks,
-        num_threads=flags.threads,
-        transport=flags.transport,
-        watermark_mib=flags.watermark_mib,
-        timeout_s=flags.timeout_s,
-        start_timeout_s=flags.start_timeout_s,
-        log_dir=flags.log_dir,
-        serve_words=tuple(serve_words),
-    )
+    fields = {name: value for name, value in vars(flags).items() if name not in ("help", "once", "json", "to")}
+    to = tuple(url for word in flags.to for url in word.split(",") if url)
+    options = PushOptions(**fields | {"to": to, "serve_words": tuple(serve_words)})
     with wound_down_by_signals() as received:
         try:
             run_push(options, as_json=flags.json, stay=not flags.once)
@@ -321,21 +228,11 @@ def _split_at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _record(words: list[str]) -> int:
-    parser = _Parser(prog="slipstream record", add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("model", nargs="?", type=Path)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--expert-parallel", action="store_true")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--layout-cache", type=Path)
-    parser.add_argument("--json", action="store_true")
+    with _names_missing_packages():
+        parser = cli_flags.record()
     flags = parser.parse_args(words)
     if flags.help or not words:
-        from orchestrator.cli import help as cli_help
-
-        print(cli_help.record())
+        print(parser.format_help(), end="")
         return EXIT_OK
     if flags.model is None:
         raise ConfigError("record needs a MODEL: a folder with config.json. See: slipstream record --help")
@@ -356,14 +253,10 @@ def _record(words: list[str]) -> int:
 
 
 def _doctor(words: list[str]) -> int:
-    parser = _Parser(prog="slipstream doctor", add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser = cli_flags.doctor()
     flags = parser.parse_args(words)
     if flags.help:
-        from orchestrator.cli import help as cli_help
-
-        print(cli_help.doctor())
+        print(parser.format_help(), end="")
         return EXIT_OK
     from orchestrator.cli.doctor import run_doctor
 
@@ -371,16 +264,10 @@ def _doctor(words: list[str]) -> int:
 
 
 def _status(words: list[str]) -> int:
-    parser = _Parser(prog="slipstream status", add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("run", type=Path, nargs="?", default=Path("runs/latest"))
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--curves", action="store_true")
+    parser = cli_flags.status()
     flags = parser.parse_args(words)
     if flags.help:
-        from orchestrator.cli import help as cli_help
-
-        print(cli_help.status())
+        print(parser.format_help(), end="")
         return EXIT_OK
     from orchestrator.cli import status as status_command
 
@@ -393,15 +280,10 @@ def _status(words: list[str]) -> int:
 
 
 def _recover(words: list[str]) -> int:
-    parser = _Parser(prog="slipstream recover", add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("run", type=Path, nargs="?")
-    parser.add_argument("--worker", type=int)
+    parser = cli_flags.recover()
     flags = parser.parse_args(words)
     if flags.help:
-        from orchestrator.cli import help as cli_help
-
-        print(cli_help.recover())
+        print(parser.format_help(), end="")
         return EXIT_OK
     if flags.run is None:
         raise ConfigError("slipstream recover needs a run folder, e.g. slipstream recover runs/latest")

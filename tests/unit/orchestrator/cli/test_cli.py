@@ -11,7 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,10 +21,12 @@ import pytest
 from conf.errors import ConfigError
 from conf.load import load_resolved_yaml, load_run_config
 from conf.options import GROUPS, flat_options, group_choices, section_docs
+from orchestrator.cli import flags as cli_flags
 from orchestrator.cli.main import main
 from orchestrator.errors import CheckpointError, NoReplicasLeft
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
 from orchestrator.files.run_folder import RunFolder, write_description
+from orchestrator.push.command import PushOptions
 from weight_sync.errors import WatermarkError
 
 REPOSITORY = Path(__file__).parents[4]
@@ -105,6 +107,26 @@ def test_examples_of_help_and_guide_compose(capsys: pytest.CaptureFixture[str]) 
     assert len(known) >= 14
     for words in known:
         load_run_config([word for word in words if re.match(r"[a-z_.]+=", word)])
+
+
+def test_defaults_of_push_are_declared_once_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    options = PushOptions(checkpoint=Path("m"), start=1)
+    flags = vars(cli_flags.push().parse_args(["m", "--start", "1"]))
+    given = {name: value for name, value in asdict(options).items() if name not in ("to", "serve_words")}
+    assert {name: flags[name] for name in given} == given
+    assert main(["push", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("tp_size", "port", "num_threads", "watermark_mib", "timeout_s", "start_timeout_s", "log_dir"):
+        assert re.search(rf"; {given[name]:g}\n" if name != "log_dir" else "; push-logs\n", shown), name
+
+
+@pytest.mark.parametrize("command", ["train", "resume", "plan", "push", "record", "doctor", "status", "recover"])
+def test_every_flag_of_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: slipstream {command}")
+    for flag in re.findall(r"^  (--\S+)", shown, re.MULTILINE):
+        assert re.search(rf"^  {flag}[^\n]*(  \w|\n {{10,}}\w)", shown, re.MULTILINE), flag
 
 
 def test_cfg_job_prints_yaml_that_loads_to_the_same_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from fakes.sharded_checkpoints import TINY, save_checkpoint
 
-from orchestrator.cli import help as cli_help
 from orchestrator.cli.main import main
 from orchestrator.offline import record as record_command
 from rollout.served import servers as fleet
@@ -114,14 +113,18 @@ def test_help_teaches_and_names_every_flag(capsys: pytest.CaptureFixture[str]) -
     for command in ("push", "record"):
         assert main([command, "--help"]) == 0
         assert main([command]) == 0
-        assert f"usage: slipstream {command}" in capsys.readouterr().out
-        assert command in cli_help.top()
+        shown = capsys.readouterr().out
+        assert f"usage: slipstream {command}" in shown
+        assert main(["--help"]) == 0
+        assert command in capsys.readouterr().out
     flags = (
         *("--start", "--to", "--tp", "--expert-parallel", "--dtype", "--host", "--port", "--ranks", "--threads"),
         *("--transport", "--watermark-mib", "--timeout-s", "--start-timeout-s", "--log-dir", "--once", "--json"),
     )
+    assert main(["push", "--help"]) == 0
+    shown = capsys.readouterr().out
     for flag in flags:
-        assert flag in cli_help.push()
+        assert f"\n  {flag}" in shown
 
 
 def test_a_server_starts_with_dummy_weights_our_backend_and_the_users_words_last(checkpoint: Path) -> None:
