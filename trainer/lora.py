@@ -68,7 +68,7 @@ class Linear(Adapted):
 
 
 def apply_together(linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
-    """Every linear of one input [..., in]. Adapted ones read it once for all A, and sum its gradient in one place."""
+    """Apply several linears to one input [..., in]. Adapted ones read it once and sum its gradient in one place."""
     if any(linear.lora is None or not linear.adapters_enabled for linear in linears):
         return tuple(linear(x) if len(linears) > 1 else F.linear(x, *linear.base(x.dtype)) for linear in linears)
     factors = (part for linear in linears for part in (*linear.base(x.dtype), linear.lora_A, linear.lora_B))

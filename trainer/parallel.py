@@ -124,12 +124,12 @@ def sharded_rows(name: str, tensor: Tensor) -> Tensor:
 
 
 def local_address(tensor: Tensor) -> int:
-    """Where this rank's rows of a parameter lie. Cheap: asked of every adapter at every publish."""
+    """Where this rank's rows of a parameter lie. Cheap, because every publish asks it for every adapter."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
 
 
 def rows_of_rank(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """First row and the one after the last, as FSDP2 and torch.chunk cut: ceil(rows / ranks) a rank, the last ones
+    """First row and the one after the last, as FSDP2 and torch.chunk cut: ceil(rows / ranks) per rank, the last ones
     short or empty."""
     rows_a_rank = -(-num_rows // num_ranks)
     return min(rows_a_rank * rank, num_rows), min(rows_a_rank * (rank + 1), num_rows)
@@ -142,8 +142,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gather_wholes(tensors: Sequence[DTensor], outs: Sequence[Tensor]) -> None:
-    """`whole` of many parameters, written into `outs`: those that ranks cut evenly in one exchange a mesh, since each
-    on its own costs the host 0.2 ms. Collective, in the order given."""
+    """`whole` of many parameters, written into `outs`: those that ranks cut evenly in one exchange per mesh, since an
+    exchange costs the host 0.2 ms. Collective, in the order given."""
     even: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor]]] = {}
     for tensor, out in zip(tensors, outs, strict=True):
         if tensor.shape[0] % tensor.device_mesh.size() == 0:

@@ -1,12 +1,12 @@
 """TrainerRank: one process of the trainer. Loads its part of the policy, trains it, publishes it, saves it.
 
-Owns the order of collectives inside one rank and the policy version, which rises by one with every update that
-took place. Does not own the way to engines (delivery.py), the loop (orchestrator/loop/controller.py), Ray, or metrics:
-what it measures it returns.
+Owns the order of collectives inside one rank and the policy version, which rises by one with every update that took
+place. Does not own the way to engines (delivery.py), the loop (orchestrator/loop/controller.py), Ray, or metrics: it
+returns what it measures.
 
     load -> ( forward_backward* -> optimizer_step -> publish )*      save_* and load_state between steps; then shutdown
                     |                    |
-         gradients add up        uses them up, also when it refuses the step
+         gradients add up        drops them, also when it refuses the step
 
 Invariant: all ranks make the same calls in the same order, with equally many microbatches: every layer is a
 collective. Calls that take host-side arguments compare them over the control group first, so that a
@@ -92,7 +92,7 @@ class TrainerRank:
                 has none, and uses 1.
             num_steps: optimizer steps of the run; the rate's schedule ends there.
             rendezvous: "tcp://host:port" of rank 0. Unused with one rank.
-            device: "cpu" or "cuda"; a rank takes the visible GPU with its number, modulo their count.
+            device: "cpu" or "cuda"; rank r takes the visible GPU r modulo their number.
             hf_config: the policy's Hugging Face config.
             sync_key: signs the control messages of a publish.
             host: address under which engines' links reach this rank; loopback says that all are on this machine.
@@ -171,11 +171,11 @@ class TrainerRank:
         }
 
     def warm_up(self, lengths: list[int]) -> dict[str, float]:
-        """Forward and backward over made-up sequences, forgotten at once: weights, moments, random state and version
-        stay what they are.
+        """Run forward and backward over made-up sequences and drop the gradients. Weights, moments, random state and
+        version do not change.
 
-        What a first step does once is done while engines start (kernels are compiled), and a microbatch that the device
-        cannot hold is refused before anything is sampled.
+        Kernels are compiled while engines start, and a microbatch that the device cannot hold is refused before
+        anything is sampled.
 
         Args:
             lengths: tokens of each sequence of one microbatch, the same on every rank.
@@ -216,7 +216,8 @@ class TrainerRank:
 
         Args:
             microbatches: this rank's, as `trainer.step.microbatches.pack` assigned them; empty ones take part with a
-            dummy token. denominators: counts of the whole batch, the same on every rank.
+                dummy token.
+            denominators: counts of the whole batch, the same on every rank.
 
         Returns:
             This rank's sums and maxima (see trainer/step/loss.py); the batch's are their sums and maxima over ranks.
@@ -228,7 +229,7 @@ class TrainerRank:
         return stats
 
     def evaluate(self, microbatches: list[list[Sample]], denominators: Denominators) -> LossStats:
-        """The loss of these microbatches and its metrics; no gradient. Arguments as of forward_backward."""
+        """The loss of these microbatches and its metrics; no gradient. Arguments as in forward_backward."""
         with torch.no_grad():
             return self._over(microbatches, denominators, learn=False)
 
@@ -269,9 +270,7 @@ class TrainerRank:
         return self._loss(logprobs_N, entropy_N, tokens, self._algorithm, denominators)
 
     def _logprobs(self, decoder: Decoder, micro: Microbatch) -> tuple[Tensor, Tensor]:
-        """(log-probability, entropy) of every counted token. The head runs on the rows that predict one, and
-        on no other.
-        """
+        """(log-probability, entropy) of every counted token. The head runs only on the rows that predict one."""
         hidden_TH = decoder(
             self._to_device(micro.token_ids),
             self._to_device(micro.positions),

@@ -1,7 +1,8 @@
-"""Parts of a layer that keep only their inputs, and are computed again in the backward pass.
+"""Parts of a layer that keep only their inputs and are computed again in the backward pass.
 
-torch.utils.checkpoint does the same with hooks around every tensor saved inside, at a quarter of the host's time for a
-layer: a short step waits for the host. Here a part is one node of the graph, whose backward runs the part's own graph.
+torch.utils.checkpoint does the same with hooks around every tensor saved inside, which take the host a quarter of its
+time for a layer, and a short step waits for the host. Here a part is one node of the graph, whose backward runs the
+part's own graph.
 
 Invariant: the second call sees the inputs of the first, and parameters of the same values; there is no dropout, so no
 random state to restore.
@@ -30,7 +31,7 @@ class Recomputed:
         self._places: list[tuple[nn.Module, str]] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
-        """Its result."""
+        """Call the part on `inputs`."""
         if self._places is None:
             modules = (module for owner in self._owners for module in owner.modules())
             named = ((module, *named) for module in modules for named in module.named_parameters(recurse=False))
@@ -78,7 +79,7 @@ class _Recompute(torch.autograd.Function):
 
 
 def recomputation(out: Tensor) -> Callable[[], Tensor] | None:
-    """What computes again an output of a recomputed part; None for any other tensor.
+    """A function that computes `out` again, where a recomputed part returned it; None for any other tensor.
 
     A function whose backward reads `out` need not save it then. That backward runs before the part's, which goes on
     with what was computed for it.

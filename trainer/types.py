@@ -35,14 +35,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What losses are divided by: facts of the whole batch, the same on every rank and for every microbatch."""
+    """Divisors of the loss: facts of the whole batch, the same on every rank and for every microbatch."""
 
     num_valid_tokens: int
     num_sequences: int
     policy_version: int
     """Version that is about to be trained; sample staleness = policy_version - sample.oldest_version."""
     num_possible_tokens: int = 0
-    """Sequences times the longest response that may be sampled. Read with algorithm.normalization=constant alone."""
+    """Sequences times the longest response that may be sampled. Read only with algorithm.normalization=constant."""
 
 
 @dataclass(frozen=True, slots=True)

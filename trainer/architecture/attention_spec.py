@@ -105,7 +105,7 @@ class GqaSpec:
         return self.head_dim**-0.5
 
     def cached_elements(self, tp_size: int) -> int:
-        """What a layer on one rank of an engine caches of a token: keys and values; of one head at least."""
+        """Elements that a layer on one rank of an engine caches per token: keys and values of at least one head."""
         return 2 * max(1, self.num_kv_heads // tp_size) * self.head_dim
 
     def linears(self, hidden: int) -> tuple[LinearShape, ...]:
@@ -139,7 +139,7 @@ class MlaSpec:
     bias: bool
     """q_a, kv_a and o projections have a bias."""
     norm_eps: float
-    """Of q_a_layernorm and kv_a_layernorm; see the option model.mla_norm_eps."""
+    """eps of q_a_layernorm and kv_a_layernorm; see the option model.mla_norm_eps."""
     softmax_scale: float
     """Factor of q . k."""
 
@@ -149,7 +149,7 @@ class MlaSpec:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def cached_elements(self, tp_size: int) -> int:
-        """What a layer on one rank of an engine caches of a token: latent and turned dims, the same on all ranks."""
+        """Elements that a layer on one rank of an engine caches per token: latent and turned dims, on every rank."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def linears(self, hidden: int) -> tuple[LinearShape, ...]:

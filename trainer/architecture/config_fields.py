@@ -63,7 +63,7 @@ def expert_sizes(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_spec(config: dict[str, Any], head_dim: int, *, interleaved: bool = False, partial: float = 1.0) -> RopeSpec:
-    """From `rope_parameters` (transformers 5), or `rope_scaling`, `rope_theta` and `partial_rotary_factor` (before).
+    """Read `rope_parameters` (transformers 5), or `rope_scaling`, `rope_theta` and `partial_rotary_factor` (before).
 
     Args:
         partial: the part of each head that turns, where the config does not say.

@@ -1,4 +1,4 @@
-"""From a Hugging Face config to a ModelSpec: one function a family. Pure data, no torch.
+"""From a Hugging Face config to a ModelSpec: one function per family. Pure data, no torch.
 
 Owns the reading and the refusals: what a config asks for and the decoder cannot do (sliding windows, vision towers,
 quantized weights, other activations) is named here, before anything starts. A new architecture is one entry of
@@ -36,7 +36,7 @@ _GPT_OSS_YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Where its config does not say."""
+"""YaRN's fields, where gpt-oss's config does not say."""
 
 HF_MLA_NORM_EPS = 1e-6
 """transformers builds q_a_layernorm and kv_a_layernorm of DeepSeek-V3 without an eps, so with this default."""

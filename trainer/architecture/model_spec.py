@@ -21,7 +21,7 @@ class RouterScore(StrEnum):
     softmax = "softmax"
     """Softmax over all experts, then the largest (Qwen3): logits and weights in the compute dtype."""
     sigmoid = "sigmoid"
-    """One sigmoid an expert, choice by score + correction bias (DeepSeek-V3): everything in float32."""
+    """One sigmoid per expert, choice by score + correction bias (DeepSeek-V3): everything in float32."""
     softmax_of_top = "softmax_of_top"
     """The largest logits, then softmax over those alone (gpt-oss): in the compute dtype. The router has a bias."""
 
@@ -30,10 +30,10 @@ class ExpertFormat(StrEnum):
     """How routed experts are stored in the checkpoint and held by the trainer."""
 
     plain = "plain"
-    """One float tensor a projection, `weight`."""
+    """One float tensor per projection, `weight`."""
     int4 = "int4"
     """compressed-tensors pack-quantized, symmetric, in groups of 32 (Kimi-K2-Thinking): eight weights to an int32 of
-    `weight_packed`, one `weight_scale` a group, `weight_shape` the two sizes.
+    `weight_packed`, one `weight_scale` per group, `weight_shape` the two sizes.
     """
     mxfp4 = "mxfp4"
     """OCP microscaling (gpt-oss): two e2m1 weights to a byte of `_blocks`, one e8m0 `_scales` byte per 32."""
@@ -62,7 +62,7 @@ class MoeSpec:
     expert_format: ExpertFormat = ExpertFormat.plain
     activation: ExpertActivation = SWIGLU
     is_fused: bool = False
-    """The checkpoint stores all experts of a layer in one tensor a projection, transposed, gate and up columns in
+    """The checkpoint stores all experts of a layer in one tensor per projection, transposed, gate and up columns in
     turns, with biases (gpt-oss): gate_up_proj (E, H, 2I), gate_up_proj_bias (E, 2I), down_proj (E, I, H),
     down_proj_bias (E, H). The trainer holds them as it holds all experts; see trainer/weights/fused_experts.py.
     """

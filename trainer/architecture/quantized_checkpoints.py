@@ -62,5 +62,5 @@ def _other_linears(spec: ModelSpec) -> Iterator[str]:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """As compressed-tensors matches: a whole name, or a regular expression from the name's start after "re:"."""
+    """Match as compressed-tensors does: a whole name, or a regular expression from the name's start after "re:"."""
     return re.match(pattern[3:], module) is not None if pattern.startswith("re:") else pattern == module

@@ -2,12 +2,12 @@
 
     m += (1 - b1) (g - m);  v += (1 - b2) (g^2 - v);  p = p (1 - lr decay) - lr m / c1 / (sqrt(v / c2) + eps)
 
-A launch finds its tensors through a table of addresses: an update of adapters on every expert bank of every layer is
-hundreds of tensors of few sizes, and a launch each would take longer than the device does.
+A launch finds its tensors through a table of addresses. Adapters on every expert bank of every layer are hundreds of
+tensors of few sizes; one launch per tensor would take the host longer than the device needs for all.
 
 Owns the arithmetic, which is float32, and the roundings: moments to nearest, bfloat16 parameters stochastically.
 8-bit moments are torchao's: 256 values share a scale, codes index a map of 256 values in rising order. The definition
-is torchao's update, which other devices than CUDA run.
+is torchao's update; devices other than CUDA run it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from trainer.kernels.launch import programs
 GROUP = 256
 """Values that share a scale."""
 ROWS = 4
-"""Groups of one program."""
+"""Groups that one program updates."""
 ENTRIES, ALIGNMENT = 8, 16
-"""Numbers a tensor has in the table; bytes that its addresses are multiples of, mostly."""
+"""Numbers per tensor in the table; bytes that most addresses are multiples of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,11 @@ def adamw_triton(
 
     Args:
         parameters: contiguous; float32, or bfloat16, which is rounded stochastically.
-        gradients: one a parameter, of its shape and dtype.
-        moments, squares: of its shape; both codes or neither. All codes of one kind have the same values.
-        num_updates: with this one.
-        seed: of the rounding; another one for every update. The tensor at `index` uses seed + index.
+        gradients: one per parameter, of its shape and dtype.
+        moments, squares: one per parameter, of its shape; both are codes or neither is. All codes of one kind have
+            the same values.
+        num_updates: how many there are with this one.
+        seed: of the stochastic rounding; give another one at every update. The tensor at `index` uses seed + index.
     """
     gradients = [gradient.contiguous() for gradient in gradients]
     kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
@@ -141,7 +142,7 @@ def _adamw(
     IS_CODED: tl.constexpr, DOES_ROUND: tl.constexpr, IS_ALIGNED: tl.constexpr,
     ENTRIES: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Pointers called `like` only say of what type those in the table are."""
+    """Arguments called `like` only tell the compiler the types of the pointers in the table."""
     entry = table_ptr + tl.program_id(1) * ENTRIES
     p_ptr = _tensor(entry, like_p_ptr, IS_ALIGNED, ALIGNMENT)
     g_ptr = _tensor(entry + 1, like_p_ptr, IS_ALIGNED, ALIGNMENT)

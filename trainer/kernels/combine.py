@@ -45,7 +45,7 @@ def weighted_sum_torch(
 def weighted_sum_triton(
     rows_SH: Tensor, weights_TK: Tensor | None, row_of_choice_TK: Tensor, mode: CombineMode
 ) -> Tensor:
-    """As weighted_sum_torch."""
+    """The same as weighted_sum_torch, by a kernel."""
     (num_tokens, top_k), num_columns = row_of_choice_TK.shape, rows_SH.shape[1]
     out_TH = rows_SH.new_empty(num_tokens, num_columns)
     does_round_products, does_round_sums = _roundings(mode, top_k)
@@ -65,7 +65,7 @@ def weighted_sum(
     """Sum each token's rows.
 
     Args:
-        rows_SH: one row a choice, contiguous.
+        rows_SH: one row per choice, contiguous.
         weights_TK: contiguous; None: all one.
         row_of_choice_TK: int64, contiguous; the row of choice (t, k). Rows are sorted by expert.
         mode: where it rounds.

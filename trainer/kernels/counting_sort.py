@@ -4,8 +4,8 @@
     3  each program places its ids: start of (expert, program) + how many of its earlier ids have the same expert;
        the first one writes each expert's rows
 
-Stable means that an expert's rows keep the order of their tokens: it decides the order of sums in weight gradients.
-The torch form is the definition, and what other devices than CUDA run.
+Stable means that an expert's rows keep the order of their tokens, which decides the order of sums in weight gradients.
+The torch form is the definition; devices other than CUDA run it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def sort_by_expert_torch(experts_S: Tensor, num_experts: int, top_k: int) -> Exp
 
 
 def sort_by_expert_triton(experts_S: Tensor, num_experts: int, top_k: int) -> ExpertOrder:
-    """As sort_by_expert_torch."""
+    """The same as sort_by_expert_torch, by three kernels."""
     num_ids = experts_S.numel()
     if not num_ids:
         return sort_by_expert_torch(experts_S, num_experts, top_k)

@@ -42,7 +42,7 @@ def dequantize_mxfp4_torch(blocks: Tensor, scales: Tensor, out: Tensor) -> Tenso
 
 
 def dequantize_int4_triton(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """As dequantize_int4_torch."""
+    """The same as dequantize_int4_torch, by a kernel."""
     num_words = packed.numel()
     programs(_dequantize_int4, (triton.cdiv(num_words, WORDS_A_PROGRAM),))(
         packed, scale, out, num_words, WORDS_A_GROUP=GROUP // 8, BLOCK=WORDS_A_PROGRAM, num_warps=4
@@ -51,7 +51,7 @@ def dequantize_int4_triton(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor
 
 
 def dequantize_mxfp4_triton(blocks: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """As dequantize_mxfp4_torch."""
+    """The same as dequantize_mxfp4_torch, by a kernel."""
     words = blocks.view(torch.int32)
     num_words = words.numel()
     programs(_dequantize_mxfp4, (triton.cdiv(num_words, WORDS_A_PROGRAM),))(

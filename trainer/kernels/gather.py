@@ -2,13 +2,14 @@
 
     rows[i] = x[source[i]]        low[i] = scale * rows[i] @ P[e]^T        dots[i] = <rows[i], v[e]>
 
-Owns that an adapter's first factor costs no read of the rows: the copy that sorts them (forward: tokens and A;
-backward: output gradients and B, and the bias for the router's gradient) has them at hand. A grouped product [W; A]
-would also read them once, but pays a whole tile of columns for the r columns of A (bench/moe_block.py measures both).
-A token is read once and found in the cache for its other K - 1 copies: all rows take the same few columns before the
-next, and where a program has whole rows to itself, programs beside each other take the same part of every expert's.
+The copy that sorts rows also multiplies them with an adapter's first factor (forward: tokens and A; backward: output
+gradients and B, and the bias for the router's gradient), so that the factor costs no other read of the rows. A grouped
+product [W; A] would also read them once, but pays a whole tile of columns for the r columns of A (bench/moe_block.py
+measures both). A token is read from memory once and from the cache for its other K - 1 copies: all programs take the
+same few columns of their rows before the next ones, and a program that has whole rows to itself runs beside programs
+that take the same part of every other expert's rows.
 
-The torch form is the definition, and what other devices than CUDA run.
+The torch form is the definition; devices other than CUDA run it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PROJECT = {
 }
 """See launch.tiling_of."""
 CACHE_BYTES = 32 << 20
-"""Tokens that stay in the cache whatever order they are read in. An H200 has 50 MB, which writes pass through too."""
+"""So many bytes of tokens stay in the cache in whatever order they are read. An H200 has 50 MB; writes use it, too."""
 
 
 def gather_rows_torch(x: Tensor, source_S: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ def gather_project_torch(
 
 
 def gather_rows_triton(x: Tensor, source_S: Tensor) -> Tensor:
-    """As gather_rows_torch."""
+    """The same as gather_rows_torch, by a kernel."""
     num_rows, num_columns = source_S.shape[0], x.shape[1]
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=source_S.device)
     if num_rows:
@@ -69,7 +70,7 @@ def gather_rows_triton(x: Tensor, source_S: Tensor) -> Tensor:
 def gather_project_triton(
     x: Tensor, source_S: Tensor, p_ERK: Tensor, groups: RowGroups, scale: float, v_EK: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As gather_project_torch; P may have any strides."""
+    """The same as gather_project_torch, by a kernel; P may have any strides."""
     num_rows, num_columns, rank = source_S.shape[0], x.shape[1], p_ERK.shape[1]
     rows_SK, low_SR = x.new_empty(num_rows, num_columns), x.new_empty(num_rows, rank)
     dots_S = None if v_EK is None else torch.empty(num_rows, dtype=torch.float32, device=x.device)
@@ -99,10 +100,10 @@ def gather_project(
     Args:
         x: rows of K elements.
         source_S: int64; which row of x is row i in expert order.
-        p_ERK: one (r, K) factor an expert, any float dtype and strides; taken in x's dtype.
-        groups: whose rows they are after the gather.
-        scale: of the projection.
-        v_EK: one vector an expert, or None.
+        p_ERK: one (r, K) factor per expert, any float dtype and strides; taken in x's dtype.
+        groups: which expert each row belongs to after the gather.
+        scale: multiplies the projection.
+        v_EK: one vector per expert, or None.
 
     Returns:
         rows_SK and low_SR in x's dtype; dots_S float32, None without v_EK.

@@ -3,11 +3,12 @@
     product    out[rows of e] = x[rows of e] @ M[e] (+ low[rows of e] @ P[e]^T)
     gradient   out[e] = left[rows of e]^T @ right[rows of e]
 
-An adapter's second factor is added in the product's own accumulator, of any rank: no pass over the output. It comes
-before the product, in steps over the rank, because the shared memory of those steps is then free for the product's;
-after it, the compiler runs the steps of a product whose weights are not turned one by one. Operands come through tensor
-descriptors, which read beyond an expert's rows and columns: into a neighbour's, whose part of the result is not
-written, or beyond the tensor, where they give zeros. The definition is trainer.moe.grouped's native loop.
+The kernel adds an adapter's second factor, of any rank, in the product's own accumulator, so that no pass over the
+output is needed. It does so before the product, in steps over the rank: the shared memory of these steps is free again
+when the product begins. After the product the compiler would run the main loop's steps one by one where weights are not
+transposed. Operands come through tensor descriptors, which read beyond an expert's rows and columns: into a
+neighbour's, whose part of the result is not written, or beyond the tensor, where they give zeros. The definition is
+trainer.moe.grouped's native loop.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ SHORT = Tiling(64, 128, warps=4, stages=4)
 
 
 def product_tiling(mean_rows: int, element_size: int, capability: int) -> tuple[Tiling, int]:
-    """By rows an expert, bytes of an element and (major) compute capability: tile, and row tiles that share columns.
+    """The tile, and how many row tiles share columns, by rows per expert, bytes per element and compute capability.
 
     A wide tile reads each operand from the cache less often, which is what bounds narrower ones on long groups. It
-    takes tensor cores that read shared memory themselves, Hopper's and data-centre Blackwell's: on others it spills.
+    needs tensor cores that read shared memory themselves (Hopper, data-centre Blackwell); elsewhere registers spill.
     """
     if mean_rows < 64:
         return SHORT, 1
@@ -42,7 +43,7 @@ def product_tiling(mean_rows: int, element_size: int, capability: int) -> tuple[
 
 @cache
 def _capability(device: torch.device) -> int:
-    """The major one; Hopper's where kernels are interpreted, or compiled for another machine."""
+    """The GPU's major compute capability; Hopper's where kernels are interpreted, or compiled for another machine."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 

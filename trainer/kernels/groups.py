@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.kernels.launch import programs
 
 MAX_ABREAST = 1 << 16
-"""Tiles of two experts are multiplied in 32 bits, of which a sum of so many leaves one free."""
+"""The product of two experts' tile counts must fit 32 bits; with this many tiles in all, one bit stays free."""
 
 
 class RowGroups:
@@ -39,7 +39,7 @@ class RowGroups:
         return self.counts_E.shape[0]
 
     def taken_apart(self) -> tuple[list[Tensor], Callable[..., RowGroups]]:
-        """Its tensors, and what makes it of them again. Why: `trainer.moe.dispatch.Dispatch.taken_apart`."""
+        """Its tensors, and a function that builds it from them again; `Dispatch.taken_apart` says why."""
         num_rows, known, sizes = self.num_rows, self.__dict__.get("counts"), tuple(self._tiles)
 
         def again(counts_E: Tensor, ends_E: Tensor, *tiles: Tensor) -> RowGroups:
@@ -74,10 +74,10 @@ class RowGroups:
         """int32 (number of tiles at most, 3): expert, first row, one past the last row.
 
         Args:
-            tile_rows: Of a tile, at most.
+            tile_rows: The most rows that a tile has.
             abreast: Order tiles by how far along their expert's rows they lie, instead of by expert. An expert's rows
-                are in the order of tokens, so that neighbours then read the same tokens: the cache has them. By expert
-                all the same beyond MAX_ABREAST tiles.
+                are in the order of tokens, so that neighbours then read the same tokens, which the cache has. Ignored
+                beyond MAX_ABREAST tiles.
         """
         max_tiles = self.num_rows // tile_rows + min(self.num_experts, self.num_rows)
         key = (tile_rows, abreast and max_tiles <= MAX_ABREAST)

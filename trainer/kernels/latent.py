@@ -4,10 +4,10 @@
     kv [T,N,F+V] fixed | values  ---------------------------> k [T,N,F+R] fixed | turned,  v [T,N,V], a view of kv
     turning [T,R] one key part for all heads --rotate--> ----'
 
-Owns the casts, which are transformers': every product and sum of the rotation rounded. Backward rounds once, and sums
-the shared part's gradient over heads in float32; it needs no input but the angles. Interleaved pairs come out in
+Owns the casts, which are transformers': every product and sum of the rotation is rounded. Backward rounds once, and
+sums the shared part's gradient over heads in float32; it needs no input but the angles. Interleaved pairs come out in
 halves, in queries and keys alike, so that their products are those of pairs left in place. The torch form is the
-definition, differentiated by autograd, and what other devices than CUDA run.
+definition, which autograd differentiates; devices other than CUDA run it.
 
 Shapes: T packed tokens, N heads, F dims that stay, R dims that turn, V value head_dim.
 """

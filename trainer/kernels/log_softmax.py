@@ -3,8 +3,8 @@
     logprob = x[target] - z      z = log sum exp x      entropy = z - sum p x      x = logits / temperature
     gradient = (onehot(target) - exp(x - z)) * g / temperature
 
-Owns that logits in 16 bits are never widened in memory: forward reads them once, backward reads and writes them once,
-in place. Arithmetic is float32. The torch forms are the definition, and what other devices than CUDA run.
+Invariant: logits in 16 bits are never widened in memory. Forward reads them once; backward reads them and writes over
+them, once. Arithmetic is float32. The torch forms are the definition; devices other than CUDA run them.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def logits_gradient_torch(
 
 
 def _scaled(logits_CV: Tensor, temperature: float) -> Tensor:
-    """In float32; may be the logits themselves."""
+    """logits / temperature in float32; may be the logits themselves."""
     wide_CV = logits_CV.float()
     return wide_CV if temperature == 1.0 else wide_CV.div_(temperature)
 
 
 def log_softmax_triton(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """As log_softmax_torch; leaves the logits alone."""
+    """The same as log_softmax_torch, by a kernel; does not change the logits."""
     num_rows, num_columns = logits_CV.shape
     logprobs_C, normalizers_C, entropy_C = torch.empty(3, num_rows, device=logits_CV.device).unbind()
     if num_rows:
@@ -64,7 +64,7 @@ def log_softmax_triton(logits_CV: Tensor, targets_C: Tensor, temperature: float)
 def logits_gradient_triton(
     logits_CV: Tensor, targets_C: Tensor, normalizers_C: Tensor, grads_C: Tensor, temperature: float
 ) -> Tensor:
-    """As logits_gradient_torch, written over the logits."""
+    """The same as logits_gradient_torch, by a kernel; writes over the logits."""
     num_rows, num_columns = logits_CV.shape
     if num_rows:
         programs(_logits_gradient, (num_rows, triton.cdiv(num_columns, BLOCK)))(  # its second axis ends at 65,535

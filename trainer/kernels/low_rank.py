@@ -1,12 +1,11 @@
-"""What an adapter adds to rows, and its weight gradients: products whose one side is the rank.
+"""Products in which one side is an adapter's rank: what it adds to rows, and the gradients of its factors.
 
     rows[i] += low[i] @ P[e]^T + bias[e]              out[e] = sum over rows i of e: w[i] left[i]^T right[source[i]]
 
-Both are bound by memory: each reads the wide operand once. A gradient reads it from before the gather that sorted the
-rows, where a token is one row and not K: the cache has it for the other K - 1. The gradients are summed in float32 over
-rows in order, one thread block an output tile, and written in the parameter's dtype: float32 parameters get unrounded
-gradients, and an expert without rows gets zeros. The torch forms are the definition, and what other devices than CUDA
-run.
+Both are bound by memory: each reads the wide operand once. A gradient reads it as it was before the gather that sorted
+the rows, where a token is one row instead of K: the cache has it for the other K - 1. One thread block per output tile
+sums gradients in float32 over rows in order and writes them in the parameter's dtype: float32 parameters get unrounded
+gradients, and an expert without rows gets zeros. The torch forms are the definition; devices other than CUDA run them.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def add_low_rank_triton(
     bias_EN: Tensor | None,
     groups: RowGroups,
 ) -> Tensor:
-    """As add_low_rank_torch."""
+    """The same as add_low_rank_torch, by a kernel."""
     num_rows, num_columns = rows_SN.shape
     rank = 16 if low_SR is None else low_SR.shape[1]
     if num_rows:
@@ -103,7 +102,7 @@ def low_rank_gradient_triton(
     source_S: Tensor | None = None,
     weights_S: Tensor | None = None,
 ) -> Tensor:
-    """As low_rank_gradient_torch."""
+    """The same as low_rank_gradient_torch, by a kernel."""
     rank, num_columns = left_SR.shape[1], right_XN.shape[1]
     tiling = tiling_of(GRADIENT, rank, left_SR.element_size())
     programs(_low_rank_gradient, (triton.cdiv(num_columns, tiling.columns) * groups.num_experts,))(
@@ -128,9 +127,9 @@ def add_low_rank(
     Args:
         rows_SN: contiguous.
         low_SR: [S, r], or None.
-        p_ENR: one (N, r) factor an expert, any float dtype and strides, taken in low's dtype; None with low.
-        bias_EN: one vector an expert, or None.
-        groups: whose rows they are.
+        p_ENR: one (N, r) factor per expert, any float dtype and strides, taken in low's dtype; None with low.
+        bias_EN: one vector per expert, or None.
+        groups: which expert each row belongs to.
 
     Returns:
         rows_SN.
@@ -155,10 +154,10 @@ def low_rank_gradient(
     Args:
         left_SR: the narrow side.
         right_XN: the wide side, contiguous.
-        groups: whose rows they are.
+        groups: which expert each row belongs to.
         out_ERN: (E, r, N), any strides (a transposed view for a gradient of shape (E, N, r)).
         source_S: int64; row i's wide side is right[source[i]]. None: right[i].
-        weights_S: of the narrow side, which is rounded again; None: all one.
+        weights_S: multiply the narrow side, which is rounded again; None: all one.
 
     Returns:
         out_ERN.

@@ -4,10 +4,10 @@
     add_rms_norm  s = x + delta;  y = w * cast(s / rms(s))
     norm_rotate   y = rotate(w * cast(x / rms(x))), or rotate(x), over the heads of queries and of keys
 
-Owns the casts, which are transformers': the norm in float32, rounded to the compute dtype before the weight; every
-product and sum of the rotation rounded. Backward rounds once, and computes rms again from the input, so that nothing
-but the inputs is kept. The torch forms are the definition, differentiated by autograd, and what other devices than
-CUDA run.
+Owns the casts, which are transformers': the norm is computed in float32 and rounded to the compute dtype before the
+weight; every product and sum of the rotation is rounded. Backward rounds once, and computes rms again from the input,
+so that nothing but the inputs is kept. The torch forms are the definition, which autograd differentiates; devices other
+than CUDA run them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def norm_rotate(
     Args:
         q_TND, k_TGD: queries and keys.
         q_weight_D, k_weight_D: None, both: no norm.
-        eps: of the norm.
+        eps: the norm's.
         cos, sin: [T, 1, turning dims / 2], in x's dtype.
     """
     given = ((q_TND, q_weight_D), (k_TGD, k_weight_D))

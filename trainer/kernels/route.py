@@ -57,7 +57,7 @@ class _Route(torch.autograd.Function):
 
 
 def route_triton(logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, Tensor]:
-    """As route_torch."""
+    """The same as route_torch, by a kernel."""
     logits_TE = logits_TE.contiguous()
     num_tokens, num_experts = logits_TE.shape
     weights_TK = logits_TE.new_empty(num_tokens, top_k)
@@ -132,7 +132,7 @@ def _route_backward(
     logits_ptr, experts_ptr, dweights_ptr, dlogits_ptr, num_tokens, num_experts,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, DOES_NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """With n = w / W of scores w: dw = (dn - <dn, n>) / W; of the softmax s: dlogits = s (ds - <ds, s>)."""
+    """With n = w / W for scores w: dw = (dn - <dn, n>) / W; for the softmax s: dlogits = s (ds - <ds, s>)."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_token = tokens < num_tokens
     experts = tl.arange(0, EXPERTS)

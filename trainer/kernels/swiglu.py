@@ -7,8 +7,8 @@
     dgu  = activation'(gu) * w * dh'              hw = w * h:  what the down projection's weight gradients need
     dba  = scale * dgu @ Bgu[e]
 
-Owns that gate, up and h cross memory once, and that gu is never rounded between the base product and the activation.
-The torch forms are the definition, and what other devices than CUDA run.
+Invariant: gate, up and h cross memory once, and gu is never rounded between the base product and the activation. The
+torch forms are the definition; devices other than CUDA run them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of,
 
 @dataclass(frozen=True, slots=True)
 class InnerAdapter:
-    """The factors that meet inside the activation. E experts, I expert width, r rank; any float dtype."""
+    """The two factors that the activation's kernels apply. E experts, I expert width, r rank; any float dtype."""
 
     b_EIR: Tensor
     """(E, 2I, r): B of gate and up."""
@@ -52,7 +52,7 @@ _WIDE = {
     2048: Tiling(16, 16, warps=8, stages=2),
 }
 ADAPTED = {32: Tiling(64, 64, warps=4, stages=3), 128: Tiling(64, 32, warps=4, stages=3), **_WIDE}
-"""With an adapter; see launch.tiling_of."""
+"""Tilings with an adapter; see launch.tiling_of."""
 ADAPTED_BACKWARD = {
     32: Tiling(16, 64, warps=1, stages=2),
     128: Tiling(64, 64, warps=4, stages=2),
@@ -148,7 +148,7 @@ def activate_triton(
     groups: RowGroups,
     activation: ExpertActivation,
 ) -> tuple[Tensor, Tensor | None]:
-    """As activate_torch."""
+    """The same as activate_torch, by a kernel."""
     num_rows, width = gu_SI.shape[0], gu_SI.shape[1] // 2
     h_SI = gu_SI.new_empty(num_rows, width)
     ha_SR = None if adapter is None else gu_SI.new_empty(num_rows, adapter.rank)
@@ -174,7 +174,7 @@ def activate_backward_triton(
     activation: ExpertActivation,
     needs_h: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """As activate_backward_torch, written over gu and dh."""
+    """The same as activate_backward_torch, by a kernel; writes over gu and dh."""
     num_rows, width = dh_SI.shape
     dw_S = torch.empty(num_rows, dtype=torch.float32, device=gu_SI.device)
     dba_SR = None if adapter is None else gu_SI.new_empty(num_rows, adapter.rank)
@@ -198,7 +198,7 @@ def _adapter_arguments(adapter: InnerAdapter | None) -> tuple[Tensor | float | i
 def _constants(
     gu_SI: Tensor, adapter: InnerAdapter | None, bias_EI: Tensor | None, activation: ExpertActivation, tiling: Tiling
 ) -> dict[str, Any]:
-    """Of a compiled kernel; the activation's are among them, so that one without clamps computes none."""
+    """Constants that a kernel is compiled for; without clamps among them it computes none."""
     rank = 16 if adapter is None else adapter.rank
     return {
         "ALPHA": activation.alpha, "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
@@ -224,8 +224,8 @@ def activate(
         xa_SR: scale times rows times A of gate and up; None without an adapter.
         adapter: None without one.
         bias_EI: (E, 2I) or None.
-        groups: whose rows they are.
-        activation: which.
+        groups: which expert each row belongs to.
+        activation: the constants of the activation.
 
     Returns:
         h [S, I] and ha [S, r] (None without an adapter), rounded once to gu's dtype.
@@ -367,8 +367,8 @@ def _activate_backward(
 ):  # fmt: skip
     """dgu may lie over gu, hw over dh: each element is read and written by the same program.
 
-    What is written has pointers of its own: else the loop keeps the addresses of the loads that it issued ahead until
-    it stores there, in registers that another thread block could have.
+    Stores have pointers of their own. Otherwise the loop would keep the addresses of its loads ahead in registers until
+    it stores there, and another thread block could use these registers.
     """
     expert, first, stop = _part_of_tile(tiles_ptr, tl.program_id(0), TABLE_ROWS // BLOCK_M, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     if first < stop:

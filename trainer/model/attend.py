@@ -1,7 +1,7 @@
 """Causal attention over packed sequences: the kernels, and where sequences lie.
 
-Owns the bookkeeping of a packed microbatch (`PackedSequences`) and the choice of kernel, made once a model and
-reported:
+Owns the bookkeeping of a packed microbatch (`PackedSequences`) and the choice of kernel, which is made
+once per model and reported:
 
     cudnn   scaled_dot_product_attention's cuDNN kernels, sequences of one length at a time (Hopper and data-centre
             Blackwell, 16-bit, the head widths of `CUDNN_WIDTHS`); twice as fast as varlen there for long sequences. A
@@ -49,8 +49,8 @@ class AttentionBackend(StrEnum):
 def choose_attention_backend(
     device: torch.device, dtype: torch.dtype, attention: GqaSpec | MlaSpec
 ) -> AttentionBackend:
-    """CUDA and a 16-bit dtype: flex for sinks; cudnn where it is the fastest and takes the heads; varlen for a head_dim
-    that is a multiple of 8 up to 256. Else padded."""
+    """On CUDA with a 16-bit dtype: flex for sinks; cudnn where it is the fastest and takes the heads; varlen for a
+    head_dim that is a multiple of 8 up to 256. Else padded."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return AttentionBackend.padded
     if isinstance(attention, GqaSpec) and attention.sinks:
@@ -74,7 +74,7 @@ CUDNN_WIDTHS = ((64, 64), (128, 128), (192, 128))
 def _cudnn_takes(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int
 ) -> bool:
-    """Tried on one sequence, forward and backward: which widths cuDNN has depends on its version and the GPU."""
+    """Try one sequence, forward and backward: which widths cuDNN takes depends on its version and the GPU."""
     if not torch.backends.cudnn.is_available() or torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return False
     shapes = ((num_heads, key_dim), (num_kv_heads, key_dim), (num_kv_heads, 2 * value_dim))
@@ -92,12 +92,12 @@ def _cudnn_takes(
 
 
 LONG = 1024
-"""Tokens: a sequence of this length fills the device by itself."""
+"""Tokens. A sequence of this length fills the device by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """Where sequences lie in a microbatch: made once a forward, shared by all layers.
+    """Where sequences lie in a microbatch: made once per forward, shared by all layers.
 
     Example: lengths (2, 3) give cu_seqlens [0, 2, 5] and a padded (2, 3) batch, of which the tokens are rows
     [0, 1, 3, 4, 5] once it is flattened.
@@ -163,7 +163,7 @@ def attend(
 
     Args:
         window: a query sees this many keys, itself among them; None: all before it.
-        sinks_N: one more logit a head in the softmax, without a value.
+        sinks_N: one more logit per head in the softmax, without a value.
         kept: where to keep what a recomputation would compute again (cudnn, varlen).
 
     Returns:
@@ -211,7 +211,7 @@ def sink_attention(
     window: int | None,
     sinks_N: Tensor | None,
 ) -> Tensor:
-    """The same with sinks, by plain products over a right-padded batch: memory grows with the length squared."""
+    """As padded_attention, with sinks, by plain products: memory grows with the square of the length."""
     assert sinks_N is not None
     repeats = q_TND.shape[1] // k_TGD.shape[1]
     k_BNLD, v_BNLV = (sequences.pad(x).repeat_interleave(repeats, dim=1) for x in (k_TGD, v_TGV))
@@ -252,7 +252,7 @@ class KeptAttention:
         self._results = results
 
     def take(self) -> Any:
-        """What was kept, which is kept no longer; None where nothing was."""
+        """Return what was kept and forget it; None where nothing was kept."""
         results, self._results = self._results, None
         return results
 
@@ -304,7 +304,7 @@ def cudnn_attention(
 ) -> Tensor:
     """Causal attention by cuDNN: neighbouring sequences of one length in one call. Returns [T, N, V].
 
-    cuDNN compiles a plan a shape, so lengths are rounded up to `padded_length`.
+    cuDNN compiles one plan per shape, so lengths are rounded up to `padded_length`.
     """
     return _CudnnAttention.apply(q_TND, k_TGD, v_TGV, sequences.starts, scale, kept)
 

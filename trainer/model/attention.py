@@ -73,8 +73,8 @@ class GroupedQueryAttention(nn.Module):
         sequences: PackedSequences,
         kept: KeptAttention | None = None,
     ) -> Tensor:
-        """[T, H] -> [T, N * V], what o_proj takes. With `kept`, a second call for the same inputs does not attend
-        again."""
+        """[T, H] -> [T, N * V], what o_proj takes. With `kept`, a second call for the same inputs does not compute the
+        attention again."""
         q_TO, k_TO, v_TO = apply_together([self.q_proj, self.k_proj, self.v_proj], x_TH)
         q_TND, k_TGD, v_TGD = (x.unflatten(1, h) for x, h in zip((q_TO, k_TO, v_TO), self.heads, strict=True))
         q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
@@ -88,7 +88,7 @@ class GroupedQueryAttention(nn.Module):
 class LatentAttention(nn.Module):
     """Multi-head latent attention, unabsorbed: keys and values are expanded from their latent for every head.
 
-    Training sees a key once, so that the absorbed form, which an engine decodes with, would only cost more.
+    Training uses each key in one forward pass: the absorbed form, with which an engine decodes, would cost more.
     """
 
     kv_a_proj_with_mqa: Linear
@@ -118,8 +118,8 @@ class LatentAttention(nn.Module):
         sequences: PackedSequences,
         kept: KeptAttention | None = None,
     ) -> Tensor:
-        """[T, H] -> [T, N * V], what o_proj takes. With `kept`, a second call for the same inputs does not attend
-        again."""
+        """[T, H] -> [T, N * V], what o_proj takes. With `kept`, a second call for the same inputs does not compute the
+        attention again."""
         mla = self.mla
         first = self.get_submodule("q_proj" if mla.q_lora_rank is None else "q_a_proj")
         assert isinstance(first, Linear)

@@ -52,7 +52,7 @@ class Build:
     combine: CombineMode
     layout: ParallelLayout
     unpacked: UnpackBuffers
-    """What packed experts of all layers are unpacked into."""
+    """Buffers into which all layers unpack their packed experts."""
 
 
 class VocabTable(nn.Module):

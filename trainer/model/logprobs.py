@@ -50,7 +50,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TH: Tensor, head_weight_VH: Tensor, targets_T: Tensor, temperature: float, chunk_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """Logits of a chunk at a time."""
+        """Compute the logits of one chunk at a time."""
         num_rows = hidden_TH.shape[0]
         logprobs_T = torch.empty(num_rows, dtype=torch.float32, device=hidden_TH.device)
         log_normalizers_T = torch.empty_like(logprobs_T)

@@ -1,4 +1,4 @@
-"""RMSNorm with transformers' order of casts, which decides the last bit in bfloat16 (trainer.kernels.norm)."""
+"""RMSNorm with transformers' order of casts, which decides the last bit in bfloat16 (trainer.kernels.rms_norm)."""
 
 from __future__ import annotations
 

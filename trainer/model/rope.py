@@ -16,7 +16,7 @@ from trainer.architecture.attention_spec import Llama3Scaling, RopeSpec, YarnSca
 
 
 class RotaryEmbedding:
-    """Cosines and sines of packed positions. Holds no parameters and no buffers, so nothing of it is ever on meta."""
+    """Cosines and sines of packed positions. Holds no parameters and no buffers, hence nothing on meta."""
 
     def __init__(self, spec: RopeSpec) -> None:
         exponents = torch.arange(0, spec.dim, 2, dtype=torch.int64, device="cpu").float() / spec.dim
@@ -28,7 +28,7 @@ class RotaryEmbedding:
             self._factor = spec.scaling.cos_sin_factor
 
     def __call__(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of shape [T, 1, dim / 2], one angle a pair (the middle dim broadcasts over heads)."""
+        """cos and sin of shape [T, 1, dim / 2], one angle per pair (the middle dim broadcasts over heads)."""
         if self._inverse_frequencies.device != positions_T.device:
             self._inverse_frequencies = self._inverse_frequencies.to(positions_T.device)
         angles = (positions_T.float()[:, None] * self._inverse_frequencies)[:, None]

@@ -64,7 +64,7 @@ class PackedBank(nn.Module):
         return self._unpacked.take(self._index, towards)
 
     def forget(self) -> None:
-        """The packed bits changed: unpack again, this layer and every other."""
+        """Call it when packed bits changed: every layer is unpacked again at its next use."""
         self._unpacked.forget()
 
     @property
@@ -105,12 +105,12 @@ class UnpackBuffers:
         self._last = 0
 
     def add(self, bank: PackedBank) -> int:
-        """Register the next layer; its index."""
+        """Register the next layer. Returns its index."""
         self._banks.append(bank)
         return len(self._banks) - 1
 
     def take(self, index: int, towards: Towards) -> tuple[Tensor, Tensor]:
-        """Layer `index` unpacked, for the current stream; starts on its neighbour."""
+        """Layer `index` unpacked, for the current stream; begins to unpack its neighbour."""
         device = self._banks[index].get_buffer("gate_up_packed").device
         if not self._pairs:
             self._allocate(device)
@@ -134,7 +134,7 @@ class UnpackBuffers:
         return pair.weights
 
     def forget(self) -> None:
-        """The packed bits changed: unpack again."""
+        """Call it when packed bits changed: every layer is unpacked again at its next use."""
         for pair in self._pairs:
             pair.held = -1
 

@@ -1,7 +1,7 @@
-"""The mixture-of-experts feed-forward: route, send rows to their experts, add the shared ones.
+"""The mixture-of-experts feed-forward: route tokens, send rows to their experts, add the shared experts.
 
-Owns the order, and the cut between what a checkpointed layer recomputes (`start`) and what it keeps (`finish`). The
-arithmetic of the routed experts is trainer.moe.routed's.
+Owns the order, and the cut between the part that a checkpointed layer recomputes (`start`) and the part that it keeps
+(`finish`). The arithmetic of the routed experts is in routed.py.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class MoeBlock(nn.Module):
         return self.finish(*self.start(x_TH))
 
     def start(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """What a checkpoint may recompute: the tokens, their weights and experts, the shared experts' output."""
+        """The part that a layer may recompute: tokens, their weights and experts, the shared experts' output."""
         routing = self.gate(x_TH)
         shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH)
         return x_TH, routing.weights_TK, routing.experts_TK, shared_TH
 
     def finish(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, shared_TH: Tensor | None) -> Tensor:
-        """The routed experts, which keep little for backward, and the sum."""
+        """Run the routed experts, which keep little for backward, and add the shared experts' output."""
         plan = plan_dispatch(experts_TK, self.num_experts, self.ep_group, self.shares)
         out_TH = self.experts(x_TH, weights_TK, plan, recomputation(x_TH))
         return out_TH if shared_TH is None else out_TH + shared_TH

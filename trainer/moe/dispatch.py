@@ -1,11 +1,11 @@
-"""Who goes where: the way of a microbatch's tokens to the experts of one layer, and the all-to-all that takes it.
+"""The way of a microbatch's tokens to the experts of one layer, and the all-to-all that takes them there.
 
     tokens [T] --source--> choices sorted by expert [S = T*K] --all-to-all--> rows of all ranks, by sender [R]
            --by expert, then sender--> rows [R] --experts--> ... and the same way back
 
 Owns the order of rows and the exchange; does not differentiate (trainer.moe.routed does). Row counts are exact: there
 is no padding and no capacity, and a rank with zero rows still joins every collective. An expert's rows are in the
-order of senders, then of tokens: the order that one rank would have. Without an expert-parallel group nothing is sent
+order of senders, then of tokens, as they would be on one rank. Without an expert-parallel group nothing is sent
 and nothing waits for the device.
 """
 
@@ -26,7 +26,7 @@ from trainer.kernels.groups import RowGroups
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What the expert-parallel group sends each other for one layer."""
+    """The rows that ranks of the expert-parallel group send each other for one layer."""
 
     group: dist.ProcessGroup
     send_splits: list[int]
@@ -55,10 +55,10 @@ class Dispatch:
     """None: this rank holds every expert."""
 
     def taken_apart(self) -> tuple[list[Tensor], Callable[..., Dispatch]]:
-        """Its tensors, and what makes it of them again.
+        """Its tensors, and a function that builds it from them again.
 
-        For an autograd.Function: tensors that it saves are freed when its backward ends; what else hangs on its ctx
-        lives until the whole graph ends, after the backward of every other layer.
+        An autograd.Function saves the tensors, because what it saves is freed when its backward ends. Anything else on
+        its ctx lives until the whole graph ends, after the backward of every other layer.
         """
         (of_groups, groups_of), exchange = self.groups.taken_apart(), self.exchange
         of_exchange = [] if exchange is None else [exchange.by_expert_R, exchange.by_sender_R]
@@ -75,13 +75,14 @@ class Dispatch:
         """Bring values[source[i]] to the expert of row i.
 
         Returns:
-            A tensor, and the row of it that each row in expert order is: the last gather is left to a kernel that
-            reads the rows anyway.
+            A tensor, and for each row in expert order the index of its row in that tensor. A kernel that reads the rows
+            anyway does this last gather.
         """
         return self.sending(values, source_S)()
 
     def sending(self, values: Tensor, source_S: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Start to `send`; what is returned waits, for what it returns. Work in between runs beside the exchange."""
+        """Start a `send`. Returns a function that waits for it and returns what `send` would; work in between runs
+        beside the exchange."""
         exchange = self.exchange
         if exchange is None:
             return lambda: (values, source_S)
@@ -106,8 +107,8 @@ def plan_dispatch(
     """Sort choices by expert and, with a group, agree on row counts (a small all-to-all, one wait for the device).
 
     Args:
-        experts_TK: Who computes each choice.
-        num_experts: Of the layer.
+        experts_TK: The expert of each choice.
+        num_experts: Experts of the layer.
         group: The ep_ranks; None: this rank holds every expert.
         shares: Experts of each ep_rank, in order; None: equal ones.
     """
@@ -135,7 +136,7 @@ def plan_dispatch(
 
 
 def _sums(counts: Sequence[int], shares: Sequence[int]) -> list[int]:
-    """Sums of neighbouring counts. Example: _sums([1, 2, 3], [1, 2]) == [1, 5]."""
+    """Sum neighbouring counts. Example: _sums([1, 2, 3], [1, 2]) == [1, 5]."""
     return [sum(counts[stop - size : stop]) for stop, size in zip(accumulate(shares), shares)]
 
 

@@ -5,7 +5,7 @@ Parameters (E local experts, H hidden, I expert width, r rank):
     gate_up_proj (E, 2I, H)    gate_up_lora_A (E, r, H)    gate_up_lora_B (E, 2I, r)    gate_up_bias (E, 2I)
     down_proj    (E, H, I)     down_lora_A    (E, r, I)    down_lora_B    (E, H, r)     down_bias    (E, H)
 
-Gate rows come first, as in transformers 5 and in vLLM's w13 (a checkpoint that interleaves them is unpicked at load).
+Gate rows come first, as in transformers 5 and in vLLM's w13 (the loader separates interleaved ones).
 Gate and up of an expert share one A, as PEFT's adapters of fused expert parameters do. Packed experts (int4, mxfp4)
 have `packed` buffers in place of the two weights. The arithmetic is trainer.moe.routed's.
 """
@@ -86,7 +86,7 @@ class Experts(Adapted):
         plan: Dispatch,
         x_again: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """[T, H] tokens, their routing weights and their way -> [T, H].
+        """[T, H] tokens, their routing weights and their way to the experts -> [T, H].
 
         A rank without rows still joins every exchange and touches every parameter's gradient.
         """

@@ -1,4 +1,4 @@
-"""One matrix product per expert over rows sorted by expert. No autograd: trainer.moe.routed says what it needs.
+"""One matrix product per expert over rows sorted by expert. No autograd (routed.py has it).
 
 Owns the choice of kernel and its traps:
 
@@ -9,7 +9,7 @@ Owns the choice of kernel and its traps:
     triton      trainer.kernels.grouped_gemm: any GPU of compute capability 8.0 on; the same strides. It adds an adapter
                 in its accumulator. Where grouped_mm is fast too, it makes gradients of weights, and products without
                 an adapter of fewer than LIGHT_FLOP operations.
-    native      a loop of matrix products, one an expert; waits for the device once to learn the row counts.
+    native      a loop of matrix products, one per expert; waits for the device once to learn the row counts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from trainer.kernels.groups import RowGroups
 from trainer.kernels.low_rank import add_low_rank
 
 LIGHT_FLOP = 4e11
-"""Operations; a product of fewer is light. On an H200, one of Triton's takes up to 15 % less time on the device than
-grouped_mm's and 80 us more of the host, which is what short steps wait for (docs/LOG.md)."""
+"""Operations; a product of fewer is light. On an H200 Triton's product takes up to 15 % less time on the device than
+grouped_mm's and 80 us more of the host, for which short steps wait (docs/LOG.md)."""
 
 
 class GroupedBackend(StrEnum):
@@ -38,7 +38,7 @@ class GroupedBackend(StrEnum):
 
 
 def choose_grouped_backend(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> GroupedBackend:
-    """The kernel for products whose row lengths are `sizes`.
+    """Choose the kernel for products whose row lengths are `sizes`.
 
     CUDA: triton from compute capability 8.0 on; grouped_mm on data-centre Blackwell, where triton was not measured.
     CPU: grouped_mm up to float32, from torch 2.13 on.
@@ -75,11 +75,11 @@ def grouped_product(
 
     Args:
         x_SK: rows sorted by expert, contiguous.
-        matrices_EKN: of x's dtype; a transposed view is fine.
-        groups: whose rows they are.
-        backend: of `choose_grouped_backend`.
+        matrices_EKN: in x's dtype; a transposed view is fine.
+        groups: which expert each row belongs to.
+        backend: from `choose_grouped_backend`.
         low_SR, p_ENR: an adapter's second factor; see trainer.kernels.low_rank.
-        bias_EN: one vector an expert.
+        bias_EN: one vector per expert.
 
     Returns:
         [S, N].

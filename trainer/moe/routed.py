@@ -3,7 +3,7 @@
     forward     Xp, xa = gather x, s x Agu^T                      GU  = Xp Wgu^T            (grouped product)
                 h,  ha = activation(GU + xa Bgu^T), s h Ad^T      y   = h Wd^T + ha Bd^T + bias
                 out[t] = sum_k w[t,k] y[t,k]
-    saved       x (not Xp) unless it can be had again, the routing and the plan, xa and ha (r numbers a row), the
+    saved       x (not Xp) unless it can be computed again, the routing and the plan, xa and ha (r numbers a row), the
                 adapters in the compute dtype
     backward    g,  db = gather grad_out, s g Bd                  dh' = g Wd                (unweighted)
                 GU again from x                                   dh' += db Ad;  dw = <h, dh'>;  dh = w dh'
@@ -44,12 +44,12 @@ from trainer.moe.dispatch import Dispatch
 from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
 
 COPIED_ROWS = 128
-"""Rows an expert, on average: from here on adapters are copied into the compute dtype before kernels read them."""
+"""Mean rows per expert. From so many on, adapters are copied into the compute dtype before kernels read them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertCall:
-    """What one call of `routed_experts` is about, beside tensors that may get gradients."""
+    """Arguments of one call of `routed_experts` that get no gradients."""
 
     activation: ExpertActivation
     scale: float
@@ -57,7 +57,7 @@ class ExpertCall:
     backend: GroupedBackend
     mode: CombineMode
     packed: PackedBank | None
-    """Gives the base weights where they are not parameters."""
+    """Source of base weights that are not parameters."""
 
     def weights(
         self, gate_up: Tensor | None, down: Tensor | None, dtype: torch.dtype, towards: Towards
@@ -78,7 +78,7 @@ def routed_experts(
     call: ExpertCall,
     x_again: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """Every token through its experts.
+    """Send every token through its experts.
 
     Args:
         x_TH: tokens, in the compute dtype.
@@ -86,8 +86,8 @@ def routed_experts(
         base: gate_up (E, 2I, H), down (E, H, I), gate_up_bias (E, 2I), down_bias (E, H); weights None when packed,
             biases None where there are none.
         adapters: gate_up A (E, r, H) and B (E, 2I, r), down A (E, r, I) and B (E, H, r); all None without.
-        plan: the tokens' way.
-        call: the rest.
+        plan: the tokens' way to the experts.
+        call: what gets no gradients.
         x_again: computes x_TH in the backward pass; None: it is saved.
 
     Returns:
@@ -221,7 +221,7 @@ class _RoutedExperts(torch.autograd.Function):
 
 
 def _narrowed(factor: Tensor | None, dtype: torch.dtype, groups: RowGroups) -> Tensor | None:
-    """An adapter's factors in the compute dtype, where kernels read each more often than a copy does.
+    """Copy an adapter's factors into the compute dtype, where kernels read each of them more often than a copy does.
 
     The values are the same either way: kernels round what they read.
     """

@@ -1,11 +1,11 @@
-"""Router: which experts see a token, and with what weight.
+"""The router decides which experts see a token, and with what weight.
 
 Owns the numerics that decide routing; they match transformers and must, because one flipped expert is a different
 model:
 
     softmax   logits in the compute dtype, softmax over all experts in float32, top-k, renormalization in float32,
               weights rounded to the compute dtype (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538)
-    sigmoid   all in float32 (of bfloat16 factors, exact products): scores, choice by score + correction bias inside
+    sigmoid   all in float32 (products of bfloat16 factors are exact): scores, choice by score + correction bias inside
               the best groups, weights from the scores alone (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section
               2.1.2)
 
@@ -33,7 +33,7 @@ NORM_EPS = 1e-20
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The choice for T tokens, K experts each, best first."""
+    """The experts chosen for T tokens, K each, best first."""
 
     weights_TK: Tensor
     """Compute dtype (softmax) or float32 (sigmoid); differentiable."""
@@ -96,7 +96,7 @@ def _wide_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
 
 
 class _NarrowLogits(torch.autograd.Function):
-    """On tensor cores: a product of two 16-bit numbers is exact in float32, where the sums are. Float32 factors would
+    """Uses tensor cores: a product of two 16-bit numbers is exact in float32, where the sums are. Float32 factors would
     be multiplied eight times slower, three times a checkpointed layer. Engines do the same (vLLM's GateLinear)."""
 
     @staticmethod

@@ -1,14 +1,14 @@
 """The AdamW update of local tensors, with moments in the format and place that trainer.optim.state asks for.
 
-    float32    torch.optim.AdamW, fused                    16 bytes a float32 parameter with its gradient
+    float32    torch.optim.AdamW, fused                    16 bytes per float32 parameter with its gradient
     bfloat16   torchao's update, moments in bfloat16       12
-    int8       torchao's formats, 256 values a scale       10    (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861)
+    int8       torchao's formats, 256 values per scale      10    (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861)
     host       float32 moments in (pinned) host memory      8 on the device; each moment crosses the bus twice a step
 
 Parameters in bfloat16 (trainer.lora.dtype) save 4 bytes more; their updates are rounded stochastically, because an
 update is mostly smaller than half a unit in the last place of a bfloat16.
 
-Owns the moments. Does not own the schedule, clipping, or the decision whether a step happens (optim.py, its caller).
+Owns the moments. Does not own the schedule, clipping, or the decision whether a step happens (optim.py).
 Invariant: state that was read with `tensors` and given back with `load` continues bitwise.
 """
 
@@ -99,8 +99,8 @@ class Float32Moments:
 class ReducedMoments:
     """torchao's update: float32 arithmetic, moments stored in fewer bits.
 
-    On CUDA its arithmetic is one kernel (trainer.kernels.adamw), launched once for all parameters of a size: torchao's
-    own, compiled, takes 0.3 ms of the host a parameter, which is half of a short step when experts have adapters.
+    On CUDA its arithmetic is one kernel (trainer.kernels.adamw_update), launched once for all parameters of a size.
+    torchao's own, compiled, takes the host 0.3 ms per parameter: half of a short step where experts have adapters.
     """
 
     def __init__(self, parameters: Sequence[Tensor], config: OptimConfig) -> None:

@@ -44,7 +44,7 @@ update should learn from; beyond it the gradient of the ratio is zero."""
 
 @dataclass(frozen=True, slots=True)
 class CountedTokens:
-    """What the loss needs to know about the N counted tokens of a microbatch, besides the policy's own
+    """Facts about the N counted tokens of a microbatch that the loss needs beside the policy's own
     log-probabilities.
     """
 
@@ -164,7 +164,7 @@ def sft_loss(
     algorithm: AlgorithmConfig,
     denominators: Denominators,
 ) -> PolicyLoss:
-    """Negative log-likelihood of the counted tokens, divided by the batch's counts. Arguments as of policy_loss."""
+    """Negative log-likelihood of the counted tokens, divided by the batch's counts. Arguments as in policy_loss."""
     share_N = _token_shares(tokens.sequence_lengths_N, algorithm.normalization, denominators)
     loss = -(logprobs_N * share_N).sum()
     sums = {
@@ -177,7 +177,7 @@ def sft_loss(
 
 
 def _token_shares(sequence_lengths_N: Tensor, normalization: Normalization, denominators: Denominators) -> Tensor:
-    """What each token's loss is multiplied by; float32. The shares of the whole batch add up to 1, constant ones to at
+    """The factor of each token's loss; float32. The shares of the whole batch add up to 1, constant ones to at
     most 1.
     """
     if normalization is Normalization.sequence:

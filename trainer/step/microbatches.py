@@ -21,8 +21,8 @@ import numpy as np
 from trainer.types import Sample
 
 ATTENTION_EQUAL_TOKENS = 16384
-"""Length at which causal attention costs as much as everything else: 6.1 GFLOP a token in the matrices and 1.6
-GFLOP a token in attention at 4096 tokens make it 15.6 k for Qwen3-30B-A3B. Only the balance depends on it."""
+"""Length at which causal attention costs as much as everything else: 6.1 GFLOP per token in the matrices and 1.6
+GFLOP per token in attention at 4096 tokens make it 15.6 k for Qwen3-30B-A3B. Only the balance depends on it."""
 
 
 def sample_cost(num_tokens: int, attention_equal_tokens: int = ATTENTION_EQUAL_TOKENS) -> float:

@@ -1,4 +1,4 @@
-"""A microbatch as full as a run's may get, of made-up tokens: what a rank tries before there is a batch.
+"""A microbatch of made-up tokens, as full as a run's may get, which a rank tries before there is a batch.
 
 Owns its size and its contents. Does not own the trying (`TrainerRank.warm_up`). Numpy alone, so that the controller's
 process can call it.
@@ -21,7 +21,7 @@ def full_microbatch(max_tokens: int, longest: int, num_samples: int) -> list[int
     Args:
         max_tokens: trainer.max_microbatch_tokens.
         longest: tokens of the longest sample that there may be.
-        num_samples: of a whole batch.
+        num_samples: samples of a whole batch.
 
     Example: full_microbatch(4096, 1500, 64) gives [1500, 1500].
     """
@@ -29,7 +29,7 @@ def full_microbatch(max_tokens: int, longest: int, num_samples: int) -> list[int
 
 
 def made_up_samples(lengths: Sequence[int], vocab_size: int, version: int) -> list[Sample]:
-    """One sample a length, the same on every call; all tokens but a sample's first count in the loss."""
+    """One sample per length, the same on every call; all tokens but a sample's first count in the loss."""
     draw = np.random.default_rng(0)
     return [
         Sample(

@@ -76,7 +76,7 @@ def save_adapter(decoder: Decoder, folder: Path | str, base: str | None = None) 
     Args:
         decoder: The policy.
         folder: Made if missing.
-        base: Where the checkpoint is that the adapter belongs to, for those who load it; None: nowhere.
+        base: Where loaders of the adapter find its checkpoint; None: nowhere.
 
     Raises:
         CheckpointError: the decoder has no adapters.

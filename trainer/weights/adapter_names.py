@@ -1,13 +1,13 @@
 """The adapter as an engine reads it: names and shapes of its factors, from a ModelSpec alone. No torch.
 
-Names are those of a PEFT adapter file with one matrix an expert, which is how vLLM packs routed experts:
+Names are those of a PEFT adapter file with one matrix per expert, which is how vLLM packs routed experts:
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight              (R, in)
     base_model.model.model.layers.0.mlp.experts.3.gate_proj.lora_B.weight       (out, R)
 
 Gate and up of an expert share one A here: two names, one factor. R is the rank of the engine's slots: the trainer's,
-rounded up to one that engines have kernels for; what lies beyond the trainer's rank is zero and is sent as such, so
-that every byte of a slot is counted and hashed.
+rounded up to one that engines have kernels for. Numbers beyond the trainer's rank are zeros and are sent, too, so that
+every byte of a slot is counted and hashed.
 
 Owns: which checkpoint matrices carry an adapter that engines can serve. Those of latent attention are missing: vLLM
 folds kv_b_proj into other matrices, where no adapter reaches it. Invariant: `trainer/delivery/adapter_source.py`
@@ -40,7 +40,7 @@ def adapter_tensors(tensors: Sequence[TensorMeta], lora: LoraConfig) -> list[Ten
 
     Args:
         tensors: ModelSpec.checkpoint_tensors() in the engine's dtype.
-        lora: What is adapted, and at which rank.
+        lora: Which matrices are adapted, and at which rank.
     """
     factors: list[TensorMeta] = []
     for meta in tensors:

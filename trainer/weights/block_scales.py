@@ -1,7 +1,7 @@
 """Block-FP8 of merged weights: one scale for 128 x 128 values, also where ranks cut a block.
 
     begin()   amax of |W + s B A| of every block this rank touches, in float32     a pass over the weights
-              MAX over ranks, for the blocks that several of them touch alone      one small all-reduce
+              MAX over ranks, only for blocks that several of them touch          one small all-reduce
               scale = amax / 448, and 1 for a block of zeros
     read()    weight = float8_e4m3fn((W + s B A) / scale)                          rank-local
 
@@ -60,7 +60,7 @@ class _Stack:
     run: RowRun
     """All its local rows."""
     row_block_R: Tensor
-    """int32: in which row of scales a row lies."""
+    """int32; the row of scales that each row belongs to."""
     offset: int
     num_rows: int
     num_columns: int
@@ -73,7 +73,7 @@ class _Stack:
 
 @dataclass(frozen=True, slots=True)
 class ScaleRun:
-    """Rows of scales of one parameter: what one copy writes. Like RowRun, neighbours join."""
+    """Rows of scales of one parameter that one copy writes. Neighbours join, as in RowRun."""
 
     stack: _Stack
     rows: Rows
@@ -85,7 +85,7 @@ class ScaleRun:
         return len(self.rows), self.columns.stop - self.columns.start
 
     def joined(self, following: object) -> ScaleRun | None:
-        """Both as one, if `following` are the next rows of the same or the next band of them."""
+        """Join both, if `following` are the next rows of the same, or the next band of them; else None."""
         if (
             not isinstance(following, ScaleRun)
             or self.stack is not following.stack
@@ -103,8 +103,8 @@ class BlockScales:
         """Lay out one flat buffer.
 
         Args:
-            held: The quantized ones of this rank, in the order of rows within a parameter.
-            shapes: Of every quantized checkpoint tensor, in one order on all ranks.
+            held: This rank's quantized rectangles, in the order of rows within a parameter.
+            shapes: Shapes of every quantized checkpoint tensor, in one order on all ranks.
         """
         self._stacks: dict[int, _Stack] = {}
         self._place: dict[str, tuple[_Stack, int, Region]] = {}
@@ -118,12 +118,12 @@ class BlockScales:
 
     @property
     def num_bytes(self) -> int:
-        """Held from begin() to end(), the mask and the all-reduced blocks of begin() included."""
+        """Bytes held from begin() to end(), the mask and the all-reduced blocks of begin() included."""
         return held_bytes(self._num_scales, self._num_shared)
 
     @property
     def scratch_bytes(self) -> int:
-        """Of one step of compute() or write(), the merge's own scratch left out."""
+        """Scratch bytes of one step of compute() or write(), without the merge's own."""
         return scratch_bytes((stack.num_columns for stack in self._stacks.values()), self._device.type)
 
     def shards(self) -> list[SourceShard]:
@@ -193,7 +193,7 @@ class BlockScales:
     def _merged(
         self, stack: _Stack, run: RowRun, gathered_a: dict[str, Tensor]
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Chunk by chunk: (first row, which rows of scales its rows lie in, merged values in float32 as (R, B, BLOCK)).
+        """Chunk by chunk, (first row, which rows of scales its rows lie in, merged values in float32 as (R, B, BLOCK)).
 
         Zeros around the columns asked for. The caller may change the values.
         """
@@ -259,7 +259,7 @@ def dequantized(weight_RN: Tensor, scales: Tensor, region: Region) -> Tensor:
 
     Args:
         weight_RN: float8_e4m3fn of region.shape.
-        scales: Of all the tensor's blocks.
+        scales: Scales of all the tensor's blocks.
         region: Where the rectangle lies.
     """
     rows, columns = (torch.arange(a, b) // BLOCK for a, b in zip(region.start, region.stop, strict=True))

@@ -27,13 +27,13 @@ from weight_sync.layout import Region
 
 @dataclass(frozen=True, slots=True)
 class FusedRun:
-    """A rectangle of a fused checkpoint tensor: what one read or one load touches."""
+    """A rectangle of a fused checkpoint tensor that one read or one load touches."""
 
     parameter: nn.Parameter
     delta: LoraDelta | None
     num_parts: int
     start: tuple[int, ...]
-    """In the checkpoint tensor, but experts counted from this rank's first one."""
+    """Place in the checkpoint tensor, with experts counted from this rank's first one."""
     shape: tuple[int, ...]
 
     def write(self, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
@@ -60,7 +60,7 @@ class FusedRun:
         return slice(self.start[1], self.start[1] + self.shape[1])
 
     def _parts(self, whole: Tensor) -> Iterator[tuple[Rows, Tensor]]:
-        """(rows of the parameter, a band an expert; the columns of `whole` that are those rows), gate and up apart."""
+        """Pairs of rows of the parameter, one band per expert, and the columns of `whole` that they are."""
         rows_an_expert = self.parameter.shape[1]
         first, count = self.start[-1], self.shape[-1]
         for part in range(self.num_parts):
@@ -110,7 +110,7 @@ def fused_experts(name: str, bank: Experts, deltas: dict[str, LoraDelta | None])
         ("down_proj", bank.down_proj, 1, deltas["down"]),
         ("down_proj_bias", bank.down_bias, 1, None),
     ):
-        if parameter is None:  # packed: see trainer.packed
+        if parameter is None:  # packed: see packed_experts.py
             continue
         local, start = local_part(parameter)
         rest = tuple(reversed(local.shape[1:]))  # of a bias: itself

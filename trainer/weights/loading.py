@@ -1,4 +1,4 @@
-"""First weights: from safetensors, rank slices only, or drawn from a seed, the same for any layout.
+"""Fill the first weights: this rank's slices of safetensors files, or values drawn from a seed, equal for any layout.
 
 Owns reading and drawing; `trainer.weights.shards` knows which rectangles a rank needs. Invariant: a value depends on
 its tensor's name, its place and the seed, never on the number of ranks. Adapters start at B = 0 and A ~ U(-1/sqrt(in),
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS_A_WORD = 8
 INT4_RMS, E2M1_RMS = 4.64, 2.93
-"""Root mean square of a random code of each format."""
+"""The root mean square of random codes, for each format."""
 E8M0_BIAS = 127
 BLOCK_ELEMENTS = 1 << 22
-"""Elements, at most, that random weights draw from one seed (one row at least): more than an
+"""The most elements that random weights draw from one seed (but at least one row): more than an
 expert's matrix of Qwen3-30B-A3B has."""
 CHUNK_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
-"""Adapter elements drawn together, 16 bytes of scratch each: on a CPU few enough for a core's cache and for torch not
-to wake its threads, on a GPU enough for few launches."""
+"""Adapter elements drawn together, with 16 bytes of scratch each. On a CPU so few stay in a core's cache and wake no
+other thread; on a GPU so many need few launches."""
 
 
 class TensorReader(Protocol):
@@ -124,8 +124,8 @@ class RandomReader:
     give the same deviation.
 
     Values are drawn in blocks of whole rows, each from a seed of its own: (seed, tensor, number of the block). So a
-    slice costs itself and at most two blocks more, and is the same whoever asks for it. Drawn on the device that will
-    hold it; devices of another kind draw other values.
+    slice costs its own rows and at most two blocks more, and every rank that asks for it gets the same values. They are
+    drawn on the device that will hold them; devices of another kind draw other values.
     """
 
     def __init__(self, spec: ModelSpec, *, seed: int, std: float, device: torch.device | str) -> None:
@@ -137,7 +137,7 @@ class RandomReader:
         return
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """One rectangle, float32; of packed experts in the stored format."""
+        """One rectangle, float32; packed experts in the stored format."""
         if tensor.endswith("norm.weight"):
             return torch.ones(region.shape, device=self._device)
         if tensor.endswith((".bias", "_bias")):
@@ -262,7 +262,7 @@ def fill_uniform(out: Tensor, *, bound: float, key: int, first_element: int) -> 
     Args:
         out: Contiguous, any float dtype.
         bound: Positive.
-        key: Of `stream_key`.
+        key: From `stream_key`.
         first_element: Which number out's first element is.
     """
     flat = out.view(-1)

@@ -1,12 +1,12 @@
-"""W + scale * B @ A for rows of a weight, to the bit the same whichever rectangle asks.
+"""W + scale * B @ A for rows of a weight, with the same bits in whatever rectangle a row is computed.
 
 Owns the one formula by which an adapter merges into its base. The merged export and the weight source of a publish
 both go through it, so that an engine's bytes can be compared with an exported checkpoint's.
 
 A matrix product is not bitwise a function of its operands' values alone: BLAS libraries pick another kernel,
 and so another order of the sum over the rank, by shape and alignment (on a CPU, about half of random
-rectangles of B @ A differ in the last bit from the same rectangle of the full product). Hence two forms, of which a
-device has one:
+rectangles of B @ A differ in the last bit from the same rectangle of the full product). Hence there are two
+forms; the kind of device decides which one runs:
 
 * CUDA: the kernel of `merge_kernel.py`, which fixes that order itself. No scratch, one launch for a stack of experts.
 * elsewhere: torch. Every product has the shape (BLOCK_ROWS, r) x (r, in), row i under its A sits in row i % BLOCK_ROWS
@@ -29,11 +29,11 @@ rectangle.
 """
 
 ALIGNMENT_BYTES = 64
-"""What torch's allocators give at least, and what keeps a BLAS library on one code path."""
+"""Bytes. torch's allocators align at least so, and with it a BLAS library takes one code path."""
 
 
 def merge_scratch_bytes(in_features: int, rank: int, device: torch.device) -> int:
-    """Most temporary memory of one merge, in bytes: the product, the block of B, and an aligned copy of A."""
+    """The most temporary bytes of one merge: the product, the block of B, and an aligned copy of A."""
     if device.type == "cuda":
         return 0
     return 4 * (BLOCK_ROWS * in_features + BLOCK_ROWS * rank + rank * in_features)
@@ -51,7 +51,7 @@ def merger(
     pitch: int = 0,
     first_column: int = 0,
 ) -> Callable[[], object]:
-    """What writes base + (scale * b) @ a[:, :, columns] into `out`, computed in float32, cast to out.dtype.
+    """A function that writes base + (scale * b) @ a[:, :, columns] into `out`, computed in float32, cast to out.dtype.
 
     Weights lie one below the other, each with its own A. The rows of one band may run through several of them; each of
     several bands lies in one. It may be called again when values changed; it holds the tensors.
@@ -91,7 +91,7 @@ def merger(
 def _merge_with_torch(
     base: Tensor, b: Tensor, a: Tensor, scale: float, out: Tensor, first_row: int, first_column: int
 ) -> None:
-    """A merge under one A, in products of one shape."""
+    """Merge rows under one A, in products of one shape."""
     num_rows, num_columns = base.shape
     columns = slice(first_column, first_column + num_columns)
     a = a.to(torch.float32)

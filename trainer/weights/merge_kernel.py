@@ -1,9 +1,8 @@
 """The formula of `merge.py` as one Triton kernel, over a whole stack of adapters at once.
 
-Owns the kernel alone; `merge.py`, its only caller, says what it computes and holds the torch form. Every element is
-the same sequence of float32 operations wherever its tile begins: the sum over the rank runs in a fixed order inside
-one thread block, and columns of zeros pad it. Hence any rectangle has the bits of the whole, as do bands of rows at a
-pitch.
+Owns the kernel alone; `merge.py` calls it, says what it computes and holds the torch form. Every element is the same
+sequence of float32 operations wherever its tile begins: one thread block sums over the rank in a fixed order, and
+columns of zeros pad it. Hence any rectangle has the bits of the whole, and so have bands of rows at a pitch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 TILE_ROWS, TILE_COLUMNS, TILE_RANK = 64, 64, 32
 PRECISION = "ieee"
-"""Of the products: float32 multiply-adds. "tf32x3" runs on tensor cores and differs in the last bits of float32."""
+"""The products are float32 multiply-adds. "tf32x3" runs on tensor cores and differs in the last bits of float32."""
 
 
 @triton.jit(

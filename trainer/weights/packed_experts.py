@@ -11,7 +11,7 @@
     experts.down_proj_blocks | _scales     (E, H, I/32[, 16])       down_packed | _scale     become gate first
 
 Owns that translation. Bits go from file to device without a cast: a format that is not the buffer's is refused.
-Nothing merges into packed weights, so they are not among trainer.shards' rectangles.
+Nothing merges into packed weights, so that they are not among the rectangles of shards.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PackedTensor:
     tensor: str
     region: Region
     into: Tensor
-    """Live, of region.shape; of weight_shape: what it has to say."""
+    """A live view of region.shape; for weight_shape the sizes that the file must hold."""
     takes_turns: bool = False
     """Rows are gate and up in turns."""
     is_fact: bool = False
@@ -69,7 +69,7 @@ class PackedTensor:
 
 
 def packed_tensors(decoder: Decoder) -> Iterator[PackedTensor]:
-    """Everything of packed experts that this rank holds; nothing where experts are plain."""
+    """Every rectangle of packed experts that this rank holds; none where experts are plain."""
     for name, module in decoder.named_modules():
         if not isinstance(module, Experts) or module.packed is None:
             continue
@@ -77,7 +77,7 @@ def packed_tensors(decoder: Decoder) -> Iterator[PackedTensor]:
 
 
 def is_packed(decoder: Decoder) -> bool:
-    """Whether this model's experts are."""
+    """Whether this model's experts are packed."""
     return any(isinstance(module, Experts) and module.packed is not None for module in decoder.modules())
 
 

@@ -36,10 +36,10 @@ _NEVER = ("embed_tokens", "lm_head", "norm", "layernorm")
 
 @dataclass(frozen=True, slots=True)
 class BlockFp8:
-    """Block-FP8 of every projection but those named."""
+    """Block-FP8 for every projection but those named."""
 
     skipped: frozenset[str] = frozenset()
-    """Module names, as in quantization_config.modules_to_not_convert."""
+    """Names of modules that stay as they are, as in quantization_config.modules_to_not_convert."""
 
     @staticmethod
     def from_hf_config(hf_config: Mapping[str, Any]) -> BlockFp8 | None:
@@ -111,7 +111,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def owned_blocks(start: int, stop: int) -> range:
-    """Rows of blocks whose first row lies in rows start .. stop - 1. Ranges of rows that tile have blocks that tile."""
+    """Rows of blocks whose first row lies in start .. stop - 1. Ranges that tile the rows give blocks that tile."""
     return range(-(-start // BLOCK), -(-stop // BLOCK))
 
 
@@ -127,7 +127,7 @@ def shared_blocks(ranges: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def held_bytes(num_scales: int, num_shared: int) -> int:
-    """What begin() makes: the scales and a mask of them, and the blocks that ranks have in common."""
+    """Bytes that begin() takes: the scales and a mask of them, and the blocks that ranks have in common."""
     return 5 * num_scales + 4 * num_shared
 
 

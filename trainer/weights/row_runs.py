@@ -21,7 +21,7 @@ from trainer.weights.merge import merger
 def local_rows(parameter: nn.Parameter) -> Tensor:
     """A live view, without a graph, of this rank's rows of a parameter; the matrices of a stack one below the other.
 
-    Looked up when read: FSDP2 may move a shard's storage, never the parameter.
+    The address is looked up at every read: FSDP2 may move a shard's storage, never the parameter.
     """
     local = local_part(parameter)[0]
     return local.flatten(0, 1) if local.dim() == 3 else local
@@ -47,7 +47,7 @@ class Rows:
         return self.num_bands * self.height
 
     def joined(self, following: Rows) -> Rows | None:
-        """Both as one, if `following` are the next rows of a band, or the next band."""
+        """Join both, if `following` are the next rows of a band, or the next band; else None."""
         if following.num_bands > 1:
             return None
         pitch = self.pitch
@@ -59,7 +59,7 @@ class Rows:
         return replace(self, num_bands=self.num_bands + 1, pitch=pitch) if is_next else None
 
     def parts(self, max_rows: int) -> Iterator[tuple[int, Rows]]:
-        """(rows before it, part) of parts of at most so many rows; whole bands, unless one has more."""
+        """Cut into parts of at most so many rows, each as (rows before it, part); whole bands, unless one has more."""
         count, cut = max(1, max_rows // self.height), min(max_rows, self.height)
         for band in range(0, self.num_bands, count):
             bands = replace(self, start=self.start + band * self.pitch, num_bands=min(count, self.num_bands - band))
@@ -68,7 +68,7 @@ class Rows:
                 yield band * self.height + first, replace(bands, start=bands.start + first, height=height)
 
     def of(self, whole: Tensor) -> Tensor:
-        """These rows of all of them, live: (num_bands, height, ...)."""
+        """A live view of these rows of `values`: (num_bands, height, ...)."""
         stop = self.start + (self.num_bands - 1) * self.pitch + self.height
         rows = whole[self.start : stop]
         return rows[None] if self.num_bands == 1 else rows.unfold(0, self.height, self.pitch).movedim(-1, 1)
@@ -79,7 +79,7 @@ class LoraDelta:
     """The factors that merge into this rank's rows of one parameter: rows W[i] += scale * B[i] @ A."""
 
     key: str
-    """Name of the parameter A; the key of its whole among those that `gather_lora_a` fills."""
+    """Name of the parameter A, under which `gather_lora_a` files the whole of it."""
     a_parameter: nn.Parameter
     """(r, in), or a stack (E, r, in) of which this rank holds all that its rows need."""
     b_parameter: nn.Parameter
@@ -87,7 +87,7 @@ class LoraDelta:
     rows_a_factor: int
     """Rows of the weight under one A."""
     first_row: int
-    """Which row under its A this rank's first one is; not 0 where FSDP2 cuts rows."""
+    """Index of this rank's first row among those under its A; not 0 where FSDP2 cuts rows."""
     scale: float
     """alpha / rank."""
 
@@ -121,12 +121,12 @@ class RowRun:
     parameter: nn.Parameter
     delta: LoraDelta | None
     rows: Rows
-    """Several bands: each of them under one A."""
+    """Where there are several bands, each lies under one A."""
     columns: slice | None
     """None for a parameter of one dim."""
 
     def joined(self, following: object) -> RowRun | None:
-        """Both as one, if `following` are the next rows of the same or the next band of them."""
+        """Join both, if `following` are the next rows of the same, or the next band of them; else None."""
         if (
             not isinstance(following, RowRun)
             or self.parameter is not following.parameter
@@ -140,7 +140,7 @@ class RowRun:
 
     @property
     def _is_under_one_a(self) -> bool:
-        """Whether each band is."""
+        """Whether each band is contiguous."""
         if self.delta is None or self.rows.num_bands > 1:
             return True
         first = self.delta.first_row + self.rows.start
@@ -162,11 +162,11 @@ class RowRun:
         self.writer(out, gathered_a)()
 
     def writer(self, out: Tensor, gathered_a: dict[str, Tensor]) -> Callable[[], object]:
-        """write(), to be called as often as wanted while the parameters and the gathered A stay where they are."""
+        """A function that does what write() does, as often as wanted while parameters and gathered A do not move."""
         return self.writer_of_bands(out.view(self.rows.num_bands, self.rows.height, *out.shape[1:]), gathered_a)
 
     def writer_of_bands(self, out: Tensor, gathered_a: dict[str, Tensor]) -> Callable[[], object]:
-        """writer() into bands that lie anywhere: `out` has a dim more, its first."""
+        """As writer(), into bands that lie anywhere: `out` has one dim more, its first."""
         base = self.rows.of(local_rows(self.parameter))
         if self.columns is not None:
             base = base[..., self.columns]

@@ -6,7 +6,7 @@ rows 0..I-1 of `mlp.experts.gate_up_proj[3]` are `mlp.experts.3.gate_proj.weight
 through its whole stack: that row is row 3 * 2I, and rows that follow each other there merge in one go (`RowRun`).
 
 Invariant: over all ranks, the regions of one checkpoint tensor are disjoint and cover it, or every rank holds all of it
-(parallel.replicated_parameters). No function here communicates, except `gather_lora_a`.
+(model.shard_decoder.replicated_parameters). No function here communicates, except `gather_lora_a`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HeldTensor:
     parameter: nn.Parameter
     """The parameter whose rows these are."""
     first_row: int
-    """Which of this rank's rows of it is the first."""
+    """Index of its first row among this rank's rows of the parameter."""
     delta: LoraDelta | None = None
     """None where nothing merges into this tensor."""
 
@@ -77,8 +77,8 @@ class HeldTensor:
 
 
 def local_shards(decoder: Decoder) -> list[HeldTensor | FusedTensor]:
-    """Every non-empty rectangle that this rank holds, in the order of the module's parameters; packed experts, whose
-    bits nothing merges into, are trainer.packed's.
+    """Every non-empty rectangle that this rank holds, in the order of the module's parameters. Packed experts, into
+    which nothing merges, are in packed_experts.py.
 
     Views are live: they follow the optimizer.
     """
@@ -107,10 +107,10 @@ def sharded_lora_a(decoder: Decoder) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def gather_lora_a(decoder: Decoder, gathered_a: dict[str, Tensor]) -> None:
-    """Collective: their values of now. All ranks call it at the same point.
+    """Gather the present values of A. Collective: all ranks call it at the same point.
 
     Args:
-        decoder: Whose.
+        decoder: The model with the adapters.
         gathered_a: From `sharded_lora_a`.
     """
     sharded = _sharded_lora_a(decoder)
@@ -149,7 +149,7 @@ def _held_experts(name: str, bank: Experts) -> Iterator[HeldTensor | FusedTensor
     if bank.gate_up_bias is not None:  # every family with biases fuses its experts
         yield from fused_experts(name, bank, deltas)
         return
-    if bank.down_proj is None:  # packed: see trainer.packed
+    if bank.down_proj is None:  # packed: see packed_experts.py
         return
     num_held, start = local_part(bank.down_proj)[0].shape[0], local_part(bank.down_proj)[1]
     for index in range(num_held):
