@@ -7,6 +7,8 @@ TEST_ENV := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1 
 CPU_zen := OPENBLAS_CORETYPE=Zen ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 DNNL_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2
 CPU_old := OPENBLAS_CORETYPE=Nehalem ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 DNNL_MAX_CPU_ISA=SSE41
 
+LOCKED := -q --generate-hashes --no-header --no-annotate
+
 .PHONY: help setup quickstart test unit contract system lint lock tensorboard
 
 help:            ## This list
@@ -36,9 +38,10 @@ system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
 lint: setup       ## What pre-commit and CI check
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/lint-imports && .venv/bin/codespell && .venv/bin/hadolint docker/*.Dockerfile && .venv/bin/basedpyright
 
-lock: setup       ## Resolve requirements/*.in again
-	@.venv/bin/uv pip compile -q --python-version 3.11 $(foreach l,$(shell $(PY) -m pip config get global.find-links 2>/dev/null),--find-links $(l)) --no-emit-find-links --override requirements/overrides.txt requirements/cpu.in -o requirements/cpu.lock --no-header --no-annotate
-	@.venv/bin/uv pip compile -q --python-version 3.12 --python-platform x86_64-manylinux_2_28 requirements/gpu.in -o requirements/gpu.lock --no-header --no-annotate
+lock: setup       ## Resolve requirements/*.in again, with the hashes of every file that may be installed
+	@.venv/bin/uv pip compile $(LOCKED) --python-version 3.11 $(foreach l,$(shell $(PY) -m pip config get global.find-links 2>/dev/null),--find-links $(l)) --no-emit-find-links --override requirements/overrides.txt requirements/cpu.in -o requirements/cpu.lock
+	@.venv/bin/uv pip compile $(LOCKED) --python-version 3.12 --python-platform x86_64-manylinux_2_28 requirements/gpu.in -o requirements/gpu.lock
+	@.venv/bin/uv pip compile $(LOCKED) --python-version 3.11 requirements/uv.in -o requirements/uv.lock
 
 tensorboard: setup ## Curves of all runs in RUN_DIR (runs) on http://127.0.0.1:6006
 	@.venv/bin/tensorboard --logdir "$(RUN_DIR)" --host 127.0.0.1

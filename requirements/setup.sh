@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv from the locked pins, for the machine it runs on. Quick when nothing changed.
+# Makes .venv from the locked pins, for the machine it runs on. Quick when nothing changed. Every package is compared with the hashes of the
+# lock before it is installed.
 #
 #   requirements/setup.sh            CPU packages, or GPU packages when nvidia-smi finds a GPU
 #   SLIPSTREAM_TARGET=cpu|gpu        decides instead of the machine
@@ -12,7 +13,7 @@ target=${SLIPSTREAM_TARGET:-}
 if [ -z "$target" ]; then target=cpu; nvidia-smi -L 2>/dev/null | grep -q GPU && target=gpu; fi
 [ "$target" = cpu ] || [ "$target" = gpu ] || fail "SLIPSTREAM_TARGET must be cpu or gpu, got '$target'"
 lock=requirements/$target.lock
-stamp=$(cat "$lock" pyproject.toml requirements/setup.sh | sha256sum | cut -c1-16)-$target
+stamp=$(cat "$lock" requirements/uv.lock pyproject.toml requirements/setup.sh | sha256sum | cut -c1-16)-$target
 
 libibverbs_missing() { ! python3 -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null && [ ! -e .venv/lib/native/libibverbs.so.1 ]; }
 
@@ -52,24 +53,27 @@ for candidate in $candidates; do
   fi
 done
 [ -n "$python" ] || fail "needs Python 3.11 or 3.12 on PATH"
-say "$target environment with $($python --version) from $lock ($(wc -l <"$lock") packages, about a minute)"
+say "$target environment with $($python --version) from $lock ($(grep -c '^[a-zA-Z0-9].*==' "$lock") packages, about a minute)"
 
 if is_own && .venv/bin/python -m pip --version >/dev/null 2>&1 && [ "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = "$($python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" ]; then :; else
   rm -rf .venv; "$python" -m venv .venv
 fi
 rm -f .venv/.slipstream-stamp
-.venv/bin/python -m pip install -q --disable-pip-version-check uv==0.13.8 2>&1 | grep -v WARNING || true
+.venv/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements/uv.lock 2>&1 | grep -v WARNING || true
 [ -x .venv/bin/uv ] || fail "could not install uv from the package index; is it reachable?"
 
-# pip's own find-links (a local folder of wheels) come first; without a torch wheel there, PyTorch's CPU index is the source.
+# pip's own find-links (a local folder of wheels) come first. Without the lock's torch wheel there, PyTorch's CPU index is the source: that
+# wheel alone is trusted to the index, which may serve another build of it, or one for another Python.
 links=()
 for place in $(.venv/bin/python -m pip config get global.find-links 2>/dev/null || true); do links+=(--find-links "$place"); done
-install() { .venv/bin/uv pip install -q --python .venv/bin/python --compile-bytecode --no-deps "${links[@]}" "$@" -r "$lock"; }
+install() { .venv/bin/uv pip install -q --python .venv/bin/python --compile-bytecode --no-deps "$@"; }
 log=$(mktemp)
-if ! install 2>"$log"; then
+if ! install --require-hashes "${links[@]}" -r "$lock" 2>"$log"; then
   [ "$target" = cpu ] || { cat "$log" >&2; fail "the packages of $lock could not be installed"; }
-  say "no torch CPU wheel near by: taking it from PyTorch's index"
-  install --extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match 2>"$log" ||
+  torch=$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' "$lock")
+  say "no wheel of $torch with the lock's hash near by: taking it from PyTorch's index, without a hash to compare"
+  { install --require-hashes "${links[@]}" -r <(awk '/^[^ ]/ { is_torch = /^torch==/ } !is_torch' "$lock") &&
+    install --index-url https://download.pytorch.org/whl/cpu "$torch"; } 2>"$log" ||
     { cat "$log" >&2; fail "the packages of $lock could not be installed"; }
 fi
 .venv/bin/uv pip install -q --python .venv/bin/python --no-deps --no-build-isolation -e . 2>"$log" || { cat "$log" >&2; fail "could not install Slipstream itself"; }

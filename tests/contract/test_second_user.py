@@ -3,22 +3,49 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import KEY, EndpointThread, PlainEngine
 from fakes.stranger import FLOOD_BYTES, as_stranger
 
+from conf.schema import TransportKind
 from weight_sync.replica.control_client import ReplicaClients
 from weight_sync.replica.messages import Begin, Begun, Describe, Described
+from weight_sync.transport.mooncake import MooncakeTransport
 
+STRANGER_AT_MOONCAKE = """
+import ctypes, json, os, sys
+os.environ["MC_FORCE_TCP"] = "1"
+from weight_sync.transport.mooncake import engine_module
+module = engine_module()
+session, *addresses = sys.argv[1:]
+if os.getuid() == 0:
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+engine = module.TransferEngine()
+assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+buffer = ctypes.create_string_buffer(b"EVIL", 4096)
+assert engine.register_memory(ctypes.addressof(buffer), 4096) == 0
+codes = []
+for address in map(int, addresses):
+    for transfer in (engine.transfer_sync_write, engine.transfer_sync_read):
+        codes.append(transfer(session, ctypes.addressof(buffer), address, 4))
+print(json.dumps(codes))
+"""
+"""Mooncake's own client in a process of another user. Writes and reads four bytes at each address."""
 GROWTH_BYTES = 64 << 20
 """Of a server that is sent a gigabyte; its own start-up is not in it."""
 
@@ -124,3 +151,50 @@ def test_a_recorded_publish_is_nothing_to_say_for_another_user(server: Server, p
     assert as_stranger("replay", "127.0.0.1", server.port, bytes(recorded).hex())
     after = describe(publisher)
     assert (before.own_epoch, before.own_version) == (after.own_epoch, after.own_version) == (7, 3)
+
+
+def listeners() -> dict[int, bytes]:
+    """Ports on which this process listens on every address, and the network device that they are bound to."""
+    found: dict[int, bytes] = {}
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(file.name))) as one:
+            address, port = one.getsockname()[:2]
+            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and address in ("0.0.0.0", "::"):
+                found[port] = one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0")
+    return found
+
+
+def test_mooncakes_ports_are_reached_over_loopback_alone() -> None:
+    before = listeners()
+    transport = MooncakeTransport(TransportKind.tcp, timeout_s=10.0)
+    devices = {port: device for port, device in listeners().items() if port not in before}
+    assert list(devices.values()) == [b"lo", b"lo"], "Mooncake listens on two ports"
+    assert int(transport.session.rsplit(":", 1)[1]) in devices
+    addresses = [one.address for card in psutil.net_if_addrs().values() for one in card if one.family == socket.AF_INET]
+    for port in devices:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        for address in addresses:
+            if not address.startswith("127."):
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection((address, port), timeout=5)
+    transport.close()
+
+
+def test_another_user_reaches_registered_memory_over_mooncake_and_no_other() -> None:
+    """The first half is no promise but what docs/security.md says: a Mooncake that refuses it is a better one."""
+    transport = MooncakeTransport(TransportKind.tcp, timeout_s=10.0)
+    addresses: list[str] = []
+    weights, private = torch.zeros(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
+    transport.register([weights])
+    addresses = [str(memory.data_ptr()) for memory in (weights, private)]
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER_AT_MOONCAKE, transport.session, *addresses],
+        capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    written, read, *refused = json.loads(done.stdout.splitlines()[-1])
+    assert (written, read, bytes(weights[:4].tolist())) == (0, 0, b"EVIL")
+    assert all(code != 0 for code in refused)
+    assert not private.any()
+    transport.close()

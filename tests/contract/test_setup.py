@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("requirements/cpu.lock", "pyproject.toml", "requirements/setup.sh")
+FILES = ("requirements/cpu.lock", "requirements/uv.lock", "pyproject.toml", "requirements/setup.sh")
 BASE = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
 PYTHON = f"""#!/bin/sh
 [ "$2" = venv ] || exec {BASE} "$@"
@@ -81,3 +82,14 @@ def test_an_environment_linked_from_another_checkout_is_used_while_its_packages_
     assert is_made_for(linked)
     assert is_made_for(other)
     assert set_up(other) == ""
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu", "uv"])
+def test_every_package_of_a_lock_has_a_version_and_a_hash(name: str) -> None:
+    entries = (ROOT / f"requirements/{name}.lock").read_text().replace("\\\n", " ").splitlines()
+    assert entries
+    for entry in entries:
+        package, *hashes = entry.split()
+        assert "==" in package, entry
+        assert hashes, f"{package} has no hash"
+        assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", one) for one in hashes), package

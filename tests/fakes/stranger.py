@@ -59,9 +59,9 @@ def connect(host: str, port: int) -> socket.socket:
 
 
 def pump(connection: socket.socket, chunk: bytes, limit: int) -> int:
-    """Send a chunk again and again until the other end hangs up. Returns the bytes that the kernel took."""
+    """Send a chunk again and again until the other end hangs up, or reads no more. Returns the bytes that it took."""
     sent = 0
-    with contextlib.suppress(ConnectionError):
+    with contextlib.suppress(OSError):
         while sent < limit:
             connection.sendall(chunk)
             sent += len(chunk)

@@ -42,7 +42,7 @@ WAIT_LOG_S = 30.0
 
 
 @dataclass(slots=True)
-class RankReport:
+class RankPublishReport:
     """What one rank did in one publish, as it tells rank 0."""
 
     errors: dict[int, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class PipelineResult:
 
     sums: Sums
     """Per destination and parameter: bytes written, and the sum of their hashes (0 where hashes are off)."""
-    report: RankReport = field(default_factory=RankReport)
+    report: RankPublishReport = field(default_factory=RankPublishReport)
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ from weight_sync.integrity import compile_kernels
 from weight_sync.layout import Binding, Destination
 from weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, reserved_bytes
 from weight_sync.plan.tasks import Task
-from weight_sync.publish.lanes import PipelineResult, Prepared, RankReport, Replay
+from weight_sync.publish.lanes import PipelineResult, Prepared, RankPublishReport, Replay
 from weight_sync.publish.packing import CompiledReads, Packet, compile_reads, packed_reads, same_bytes
 from weight_sync.publish.staging_slots import Slots
 from weight_sync.publish.sums import Places, Sums
@@ -213,7 +213,7 @@ class Pipeline:
         if self._prepared is None or self._prepared.version != version:
             raise PlanError(f"run(version {version}) without prepare(version {version})")
         prepared, self._prepared = self._prepared, None
-        report = RankReport(peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
+        report = RankPublishReport(peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
         result = PipelineResult(Sums(self._places), report)
         alive = {replica for replica, _ in bindings}
         try:

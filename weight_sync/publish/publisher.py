@@ -45,7 +45,7 @@ from weight_sync.plan.plan import build_plan
 from weight_sync.plan.transfer_plan import PlanSummary, rank_plan_from_wire
 from weight_sync.publish.address_book import AddressBook, Addresses
 from weight_sync.publish.collectives import Meeting, values
-from weight_sync.publish.lanes import RankReport
+from weight_sync.publish.lanes import RankPublishReport
 from weight_sync.publish.pipeline import Pipeline
 from weight_sync.publish.report import PublishReport, joined
 from weight_sync.publish.sums import Places, Sums
@@ -230,7 +230,7 @@ class Publisher:
         result = self._pipeline.run(version, bindings, alive.budgets_s)
         self._open_sessions |= {destination: binding.session for destination, binding in bindings.items()}
         self._meeting.add_up(result.sums.table)
-        results = self._meeting.gather(RankReport, result.report)
+        results = self._meeting.gather(RankPublishReport, result.report)
         report = self._meeting.on_rank0(
             PublishReport, lambda: self._finish(_of_rank0(transaction), results, result.sums, trace)
         )
@@ -371,7 +371,7 @@ class Publisher:
         )
 
     def _finish(
-        self, transaction: Transaction, results: Sequence[RankReport], sums: Sums, trace: Path | None
+        self, transaction: Transaction, results: Sequence[RankPublishReport], sums: Sums, trace: Path | None
     ) -> PublishReport:
         """Everyone who began commits or is told that it may not; what became of it all."""
         transaction.finish(

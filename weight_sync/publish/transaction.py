@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from weight_sync.errors import ProtocolError
 from weight_sync.layout import Destination
 from weight_sync.publish.address_book import AddressBook, Addresses
-from weight_sync.publish.lanes import RankReport
+from weight_sync.publish.lanes import RankPublishReport
 from weight_sync.publish.report import EXCLUDED, PublishReport, ReplicaReport
 from weight_sync.publish.trace import ReplicaTimes, Span
 from weight_sync.replica.control_client import ReplicaClients
@@ -141,7 +141,7 @@ class Transaction:
         )
         return alive
 
-    def finish(self, results: Sequence[RankReport], expected_of: Callable[[int], tuple[Expected, ...]]) -> None:
+    def finish(self, results: Sequence[RankPublishReport], expected_of: Callable[[int], tuple[Expected, ...]]) -> None:
         """Add up what the ranks did, commit who was served in full, abort the others.
 
         Args:
@@ -170,7 +170,7 @@ class Transaction:
                 )
 
     def report(
-        self, results: Sequence[RankReport], *, watermark_bytes: int, num_changed_params: int | None
+        self, results: Sequence[RankPublishReport], *, watermark_bytes: int, num_changed_params: int | None
     ) -> PublishReport:
         """What became of everyone, after `finish`."""
         done = [replica.committed for replica in self.replicas if replica.committed is not None]
@@ -197,7 +197,7 @@ class Transaction:
             num_changed_params=num_changed_params,
         )
 
-    def spans(self, results: Sequence[RankReport]) -> dict[str, list[Span]]:
+    def spans(self, results: Sequence[RankPublishReport]) -> dict[str, list[Span]]:
         """The timeline of every trainer rank and of every replica that began, for trace.write_trace."""
         ranks = {f"trainer rank {rank}": result.spans for rank, result in enumerate(results)}
         return ranks | {f"replica {r.endpoint}": r.times.spans() for r in self.replicas if r.times}

@@ -19,13 +19,15 @@ translation of return codes. The only importer of mooncake. Its traps, and what 
   are set from timeout_s. A native call cannot be interrupted: a smaller timeout_s of one write() is looked at between
   batches alone.
 * It listens on every interface (two TCP ports), whatever host and MC_TCP_BIND_ADDRESS say, and asks nobody who they
-  are: whoever reaches the ports can write into registered memory. A host outside of a trusted network needs a firewall.
+  are: whoever reaches the ports can read and write registered memory (the rest of the process's memory it refuses). A
+  run on one host binds the ports to the loopback device (loopback_only.py); one on several needs a firewall.
 * A fresh engine's first contact with a stopped process blocks for a fixed 60 s. In a publish the replica acknowledges
   Begin first, so only a process that stops between that and its first byte meets it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -44,6 +46,7 @@ import torch
 from conf.schema import TransportKind
 from weight_sync.errors import LinkMismatch, TransferFailed, TransferTimeout
 from weight_sync.transport.base import MemoryRange, batches, check_registered, merge_ranges, range_of
+from weight_sync.transport.loopback_only import new_listeners_on_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -286,7 +289,8 @@ class MooncakeTransport:
         module = engine_module()
         for num_left in reversed(range(NUM_TRIES)):
             engine = module.TransferEngine()
-            code = engine.initialize(self._host, "P2PHANDSHAKE", "rdma" if self._link == "rdma" else "tcp", "")
+            with new_listeners_on_loopback() if self._host == LOOPBACK else contextlib.nullcontext():
+                code = engine.initialize(self._host, "P2PHANDSHAKE", "rdma" if self._link == "rdma" else "tcp", "")
             if code == 0:
                 break
             if num_left == 0:
