@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from rollout.die_with_owner import OWNER_VARIABLE, end_with
 from rollout.engine.engine_options import engine_arguments
 from rollout.in_vllm.post_load import Forms
 from rollout.in_vllm.vllm_patches import be_rank, kernels_of_gpus
@@ -118,7 +120,7 @@ def main(request_file: str, layouts_file: str) -> int:
     """Entry point; offline_layout.py reads the last line of the error output."""
     try:
         layouts = record_all(json.loads(Path(request_file).read_text()))
-    except Exception as e:  # the boundary of this process
+    except Exception as e:  # noqa: BLE001 - the boundary of this process
         text = " ".join(str(e).split())
         sys.stderr.write(f"\nerror: {type(e).__name__}: {text}\n")
         return 1
@@ -127,4 +129,5 @@ def main(request_file: str, layouts_file: str) -> int:
 
 
 if __name__ == "__main__":
+    end_with(int(os.environ.get(OWNER_VARIABLE, os.getpid())))
     sys.exit(main(sys.argv[1], sys.argv[2]))

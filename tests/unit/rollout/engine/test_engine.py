@@ -126,7 +126,7 @@ GRANDCHILD = """
 import os, sys, time
 from rollout.die_with_owner import end_with
 end_with(int(sys.argv[1]), also_kill=[os.getppid()])
-print("up", flush=True)
+print(os.getpid(), flush=True)
 exec(sys.argv[2])
 """
 BUSY = {
@@ -145,6 +145,11 @@ time.sleep(600)
 """
 
 
+def cpu_ticks(pid: int) -> int:
+    """Time that a process has spent in user mode: 100 ticks per second."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("busy", BUSY)
 def test_a_process_ends_with_its_owner_and_takes_the_one_in_between_along(busy):
@@ -152,8 +157,10 @@ def test_a_process_ends_with_its_owner_and_takes_the_one_in_between_along(busy):
     owner = subprocess.Popen([sys.executable, "-c", OWNER, CHILD, GRANDCHILD, BUSY[busy]], stdout=writer)
     os.close(writer)
     with os.fdopen(reader, "rb") as output:
-        assert output.readline() == b"up\n"
-        time.sleep(0.5)  # until it is busy
+        pid = int(output.readline())
+        told = cpu_ticks(pid)
+        while busy == "in native code" and cpu_ticks(pid) < told + 20:  # nothing else in it takes so long
+            time.sleep(0.01)
         owner.kill()
         owner.wait()
         assert output.read() == b""  # end of file: every process that held the pipe is gone
@@ -179,9 +186,6 @@ def test_a_process_that_is_its_own_owner_ends_alone():
         "import os; from rollout.die_with_owner import end_with; end_with(os.getpid(), also_kill=[os.getppid()]);"
         "print(__import__('pathlib').Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text())"
     )
-    parent = (
-        f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {code!r}], check=True);"
-        "time.sleep(1); print('on')"
-    )
+    parent = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {code!r}], check=True);print('on')"
     done = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True, text=True, timeout=30)
     assert done.stdout.split() == ["on"]
