@@ -239,11 +239,12 @@ def check_head_dim_on_cpu(config: RunConfig, hf_config: Mapping[str, Any]) -> No
 
 def packing_of(hf_config: Mapping[str, Any]) -> str | None:
     """Format of four-bit weights that config.json asks for: "INT4", "MXFP4" or None."""
-    quantization = hf_config.get("quantization_config") or {}
+    quantization: Mapping[str, Any] = hf_config.get("quantization_config") or {}
     if quantization.get("quant_method") == "mxfp4":
         return "MXFP4"
-    for group in (quantization.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
+    groups: Mapping[str, Any] = quantization.get("config_groups") or {}
+    for group in groups.values():
+        weights: Mapping[str, Any] = group.get("weights") or {}
         if weights.get("num_bits") == 4 and weights.get("type", "int") == "int":
             return "INT4"
     return None

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard, Union, cast, get_args, get_origin, get_type_hints
 
 from conf.schema import RunConfig
 
@@ -125,7 +125,7 @@ def show(value: Any) -> str:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, (list, tuple)):
-        items: Sequence[Any] = value
+        items = cast("Sequence[Any]", value)
         return "[" + ", ".join(show(item) for item in items) + "]"
     return str(value)
 

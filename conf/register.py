@@ -21,12 +21,11 @@ def open_for_overrides(node: DictConfig) -> DictConfig:
     """Clear the read-only mark, which OmegaConf puts on every frozen dataclass, so that YAML and overrides may set
     values.
 
-    The objects built from the node in the end are frozen all the same. `_get_node` is private API: OmegaConf is pinned.
+    The objects built from the node in the end are frozen all the same.
     """
     OmegaConf.set_readonly(node, None)
     for key in node:
-        child = node._get_node(key)
-        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+        if not OmegaConf.is_missing(node, key) and isinstance(child := node[key], DictConfig):
             open_for_overrides(child)
     return node
 

@@ -120,7 +120,7 @@ def num_kv_heads_of(hf_config: Mapping[str, Any]) -> int | None:
 
 def fp8_skipped(hf_config: Mapping[str, Any]) -> Sequence[str] | None:
     """Modules that block-FP8 leaves out; None for engines in another format."""
-    quantization = hf_config.get("quantization_config") or {}
+    quantization: Mapping[str, Any] = hf_config.get("quantization_config") or {}
     if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
         return None
     return quantization.get("modules_to_not_convert") or ()

@@ -36,7 +36,7 @@ def run_to_an_exit_code(config: RunConfig, overrides: list[str], received: list[
     except KeyboardInterrupt:
         tell(f"\nstopped; processes of the run have ended.\n{_where(latest, before)}")
         return 128 + received[0] if received else EXIT_INTERRUPTED
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever ends a run becomes an exit code; others keep a traceback
         if isinstance(error, SlipstreamError) and _is_users(error):
             return say(error)
         return _fail(error, _where(latest, before))

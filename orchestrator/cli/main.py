@@ -13,10 +13,10 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import ConfigError, SlipstreamError
 from orchestrator.cli import flags as cli_flags
@@ -202,12 +202,14 @@ def _push(words: list[str]) -> int:
     with _names_missing_packages():
         from orchestrator.push.command import PushOptions, run_push
 
-    fields = {name: value for name, value in vars(flags).items() if name not in ("help", "once", "json", "to")}
-    to = tuple(url for word in flags.to for url in word.split(",") if url)
-    options = PushOptions(**fields | {"to": to, "serve_words": tuple(serve_words)})
+    given: dict[str, Any] = dict(vars(flags))
+    is_once, as_json, _ = (given.pop(name) for name in ("once", "json", "help"))
+    given["to"] = tuple(url for word in flags.to for url in word.split(",") if url)
+    given["serve_words"] = tuple(serve_words)
+    options = PushOptions(**given)
     with wound_down_by_signals() as received:
         try:
-            run_push(options, as_json=flags.json, stay=not flags.once)
+            run_push(options, as_json=as_json, stay=not is_once)
         except KeyboardInterrupt:
             tell("\nstopped; engines that were started here have ended.")
             return 128 + received[0] if received else EXIT_INTERRUPTED
@@ -294,7 +296,7 @@ def _recover(words: list[str]) -> int:
 
 
 @contextmanager
-def _names_missing_packages() -> Iterator[None]:
+def _names_missing_packages() -> Generator[None]:
     """Turn a failed import of a run's packages into advice."""
     try:
         yield

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import string
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -58,11 +59,11 @@ def save_character_tokenizer(folder: Path, *, vocab_size: int) -> None:
     check_character_vocabulary(vocab_size)
     entries = [*SPECIAL_TOKENS, *ALPHABET][:vocab_size]
     pad, bos, eos, unk = SPECIAL_TOKENS
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(entries)}, unk_token=unk))
+    tokenizer: Any = Tokenizer(models.WordLevel({token: i for i, token in enumerate(entries)}, unk_token=unk))
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, 1)]
     )
     tokenizer.save(str(folder / "tokenizer.json"))

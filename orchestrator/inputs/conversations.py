@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -100,20 +100,20 @@ def _tokenize(row: dict[str, Any], where: str, encoder: ConversationEncoder, con
 
 def _chat(messages: Any, where: str, encoder: ConversationEncoder) -> tuple[str, list[tuple[int, int]]]:
     """Text of the whole conversation, and the (start, stop) of every assistant's turn in it."""
-    is_list = isinstance(messages, list) and bool(messages)
-    if not is_list or not all(isinstance(m, dict) and "role" in m and "content" in m for m in messages):
+    turns = cast("list[Any]", messages) if isinstance(messages, list) else []
+    if not turns or not all(isinstance(m, dict) and "role" in m and "content" in m for m in turns):
         raise DataError(f"{where}: messages must be a non-empty list of objects with role and content")
     try:
-        whole = encoder.render_messages(messages, is_open=False)
+        whole = encoder.render_messages(turns, is_open=False)
         spans: list[tuple[int, int]] = []
-        for turn, message in enumerate(messages):
+        for number, message in enumerate(turns):
             if message["role"] == "assistant":
-                before = encoder.render_messages(messages[:turn], is_open=True)
-                after = encoder.render_messages(messages[: turn + 1], is_open=False)
+                before = encoder.render_messages(turns[:number], is_open=True)
+                after = encoder.render_messages(turns[: number + 1], is_open=False)
                 if not (whole.startswith(before) and whole.startswith(after)):
                     raise DataError(
-                        f"{where}: the chat template writes turn {turn + 1} in another way once later turns follow, so "
-                        "its tokens cannot be told apart; split the conversation, one row for each answer"
+                        f"{where}: the chat template writes turn {number + 1} in another way once later turns follow, "
+                        "so its tokens cannot be told apart; split the conversation, one row for each answer"
                     )
                 spans.append((len(before), len(after)))
     except DataError:

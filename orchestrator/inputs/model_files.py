@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from conf.errors import ConfigError
 from weight_sync.disk.safetensors_files import read_index
@@ -43,7 +43,7 @@ def read_hf_config(folder: Path, subject: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a JSON object, got a {type(content).__name__}; give a model's config.json")
-    return content
+    return cast("dict[str, Any]", content)
 
 
 def check_checkpoint_files(folder: Path, expected: Sequence[TensorMeta]) -> int:

@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 from conf.checks import check_architecture, check_packed_base_reaches_engines
 from conf.errors import ConfigError, SlipstreamError
@@ -128,12 +129,12 @@ def check_initial_adapter(config: RunConfig) -> Fact:
             f"trainer.lora.init_from={lora.init_from} holds no adapter in PEFT format ({path.name}: {error}); give a "
             "folder such as runs/NAME/adapter"
         ) from error
+    fields = cast("dict[str, Any]", saved) if isinstance(saved, dict) else {}
     for field, option, value in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
-        if not isinstance(saved, dict) or saved.get(field) != value:
-            found = saved.get(field) if isinstance(saved, dict) else None
+        if fields.get(field) != value:
             raise ConfigError(
-                f"trainer.lora.init_from={lora.init_from} has {field}={found}, and trainer.lora.{option}={value}; set "
-                f"trainer.lora.{option} to what the adapter has"
+                f"trainer.lora.init_from={lora.init_from} has {field}={fields.get(field)}, and "
+                f"trainer.lora.{option}={value}; set trainer.lora.{option} to what the adapter has"
             )
     return Fact("starts from", lora.init_from)
 

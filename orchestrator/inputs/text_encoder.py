@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 
@@ -31,13 +31,18 @@ def tokenizer_folder(model: ModelConfig) -> Path:
 
 def has_chat_template(folder: Path) -> bool:
     """Whether a tokenizer's folder says how chat messages become text, in a place where transformers looks."""
-    if any((folder / name).is_file() for name in _CHAT_TEMPLATE_FILES):
-        return True
+    return any((folder / name).is_file() for name in _CHAT_TEMPLATE_FILES) or bool(
+        _description(folder).get("chat_template")
+    )
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json; empty where there is none that can be read."""
     try:
-        description = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(description, dict) and bool(description.get("chat_template"))
+        return {}
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
 def check_holds_tokenizer(option: str, folder: Path) -> None:
@@ -81,12 +86,8 @@ class TextEncoder:
     @property
     def end_of_text(self) -> str:
         """The end-of-sequence token's text; empty when the tokenizer has none."""
-        try:
-            described = json.loads((self._folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return ""
-        token = described.get("eos_token") or ""
-        return str(token.get("content", "")) if isinstance(token, dict) else str(token)
+        token: Any = _description(self._folder).get("eos_token") or ""
+        return str(cast("dict[str, Any]", token).get("content", "")) if isinstance(token, dict) else str(token)
 
     def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
         """(token ids, place of each token's first character in `text`; -1 for a special token that was added)."""
@@ -101,7 +102,8 @@ class TextEncoder:
 
     def _transformers(self) -> Any:
         if self._templates is None:
-            from transformers import AutoTokenizer
+            import transformers
 
-            self._templates = AutoTokenizer.from_pretrained(self._folder)
+            loader: Any = transformers.AutoTokenizer
+            self._templates = loader.from_pretrained(self._folder)
         return self._templates
