@@ -99,6 +99,9 @@ class RayCluster:
         self._joining = asyncio.ensure_future(asyncio.to_thread(self._join, address))  # a thread cannot be cancelled
         await wait_for(asyncio.shield(self._joining), "Ray to be joined", timeout_s=START_TIMEOUT_S)
         take_sigterm_back()
+        if self._private is not None and self._config.cluster.dashboard:
+            port, token = self._config.cluster.dashboard_port, self._private.token
+            logger.info("Ray dashboard: http://127.0.0.1:%d asks for the token in %s", port, token)
 
     async def place(self, gpus: list[int], what: str) -> PlacementGroup:
         """Reserve a bundle for every process, with so many GPUs each. Ray packs them as a whole.
@@ -215,12 +218,6 @@ class RayCluster:
         if "address" not in said:
             raise PlacementError(f"Ray did not start: {said.get('failed') or said['how']}")
         self._listening = asyncio.create_task(self._listen())
-        if cluster.dashboard:
-            logger.info(
-                "Ray dashboard: http://127.0.0.1:%d asks for the token in %s",
-                cluster.dashboard_port,
-                self._private.token,
-            )
         return said["address"]
 
     async def _next_word(self) -> dict[str, str]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 RUN_TIMEOUT_S = 280
 
@@ -56,6 +60,45 @@ class FinishedRun:
         return rows_of(self.folder)
 
 
+@pytest.fixture
+def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder like /tmp, which every user may enter and write; short, because sockets lie below it. Whatever runs
+    of the test leave there, in the process table or in /dev/shm fails it.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    folder.chmod(0o1777)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    shared_before = set(os.listdir("/dev/shm"))
+    yield folder
+    deadline = time.monotonic() + 30
+    while (left := _processes_of(folder)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == []
+    assert [path.name for path in folder.glob("slipstream-*") if path.lstat().st_uid == os.geteuid()] == []
+    # Segments that came meanwhile may be another run's: those are mapped by somebody.
+    mapped = " ".join(_maps(process) for process in psutil.process_iter())
+    came = {path.name for path in Path("/dev/shm").glob("psm_*")} - shared_before
+    assert [name for name in came if name not in mapped] == []
+    shutil.rmtree(folder)
+
+
+def _processes_of(tmp: Path) -> list[str]:
+    """Processes whose TMPDIR lies there."""
+    left: list[str] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("TMPDIR", "").startswith(str(tmp)):
+                left.append(" ".join(process.cmdline()))
+    return left
+
+
+def _maps(process: psutil.Process) -> str:
+    try:
+        return Path(f"/proc/{process.pid}/maps").read_text()
+    except OSError:
+        return ""
+
+
 class RunUnderWay:
     """A run in a process of its own, which is looked at while it goes on. Use as a context manager, which prints its
     log where a test fails.
@@ -69,7 +112,7 @@ class RunUnderWay:
         self.folder = folder / "latest"
         self._said = folder / "said.txt"
         with self._said.open("w") as said:
-            self._process = subprocess.Popen(command(words, folder), stdout=said, stderr=said)
+            self._process = subprocess.Popen(command(words, folder), stdout=said, stderr=said, start_new_session=True)
 
     def __enter__(self) -> RunUnderWay:
         return self
@@ -83,6 +126,16 @@ class RunUnderWay:
     def rows(self) -> list[dict[str, Any]]:
         """metrics.jsonl; none before it exists."""
         return rows_of(self.folder) if (self.folder / "metrics.jsonl").exists() else []
+
+    @property
+    def pid(self) -> int:
+        """The controller's, and its process group's."""
+        return self._process.pid
+
+    @property
+    def said(self) -> str:
+        """What the terminal shows."""
+        return self._said.read_text()
 
     @property
     def log(self) -> str:
@@ -107,10 +160,23 @@ class RunUnderWay:
             assert time.monotonic() < deadline
             time.sleep(0.2)
 
+    def wait_for(self, is_there: Callable[[], bool]) -> None:
+        """Look again and again until it is."""
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while not is_there():
+            assert self._process.poll() is None, "the run ended by itself"
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
     def stop(self) -> None:
-        """SIGTERM, and see it end."""
+        """SIGTERM to the process and to its group, as `timeout` and batch systems send it, and see it end."""
         self._process.terminate()
-        assert self._process.wait(60) == 128 + signal.SIGTERM
+        os.killpg(self._process.pid, signal.SIGTERM)
+        assert self.exit_code() == 128 + signal.SIGTERM
+
+    def exit_code(self) -> int:
+        """Wait for the end."""
+        return self._process.wait(60)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

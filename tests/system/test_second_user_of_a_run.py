@@ -1,0 +1,109 @@
+"""What another user of the machine gets from a run that goes on; and how that run ends when a batch system ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from system.conftest import RUN_TIMEOUT_S, RunUnderWay
+
+STRANGER = """
+import json, os, socket, sys, urllib.error, urllib.request
+import encodings.idna, http.client
+from ray._raylet import GcsClient  # before the user changes: root's interpreter may be where nobody else can read it
+
+facts = json.loads(sys.argv[1])
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+
+def post_a_job(**headers):
+    url = f"http://127.0.0.1:{facts['dashboard']}/api/jobs/"
+    request = urllib.request.Request(url, json.dumps({"entrypoint": "id"}).encode(), headers)
+    try:
+        return urllib.request.urlopen(request, timeout=60).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+def write_to_the_gcs():
+    GcsClient(address=facts["gcs"]).internal_kv_put(b"a", b"b", True, None)
+
+def connect():
+    socket.socket(socket.AF_UNIX).connect(facts["session"] + "/sockets/raylet")
+
+attempts = {
+    "post a job": lambda: post_a_job(),
+    "post a job with a made-up token": lambda: post_a_job(authorization="Bearer " + "0" * 64),
+    "write to the GCS": write_to_the_gcs,
+    "read the token": lambda: open(facts["private"] + "/token").read(),
+    "list the private folder": lambda: os.listdir(facts["private"]),
+    "connect to the raylet": connect,
+    "plant a link": lambda: os.symlink("/etc/hostname", facts["session"] + "/logs/planted.log"),
+    "open the run's lock": lambda: os.open(facts["run"] + "/control/alive", os.O_RDONLY),
+    "write a request": lambda: open(facts["run"] + "/control/0.request.json", "w"),
+}
+became = {}
+for name, attempt in attempts.items():
+    try:
+        became[name] = attempt()
+    except Exception as error:
+        became[name] = type(error).__name__
+os.mkdir(os.environ["TMPDIR"] + "/slipstream-planted")
+os.symlink("/etc", os.environ["TMPDIR"] + "/slipstream-link")
+print(json.dumps(became))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, which is what this tests")
+@pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+def test_another_user_is_refused_and_the_run_ends_in_order(own_tmp: Path) -> None:
+    runs = own_tmp / "runs"
+    runs.mkdir()
+    words = ["run.num_steps=1000", "run.eval_every_steps=0", "run.checkpoint_every_steps=0"]
+    with RunUnderWay(words, runs) as run:
+        run.wait_until(lambda rows: len(rows) >= 3)
+        ((dashboard, token),) = re.findall(
+            r"Ray dashboard: http://127.0.0.1:(\d+) asks for the token in (\S+)", run.said
+        )
+        private = Path(token).parent
+        session = (private / "ray" / "session_latest").resolve()
+        (port,) = session.glob("gcs_server_port_*")
+        facts = {
+            "dashboard": dashboard,
+            "gcs": f"127.0.0.1:{port.read_text()}",
+            "private": str(private),
+            "session": str(session),
+            "run": str(run.folder.resolve()),
+        }
+        assert became_of(facts) == {
+            "post a job": 401,
+            "post a job with a made-up token": 403,
+            "write to the GCS": "AuthenticationError",
+            "read the token": "PermissionError",
+            "list the private folder": "PermissionError",
+            "connect to the raylet": "PermissionError",
+            "plant a link": "PermissionError",
+            "open the run's lock": "PermissionError",
+            "write a request": "PermissionError",
+        }
+        run.stop()
+    (checkpoint,) = (run.folder / "checkpoints").iterdir()
+    assert f"Go on from step {int(checkpoint.name.removeprefix('step-'))}: slipstream resume" in run.said
+    assert (own_tmp / "slipstream-planted").is_dir()
+
+
+def became_of(facts: dict[str, str]) -> dict[str, int | str]:
+    """What another user's attempts come to."""
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER, json.dumps(facts)],
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
