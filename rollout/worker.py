@@ -109,7 +109,6 @@ class RolloutWorker:
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._skip_special_tokens = not keep_special_tokens
         self._ranks: list[EngineRank] = []
-        self._state = VersionState()
         self._serving = asyncio.Event()
         self._clearing: asyncio.Task[None] | None = None
         """Drops the KV blocks of the weights before; over before the engine resumes."""
@@ -136,7 +135,7 @@ class RolloutWorker:
             link = str(self._sync.transport), self._host, self._sync.timeout_s
             if base is not None:
                 await self._engine.call_ranks("slipstream_open_link", *link)
-                self._state = VersionState(Phase.clean, 0)  # it stands in memory as the engine loaded it, for good
+                self._endpoint.adopt(VersionState(Phase.clean, 0))  # the engine loaded it, and nobody changes it
             else:
                 replies = await self._engine.call_ranks("slipstream_describe", self._tensors, *link)
                 self._ranks = [unpack(EngineRank, reply) for reply in replies]
@@ -160,7 +159,7 @@ class RolloutWorker:
         clients = SlotClients(folder, len(ranks), self._sync.timeout_s, lambda: self._engine.is_alive)
         self._sockets.callback(clients.close)
         self._replica = AdapterReplica(
-            self._engine, ranks, clients, adapters.num_slots, self._sync, has_base=lambda: self._state.is_serving
+            self._engine, ranks, clients, adapters.num_slots, self._sync, has_base=lambda: self.state.is_serving
         )
         self._adapter_endpoint = ReplicaEndpoint(self._replica, self._key, host=self._host, pauses=False)
         await self._adapter_endpoint.start()
@@ -170,6 +169,11 @@ class RolloutWorker:
         if self._adapter_endpoint is None:
             raise EngineError("this rollout worker has no adapter slots")
         return self._adapter_endpoint.address
+
+    @property
+    def state(self) -> VersionState:
+        """Which version the engine's own weights hold. The endpoint owns it; it samples while `state.is_serving`."""
+        return self._endpoint.state
 
     def endpoint(self) -> str:
         """Address of the control endpoint."""
@@ -191,9 +195,9 @@ class RolloutWorker:
             ReplicaNotServing: The weights are not of one committed version right now. Nothing was sampled.
             EngineError: The engine refused or failed the request.
         """
-        if not self._state.is_serving:
+        if not self.state.is_serving:
             raise ReplicaNotServing(
-                f"this rollout worker is {self._state.phase} (version {self._state.version}, epoch {self._state.epoch})"
+                f"this rollout worker is {self.state.phase} (version {self.state.version}, epoch {self.state.epoch})"
                 ": it samples only from a committed version"
             )
         sampling = sampling or self._sampling
@@ -218,8 +222,8 @@ class RolloutWorker:
         Raises:
             ReplicaNotServing: There is no committed version here right now.
         """
-        if not self._state.is_serving:
-            raise ReplicaNotServing(f"this rollout worker is {self._state.phase}: it has no committed version to give")
+        if not self.state.is_serving:
+            raise ReplicaNotServing(f"this rollout worker is {self.state.phase}: it has no committed version to give")
         offers: list[Offer] = []
         if self._ranks:
             offers = [unpack(Offer, reply) for reply in await self._call_ranks("slipstream_offer")]
@@ -251,8 +255,7 @@ class RolloutWorker:
 
     async def _pull_weights(self, offers: Sequence[Offer]) -> Pulled:
         version, epoch, plan = offers[0].version, offers[0].epoch, offers[0].plan
-        self._state = self._state.begin(version, epoch, plan)
-        self._endpoint.adopt(self._state)
+        self._endpoint.adopt(self.state.begin(version, epoch, plan))
         self._serving.clear()
         await self._engine.pause(self._sync.pause_mode, timeout_s=self._limit_s)
         self._clear_cache()
@@ -262,12 +265,14 @@ class RolloutWorker:
             self._sync.timeout_s,  # of the read, which ends before the wait for it
             timeout_s=2 * self._limit_s,
         )
-        self._state = self._state.verified(version, epoch, plan)
+        self._endpoint.adopt(self.state.verified(version, epoch, plan))
         return slowest([unpack(Pulled, reply) for reply in replies])
 
     async def _adopt_weights(self, version: int, epoch: int) -> None:
+        committed = self.state.committed(version, epoch)
+        self._endpoint.adopt(self.state.failed(epoch))  # until all of it is done
         await self._put_in_service("slipstream_adopt", version, epoch)
-        self._endpoint.adopt(self._state)
+        self._endpoint.adopt(committed)
 
     async def adopt(self, version: int, epoch: int) -> None:
         """Serve what was pulled. The caller has seen that the peer did not move meanwhile.
@@ -289,13 +294,12 @@ class RolloutWorker:
 
     async def base_wanted_at(self) -> str:
         """Where the base must be sent before any version of the adapter; "" once it has arrived, and without slots."""
-        return "" if self._replica is None or self._state.is_serving else self._endpoint.address
+        return "" if self._replica is None or self.state.is_serving else self._endpoint.address
 
     async def stop(self) -> None:
         """Close the endpoint and end the engine. Idempotent."""
         self._serving.clear()
         allow_collections()
-        self._state = self._state.invalidate()
         await self._endpoint.close()
         if self._clearing is not None:
             self._clearing.cancel()
@@ -314,7 +318,6 @@ class RolloutWorker:
 
     async def pause(self, version: int, epoch: int, digest: str) -> None:
         """Stop serving, then the engine; begin() lets the bytes change. In this order nobody samples from a mixture."""
-        self._state = self._state.begin(version, epoch, digest)
         self._serving.clear()
         hold_collections()
         await self._engine.pause(self._sync.pause_mode, timeout_s=self._limit_s)
@@ -327,9 +330,7 @@ class RolloutWorker:
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
         """Every rank proves its bytes."""
-        state = self._state.verified(version, epoch, digest)
         await self._call_ranks("slipstream_verify", version, epoch, digest, pack(list(expected)))
-        self._state = state
 
     async def commit(self, version: int, epoch: int) -> None:
         """Serve what was published."""
@@ -339,15 +340,12 @@ class RolloutWorker:
         """Every rank CLEAN, then resume. The stamp moves before the engine: no token of new weights may carry the old
         version.
         """
-        state = self._state.committed(version, epoch)
-        self._state = self._state.failed(epoch)  # until all of it is done
         if self._clearing is not None:
             await self._clearing
         await self._call_ranks(method, version, epoch)
         await self._engine.set_version(version)
         await self._engine.resume(timeout_s=self._limit_s)
         allow_collections()
-        self._state = state
         self._serving.set()
 
     def _clear_cache(self) -> None:
@@ -357,7 +355,6 @@ class RolloutWorker:
 
     async def abort(self, epoch: int, reason: str) -> None:
         """Stay paused and DIRTY."""
-        self._state = self._state.failed(epoch)
         allow_collections()
         await self._call_ranks("slipstream_abort", epoch, reason)
 

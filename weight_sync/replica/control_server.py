@@ -140,7 +140,12 @@ class ReplicaEndpoint:
         return self._state
 
     def adopt(self, state: VersionState) -> None:
-        """The handler is being filled from a peer, or has been: a publisher that comes later begins a later epoch."""
+        """The handler says where the replica stands while no publish fills it: it reads a peer, or has its weights from
+        disk. A publisher that comes later begins a later epoch.
+
+        Raises:
+            StaleEpoch: A publish has begun a later epoch, or the replica serves this one already.
+        """
         if state.epoch < self._state.epoch or (state.epoch == self._state.epoch and self._state.is_serving):
             raise StaleEpoch(f"epoch {state.epoch} cannot be adopted: epoch {self._state.epoch} has begun")
         self._state = state
@@ -169,6 +174,7 @@ class ReplicaEndpoint:
 
     async def close(self) -> None:
         """Stop serving; a request under way is cancelled. Idempotent."""
+        self._state = self._state.invalidate()
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -190,7 +196,7 @@ class ReplicaEndpoint:
             request = self._accept(b"".join(frames))
             if request is None:
                 continue
-            reply = await self._answer(request)
+            reply = await self.answer(request)
             try:
                 await socket.send_multipart([peer, *frames_of(self._signer.seal(reply))])
             except (zmq.ZMQError, ValueError, TypeError):  # one answer is lost; the endpoint must go on serving
@@ -220,8 +226,8 @@ class ReplicaEndpoint:
             num_since = self.num_rejected - logged
             logger.warning("%d control messages ignored (%d in all): %s", num_since, self.num_rejected, reason)
 
-    async def _answer(self, request: Message) -> Message:
-        """Do what is asked. Whatever goes wrong becomes Failed, and DIRTY where a transaction was under way."""
+    async def answer(self, request: Message) -> Message:
+        """Do what a checked request asks. An error becomes Failed, and DIRTY where a transaction was under way."""
         try:
             if not isinstance(request, Describe) and request.incarnation != self._incarnation:
                 raise StaleEpoch(
@@ -263,6 +269,7 @@ class ReplicaEndpoint:
         state = self._state.verified(request.version, request.epoch, request.digest)
         began = time.monotonic()
         await self._handler.verify(request.version, request.epoch, request.digest, request.expected)
+        self._state = state
         verified = time.monotonic()
         await self._handler.commit(request.version, request.epoch)
         self._state = state.committed(request.version, request.epoch)

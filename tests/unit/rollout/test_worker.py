@@ -14,6 +14,7 @@ import pytest
 
 import rollout.engine.engine
 import rollout.worker
+from conf.errors import SlipstreamError, named_error
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.engine.engine import ABORTED, Engine
@@ -23,7 +24,18 @@ from rollout.worker import RolloutWorker
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from weight_sync.layout import Binding, DestLayout, Param, TensorMeta
 from weight_sync.replica.control_client import ReplicaClients
-from weight_sync.replica.messages import Begin, Bound, Describe, Described, EngineRank, Expected
+from weight_sync.replica.messages import (
+    Abort,
+    Begin,
+    Bound,
+    Commit,
+    Describe,
+    Described,
+    EngineRank,
+    Expected,
+    Failed,
+    Message,
+)
 from weight_sync.replica.recovery import Offer, Pulled
 from weight_sync.typed_msgpack import pack
 
@@ -129,12 +141,30 @@ def worker_of(
     )
 
 
+async def ask(worker: RolloutWorker, kind: type[Message], version: int, epoch: int, **fields: Any) -> Any:
+    """What a publisher's request does to a worker: its reply, or the error that the reply carries."""
+    head: dict[str, Any] = {"run_id": "test", "client": "test", "request_id": 1}
+    described = await worker._endpoint.answer(Describe(**head))
+    head |= {"incarnation": described.incarnation, "version": version, "epoch": epoch, "digest": "digest"}
+    reply = await worker._endpoint.answer(kind(**head, **fields))
+    if isinstance(reply, Failed):
+        raise (named_error(reply.error, SlipstreamError) or RuntimeError)(reply.text)
+    return reply
+
+
+async def begin(worker: RolloutWorker, version: int, epoch: int) -> None:
+    begun = await ask(worker, Begin, version, epoch)
+    assert list(begun.bindings) == [Bound.of(BINDING)] * 2
+
+
+async def commit(worker: RolloutWorker, version: int, epoch: int) -> None:
+    await ask(worker, Commit, version, epoch, expected=(EXPECTED,) * 2)
+
+
 async def publish(worker: RolloutWorker, version: int, epoch: int) -> None:
-    await worker.pause(version, epoch, "digest")
-    assert list(await worker.begin(version, epoch, "digest", ())) == [Bound.of(BINDING)] * 2
+    await begin(worker, version, epoch)
     await asyncio.sleep(0)  # bytes arrive
-    await worker.verify(version, epoch, "digest", [EXPECTED] * 2)
-    await worker.commit(version, epoch)
+    await commit(worker, version, epoch)
 
 
 async def test_a_response_is_text_and_a_folder_without_a_tokenizer_is_refused(monkeypatch, tmp_path):
@@ -192,7 +222,7 @@ async def test_a_publish_pauses_before_bytes_change_and_moves_the_version_before
         "version 3",
         "resume",
     ]
-    assert (worker._state.phase, worker._state.version, worker._state.epoch) == ("clean", 3, 1)
+    assert (worker.state.phase, worker.state.version, worker.state.epoch) == ("clean", 3, 1)
     (rollout,) = await worker.generate_group(PROMPT, 1)
     assert rollout.policy_versions == [3]
 
@@ -200,10 +230,12 @@ async def test_a_publish_pauses_before_bytes_change_and_moves_the_version_before
 @pytest.mark.parametrize("end", ["commit", "abort", "stop"])
 async def test_no_garbage_collection_starts_while_the_engine_stands_still(monkeypatch, tmp_path, end):
     worker, _ = make(monkeypatch, tmp_path)
-    ends = {"commit": lambda: worker.commit(3, 1), "abort": lambda: worker.abort(1, "a reason"), "stop": worker.stop}
-    await worker.pause(3, 1, "digest")
-    await worker.begin(3, 1, "digest", ())
-    await worker.verify(3, 1, "digest", [EXPECTED] * 2)
+    ends = {
+        "commit": lambda: commit(worker, 3, 1),
+        "abort": lambda: ask(worker, Abort, 3, 1, reason="a reason"),
+        "stop": worker.stop,
+    }
+    await begin(worker, 3, 1)
     assert not gc.isenabled()
     await ends[end]()
     assert gc.isenabled()
@@ -305,15 +337,11 @@ async def test_no_phase_but_clean_samples(monkeypatch, tmp_path):
         return True
 
     assert await refuses()
-    await worker.pause(0, 1, "digest")
-    await worker.begin(0, 1, "digest", ())
+    await begin(worker, 0, 1)
     assert await refuses()
-    await worker.verify(0, 1, "digest", [EXPECTED] * 2)
-    assert await refuses()
-    await worker.commit(0, 1)
+    await commit(worker, 0, 1)
     await worker.generate_group(PROMPT, 1)
-    await worker.pause(1, 2, "digest")
-    await worker.begin(1, 2, "digest", ())
+    await begin(worker, 1, 2)
     assert await refuses()
     await worker.stop()
     assert await refuses()
@@ -327,13 +355,12 @@ async def test_a_failed_step_leaves_the_engine_paused_and_dirty_until_a_later_pu
     engine.failing, engine.calls = failing, []
     with pytest.raises(IntegrityError):
         await publish(worker, 1, 2)
-    await worker.abort(2, "failed")
     assert "resume" not in engine.calls
     assert engine.version == 0
-    assert worker._state.phase == "dirty"
+    assert worker.state.phase == "dirty"
     engine.failing = ""
     await publish(worker, 1, 3)
-    assert worker._state.phase == "clean"
+    assert worker.state.phase == "clean"
     assert engine.version == 1
 
 
@@ -341,12 +368,11 @@ async def test_steps_out_of_order_are_refused(monkeypatch, tmp_path):
     worker, _ = make(monkeypatch, tmp_path)
     await publish(worker, 0, 2)
     with pytest.raises(StaleEpoch):
-        await worker.pause(1, 2, "digest")
-    await worker.pause(1, 3, "digest")
-    await worker.begin(1, 3, "digest", ())
+        await begin(worker, 1, 2)
+    await begin(worker, 1, 3)
     with pytest.raises(ProtocolError):
-        await worker.commit(1, 3)
-    assert worker._state.phase == "dirty"
+        await commit(worker, 2, 3)
+    assert worker.state.phase == "dirty"
 
 
 async def test_a_group_that_a_publish_aborted_is_sampled_again_under_the_new_version(monkeypatch, tmp_path):
@@ -357,14 +383,12 @@ async def test_a_group_that_a_publish_aborted_is_sampled_again_under_the_new_ver
     group = asyncio.create_task(worker.generate_group(PROMPT, 2))
     while not engine.calls[-1].startswith("generate"):
         await asyncio.sleep(0)
-    await worker.pause(1, 2, "digest")
-    await worker.begin(1, 2, "digest", ())
+    await begin(worker, 1, 2)
     engine.gate.set()
     while engine.finish_reasons:
         await asyncio.sleep(0)
     assert not group.done()
-    await worker.verify(1, 2, "digest", [EXPECTED] * 2)
-    await worker.commit(1, 2)
+    await commit(worker, 1, 2)
     assert [rollout.policy_versions for rollout in await group] == [[1], [1]]
 
 
@@ -390,7 +414,7 @@ async def test_a_recovery_pauses_reads_and_serves_only_when_it_is_adopted(monkey
     engine.calls = []
     try:
         assert await worker.pull([OFFER, OFFER]) == Pulled(200, 0.5, 0.25)
-        assert worker._state.phase == "verified"
+        assert worker.state.phase == "verified"
         with pytest.raises(ReplicaNotServing):
             await worker.generate_group(PROMPT, 1)
         with pytest.raises(ReplicaNotServing):
@@ -399,11 +423,11 @@ async def test_a_recovery_pauses_reads_and_serves_only_when_it_is_adopted(monkey
         assert sorted(engine.calls[1:3]) == ["clear", "slipstream_pull"]
         assert engine.calls[::3] == ["pause keep", "slipstream_adopt"]
         assert engine.calls[4:] == ["version 3", "resume"]
-        assert (worker._state.phase, worker._state.version, worker._state.epoch) == ("clean", 3, 7)
+        assert (worker.state.phase, worker.state.version, worker.state.epoch) == ("clean", 3, 7)
         await worker.release([OFFER, OFFER])
         assert engine.calls[-1] == "slipstream_release"
         assert await worker.offer() == [OFFER, OFFER]
-        assert worker._endpoint.state.is_serving, "a publisher learns its epoch"
+        assert worker.state.is_serving, "a publisher learns its epoch"
         await publish(worker, 4, 8)
     finally:
         await worker.stop()
@@ -418,13 +442,13 @@ async def test_a_recovery_that_fails_leaves_the_worker_dirty_until_a_publish(mon
         engine.failing = "slipstream_pull"
         with pytest.raises(IntegrityError):
             await worker.pull([OFFER, OFFER])
-        assert worker._state.phase == "dirty"
-        assert worker._endpoint.state.epoch == 7, "a publisher that comes later learns it, and begins a later one"
+        assert worker.state.phase == "dirty"
+        assert worker.state.epoch == 7, "a publisher that comes later learns it, and begins a later one"
         with pytest.raises(ProtocolError):
             await worker.adopt(3, 7)
         engine.failing = ""
         await publish(worker, 4, 8)
-        assert worker._state.phase == "clean"
+        assert worker.state.phase == "clean"
     finally:
         await worker.stop()
 
