@@ -1,0 +1,81 @@
+"""Bench scripts run at a tiny size on a CPU, and read the files that they wrote on GPUs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.sync.figures import show
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "bench" / "results"
+RUN_ALL = """
+import importlib, sys
+from pathlib import Path
+
+out = Path(sys.argv[1])
+plan = "--layers 2 --experts-per-layer 32 --sources 16 --ep-size 16 --replicas 2"
+for script, words in {
+    "ladder": f"--tiny --repeats 1 --out {out}/ladder.json",
+    "moe_block": f"--tiny --tables block --out {out}/moe_block.json",
+    "plan": f"{plan} --out {out}/plan.json",
+}.items():
+    sys.argv = [script, *words.split()]
+    importlib.import_module(f"bench.{script}").main()
+"""
+"""In one process: what takes time is importing torch."""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what the scripts wrote."""
+    folder = tmp_path_factory.mktemp("bench")
+    ran = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return folder
+
+
+def test_every_report_names_its_commit_and_the_libraries_that_its_rows_run(written: Path) -> None:
+    for name in ("ladder", "moe_block", "plan"):
+        environment = json.loads((written / f"{name}.json").read_text())["environment"]
+        assert environment["torch"] == torch.__version__
+        assert {"commit", "is_dirty", "cpu_cores", "gpus", "transformers", "peft", "triton"} <= environment.keys()
+
+
+def test_the_ladder_trains_the_same_tokens_on_every_rung(written: Path) -> None:
+    report = json.loads((written / "ladder.json").read_text())
+    trained = [rung["tokens_per_s"] * rung["step_s"] for rung in report["rungs"]]
+    assert trained == pytest.approx([sum(report["lengths"])] * 5)
+
+
+def test_the_block_is_timed_frozen_and_with_adapters_of_both_ranks_and_formats(written: Path) -> None:
+    rows = json.loads((written / "moe_block.json").read_text())["block"]
+    assert {(row["adapters"], row["rank"]) for row in rows} == {
+        ("frozen", 0), ("float32", 16), ("bfloat16", 16), ("float32", 64), ("bfloat16", 64),
+    }  # fmt: skip
+    assert all(row["overhead"] == row["both_s"] / rows[0]["both_s"] - 1 for row in rows[:5])
+
+
+def test_the_small_plan_is_proven_and_simulated(written: Path) -> None:
+    report = json.loads((written / "plan.json").read_text())
+    assert report["tasks"] > 0
+    assert report["simulated_50"]["total_s"] < report["simulated_44"]["total_s"]
+    assert report["simulated_50"]["total_s"] >= report["simulated_50"]["receiver_floor_s"]
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("weight_sync-gpu-[12]x[12]*.json")), ids=lambda file: file.stem)
+def test_the_table_of_a_publish_can_be_drawn_from_every_kept_file(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = json.loads(file.read_text())
+    show(report)
+    shown = capsys.readouterr().out
+    assert shown.count("hashes cost") == len(report["engines"])
+    assert all(peer in shown for engine in report["engines"] for peer in engine["peers"])
