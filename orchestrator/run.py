@@ -80,7 +80,7 @@ def run(config: RunConfig, overrides: list[str]) -> RunResult:
     """Train, by reinforcement or on conversations.
 
     Args:
-        config: complete and checked (orchestrator.preflight).
+        config: complete and checked (orchestrator.inputs.preflight).
         overrides: the words of the command line, for the record.
     """
     folder = open_run_folder(config.run, datetime.now())
@@ -108,7 +108,7 @@ async def _interruptible(run: Coroutine[Any, Any, RunResult]) -> RunResult:
 
 
 async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
-    """Rollouts, rewards and publishes around the trainer (orchestrator.controller)."""
+    """Rollouts, rewards and publishes around the trainer (orchestrator.loop.controller)."""
     from orchestrator.cluster.placement import Cluster  # imports Ray
 
     model = prepare_model(config.model, folder.model)
@@ -171,7 +171,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
 
 
 async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
-    """The trainer alone, taught by conversations (orchestrator.sft)."""
+    """The trainer alone, taught by conversations (orchestrator.loop.finetuner)."""
     from orchestrator.cluster.placement import Cluster  # imports Ray
 
     model = prepare_model(config.model, folder.model)

@@ -37,6 +37,7 @@ from conf.schema import (
     TrainMode,
     WeightSyncConfig,
 )
+from trainer.adapter_io import load_adapter, save_adapter, save_merged
 from trainer.architecture.families import read_config
 from trainer.delivery.delivery import Delivery
 from trainer.errors import LayoutError, TrainerError
@@ -53,7 +54,6 @@ from trainer.step.microbatches import Microbatch, collate
 from trainer.step.optim import ShardedAdamW, TrainableShard
 from trainer.step.warm_up import made_up_samples
 from trainer.types import Denominators, LossStats, OptimStats, Sample
-from trainer.weights.adapter_io import load_adapter, save_adapter, save_merged
 from trainer.weights.loading import load_weights, open_reader
 from trainer.weights.quantization import BlockFp8
 

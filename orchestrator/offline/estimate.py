@@ -1,8 +1,8 @@
 """`slipstream plan`: what a publish of this run would move, hold and take, before anything is started.
 
-    RunConfig --trainer.offline--> source layouts --+
+    RunConfig --planned_layouts--> source layouts --+
         |                                           +--> build_plan --> simulate --> PlanReport --> plan_report
-        +--rollout.offline_layout--> engine layouts-+        link rates, placement, faults: flags of the command
+        +--offline_layout----------> engine layouts-+        link rates, placement, faults: flags of the command
 
 Owns: joining the two sides' layouts for a cluster that need not exist, and the estimates of memory. Does not own: the
 plan, the time model (weight_sync), words and pictures (estimate_report.py).

@@ -1,6 +1,6 @@
 """`slipstream record`: how an engine lays out a model, rank by rank, written down without a GPU, weights or an engine.
 
-    MODEL/config.json, headers of its safetensors or trainer.model.spec --> rollout.offline_layout --> cache, figures
+    MODEL/config.json, headers of its safetensors or trainer.architecture --> rollout.layouts --> cache, figures
 
 Owns: where the list of checkpoint tensors comes from, and the figures. Does not own the recording or its cache
 (`rollout.layouts.offline_layout`).

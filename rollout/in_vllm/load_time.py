@@ -8,7 +8,7 @@ Block-FP8 layers lose theirs so, bf16 ones do not. vLLM restores them for its ow
 every model's constructor leaves (`model_loader.reload`); that record is read here, the same way for all models.
 
 Owns: putting such parameters into a model for the time of a recording. Does not own: the recording
-(weight_sync.recorder), or whether the bytes are read as they were loaded (post_load.py judges the live model).
+(weight_sync.record.recorder), or whether the bytes are read as they were loaded (post_load.py judges the live model).
 
 Invariant: a parameter under this context is the memory of the live one, with its dtype, shape and strides at load time,
 which are those of the live one; a live parameter is never changed.

@@ -14,8 +14,8 @@
     empty parameters                      refused: the bytes are somewhere else
 
 Owns: that table, for a live model (`Forms.of`) and for one on meta, which no kernel was chosen for (`Forms.on_meta`);
-and which engine options rule out writing in place. Does not own recording (weight_sync.recorder) or the commit
-(weight_sync.receiver). Uses what vLLM 0.25.1 and 0.32 have in common.
+and which engine options rule out writing in place. Does not own recording (weight_sync.record.recorder) or the commit
+(weight_sync.replica.receiver). Uses what vLLM 0.25.1 and 0.32 have in common.
 
 Invariant: after a commit that followed these forms, a parameter holds the bytes that vLLM's own loading of the same
 checkpoint would have left there, at the address it always had.

@@ -89,10 +89,10 @@ class WeightReceiver:
             transport: weight_sync.transport.
             host: Address under which trainer ranks reach this process.
             timeout_s: Longest that a native transfer may take without progress.
-            expected: weight_sync.layout_wire.layouts_digest of a layout that was recorded elsewhere over all layers.
+            expected: layout_wire.layouts_digest of a layout that was recorded elsewhere over all layers.
 
         Returns:
-            weight_sync.protocol.EngineRank, packed.
+            weight_sync.replica.messages.EngineRank, packed.
         """
         worker: Any = self
         seconds = self.slipstream_seconds = {}
@@ -143,7 +143,7 @@ class WeightReceiver:
             folder: Where this rank's socket goes (rollout.slot_channel).
 
         Returns:
-            weight_sync.protocol.EngineRank, packed.
+            weight_sync.replica.messages.EngineRank, packed.
         """
         worker: Any = self
         metas = [TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in tensors]
@@ -155,7 +155,7 @@ class WeightReceiver:
 
     @_replies
     def slipstream_begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> bytes:
-        """Receiver.begin. Returns weight_sync.protocol.Bound, packed."""
+        """Receiver.begin. Returns weight_sync.replica.messages.Bound, packed."""
         return pack(Bound.of(self._slipstream.begin(version, epoch, digest), known))
 
     @_replies

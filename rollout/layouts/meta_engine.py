@@ -3,7 +3,7 @@
     python -m rollout.layouts.meta_engine REQUEST.json LAYOUTS   started by offline_layout.py, which says what both hold
 
 Owns: standing in for the processes of a tensor-parallel engine: a process group that talks to nobody, and weights
-without memory. Does not own the recording (weight_sync.recorder) nor the cache (offline_layout.py).
+without memory. Does not own the recording (weight_sync.record.recorder) nor the cache (offline_layout.py).
 
 Invariant: the layout of a rank equals the one that `worker_extension` reports inside a live engine of the same options.
 What decides it is the same code: engine_arguments, vLLM's model class and its `load_weights`, record_layout (of layers

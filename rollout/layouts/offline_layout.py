@@ -6,7 +6,7 @@
     python -m rollout.layouts.meta_engine   builds the engine's model class on meta, rank by rank, records its loader
 
 Owns: the cache, and the process that fills it. Does not own: the recording (meta_engine.py, which imports vLLM;
-weight_sync.recorder). Invariant: equal keys have equal layouts, so a cached file is never out of date.
+weight_sync.record.recorder). Invariant: equal keys have equal layouts, so a cached file is never out of date.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch import Tensor
 from cases.processes import run_processes
 from cases.tiny_models import MIXED, draw_b, logits_of, make_decoder, packed, probe_loss, trainer_config
 from conf.schema import LoraConfig, TrainMode
+from trainer.adapter_io import all_experts, load_adapter, save_adapter, save_merged
 from trainer.architecture.families import read_config
 from trainer.lora import disabled_adapters
 from trainer.model.build_decoder import build_decoder
@@ -21,7 +22,6 @@ from trainer.model.decoder import Decoder
 from trainer.model.shard_decoder import dense_trainable, expert_trainable
 from trainer.parallel import ParallelLayout, local_part, whole
 from trainer.process_group import ControlGroup
-from trainer.weights.adapter_io import all_experts, load_adapter, save_adapter, save_merged
 from trainer.weights.loading import CheckpointReader, RandomReader, load_weights
 from trainer.weights.shards import gather_lora_a, local_shards, sharded_lora_a
 from weight_sync.layout import Region

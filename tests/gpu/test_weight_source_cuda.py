@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from conf.schema import LoraConfig, TrainerConfig
+from trainer.adapter_io import save_merged
 from trainer.architecture.families import read_config
 from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.model.build_decoder import build_decoder
-from trainer.weights.adapter_io import save_merged
 from weight_sync.layout import Region
 from weight_sync.publish.packing import PackedRead
 

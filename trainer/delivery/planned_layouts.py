@@ -5,8 +5,8 @@ them. Does not own: those rules; a test compares every layout with what real ran
 
     dense tensors    FSDP2 over all ranks: ceil(rows / num_ranks) rows each, the last ones short or empty
     frozen vectors   whole on every rank
-    experts          ep_rank = rank % ep_size holds n of them (moe/placement.py), and of these the ranks with the same
-                     ep_rank hold ceil(n / (num_ranks / ep_size)) whole experts each
+    experts          ep_rank = rank % ep_size holds n of them (expert_placement.py), and each of the ranks with the
+                     same ep_rank holds ceil(n / (num_ranks / ep_size)) whole experts of these
 """
 
 from __future__ import annotations

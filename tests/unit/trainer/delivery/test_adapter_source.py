@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from conf.schema import DType, LoraConfig
+from trainer.adapter_io import ADAPTER_FILE
 from trainer.architecture.families import read_config
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.errors import LayoutError
 from trainer.lora import Adapted
 from trainer.rank import TrainerRank
-from trainer.weights.adapter_io import ADAPTER_FILE
 from trainer.weights.adapter_names import PREFIX, adapter_tensors, target_modules
 from weight_sync.layout import Region
 from weight_sync.publish.packing import PackedRead

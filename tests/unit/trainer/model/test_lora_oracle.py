@@ -22,9 +22,9 @@ from cases.tiny_models import (
 from torch import Tensor, nn
 
 from conf.schema import MlaNormEps, OptimConfig
+from trainer.adapter_io import PREFIX, load_adapter, pack_expert_a, pack_expert_b, save_adapter
 from trainer.model.decoder import Decoder
 from trainer.step.optim import ShardedAdamW, TrainableShard
-from trainer.weights.adapter_io import PREFIX, load_adapter, pack_expert_a, pack_expert_b, save_adapter
 from trainer.weights.fused_experts import interleave
 
 MODELS = {"dense": DENSE, "moe": MIXED, "llama": LLAMA, "glm": GLM, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS}

@@ -27,6 +27,7 @@ from cases.tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer.adapter_io import pack_expert_a, pack_expert_b
 from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
 from trainer.architecture.model_spec import ExpertFormat
 from trainer.kernels.dequant import GROUP
@@ -35,7 +36,6 @@ from trainer.moe import dispatch, routed
 from trainer.moe.bank import Towards, UnpackBuffers
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.experts import Experts
-from trainer.weights.adapter_io import pack_expert_a, pack_expert_b
 
 
 def oracle_experts(experts: Experts) -> nn.Module:

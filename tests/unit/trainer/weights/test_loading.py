@@ -13,10 +13,10 @@ from cases.tiny_models import DEEPSEEK, DENSE, MIXED, SpreadReader, make_decoder
 from safetensors.torch import load_file, save_file
 
 from conf.schema import Init, ModelConfig
+from trainer.adapter_io import save_merged
 from trainer.architecture.families import read_config
 from trainer.errors import CheckpointError
 from trainer.weights import loading
-from trainer.weights.adapter_io import save_merged
 from trainer.weights.loading import (
     CheckpointReader,
     RandomReader,

@@ -36,6 +36,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from conf.errors import ConfigError
 from conf.schema import AlgorithmConfig, DType, LoraConfig, MlaNormEps, Objective, OptimConfig, OptimState, TrainMode
+from trainer.adapter_io import save_adapter, save_merged
 from trainer.architecture.families import read_config
 from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.adapter_source import AdapterSource
@@ -43,7 +44,6 @@ from trainer.errors import CheckpointError, LayoutError
 from trainer.model.build_decoder import build_decoder
 from trainer.model.decoder import Decoder
 from trainer.parallel import ParallelLayout
-from trainer.weights.adapter_io import save_adapter, save_merged
 from trainer.weights.loading import CheckpointReader, load_weights
 from trainer.weights.packed_experts import forget_unpacked, packed_tensors
 from weight_sync.layout import Region

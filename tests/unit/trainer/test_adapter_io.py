@@ -1,4 +1,4 @@
-"""Promise of trainer/weights/adapter_io.py: PEFT and transformers load what is saved, and compute our logits with
+"""Promise of trainer/adapter_io.py: PEFT and transformers load what is saved, and compute our logits with
 it."""
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from cases.tiny_models import (
 )
 from safetensors.torch import load_file, save_file
 
-import trainer.weights.adapter_io as adapter_io
+import trainer.adapter_io as adapter_io
 from conf.schema import LoraConfig, MlaNormEps, TrainMode
+from trainer.adapter_io import load_adapter, save_adapter, save_merged
 from trainer.errors import CheckpointError
-from trainer.weights.adapter_io import load_adapter, save_adapter, save_merged
 
 TIED = {**DENSE, "tie_word_embeddings": True}
 
