@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.schema import Objective, RunConfig, SyncMode, TrainMode
 from orchestrator.cluster.control_folder import alive, answer_requests
+from orchestrator.cluster.router import Router
 from orchestrator.cluster.supervisor import Supervisor
 from orchestrator.errors import DiskFull
 from orchestrator.files.curves import SFT_PANELS, draw_curves
@@ -129,7 +130,6 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
         telemetry = stack.enter_context(_telemetry(config, folder, progress, step_of(resume_from)))
         supervisor = Supervisor(
             cluster.workers,
-            request_timeout_s=config.rollout.request_timeout_s,
             # Without publishes a worker that comes back would never get the version that the others sample from.
             restart=cluster.restart_worker if config.weight_sync.enabled else None,
             max_restarts=config.rollout.max_restarts,
@@ -142,6 +142,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
         services = LoopServices(
             trainer=cluster.trainer,
             supervisor=supervisor,
+            router=Router(supervisor, request_timeout_s=config.rollout.request_timeout_s),
             prompts=Shuffled(prompts, seed=config.run.seed, shuffle=config.data.shuffle),
             eval_prompts=eval_prompts,
             rewards=rewards,

@@ -1,11 +1,10 @@
-"""Which rollout workers serve, which of them samples the next group, and how one that failed comes back.
+"""Which rollout workers serve, and how one that failed comes back.
 
-Owns: the state of every replica, routing to the least loaded, what a failed request costs (the worker leaves the
-router, the group is sampled again elsewhere, both are counted), and how a worker that failed comes back.
-Does not own: publishing (loop/publication.py calls `hold` before and `settle` after), processes (`restart` is handed
-in), nor what is noted about a replica (replicas.py).
-Invariant: a request goes only to a replica that holds the newest published version, committed; in adapter mode, where
-serving replicas go on during a publish, to one that missed at most `max_missed_publishes`.
+Owns: the state of every replica, and how a worker that failed comes back. Does not own: requests (router.py),
+publishing (loop/publication.py calls `hold` before and `settle` after), processes (`restart` is handed in), nor what is
+noted about a replica (replicas.py).
+Invariant: a replica serves only while it holds the newest published version, committed; in adapter mode, where
+replicas go on serving during a publish, while it has missed at most `max_missed_publishes`.
 
     pending --hold--> updating --settle: committed--> serving --hold--> updating ...
        ^                 |                               |
@@ -36,13 +35,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from orchestrator.cluster.replicas import Replica, ReplicaState, RolloutHandle
-from orchestrator.errors import NoReplicasLeft, WaitTimeout
+from orchestrator.errors import NoReplicasLeft
 from orchestrator.waiting import wait_for
-from rollout.types import Prompt, Rollout
-from weight_sync.errors import ReplicaDirty
 
 if TYPE_CHECKING:
-    from conf.schema import SamplingConfig
     from weight_sync.publish.report import ReplicaReport
     from weight_sync.replica.recovery import Offer
 
@@ -76,7 +72,6 @@ class Supervisor:
 
     Args:
         workers: in the order of the endpoints that the publisher was given.
-        request_timeout_s: a group that takes longer is given up, and its worker with it.
         restart: ends what is left of a worker and starts it again with dummy weights. None: failed workers stay out.
         max_restarts: attempts per worker.
         backoff_s: pause before a worker's first restart; doubles with every further one.
@@ -89,7 +84,6 @@ class Supervisor:
         self,
         workers: Sequence[RolloutHandle],
         *,
-        request_timeout_s: float,
         restart: Callable[[int], Awaitable[RolloutHandle]] | None = None,
         max_restarts: int = 0,
         backoff_s: float = 1.0,
@@ -97,13 +91,10 @@ class Supervisor:
         max_missed_publishes: int = 0,
     ) -> None:
         self.replicas = [Replica(index, worker) for index, worker in enumerate(workers)]
-        self.num_failed_groups = 0
-        """Groups that had to be sampled again because their worker failed."""
         self.num_restarts = 0
         """Workers started again, over all replicas."""
         self.recoveries: list[Recovery] = []
         """Every replica that came back, in order."""
-        self._request_timeout_s = request_timeout_s
         self._restart = restart
         self._max_restarts = max_restarts if restart is not None else 0
         self._backoff_s = backoff_s
@@ -137,40 +128,12 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # ---- requests ----
-
-    async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
-        """Sample a group on the least loaded serving replica; on another one when that fails.
-
-        Args:
-            sampling: used instead of rollout.sampling, for evaluations.
+    async def least_loaded(self) -> Replica:
+        """Wait until a replica serves, and return the one with the fewest groups in flight.
 
         Raises:
-            NoReplicasLeft: every replica is out. It comes at last, because each failure takes a replica out of service
-                and each replica has a number of restarts.
+            NoReplicasLeft: every replica is out.
         """
-        while True:
-            replica = await self._least_loaded()
-            worker, num_updates = replica.worker, replica.num_updates
-            replica.num_in_flight += 1
-            try:
-                return await self._generate_on(replica, prompt, n, sampling)
-            except ReplicaDirty as error:
-                # A publish's Begin, which goes over ZMQ, overtook this request, which went over Ray. Nothing was
-                # sampled and the worker is well. When no publish explains it, the worker really is dirty.
-                is_serving = replica.worker is worker and replica.state is ReplicaState.serving
-                if is_serving and replica.num_updates == num_updates:
-                    await self.fail(replica, f"it committed the newest version, yet it refuses: {error}")
-            except Exception as error:  # noqa: BLE001 - whatever another process raised costs this group one try
-                logger.debug("a group on %s failed", worker.name, exc_info=True)
-                self.num_failed_groups += 1
-                if replica.worker is worker:  # otherwise its successor is up already, which did not fail
-                    await self.fail(replica, f"{type(error).__name__}: {error}")
-            finally:
-                replica.num_in_flight -= 1
-
-    async def _least_loaded(self) -> Replica:
-        """Wait until a replica serves, and return the one with the fewest groups in flight."""
 
         def is_decided() -> bool:
             return self.num_serving > 0 or len(self.out_of_service) == len(self.replicas)
@@ -181,28 +144,6 @@ class Supervisor:
         self.require_replicas()
         serving = [replica for replica in self.replicas if replica.state is ReplicaState.serving]
         return min(serving, key=lambda replica: (replica.num_in_flight, replica.index))
-
-    async def _generate_on(
-        self, replica: Replica, prompt: Prompt, n: int, sampling: SamplingConfig | None
-    ) -> list[Rollout]:
-        """Try once. Ends early when the replica fails: a frozen engine would hold the group until its deadline."""
-        call = asyncio.ensure_future(replica.worker.generate_group(prompt, n, sampling))
-        left = asyncio.ensure_future(replica.left.wait())
-        try:
-            await wait_for(
-                asyncio.wait({call, left}, return_when=asyncio.FIRST_COMPLETED),
-                f"a group of {n} on {replica.worker.name} (prompt {prompt.prompt_id})",
-                timeout_s=self._request_timeout_s,
-            )
-            if not call.done():
-                raise WaitTimeout(f"{replica.worker.name} went out of service meanwhile")
-            rollouts = call.result()
-            if len(rollouts) != n or not all(rollout.token_ids for rollout in rollouts):
-                raise ValueError(f"asked for {n} responses, got {len(rollouts)}, or one without a token")
-            return rollouts
-        finally:
-            call.cancel()
-            left.cancel()
 
     # ---- publishes ----
 
@@ -240,7 +181,7 @@ class Supervisor:
     async def settle(self, outcomes: Sequence[ReplicaReport]) -> None:
         """End a publish: a replica that committed serves, one that failed is restarted, or out.
 
-        When no replica is left, the next `generate_group` raises: the step that was published is complete all the same.
+        When no replica is left, `least_loaded` raises next: the step that was published is complete all the same.
         """
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             was_held, replica.is_held = replica.is_held, False

@@ -231,7 +231,7 @@ class Controller(StepLoop):
         """Counters since the last row."""
         supervisor = self.services.supervisor
         counts = (
-            supervisor.num_failed_groups,
+            self.services.router.num_failed_groups,
             self.sampler.num_uninformative,
             supervisor.num_restarts,
             len(supervisor.recoveries),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from orchestrator.cluster.router import Router
 from orchestrator.cluster.supervisor import Supervisor
 from orchestrator.files.run_checkpoint import CheckpointStore
 from orchestrator.files.telemetry import Telemetry, Value
@@ -73,6 +74,7 @@ class LoopServices:
 
     trainer: PublishingTrainer
     supervisor: Supervisor
+    router: Router
     prompts: Prompts
     eval_prompts: Sequence[Prompt]
     rewards: Rewards

@@ -99,7 +99,7 @@ class Sampler:
             self._places.release()
 
     async def _sample(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> Group:
-        rollouts = await self._services.supervisor.generate_group(prompt, n, sampling)
+        rollouts = await self._services.router.generate_group(prompt, n, sampling)
         rewards = await self._services.rewards.score_group(prompt, rollouts)
         self.num_generated += 1
         return Group(prompt, rollouts, rewards)

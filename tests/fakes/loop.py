@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from conf.schema import AlgorithmConfig, RolloutConfig, RunConfig, RunSection, SamplingConfig
+from orchestrator.cluster.router import Router
 from orchestrator.cluster.supervisor import Supervisor
 from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from orchestrator.files.run_folder import RunFolder
@@ -262,11 +263,11 @@ class Loop:
             progress=ProgressLine(Console(file=StringIO())),
         )
         with telemetry:
+            supervisor = Supervisor(self.workers, restart=self.restart, max_restarts=self.max_restarts, backoff_s=0)
             services = LoopServices(
                 trainer=self.trainer,
-                supervisor=Supervisor(
-                    self.workers, request_timeout_s=5, restart=self.restart, max_restarts=self.max_restarts, backoff_s=0
-                ),
+                supervisor=supervisor,
+                router=Router(supervisor, request_timeout_s=5),
                 prompts=self.prompts,
                 eval_prompts=[Prompt(1000, (1,), "held out"), Prompt(1001, (1,), "held out")],
                 rewards=self.rewards,

@@ -152,7 +152,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
             processes += engines() - before
             handles.append(Handle(worker, f"rollout-{index}"))
         await asyncio.to_thread(trainer.connect, [handle.endpoint for handle in handles])
-        yield Setup(trainer, handles, processes, Supervisor(handles, request_timeout_s=60))
+        yield Setup(trainer, handles, processes, Supervisor(handles))
     finally:
         for handle in handles:
             await handle.worker.stop()

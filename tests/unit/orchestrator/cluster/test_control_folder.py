@@ -36,7 +36,7 @@ async def listening(run: Path) -> AsyncIterator[Supervisor]:
         return FakeWorker(world, index)
 
     workers = [FakeWorker(world, i) for i in range(2)]
-    supervisor = Supervisor(workers, request_timeout_s=5, restart=restart, max_restarts=1, backoff_s=0)
+    supervisor = Supervisor(workers, restart=restart, max_restarts=1, backoff_s=0)
     with alive(run):
         task = asyncio.create_task(answer_requests(run, supervisor))
         yield supervisor

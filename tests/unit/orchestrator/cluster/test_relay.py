@@ -68,7 +68,7 @@ class Cast:
         self.world = World(committed=[-1] * len(nodes))
         self.workers = [Worker(self.world, i, node) for i, node in enumerate(nodes)]
         self.supervisor = Supervisor(
-            self.workers, request_timeout_s=5, restart=self.restart, max_restarts=max_restarts, backoff_s=0.0,
+            self.workers, restart=self.restart, max_restarts=max_restarts, backoff_s=0.0,
             recovery_timeout_s=5.0,
         )  # fmt: skip
         self.may_restart = asyncio.Event()

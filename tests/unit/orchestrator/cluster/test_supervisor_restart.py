@@ -9,6 +9,7 @@ import pytest
 from fakes.loop import FakeWorker, World, outcome
 
 from orchestrator.cluster.replicas import ReplicaState
+from orchestrator.cluster.router import Router
 from orchestrator.cluster.supervisor import Supervisor
 from orchestrator.errors import NoReplicasLeft
 from rollout.types import Prompt
@@ -28,9 +29,10 @@ class Cast:
         self.num_started = 0
         self.supervisor = Supervisor(
             [FakeWorker(self.world, i) for i in range(num_workers)],
-            request_timeout_s=5, restart=self.restart, max_restarts=max_restarts, backoff_s=0.0,
+            restart=self.restart, max_restarts=max_restarts, backoff_s=0.0,
             max_missed_publishes=max_missed_publishes,
         )  # fmt: skip
+        self.router = Router(self.supervisor, request_timeout_s=5)
 
     @property
     def states(self) -> list[ReplicaState]:
@@ -79,7 +81,7 @@ async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other
     await cast.fail(0)
     await until(lambda: cast.num_started == 1)
     assert cast.states == [S.starting, S.serving]
-    assert len(await cast.supervisor.generate_group(PROMPT, 2)) == 2
+    assert len(await cast.router.generate_group(PROMPT, 2)) == 2
     assert cast.worker(1).num_groups == 1
     cast.gate.set()
     await until(lambda: cast.states[0] is S.serving)
@@ -206,13 +208,13 @@ async def test_a_worker_with_nobody_to_read_from_is_stranded_until_it_is_publish
     cast = Cast(num_workers=1)
     await cast.publish(0)
     stranded = asyncio.create_task(cast.supervisor.stranded())
-    group = asyncio.create_task(cast.supervisor.generate_group(PROMPT, 2))
+    group = asyncio.create_task(cast.router.generate_group(PROMPT, 2))
     await until(lambda: group.done() or cast.worker(0).num_groups == 1)
     assert not stranded.done()
     await cast.fail(0)
     await asyncio.wait_for(stranded, 5)
     assert cast.states == [S.pending]
-    waiting = asyncio.create_task(cast.supervisor.generate_group(PROMPT, 2))
+    waiting = asyncio.create_task(cast.router.generate_group(PROMPT, 2))
     await asyncio.sleep(0)
     assert not waiting.done()
     await cast.publish(0)
@@ -231,7 +233,7 @@ async def test_restarts_are_counted_a_failed_one_too_and_end_for_good() -> None:
     cast.failures = [RuntimeError("a"), RuntimeError("b")]
     await cast.fail(1)
     with pytest.raises(NoReplicasLeft, match=r"no memory still.*b"):
-        await cast.supervisor.generate_group(PROMPT, 2)
+        await cast.router.generate_group(PROMPT, 2)
 
 
 async def test_a_late_failure_of_the_old_process_does_not_cost_its_successor() -> None:
@@ -246,7 +248,7 @@ async def test_a_late_failure_of_the_old_process_does_not_cost_its_successor() -
         raise ConnectionError("the actor died")
 
     old.generate_group = die_late  # type: ignore[method-assign]
-    group = asyncio.create_task(cast.supervisor.generate_group(PROMPT, 2))
+    group = asyncio.create_task(cast.router.generate_group(PROMPT, 2))
     await reached.wait()
     replica = cast.supervisor.replicas[0]
     left, replica.left = replica.left, asyncio.Event()  # the group does not hear of the failure

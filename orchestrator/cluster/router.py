@@ -1,0 +1,91 @@
+"""Which rollout worker samples the next group, and what a request that fails costs.
+
+Owns: the choice of the least loaded replica, the deadline of a request, and the next try: a worker whose request failed
+leaves service, and its group is sampled again on another one. Does not own: the state of a replica and who may serve
+(supervisor), when a group is sampled (loop/sampler.py).
+Invariant: a request goes only to a replica that serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from orchestrator.cluster.replicas import Replica, ReplicaState
+from orchestrator.cluster.supervisor import Supervisor
+from orchestrator.errors import WaitTimeout
+from orchestrator.waiting import wait_for
+from rollout.types import Prompt, Rollout
+from weight_sync.errors import ReplicaDirty
+
+if TYPE_CHECKING:
+    from conf.schema import SamplingConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Router:
+    """See the module's docstring.
+
+    Args:
+        request_timeout_s: a group that takes longer is given up, and its worker with it.
+    """
+
+    def __init__(self, supervisor: Supervisor, *, request_timeout_s: float) -> None:
+        self.num_failed_groups = 0
+        """Groups that had to be sampled again because their worker failed."""
+        self._supervisor = supervisor
+        self._request_timeout_s = request_timeout_s
+
+    async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
+        """Sample a group on the least loaded serving replica; on another one when that fails.
+
+        Args:
+            sampling: used instead of rollout.sampling, for evaluations.
+
+        Raises:
+            NoReplicasLeft: every replica is out. It comes at last, because each failure takes a replica out of service
+                and each replica has a number of restarts.
+        """
+        while True:
+            replica = await self._supervisor.least_loaded()
+            worker, num_updates = replica.worker, replica.num_updates
+            replica.num_in_flight += 1
+            try:
+                return await self._generate_on(replica, prompt, n, sampling)
+            except ReplicaDirty as error:
+                # A publish's Begin, which goes over ZMQ, overtook this request, which went over Ray. Nothing was
+                # sampled and the worker is well. When no publish explains it, the worker really is dirty.
+                is_serving = replica.worker is worker and replica.state is ReplicaState.serving
+                if is_serving and replica.num_updates == num_updates:
+                    await self._supervisor.fail(replica, f"it committed the newest version, yet it refuses: {error}")
+            except Exception as error:  # noqa: BLE001 - whatever another process raised costs this group one try
+                logger.debug("a group on %s failed", worker.name, exc_info=True)
+                self.num_failed_groups += 1
+                if replica.worker is worker:  # otherwise its successor is up already, which did not fail
+                    await self._supervisor.fail(replica, f"{type(error).__name__}: {error}")
+            finally:
+                replica.num_in_flight -= 1
+
+    async def _generate_on(
+        self, replica: Replica, prompt: Prompt, n: int, sampling: SamplingConfig | None
+    ) -> list[Rollout]:
+        """Try once. Ends early when the replica fails: a frozen engine would hold the group until its deadline."""
+        call = asyncio.ensure_future(replica.worker.generate_group(prompt, n, sampling))
+        left = asyncio.ensure_future(replica.left.wait())
+        try:
+            await wait_for(
+                asyncio.wait({call, left}, return_when=asyncio.FIRST_COMPLETED),
+                f"a group of {n} on {replica.worker.name} (prompt {prompt.prompt_id})",
+                timeout_s=self._request_timeout_s,
+            )
+            if not call.done():
+                raise WaitTimeout(f"{replica.worker.name} went out of service meanwhile")
+            rollouts = call.result()
+            if len(rollouts) != n or not all(rollout.token_ids for rollout in rollouts):
+                raise ValueError(f"asked for {n} responses, got {len(rollouts)}, or one without a token")
+            return rollouts
+        finally:
+            call.cancel()
+            left.cancel()
