@@ -1,9 +1,8 @@
-"""A process that ends when another one does, however that one ends, and whatever this one is doing then.
+"""Ends this process when its owner ends, in whatever way the owner ends and whatever this process is doing then.
 
-Owns one small process that watches both. A child that is busy with its own work never notices that its parent was
-killed, nor does a thread of it while native code keeps the interpreter (a regular expression that backtracks for ever);
-a signal at the parent's death comes with the end of the thread that started the child, which may be a pool's. The
-kernel tells anybody who holds a pidfd.
+Owns one small process that watches both through pidfds. The simpler ways fail: a busy process does not notice that its
+parent was killed; a thread in it does not run while native code holds the interpreter (a regular expression that
+backtracks for ever); PR_SET_PDEATHSIG fires when the *thread* that started the child ends, which may be a pool's.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def end_with(owner_pid: int, also_kill: Sequence[int] = ()) -> None:
         if owner is None:  # it died before this process was up
             _kill(watched)
             return
-        # A session of its own: what is sent to our group, as Ctrl-C, is not for it. It ends with this process.
+        # In a session of its own, so that Ctrl-C, which goes to our group, does not end it. It ends with this process.
         subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(owner), *map(str, watched)],
             stdin=subprocess.DEVNULL,
@@ -43,11 +42,11 @@ def end_with(owner_pid: int, also_kill: Sequence[int] = ()) -> None:
             stderr=subprocess.DEVNULL,
             pass_fds=(owner, *watched),
             start_new_session=True,
-        ).returncode = 0  # nobody waits for it, and nobody is to be warned of that
+        ).returncode = 0  # nobody waits for it: without this Popen would warn
 
 
 def _open(pid: int, opened: contextlib.ExitStack) -> int | None:
-    """A pidfd: a number alone may come to name a stranger. None: there is no such process any more."""
+    """A pidfd (a pid alone may be reused for another process). None: the process is gone."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -57,7 +56,7 @@ def _open(pid: int, opened: contextlib.ExitStack) -> int | None:
 
 
 def _watch(owner: int, watched: Sequence[int]) -> None:
-    """In the watching process: until the owner is gone, or the process that is watched for, the last one."""
+    """Runs in the watching process. Waits until the owner or the last process of `watched` is gone."""
     poller = select.poll()
     for fd in (owner, watched[-1]):
         poller.register(fd, select.POLLIN)

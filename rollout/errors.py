@@ -45,7 +45,7 @@ class UnsupportedWeights(EngineError, ValueError):
 
 
 class SlotsBusy(EngineError):
-    """No adapter slot became free in time for a publish. Names who reads them."""
+    """No adapter slot became free in time for a publish. Names the versions that are read."""
 
 
 class ReplicaNotServing(RolloutError, ReplicaDirty):

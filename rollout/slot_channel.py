@@ -1,7 +1,7 @@
-"""A door into an engine rank beside vLLM's own: calls run in a thread of the engine's process, while it samples.
+"""Calls methods in an engine rank's process while it samples, in a thread of that process.
 
-vLLM's collective_rpc runs between two steps of the engine, so each call waits for one step and stalls the next, and a
-publish into an adapter slot makes three. What they do needs no step to end: nothing reads the slot that is written.
+vLLM's own collective_rpc runs between two steps of the engine: each call waits for one step and delays the next, and a
+publish into an adapter slot makes three calls. They need not wait, because no request reads the slot that is written.
 
     RolloutWorker's process                          engine rank's process
       SlotClients.call(method, args) -- unix socket --> SlotServer's thread -> handler(*args) -> (error, text, result)
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.2
 """How often a call that waits looks whether the engine lives."""
 SWITCH_S = 0.0005
-"""How long a thread of the engine's process may keep the interpreter while another wants it, once a server is there.
-Python's 5 ms, met at every call and after every wait for the device, would be most of a publish."""
+"""sys.setswitchinterval() of an engine's process that has a server. Python's 5 ms, which are waited at every call and
+after every wait for the device, would be most of a publish."""
 
 
 def socket_address(folder: str, rank: int) -> str:
@@ -49,7 +49,7 @@ class SlotServer:
     Args:
         address: `socket_address` of this rank.
         handlers: Method -> what to do; arguments and results are plain values and bytes.
-        context: Entered once by the thread: its device and stream.
+        context: The thread enters it once; it sets the thread's device and stream.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SlotServer:
         self._socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)
-        # For good, not from call to call: the thread must get the interpreter before it can know that there is a call.
+        # Set for the process's life, not per call: the thread needs the interpreter to learn that there is a call.
         sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
         threading.Thread(target=self._serve, args=(context,), name="adapter-slots", daemon=True).start()
 
@@ -79,7 +79,7 @@ class SlotServer:
             return "", "", self._handlers[method](*args)
         except SlipstreamError as e:
             return type(e).__name__, str(e), None
-        except Exception as e:  # the boundary of one call: it travels to the caller, and the thread goes on
+        except Exception as e:  # the caller gets the error, and the thread goes on
             logger.exception("%s failed", method)
             return "EngineError", f"{method} failed inside the engine: {type(e).__name__}: {e}", None
 
@@ -99,7 +99,7 @@ class SlotClients:
         self._is_alive = is_alive
         self._numbers = itertools.count()
         self._turn = asyncio.Lock()
-        """One call at a time: a peer that recovers asks for an offer while a publish is under way, and each of the two
+        """One call at a time. A recovering peer asks for an offer during a publish; side by side, each of the two calls
         would drop the other's answer."""
         self._context = zmq.asyncio.Context()
         self._sockets: list[zmq.asyncio.Socket] = []

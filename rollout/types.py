@@ -38,13 +38,13 @@ class AdapterSlotsSpec:
     num_slots: int
     """Versions that can be held at once, the one being written included."""
     rank: int
-    """Of the slots; one of conf.schema.ENGINE_LORA_RANKS."""
+    """Rank of the slots; one of conf.schema.ENGINE_LORA_RANKS."""
     target_modules: tuple[str, ...]
     """Last names of the modules that carry an adapter."""
     tensors: tuple[TensorMeta, ...]
-    """Every factor, at the slots' rank."""
+    """Every factor of the adapter, padded to the slots' rank."""
     base: Path | None = None
-    """Checkpoint that engines load their base from, because no publish can write it (INT4). None: it is published."""
+    """Checkpoint from which engines load a base that no publish can write (INT4). None: the base is published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class Rollout:
     policy_versions: list[int]
     """Policy version that sampled each token; non-decreasing."""
     text: str
-    """What rewards judge; special tokens are in it with reward.keep_special_tokens alone."""
+    """What rewards judge. It holds special tokens only if reward.keep_special_tokens is set."""
     finish_reason: str
     """"stop" (end of sequence) or "length"."""
     num_evictions: int = 0
-    """How often a publish ended its request because it needed the adapter slot that the request read."""
+    """How often a publish ended this response's request because it needed the adapter slot that the request read."""
 
 
 @dataclass(frozen=True, slots=True)

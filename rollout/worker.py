@@ -18,9 +18,9 @@ and of its recovery from another worker, which gives its offer() and goes on sam
     adopt(v)     every rank CLEAN(v); the version moves; the engine resumes
     release      every rank closes its link to the peer
 
-With adapter slots, all but the last of this is the base's; pull() ends with the peer's newest version, in a slot that
-adopt(v) puts in service (adapter_replica.py). A base that the engine loaded from disk is CLEAN from the start: nobody
-writes it, offers it or asks for it.
+With adapter slots, the above moves the base weights, and adapter_replica.py moves the versions of the adapter: pull()
+then also reads the peer's newest version into a slot, and adopt(v) puts that slot in service. A base that the engine
+loaded from disk is CLEAN from the start; nobody writes it, offers it or asks for it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from weight_sync.typed_msgpack import pack, unpack
 logger = logging.getLogger(__name__)
 
 CALL_SLACK_S = 5.0
-"""How much longer than weight_sync.timeout_s, after which the publisher has given this replica up, an engine's rank may
-take before the engine counts as dead."""
+"""The engine counts as dead when a rank takes this much longer than weight_sync.timeout_s, at which the publisher gives
+the replica up."""
 
 
 class RolloutWorker:
@@ -111,7 +111,7 @@ class RolloutWorker:
         self._ranks: list[EngineRank] = []
         self._serving = asyncio.Event()
         self._clearing: asyncio.Task[None] | None = None
-        """Drops the KV blocks of the weights before; over before the engine resumes."""
+        """Task that drops the KV blocks of older weights; it ends before the engine resumes."""
         self._limit_s = weight_sync.timeout_s + CALL_SLACK_S
 
     # -- for the controller ------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class RolloutWorker:
             await self._replica.release(offers[len(self._ranks) :])
 
     async def base_wanted_at(self) -> str:
-        """Where the base must be sent before any version of the adapter; "" once it has arrived, and without slots."""
+        """Where the base must be sent before any version of the adapter; "" if it has arrived, or without slots."""
         return "" if self._replica is None or self.state.is_serving else self._endpoint.address
 
     async def stop(self) -> None:
@@ -309,8 +309,7 @@ class RolloutWorker:
         self._sockets.close()
         await asyncio.to_thread(self._engine.shutdown)
 
-    # -- for the endpoint: weight_sync.replica.control_server.ReplicaHandler
-    # ----------------------------------------------------------
+    # -- weight_sync.replica.control_server.ReplicaHandler -----------------------------------------------------------
 
     async def describe(self) -> Sequence[EngineRank]:
         """What every engine rank must receive, and where."""
@@ -323,7 +322,7 @@ class RolloutWorker:
         await self._engine.pause(self._sync.pause_mode, timeout_s=self._limit_s)
 
     async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
-        """Every rank gives up its bytes."""
+        """Let the publisher write into every rank, and start to drop KV blocks."""
         replies = await self._call_ranks("slipstream_begin", version, epoch, digest, list(known))
         self._clear_cache()
         return [unpack(Bound, reply) for reply in replies]
@@ -349,7 +348,7 @@ class RolloutWorker:
         self._serving.set()
 
     def _clear_cache(self) -> None:
-        """Start dropping KV blocks, while bytes arrive: no writer need wait for the milliseconds that it takes."""
+        """Start dropping KV blocks. It takes milliseconds, during which bytes already arrive."""
         if not self._sync.keep_kv:
             self._clearing = asyncio.create_task(self._engine.clear_cache(timeout_s=self._limit_s))
 
@@ -359,7 +358,7 @@ class RolloutWorker:
         await self._call_ranks("slipstream_abort", epoch, reason)
 
     async def _call_ranks(self, method: str, *args: Any) -> list[Any]:
-        """Once the engine is up: the endpoint, which waits here, must be able to answer a later publisher."""
+        """Call all ranks, with a deadline: the endpoint waits here and must be able to answer a later publisher."""
         return await self._engine.call_ranks(method, *args, timeout_s=self._limit_s)
 
     def _decode(self, rollout: Rollout) -> str:
@@ -367,7 +366,7 @@ class RolloutWorker:
 
 
 def _read_tokenizer(file: Path) -> Tokenizer:
-    """Without one every response would be an empty text, and rewards would judge that."""
+    """The tokenizer of a model folder. Without one rewards would judge empty texts."""
     try:
         return Tokenizer.from_file(str(file))
     except Exception as e:  # the only class that `tokenizers` raises

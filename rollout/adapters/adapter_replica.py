@@ -10,15 +10,15 @@ A restarted worker takes the newest version from another worker's slot instead, 
 
     pull(offers) a free slot; every rank reads the peer's newest slot and proves the bytes
     adopt(v)     what commit does
-    release      every rank closes its link to the peer, which is that of the base too
+    release      every rank closes its link to the peer, over which the base came, too
 
 Owns: that order, the policy for busy slots, and the probe: before the first version, noise in the factors of each kind
-of module must change what the engine says. (An engine that silently ignores the adapters of experts is the commonest
-fault of this mode, and no hash can see it.) Does not own: the table (slot_leases.py), the engine (engine.py), the
-proof of the bytes (weight_sync).
+of module must change the engine's log-probabilities. (The commonest fault of this mode is an engine that silently
+ignores the adapters of experts; no hash shows that.) Does not own: the table (slot_leases.py), the engine (engine.py),
+the proof of the bytes (weight_sync).
 Invariants: the engine is never paused; one request reads one slot from its first token to its last, unless its version
-was evicted; a group is evicted any number of times and yet ends; a publish that fails costs the version that was being
-written and nothing else.
+was evicted; a group ends however often it is evicted; a publish that fails costs the version that was being written and
+nothing else.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)
 MAX_RESTARTS = 2
-"""How often a group whose version is evicted starts anew; after that its responses go on under newer versions."""
+"""How often a group starts anew because its version was evicted; after that its responses go on under newer ones."""
 EVICT_RETRY_S = 0.02
-"""Requests that reach the engine while their version is being ended are ended by the next try."""
+"""Time between two tries to end a version's requests: some reach the engine after a try."""
 
 
 class AdapterReplica:
@@ -106,7 +106,7 @@ class AdapterReplica:
             num_evictions = [before + more for before, more in zip(num_evictions, is_evicted, strict=True)]
             if not any(is_evicted):  # else all of them start anew: siblings are of one version
                 break
-        # A group that outlives its slot whenever it starts would never end: its responses go on from where they are.
+        # A group that is evicted again each time would never end, so its responses now go on from where they are.
         parts = [replace(part, num_evictions=count) for part, count in zip(rollouts, num_evictions, strict=True)]
         seeds = [None if seed is None else seed + index for index in range(n)]
         calls = [self._continue(token_ids, sampling, own, part) for own, part in zip(seeds, parts, strict=True)]
@@ -115,7 +115,7 @@ class AdapterReplica:
     async def _continue(
         self, token_ids: Sequence[int], sampling: SamplingConfig, seed: int | None, so_far: Rollout
     ) -> Rollout:
-        """One response that outlives the eviction of its version: what it has so far is prefilled under the newest."""
+        """Finish one response whose version was evicted: prefill what it has under the newest version, and go on."""
         while so_far.finish_reason == ABORTED:
             num_tokens = len(so_far.token_ids)
             if num_tokens == sampling.max_tokens:
@@ -149,10 +149,10 @@ class AdapterReplica:
         return self._ranks
 
     async def pause(self, version: int, epoch: int, digest: str) -> None:
-        """Nothing stands still."""
+        """Do nothing: the engine goes on sampling during a publish."""
 
     async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
-        """Take a slot out of reach. The engine goes on."""
+        """Choose a slot that no request reads, and let every rank receive into it."""
         slot = await self._take_slot(version)
         replies = await self._clients.call("begin", slot, version, epoch, digest, list(known))
         return [unpack(Bound, reply) for reply in replies]
@@ -171,7 +171,7 @@ class AdapterReplica:
         if slot is not None:
             await self._clients.call("abort", slot, epoch, reason)
 
-    # -- the way back of a restarted worker --------------------------------------------------------------------------
+    # -- recovery of a restarted worker --------------------------------------------------------------------------
 
     async def offer(self) -> list[Offer]:
         """What every rank lets its counterpart read: the newest version."""
@@ -192,13 +192,13 @@ class AdapterReplica:
         await self._flip("adopt", version, epoch)
 
     async def release(self, offers: Sequence[Offer]) -> None:
-        """Close the links to a peer. Here, not through vLLM: between two calls of a publish, and beside sampling."""
+        """Close the links to a peer, over the slot channel: vLLM's own calls would stop sampling meanwhile."""
         await self._clients.call("release", pack(list(offers)))
 
     # -- both --------------------------------------------------------------------------------------------------------
 
     async def _take_slot(self, version: int) -> int:
-        """A slot for `version`, out of every request's reach. The engine must have its base and heed adapters."""
+        """Choose a slot for `version` that no request reads. The first time, prove that the engine applies adapters."""
         if not self._has_base():
             raise ReplicaNotServing("the base weights have not arrived: they come once, before any adapter")
         if not self._is_probed:
@@ -216,7 +216,7 @@ class AdapterReplica:
         self._writing = None
 
     async def _free_slot(self, version: int) -> int:
-        """A slot that nobody reads, by the policy."""
+        """Wait for a slot that no request reads; weight_sync.on_busy_slot says how."""
         policy, limit_s = self._config.on_busy_slot, self._config.timeout_s / 2
         try:
             async with asyncio.timeout(limit_s):
@@ -244,7 +244,7 @@ class AdapterReplica:
             return await self._engine.next_logprobs(PROBE_TOKENS, Adapter(slot, PROBE, f"probe of {kind or 'nothing'}"))
 
         silent = await said_with("")
-        # Both requests run the same kernels on the same slot: an ignored adapter changes no bit.
+        # All of these requests run the same kernels on the same slot: an adapter that is ignored changes no bit.
         ignored = [kind for kind in kinds if await said_with(kind) == silent]
         await self._clients.call("fill", slot, "", 1)
         if ignored:
@@ -256,6 +256,5 @@ class AdapterReplica:
 
 
 def seed_of_part(seed: int, num_tokens: int) -> int:
-    """Seed of what a response of this seed samples after `num_tokens` tokens: its own would repeat the random numbers
-    that made the first ones."""
+    """Seed with which a response goes on after `num_tokens` tokens. The first seed would repeat its random numbers."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{num_tokens}".encode()).digest()[:4], "little") >> 1

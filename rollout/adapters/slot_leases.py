@@ -5,8 +5,8 @@
       +---- failed -----+            the newest slot is never written, whether or not anybody reads it
 
 Owns: leases, and the choice. Does not own: the slots' memory (adapter_slots.py) nor the policy when none is free
-(adapter_replica.py). Invariant: a slot with a reader, and the newest slot, are never chosen. One event loop; no awaits
-but in wait_changed().
+(adapter_replica.py). Invariant: a slot with a reader, and the newest slot, are never chosen. All methods run on one
+event loop; wait_changed() alone awaits.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class SlotTable:
         return next(iter([*empty, *older]), None)
 
     def oldest_read(self) -> Adapter | None:
-        """The version committed longest ago that requests still read, the newest left out."""
+        """The version, other than the newest, that was committed longest ago and that requests still read."""
         return next((self._held[slot] for slot in self._order[:-1] if self._readers[slot]), None)
 
     def write(self, slot: int) -> None:
-        """What the slot held is gone."""
+        """Note that a publish overwrites the slot: what it held is gone."""
         if self._readers[slot] or (self._order and self._order[-1] == slot):
             raise AssertionError(f"slot {slot} is read")
         self._held[slot] = None

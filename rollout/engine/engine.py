@@ -52,10 +52,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 1800.0
-"""Longest that a call to the engine may take where the caller sets no deadline: a large model is recorded in it."""
+"""Longest that a call to the engine may take if the caller sets no deadline; recording a large model takes minutes."""
 WAIT_LOG_S = 30.0
 SHUTDOWN_TIMEOUT_S = 1.0
-"""Grace of the engine's processes after SIGTERM. They hold nothing that must be saved."""
+"""How long the engine's processes get after SIGTERM. They hold nothing that must be saved."""
 DRAIN_TIMEOUT_S = 30.0
 """Longest that outputs which have arrived may wait for vLLM's own handler."""
 ABORTED = "abort"
@@ -121,16 +121,14 @@ class Engine:
         self._arguments = engine_arguments(folder, config, dtype=dtype, device=device, seed=seed, adapters=adapters)
         self._llm: AsyncLLM | None = None
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
-        """vLLM leaves the sockets between its processes where they are: in this folder, and not in that of everybody's
-        temporary files."""
+        """Folder for the sockets between vLLM's processes. vLLM does not remove them; without it they stay in /tmp."""
         self._request_numbers = itertools.count()
         self._stamps: dict[str, list[int]] = {}
         self._adapters: dict[str, Adapter] = {}
-        """Of requests in flight that name one; its version is their stamp from the first token to the last."""
+        """Adapter of each request in flight that names one; its version stamps all tokens of the request."""
         self._stop_token_ids = stop_token_ids(folder)
         self._hangs = False
-        """Whether a call passed its deadline. What the engine's ranks hold is not known any more, whatever they answer
-        later."""
+        """Whether a call passed its deadline. From then on nobody knows what the engine's ranks hold."""
         self.version = -1
         """Policy version that stamps new tokens; -1 while the weights are dummies."""
         self.num_generated_tokens = 0
@@ -412,8 +410,7 @@ class Engine:
             EngineError: The call itself failed.
         """
         try:
-            # Without vLLM's own timeout: the answers of ranks that come after it would be taken for those of the next
-            # call.
+            # vLLM's own timeout is not used: answers that come after it would be taken for those of the next call.
             replies = await self._in_time(self._running().collective_rpc(method, args=args), method, timeout_s)
         except EngineError:
             raise
@@ -425,7 +422,7 @@ class Engine:
         return [result for _, _, result in replies]
 
     async def _in_time(self, call: Awaitable[T], what: str, timeout_s: float) -> T:
-        """The call's result. An engine that does not answer in time takes no further calls."""
+        """The call's result. If it does not come in time, the engine takes no further calls."""
         try:
             return await _within(call, what, timeout_s)
         except TimeoutError as e:
@@ -458,7 +455,7 @@ class Engine:
 
 
 async def _within(call: Awaitable[T], what: str, timeout_s: float) -> T:
-    """The call's result, or TimeoutError; every WAIT_LOG_S a word of what is waited for."""
+    """The call's result, or TimeoutError. Every WAIT_LOG_S it logs what it waits for."""
     task, began = asyncio.ensure_future(call), time.monotonic()
     try:
         while (left_s := began + timeout_s - time.monotonic()) > 0:
@@ -466,7 +463,7 @@ async def _within(call: Awaitable[T], what: str, timeout_s: float) -> T:
             if done:
                 return task.result()
             waited_s = time.monotonic() - began
-            logger.warning("%s: waiting for the engine since %.0f s, at most %g s", what, waited_s, timeout_s)
+            logger.warning("waited %.0f s of at most %g s for the engine's %s", waited_s, timeout_s, what)
     finally:
         task.cancel()
     raise TimeoutError

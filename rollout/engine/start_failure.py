@@ -1,8 +1,9 @@
-"""What the processes of an engine that did not come up wrote before they ended.
+"""Finds out why an engine did not come up, from what its processes wrote before they ended.
 
-Owns: finding it where stdout and stderr are files, and the line of it that says why. Does not own whose files these are
-(Ray's of a worker, a server's own). An engine fails in a process of its own, which writes the reason and ends; whoever
-waits for it learns no more than "See root cause above".
+An engine fails in a process of its own, which writes the reason and ends; the process that waits for it only gets an
+error "See root cause above".
+Owns: reading what was written where stdout and stderr are files, and choosing the line that gives the reason. Does not
+own these files (they are Ray's, or a served engine's log).
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from collections.abc import Sequence
 MAX_BYTES = 1 << 18
 """Most that is read of one file, from its end."""
 REFERRAL = "root cause"
-"""In vLLM's errors that say no more than where another one was written."""
+"""Words in those of vLLM's errors that only point at another one."""
 
 
 def cause_in(log: str) -> str:
-    """The line of a log that says why: of its last error, or of the one that this refers to.
+    """The line of a log that gives the reason: that of the last error which does not point at another one.
 
-    An engine that does not come up says so in a process of its own; what waits for it then ends with "See root cause
-    above". A validation error of pydantic has its text in the line after.
+    A validation error of pydantic has its text in the next line, which is added.
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [at for at, line in enumerate(lines) if re.search(r"\w(Error|Exception)\b", line)]
@@ -40,10 +40,10 @@ def why_it_failed(error: Exception, log: str) -> str:
 
 
 class OutputSince:
-    """What this process and those that it starts write from now on, where that goes to files.
+    """Reads what this process and those that it starts write from now on, where that goes to files.
 
     Args:
-        descriptors: Of stdout, then stderr: the plainer of two reports of one error is in stderr.
+        descriptors: Of stdout, then stderr. An error that is in both is plainer in stderr, and the last one counts.
     """
 
     def __init__(self, descriptors: Sequence[int] = (1, 2)) -> None:
@@ -60,11 +60,11 @@ class OutputSince:
                 self._starts[descriptor] = found.st_size
 
     def read(self) -> str:
-        """It; empty where nothing of it can be read."""
+        """What was written since; "" where it cannot be read."""
         parts: list[str] = []
         for descriptor, start in self._starts.items():
             try:
-                with open(f"/proc/self/fd/{descriptor}", "rb") as file:  # a place of its own in the file
+                with open(f"/proc/self/fd/{descriptor}", "rb") as file:  # a file position of our own
                     size = os.fstat(file.fileno()).st_size
                     file.seek(max(start, size - MAX_BYTES) if size >= start else 0)
                     parts.append(file.read(MAX_BYTES).decode(errors="replace"))

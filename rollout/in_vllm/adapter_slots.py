@@ -1,16 +1,15 @@
-"""Inside a vLLM worker process: the engine's adapter slots, and what vLLM's own loading of an adapter writes into one.
+"""Inside a vLLM worker process: the engine's adapter slots, and the layout that vLLM's own loading gives a slot.
 
-A slot is entry i of every stacked LoRA tensor of the engine. At start each gets an adapter of its own number, which is
-never unloaded: requests name the number, and what the slot holds is what was written into it last, one-sided.
+Slot i is entry i of every stacked LoRA tensor of the engine. At start each slot gets an adapter of its own number,
+which is never unloaded: requests name the number, and the slot holds whatever was last written into it, one-sided.
 
     slot  LoRA id   stacked tensors                                    who may read it
     0     1         layers.0.self_attn.qkv_proj.lora_a.0[0], ...       requests that name id 1
     1     2         ...                              [1]               requests that name id 2
 
-Owns: recording one slot's layout (vLLM's LoRA loader runs over recording tensors, once for every slot, and must do the
-same in each), a Receiver a slot, the copy of what gate and up share, and noise for the probe.
-Does not own: which slot is free or which version it holds
-(rollout/adapters/slot_leases.py, in the rollout worker), pausing (nobody pauses).
+Owns: recording one slot's layout (vLLM's LoRA loader runs over recording tensors, once per slot, and must do the same
+in each), one Receiver per slot, the copy of what gate and up share, and noise for the probe. Does not own: which slot
+is free or which version it holds (rollout/adapters/slot_leases.py, in the rollout worker). Nobody pauses the engine.
 Invariant: after a commit a slot holds the bytes that vLLM would have left there, had it loaded the adapter from disk.
 """
 
@@ -40,7 +39,7 @@ _EXPERT_BUFFERS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacke
 _LINEAR_BUFFERS = ("lora_a_stacked", "lora_b_stacked")
 _GATE_A, _UP_A = ".w13_lora_a.0", ".w13_lora_a.1"
 _NOISE_STD = 0.5
-"""Far above any trained factor: the probe must show through small norms and bfloat16."""
+"""Far above any trained factor, so that the probe shows through small norms and bfloat16."""
 
 
 class AdapterSlots:
@@ -49,7 +48,7 @@ class AdapterSlots:
     Args:
         worker: vLLM's worker, with LoRA enabled.
         tensors: Every factor of the adapter, at the slots' rank.
-        transport: Link under whose session the trainer writes.
+        transport: The link; the trainer writes under its session.
         rank: This engine rank inside its replica.
     """
 
@@ -67,7 +66,7 @@ class AdapterSlots:
         return {name: stacked[slot] for name, stacked in self._buffers.items()}
 
     def describe(self) -> EngineRank:
-        """Layout of a slot. The binding is the first slot's: begin() says which one a publish writes."""
+        """Layout of a slot, with the first slot's addresses. A publish gets those of its slot from begin()."""
         return self._receivers[0].describe()
 
     def handlers(self) -> Mapping[str, Callable[..., Any]]:
@@ -95,7 +94,7 @@ class AdapterSlots:
         return pack(pull(self._receivers[slot], self._own(tuple[Offer, ...], offers), timeout_s=timeout_s))
 
     def _own(self, kind: Any, packed: bytes) -> Any:
-        """This rank's entry."""
+        """This rank's entry of a packed tuple."""
         return unpack(kind, packed)[self._receivers[0].layout.rank]
 
     @torch.inference_mode()
@@ -113,10 +112,10 @@ class AdapterSlots:
 
 
 def with_shared_a(layout: DestLayout) -> DestLayout:
-    """The layout of a slot whose gate and up projections of experts have one A: it crosses the link once.
+    """The layout with one A for the gate and up projections of an expert, so that it crosses the link once.
 
-    vLLM keeps an A for each; a trainer of this product has one (trainer/weights/adapter_names.py). The second is a
-    quarter of an expert adapter's bytes: it is derived from the first at commit, by a copy in device memory.
+    vLLM keeps an A for each of the two; this product's trainer has one for both (trainer/weights/adapter_names.py). The
+    second A, a quarter of an expert adapter's bytes, is copied from the first in device memory at commit.
     """
     names = {param.name: param for param in layout.params}
     shared = {
@@ -137,7 +136,7 @@ def copy_shared_a(params: Mapping[str, Tensor], layout: DestLayout) -> None:
     derived = [param.name for param in layout.params if param.post_load is PostLoad.derived]
     if derived:
         torch._foreach_copy_([params[name] for name in derived], [params[_gate_a(name)] for name in derived])
-    # A request may name the version as soon as the commit is known, on another stream.
+    # As soon as the commit is known, requests on another stream may read the slot.
     if any(tensor.is_cuda for tensor in params.values()):
         torch.cuda.current_stream().synchronize()
 
@@ -147,7 +146,7 @@ def _gate_a(name: str) -> str:
 
 
 def _kind(buffer: str) -> str:
-    """Kind of module that a buffer belongs to, for the probe."""
+    """The kind of module to which a buffer belongs, for the probe."""
     if ".experts." in buffer:
         return "experts"
     return "attention" if ".self_attn." in buffer else "feed-forward"
@@ -157,7 +156,7 @@ def slot_buffers(modules: Mapping[str, Any], num_slots: int) -> dict[str, Tensor
     """Every stacked LoRA tensor, (num_slots, ...), by "<module>.<factor>.<number>".
 
     Raises:
-        UnsupportedWeights: A module keeps its factors in another form.
+        UnsupportedWeights: A module does not keep its factors stacked over the slots.
     """
     buffers: dict[str, Tensor] = {}
     for name, module in modules.items():
@@ -220,9 +219,9 @@ def _only_slot(whole: DestLayout, slot: int) -> DestLayout:
 
 @contextlib.contextmanager
 def without_adapters(worker: Any) -> Iterator[None]:
-    """The model as it is without LoRA, for as long as the block runs: names of parameters and of experts are plain.
+    """While the block runs, the model's layers are without LoRA wrappers, and names of parameters are plain.
 
-    vLLM's load_weights finds no parameter of a wrapped layer under its checkpoint name.
+    vLLM's load_weights does not find a wrapped layer's parameters under their checkpoint names.
     """
     runner_manager = getattr(getattr(worker, "model_runner", None), "lora_manager", None)
     if runner_manager is None:
@@ -252,8 +251,7 @@ def without_adapters(worker: Any) -> Iterator[None]:
 def own_stream(device: torch.device) -> Iterator[None]:
     """This thread's device work runs beside the engine's, not between its steps.
 
-    With priority: it is a millisecond a publish, and would otherwise stand behind kernels of whole steps that vLLM has
-    queued.
+    It has priority: it takes a millisecond per publish, and would otherwise queue behind the kernels of vLLM's steps.
     """
     if device.type != "cuda":
         yield

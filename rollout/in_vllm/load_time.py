@@ -1,14 +1,15 @@
-"""The parameters of a live model as they were when vLLM loaded it: the same memory, with the loaders they had then.
+"""Gives a live model, for a while, the parameters with which vLLM loaded it: same memory, with their loader methods.
 
     constructor    ModelWeightParameter(load_row_parallel_weight, weight_loader, ...)   vLLM records class, attributes
     loading        process_weights_after_loading: replace_parameter(layer, "weight", ...)
     live           plain Parameter, without what load_weights calls
 
-Block-FP8 layers lose theirs so, bf16 ones do not. vLLM restores them for its own reload of weights from a record that
-every model's constructor leaves (`model_loader.reload`); that record is read here, the same way for all models.
+Block-FP8 layers lose their loader methods in this way, bf16 layers do not. For its own reload of weights vLLM restores
+them from a record that every model's constructor leaves (`model_loader.reload`); this module reads the same record, for
+all models alike.
 
-Owns: putting such parameters into a model for the time of a recording. Does not own: the recording
-(weight_sync.record.recorder), or whether the bytes are read as they were loaded (post_load.py judges the live model).
+Owns: putting such parameters into a model while its layout is recorded. Does not own: the recording
+(weight_sync/record/recorder.py), nor the question whether kernels read the bytes as loaded (post_load.py answers it).
 
 Invariant: a parameter under this context is the memory of the live one, with its dtype, shape and strides at load time,
 which are those of the live one; a live parameter is never changed.
@@ -28,7 +29,7 @@ from rollout.errors import UnsupportedWeights
 
 @contextlib.contextmanager
 def load_time_parameters(model: nn.Module) -> Iterator[None]:
-    """`model.load_weights` finds the parameters that it found at start, for as long as the block runs.
+    """`model.load_weights` finds the parameters that it found at start, while the block runs.
 
     Args:
         model: Live, without LoRA's wrappers.
@@ -41,7 +42,7 @@ def load_time_parameters(model: nn.Module) -> Iterator[None]:
     for name, module in model.named_modules():
         loaded, _ = get_layerwise_info(module).restore_metadata
         for leaf, param in module._parameters.items():
-            if param is not None and leaf in loaded:  # vLLM keeps no record of the few that lose nothing
+            if param is not None and leaf in loaded:  # vLLM records only those that lose something
                 live.append((module, leaf, param))
                 if id(param) not in made:
                     made[id(param)] = _as_loaded(f"{name}.{leaf}", param, loaded[leaf], module)
@@ -55,7 +56,7 @@ def load_time_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def _as_loaded(name: str, param: nn.Parameter, loaded: Tensor, module: nn.Module) -> Tensor:
-    """The memory of `param`, with class and attributes of `loaded`, which is on meta."""
+    """A parameter with the memory of `param` and the class and attributes of `loaded`, which is on meta."""
     for what, was, now in (
         ("dtype", loaded.dtype, param.dtype),
         ("shape", list(loaded.shape), list(param.shape)),

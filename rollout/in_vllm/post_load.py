@@ -14,8 +14,8 @@
     empty parameters                      refused: the bytes are somewhere else
 
 Owns: that table, for a live model (`Forms.of`) and for one on meta, which no kernel was chosen for (`Forms.on_meta`);
-and which engine options rule out writing in place. Does not own recording (weight_sync.record.recorder) or the commit
-(weight_sync.replica.receiver). Uses what vLLM 0.25.1 and 0.32 have in common.
+and which engine options rule out writing in place. Does not own recording (weight_sync/record/recorder.py) nor the
+commit (weight_sync/replica/receiver.py). Uses what vLLM 0.25.1 and 0.32 have in common.
 
 Invariant: after a commit that followed these forms, a parameter holds the bytes that vLLM's own loading of the same
 checkpoint would have left there, at the address it always had.
@@ -57,15 +57,15 @@ class Forms:
     """Every weight of one engine rank that a publish fills or a commit derives, and what a commit does to it."""
 
     params: dict[str, Tensor]
-    """By vLLM's name. Of weights that are the same memory (tied, or views of another) the first one only counts."""
+    """By vLLM's name. Where several weights share memory (tied, or views of another) only the first is here."""
     post_load: dict[str, PostLoad] = field(default_factory=dict)
-    """Where it is not the identity."""
+    """What a commit does, by name; a parameter that is missing here is left as it was written."""
     _repacks: dict[str, Callable[[Tensor], None]] = field(default_factory=dict)
     _recomputes: list[Callable[[], None]] = field(default_factory=list)
 
     @staticmethod
     def of(model: nn.Module, act_dtype: torch.dtype) -> Forms:
-        """Those of a live model.
+        """The forms of a live model's weights.
 
         Args:
             model: As vLLM serves it.
@@ -93,11 +93,11 @@ class Forms:
 
     @staticmethod
     def on_meta(model: nn.Module, act_dtype: torch.dtype, device: Device) -> Forms:
-        """Those that `of` would find in a live engine on this kind of device with the arguments of engine.py.
+        """The forms that `of` would find in a live engine on this kind of device, started by engine_options.py.
 
-        Kernels are chosen, and derived weights made, once real weights are there. Hence by the kind of device: experts
-        are repacked on CPUs, and are the identity on GPUs, where engine_arguments asks for Triton's kernels (a live
-        engine that chose others is refused by `of`).
+        A model on meta has chosen no kernels and derived no weights, so the kind of device decides: experts are
+        repacked on CPUs, and left as written on GPUs, where engine_arguments asks for Triton's kernels. (`of` refuses a
+        live engine that chose others.)
 
         Raises:
             UnsupportedWeights: As `of`.
@@ -170,7 +170,7 @@ def refuse_unwritable(vllm_config: Any) -> None:
 
 
 def readable(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor that kernels read and that a checkpoint decides, by name: parameters and what MLA derives."""
+    """Every tensor that kernels read and that depends on the checkpoint, by name: parameters and what MLA derives."""
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     for name, module in _mla_layers(model):
         tensors |= {f"{name}.{leaf}": getattr(module, leaf) for leaf in _MLA_DERIVED}
@@ -209,7 +209,7 @@ def _check_linear(name: str, module: nn.Module) -> None:
         )
     if not method.block_quant:
         raise UnsupportedWeights(
-            f"{name} is FP8 with one scale a tensor or channel, which vLLM transposes after loading; only block-FP8 "
+            f"{name} is FP8 with one scale per tensor or channel, which vLLM transposes after loading; only block-FP8 "
             "(quantization_config.weight_block_size) can be published"
         )
     kernel = type(method.fp8_linear).__name__
@@ -231,7 +231,7 @@ def _expert_method(name: str, module: nn.Module) -> tuple[Any, str]:
     if isinstance(method, Fp8MoEMethod):
         if not method.block_quant:
             raise UnsupportedWeights(
-                f"{name}: experts are FP8 with one scale a tensor, which vLLM requantizes after loading; only "
+                f"{name}: experts are FP8 with one scale per tensor, which vLLM requantizes after loading; only "
                 "block-FP8 (quantization_config.weight_block_size) can be published"
             )
         return method, str(method.fp8_backend.name)
@@ -244,7 +244,7 @@ def _expert_method(name: str, module: nn.Module) -> tuple[Any, str]:
 
 
 def _expert_repack(name: str, module: nn.Module) -> Callable[[Tensor], None] | None:
-    """What a commit must do in place to both expert parameters of a layer; None for the identity."""
+    """What a commit must do in place to both expert parameters of a layer; None: nothing."""
     method, backend = _expert_method(name, module)
     if backend in IDENTITY_EXPERTS:
         return None
@@ -290,7 +290,7 @@ def _mla_layers(model: nn.Module, *, is_loaded: bool = True) -> Iterator[tuple[s
 
 
 def _derive_again(module: Any, act_dtype: torch.dtype) -> None:
-    """vLLM's own derivation; its results go where the present ones are, which is where CUDA graphs read them."""
+    """Let vLLM derive the matrices again, and copy them to where the old ones are: CUDA graphs read them there."""
     places = {leaf: getattr(module, leaf) for leaf in _MLA_DERIVED}
     module.process_weights_after_loading(act_dtype)
     for leaf, place in places.items():

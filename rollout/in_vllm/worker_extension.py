@@ -3,8 +3,8 @@
 vLLM mixes `WeightReceiver` into its worker class (worker_extension_cls, by way of engine_process.py);
 `Engine.call_ranks` calls its methods on all ranks.
 Owns: recording the layout of a live engine rank, and handing its memory and hooks to a Receiver. Does not own the
-protocol (`weight_sync.replica.receiver`), nor what vLLM does to a weight after loading, or the refusal of a form
-that one-sided writes cannot fill (`post_load.py`).
+protocol (`weight_sync/replica/receiver.py`), what vLLM does to a weight after loading, nor the refusal of forms that
+one-sided writes cannot fill (`post_load.py`).
 Invariant: a parameter that is accepted holds, after a commit, the bytes that vLLM's own loader would have left there.
 """
 
@@ -40,7 +40,7 @@ from weight_sync.typed_msgpack import pack, unpack
 
 @contextlib.contextmanager
 def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Note how long the block ran."""
+    """Store under `name` how many seconds the block ran."""
     began = time.monotonic()
     yield
     seconds[name] = time.monotonic() - began
@@ -65,7 +65,7 @@ class WeightReceiver:
     _slipstream: Receiver
     _slipstream_transport: MooncakeTransport
     slipstream_seconds: dict[str, float]
-    """What slipstream_describe was spent on."""
+    """Seconds of slipstream_describe, by step."""
     slipstream_is_expected: bool
     """Whether the layout was proven to be the expected one."""
 
@@ -80,9 +80,9 @@ class WeightReceiver:
     ) -> bytes:
         """Record the layout and register the memory. Once, after start.
 
-        Without an expectation every layer is recorded. With one, two layers of each kind are, and repeated: if that is
-        the expected layout, which the loader of the same model was seen to make layer by layer, it is this engine's.
-        If it is not, every layer is recorded.
+        Without `expected` every layer is recorded. With it, only two layers of each kind are, and the rest is repeated
+        from them. If the result is the expected layout, which was recorded layer by layer from the same model's loader,
+        it is this engine's, too; if not, every layer is recorded.
 
         Args:
             tensors: (name, shape, dtype) of every checkpoint tensor.
@@ -120,12 +120,12 @@ class WeightReceiver:
             )
         with timed(seconds, "describe"):
             described = pack(self._slipstream.describe())
-            freeze_heap()  # vLLM froze this process's heap before there was a layout
+            freeze_heap()  # vLLM froze the heap before the layout was in it
         return described
 
     @_replies
     def slipstream_open_link(self, transport: str, host: str, timeout_s: float) -> None:
-        """The link of an engine whose own weights nobody writes or reads. Arguments as of slipstream_describe."""
+        """Open the link of an engine whose own weights nobody writes or reads. Arguments: see slipstream_describe."""
         self._open_link(transport, host, timeout_s)
 
     def _open_link(self, transport: str, host: str, timeout_s: float) -> None:
@@ -200,13 +200,13 @@ class WeightReceiver:
 
     @_replies
     def slipstream_read_params(self) -> dict[str, str]:
-        """sha256 of every weight's bytes as the kernels read them. For tests and for looking into a mismatch."""
+        """sha256 of every weight's bytes as the kernels read them. For tests, and to find the cause of a mismatch."""
         worker: Any = self
         return {name: _sha256(tensor) for name, tensor in readable(worker.get_model()).items()}
 
     @_replies
     def slipstream_read_slots(self) -> list[dict[str, str]]:
-        """sha256 of every adapter buffer, by slot. For tests and for looking into a mismatch."""
+        """sha256 of every adapter buffer, by slot. For tests, and to find the cause of a mismatch."""
         worker: Any = self
         manager = worker.model_runner.lora_manager
         num_slots = manager.lora_config.max_loras

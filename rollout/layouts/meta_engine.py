@@ -1,13 +1,13 @@
-"""The engine's model class on meta, one rank after the other, and what its loader does. Runs as a process of its own.
+"""Records the layouts of an engine without one: its model class on meta, rank after rank. A process of its own.
 
     python -m rollout.layouts.meta_engine REQUEST.json LAYOUTS   started by offline_layout.py, which says what both hold
 
-Owns: standing in for the processes of a tensor-parallel engine: a process group that talks to nobody, and weights
-without memory. Does not own the recording (weight_sync.record.recorder) nor the cache (offline_layout.py).
+Owns: standing in for the processes of a tensor-parallel engine, with process groups that talk to nobody and weights
+without memory. Does not own the recording (weight_sync/record/recorder.py) nor the cache (offline_layout.py).
 
-Invariant: the layout of a rank equals the one that `worker_extension` reports inside a live engine of the same options.
-What decides it is the same code: engine_arguments, vLLM's model class and its `load_weights`, record_layout (of layers
-that are alike, two are recorded unless all are asked for: repeated_layers.py).
+Invariant: the layout of a rank equals the one that `worker_extension.py` reports inside a live engine of the same
+options, because the same code makes it: engine_arguments, vLLM's model class and its `load_weights`, record_layout. (Of
+layers that are alike only two are recorded, unless all are asked for: repeated_layers.py.)
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ALLOCATING: frozenset[Callable[..., Any]] = frozenset(
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """Tensors of floating-point numbers are allocated on meta. Whole numbers are real: vLLM reads its expert maps."""
+    """Allocates floating-point tensors on meta. Integer tensors stay real, because vLLM reads its expert maps."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -107,10 +107,13 @@ def _record_rank(
 
 @contextlib.contextmanager
 def as_rank(config: VllmConfig, dtype: DType, rank: int, tp_size: int, device: Device) -> Iterator[None]:
-    """Models are built, and load, as on this rank of an engine on such a device. Its process group stays behind."""
+    """While the block runs, models are built and load as on this rank of an engine on such a device.
+
+    The process group is left to the caller to destroy.
+    """
     be_rank(rank, tp_size)
     config.parallel_config.rank = rank
-    config.compilation_config.static_forward_context.clear()  # layers of the rank before, by the same names
+    config.compilation_config.static_forward_context.clear()  # the previous rank's layers have the same names
     kernels = kernels_of_gpus() if device is Device.cuda else contextlib.nullcontext()
     with set_current_vllm_config(config), set_default_torch_dtype(getattr(torch, dtype)), kernels:
         yield

@@ -1,12 +1,12 @@
-"""Destination layouts of an engine that does not run: recorded once without a GPU, then read from a cache.
+"""Gives the destination layouts of an engine that does not run: recorded once without a GPU, then kept in a cache.
 
     (hf_config, engine version, tp_size, expert parallel, dtype, kind of device)  --sha256-->  a file of the cache
          |  not there
          v
     python -m rollout.layouts.meta_engine   builds the engine's model class on meta, rank by rank, records its loader
 
-Owns: the cache, and the process that fills it. Does not own: the recording (meta_engine.py, which imports vLLM;
-weight_sync.record.recorder). Invariant: equal keys have equal layouts, so a cached file is never out of date.
+Owns: the cache, and starting the process that fills it. Does not own: the recording (meta_engine.py, which imports
+vLLM). Invariant: equal keys have equal layouts, so a cached file is never out of date.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def offline_layouts(
         dtype: model.dtype.
         device: Kind of device that the engine would run on; need not be present.
         cache: Folder of recorded layouts; None: default_cache().
-        every_layer: Record all layers instead of repeating two of a kind: what a live engine's layout is held against.
+        every_layer: Record all layers, instead of two per kind that are repeated. Needed to compare with a live engine.
 
     Raises:
         EngineError: No engine is installed, or it cannot build this model.
@@ -115,7 +115,7 @@ def _request_text(
     device: Device,
     every_layer: bool = False,
 ) -> str:
-    """Everything that decides a layout, as JSON."""
+    """Everything on which a layout depends, as JSON."""
     request = {
         "format_version": FORMAT_VERSION,
         "engine": engine_version(),
@@ -159,7 +159,7 @@ def _record(request: str) -> tuple[DestLayout, ...]:
         asked.write_text(request)
         root = str(Path(__file__).parents[2])
         env = engine_environment(Device.cpu) | {"VLLM_LOGGING_LEVEL": "ERROR"} | dict(os.environ)
-        env[OWNER_VARIABLE] = str(os.getpid())  # it ends with this process, however this one ends
+        env[OWNER_VARIABLE] = str(os.getpid())  # meta_engine.py ends with this process
         env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
         try:
             done = subprocess.run(
@@ -181,7 +181,7 @@ def _record(request: str) -> tuple[DestLayout, ...]:
 
 
 def _keep(file: Path, data: bytes) -> None:
-    """Write a cached file, whole or not at all. A cache that cannot be written costs time, not the plan."""
+    """Write a cached file, whole or not at all. If the cache cannot be written, the next call records again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as scratch:

@@ -1,17 +1,16 @@
-"""The layout of one adapter slot of an engine that does not run: what adapter_slots.py records in one that does.
+"""Computes the layout of an adapter slot of an engine that does not run; adapter_slots.py records it in one that does.
 
 vLLM's stacked LoRA tensors follow from the factors and the parallel sizes alone, so they are computed (vLLM 0.25.1,
 `lora/layers`), for the modules that trainer/weights/adapter_names.py adapts:
 
-    q, k, v; gate, up    an A each, whole; B's rows as the layer's outputs are split, k and v repeated
+    q, k, v; gate, up    one A each, whole; B's rows as the layer's outputs are split, k and v repeated
     o, down              A's columns as the layer's inputs are split; B whole
     experts, split       whole factors of this rank's experts, stacked
     experts, not split   all experts; B of gate and up by rows, A of down by columns
 
 Gate and up of an expert share one A in this product: the second copy is derived, as in adapter_slots.py.
 
-Owns: those rules. Does not own the shapes of factors (the caller's), nor a live engine's layout, which is what a
-publish uses.
+Owns: those rules. Does not own the shapes of factors (the caller gives them). A publish uses the live engine's layout.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _EXPERT_PARTS = {"gate": ("w13", 0), "up": ("w13", 1), "down": ("w2", 0)}
 def offline_slots(
     tensors: Sequence[TensorMeta], *, tp_size: int, enable_expert_parallel: bool, num_kv_heads: int
 ) -> tuple[DestLayout, ...]:
-    """One slot of every engine rank.
+    """The layout of one slot, for every engine rank.
 
     Args:
         tensors: Factors, as trainer.adapter_names.adapter_tensors lists them.
         tp_size: rollout.tp_size.
         enable_expert_parallel: rollout.enable_expert_parallel.
-        num_kv_heads: Of the model; fewer than tp_size are repeated.
+        num_kv_heads: Of the model; if there are fewer than tp_size, ranks share them.
 
     Raises:
         EngineError: A factor is of no module that engines adapt, or does not divide over the ranks.

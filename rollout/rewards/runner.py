@@ -178,7 +178,7 @@ class _RewardProcess:
         self._keeper: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._number = 0
-        """Of the last sample."""
+        """Number of the last sample that was sent."""
 
     def start(self) -> str:
         """Start the process and wait for it to be ready. Returns the file that defines the reward, or "".

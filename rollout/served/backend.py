@@ -1,4 +1,4 @@
-"""Slipstream as a weight-transfer backend of vLLM, for engines that somebody else serves.
+"""Slipstream as a weight-transfer backend of vLLM, for engines that are served by `vllm serve`.
 
     vllm serve MODEL --load-format dummy --weight-transfer-config '{"backend": "slipstream"}'
 
@@ -10,11 +10,11 @@
       finish_weight_update         ----->   on every rank  ----->   refused unless it became CLEAN since the start
       resume
 
-Every rank is a replica of its own to the publisher: vLLM hands a backend one rank and no way to call the others. The
-engine is resumed only after all of its ranks have finished, so that they serve one version or none.
+To the publisher every rank is a replica of its own, because vLLM gives a backend one rank and no way to call the
+others. The engine is resumed only after all of its ranks have finished, so that they serve one version or none.
 
 Owns the life of one rank's endpoint and its thread. Does not own recording (`worker_extension.py`) nor the protocol.
-Invariant: bytes change between start_weight_update and finish_weight_update alone, while vLLM runs no step.
+Invariant: bytes change only between start_weight_update and finish_weight_update, while vLLM runs no step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _KNOWN_DUTIES = {
     "shutdown",
     "trainer_send_weights",
 }
-"""What vLLM 0.25.1 and 0.32 ask of a backend. One that asks for more would not be served right by this file."""
+"""What vLLM 0.25.1 and 0.32 ask of a backend. A release that asks for more is refused."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class SlipstreamInitInfo(WeightTransferInitInfo):
     transport: str = "auto"
     timeout_s: float = 60.0
     layouts: list[str] = field(default_factory=list)
-    """By rank: digest of the layout that it should have."""
+    """Digest of the layout that each rank should have, by rank."""
 
 
 @dataclass
@@ -113,7 +113,7 @@ class _Handler:
         return [self._described]
 
     async def pause(self, version: int, epoch: int, digest: str) -> None:
-        """vLLM was paused through its own API; here is looked whether it was."""
+        """Check that vLLM was paused through its own API."""
         if not self.is_open:
             raise EngineError("no weight update is under way: post /pause and /start_weight_update first")
 
@@ -135,7 +135,7 @@ class _Handler:
 
 
 class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, SlipstreamUpdateInfo]):
-    """One engine rank's end. vLLM makes it after the model is loaded; see the module's docstring."""
+    """One engine rank's side; see the module's docstring. vLLM constructs it after the model is loaded."""
 
     init_info_cls = SlipstreamInitInfo
     update_info_cls = SlipstreamUpdateInfo
@@ -155,7 +155,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         """The endpoint's epoch when the update that is under way was started; None: none is."""
 
     def init_transfer_engine(self, init_info: SlipstreamInitInfo) -> None:
-        """Record, register, open an endpoint, and tell the sender. Again is allowed: an earlier sender is forgotten.
+        """Record, register, open an endpoint, and tell the sender. A second call replaces the earlier sender.
 
         Raises:
             SlipstreamError: This engine's weights cannot be written, or no link can be had. The sender is told why.
@@ -213,7 +213,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
                 f"finish_weight_update, but this rank is {state.phase} (version {state.version}): it holds no committed"
                 " version and must not serve; push again"
             )
-        if state.epoch <= self._epoch_before:  # CLEAN by an earlier update; other ranks may hold what came in this one
+        if state.epoch <= self._epoch_before:  # CLEAN since an earlier update, while other ranks may hold this one's
             raise EngineError(
                 f"finish_weight_update, but this rank received nothing in this update: it holds version {state.version}"
                 f" of an earlier one (epoch {state.epoch}) and must not serve; push again"
@@ -222,7 +222,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
 
     def receive_weights(self, update_info: SlipstreamUpdateInfo) -> None:
         """Always an error: weights are written one-sided. It ends an update that failed, on both releases."""
-        self._end_update()  # also where this rank has committed: it serves what the next update brings
+        self._end_update()  # even if this rank has committed: the next update brings its weights
         raise EngineError(
             f"weight update given up: {update_info.abort}"
             if update_info.abort
@@ -238,19 +238,19 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         self._thread, self._handler = None, None
 
     def _end_update(self) -> None:
-        """Nothing may begin, or be finished, before the next start_weight_update."""
+        """Refuse to begin or finish until the next start_weight_update."""
         self._epoch_before = None
         if self._handler is not None:
             self._handler.is_open = False
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """vLLM 0.25.1 asks backends for a sender, too; ours is weight_sync.api."""
+        """Refuse: vLLM 0.25.1 asks backends for a sender, too, but Slipstream's is weight_sync.api."""
         raise EngineError("send with weight_sync.api.update or `slipstream push`, see docs/push.md")
 
 
 class _EndpointThread:
-    """A ReplicaEndpoint on an event loop of its own: vLLM's worker has none."""
+    """Runs a ReplicaEndpoint on an event loop of its own, because vLLM's worker has none."""
 
     def __init__(self, endpoint: ReplicaEndpoint, device: torch.device) -> None:
         self.endpoint = endpoint

