@@ -1,4 +1,4 @@
-"""Options that have no effect in a run, and why: a table, one row for each reason.
+"""A table of options that have no effect in a run: one row per reason.
 
 Presets may set what a run does not use; a user may not. Pure: it sees a RunConfig, the names that a user typed, and
 config.json where it is known: rows about an architecture wait for it.
@@ -37,14 +37,14 @@ READ_BY_POLICY_ALONE = (
         if item.name not in ("objective", "sequences_per_step", "normalization")
     ),
 )
-"""Options and sections without a meaning in supervised fine-tuning."""
+"""Options and sections that supervised fine-tuning does not read."""
 READ_BY_SFT_ALONE = (
     "algorithm.sequences_per_step",
     "data.response_key",
     "data.messages_key",
     "data.max_sequence_tokens",
 )
-"""Options without a meaning in reinforcement learning."""
+"""Options that reinforcement learning does not read."""
 
 
 class Ignored(NamedTuple):
@@ -55,14 +55,14 @@ class Ignored(NamedTuple):
     applies: bool
     """Whether this run is of that kind."""
     by_what: str
-    """The choice that ignores them, for people."""
+    """The choice because of which they are ignored, as the user reads it."""
     cure: str
 
 
 def check_no_override_is_ignored(
     config: RunConfig, names: Iterable[str], hf_config: Mapping[str, Any] | None = None
 ) -> None:
-    """An option that the user typed has an effect in this run.
+    """Refuse an option that the user typed and that has no effect in this run.
 
     Args:
         config: The composed run.
@@ -91,7 +91,7 @@ def reasons_of(config: RunConfig, hf_config: Mapping[str, Any] | None) -> tuple[
 
 
 def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
-    """About what is learnt, and from what."""
+    """Reasons about what is learnt, and from what."""
     model, algorithm, reward = config.model, config.algorithm, config.reward
     is_sft = algorithm.objective is Objective.sft
     return (
@@ -163,7 +163,7 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
 
 
 def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
-    """About engines, what they are sent, and the machines."""
+    """Reasons about engines, what they are sent, and the machines."""
     cluster = config.cluster
     return (
         Ignored("cluster.dashboard_port", not cluster.dashboard, "cluster.dashboard=false", "remove one of the two"),

@@ -7,9 +7,9 @@
                                                                                                  effect (ignored.py)
 
 Every arrow can refuse, always with a ConfigError that says which option, what was given, what is allowed and what to
-do. Overrides are checked one by one before Hydra sees them, because only here it is still known who wrote what;
-Hydra's own errors that are left come from YAML files and are translated. Nothing is read but conf/ and the user's
-config folder, nothing is written, and the working directory stays.
+do. Overrides are checked one by one before Hydra sees them, because only then is it known which word an error belongs
+to. What Hydra still refuses comes from YAML files, and its errors are translated. Nothing is read but conf/ and the
+user's config folder, nothing is written, and the working directory stays.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def load_run_config(overrides: Sequence[str], config_dir: Path | None = None) ->
 
 
 def check_model_reads_overrides(config: RunConfig, overrides: Sequence[str], hf_config: Mapping[str, Any]) -> None:
-    """The last of `load_run_config`'s checks again, for a model whose config.json has been read since.
+    """Refuse overrides without an effect on a model on disk, whose config.json `load_run_config` did not read.
 
     Raises:
         ConfigError: An override has no effect on such a model.
@@ -155,7 +155,7 @@ def _read_override(text: str, config_dir: Path | None) -> Override:
 
 
 def _for_hydra(override: Override) -> str:
-    """The word that Hydra gets. Known names may be set with or without `+`; Hydra itself insists on the right one."""
+    """The word as Hydra takes it: users may set known names with or without `+`, Hydra insists on the right one."""
     if override.type is OverrideType.DEL:
         return override.input_line or ""
     text = (override.input_line or "").lstrip("+")
@@ -179,7 +179,7 @@ def _check_choice(text: str, group: str, value: Any, config_dir: Path | None) ->
 
 
 def _check_type(option: Option, override: Override) -> None:
-    """Set the value in a fresh tree of the schema: its refusal is the type error, with the option's name at hand."""
+    """Refuse a value of another type: it is set in a fresh tree of the schema, which takes only what fits."""
     value = override.value()
     if isinstance(value, str) and "${" in value:
         return  # an interpolation gets its value, and its check, when all is composed

@@ -72,13 +72,13 @@ def flat_options() -> tuple[Option, ...]:
 
 @functools.cache
 def options_by_name() -> Mapping[str, Option]:
-    """The same, by dotted name."""
+    """Every option by its dotted name."""
     return types.MappingProxyType({option.name: option for option in flat_options()})
 
 
 @functools.cache
 def section_docs() -> Mapping[str, str]:
-    """Doc of every section by dotted name (`trainer`, `trainer.lora`, ...): the docstring of its dataclass."""
+    """The doc of every section by dotted name (`trainer`, `trainer.lora`, ...): the docstring of its dataclass."""
     return types.MappingProxyType(dict(_walk_sections(RunConfig, prefix="")))
 
 
@@ -131,7 +131,7 @@ def show(value: Any) -> str:
 
 
 def render_markdown() -> str:
-    """The page docs/options.md."""
+    """The text of docs/options.md."""
     lines = [
         "# Options",
         "",

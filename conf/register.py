@@ -41,5 +41,5 @@ def schema_node() -> DictConfig:
 
 @functools.cache
 def register_schema() -> None:
-    """Store the schema under `SCHEMA_NAME`, once a process."""
+    """Store the schema under `SCHEMA_NAME`, once per process."""
     ConfigStore.instance().store(name=SCHEMA_NAME, node=schema_node(), provider="slipstream")

@@ -32,7 +32,7 @@ class Width(NamedTuple):
     """Columns that ranks share. Example: Width("intermediate_size=18432", 18432, 16, ("gate_proj", "up_proj"))."""
 
     what: str
-    """With its value, for people."""
+    """Name and value, as the user reads them."""
     size: int
     num_parts: int
     modules: tuple[str, ...]
@@ -127,7 +127,7 @@ def fp8_skipped(hf_config: Mapping[str, Any]) -> Sequence[str] | None:
 
 
 def one_of(values: Sequence[int]) -> str:
-    """Allowed numbers, for people."""
+    """Allowed numbers in words."""
     return ", ".join(str(value) for value in values)
 
 
@@ -164,7 +164,7 @@ def _feed_forwards(hf_config: Mapping[str, Any], tp_size: int, *, is_expert_para
 
 
 def _projections(hf_config: Mapping[str, Any], tp_size: int) -> Iterator[Width]:
-    """Widths of an attention that divide already, and that blocks may not."""
+    """Widths of attention projections, which tp_size divides already, and which may not be whole blocks of FP8."""
     heads, kv_heads = _size(hf_config, "num_attention_heads"), num_kv_heads_of(hf_config)
     if heads is None:
         return

@@ -89,17 +89,17 @@ class LoraConfig:
 
     @property
     def for_attention(self) -> LoraConfig | None:
-        """Of attention projections: their rank, and the alpha that keeps the scale; None where not adapted."""
+        """Rank of attention projections' adapters, with the alpha that keeps the scale; None where not adapted."""
         return self._of_rank(self.attention_rank) if self.attention else None
 
     @property
     def for_mlp(self) -> LoraConfig | None:
-        """Of dense feed-forwards."""
+        """The same for dense feed-forwards."""
         return self._of_rank(None) if self.mlp else None
 
     @property
     def for_experts(self) -> LoraConfig | None:
-        """Of routed experts."""
+        """The same for routed experts."""
         return self._of_rank(self.expert_rank) if self.experts else None
 
     def _of_rank(self, rank: int | None) -> LoraConfig:

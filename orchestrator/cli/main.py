@@ -3,7 +3,7 @@ overrides.
 
     words --argparse--> flags, overrides --conf.load--> RunConfig --preflight--> --environment--> run.run
 
-Owns: words and flags. Does not own: how a command ends (exit.py), help (help.py), anything about a run.
+Owns: which function a command calls. Does not own: flags (flags.py), help (help.py), how a command ends (exit.py).
 Invariant: importing this module loads neither torch, Ray nor vLLM, and `--help` answers at once.
 """
 

@@ -1,10 +1,10 @@
-"""Where a run stands, from its folder alone: `slipstream status`.
+"""Says where a run stands, from its folder alone: `slipstream status`.
 
     config.yaml, metrics.jsonl, run.log, the run's lock --> Status --> text, or JSON
 
-Owns: what is shown, and of how many steps the means are. Does not own: the numbers (telemetry), the lock (requests).
-Invariant: asks nothing of the run, and writes nothing but the picture that it is asked for; a run that writes meanwhile
-is read up to its last whole row.
+Owns: what is shown, and how many steps a mean is taken over. Does not own: the numbers (telemetry.py), the lock
+(control_folder.py). Invariant: the run is asked nothing, and nothing is written but a picture, on request; a run that
+writes meanwhile is read up to its last whole row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from orchestrator.files.run_log import format_s
 from orchestrator.files.telemetry import read_rows
 
 NUM_RECENT = 20
-"""Steps that means are of."""
+"""Means are taken over this many steps."""
 NUM_LOG_LINES = 5
 _SHOWN = (
     ("reward/mean", "reward", ".3f"),
@@ -41,7 +41,7 @@ _SHOWN = (
     ("sync/total_s", "publish, s", ".3f"),
     ("sync/pause_s", "pause, s", ".3f"),
     ("step/total_s", "step, s", ".2f"),
-    ("trainer/tokens_per_s_per_rank", "trainer tokens/s a rank", ".0f"),
+    ("trainer/tokens_per_s_per_rank", "trainer tokens/s per rank", ".0f"),
     ("rollout/tokens_per_s", "response tokens/s", ".0f"),
 )
 """(metric, words, format) of the means."""
@@ -51,7 +51,7 @@ _COUNTED = (
     ("rollout/restarts", "workers restarted"),
     ("optim/skipped", "steps refused"),
 )
-"""(metric, words) of what is added up over the whole run; shown where it is not 0."""
+"""(metric, words) of what is added up over the whole run, and shown unless it is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Status:
     since_s: float | None
     """Seconds since the last row."""
     left_s: float | None
-    """Of a running one: steps to go times the median of the recent ones."""
+    """How long a running run still takes: steps to go times the median of the recent ones."""
     recent: dict[str, float]
     """Metric -> its mean over the last NUM_RECENT steps that have it."""
     held_out: dict[str, float]

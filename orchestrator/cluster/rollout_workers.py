@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from conf.checks import packing_of
+from conf.model_checks import packing_of
 from conf.schema import Device, RunConfig, SyncMode
 from orchestrator.cluster.actors import RolloutActor, WorkerOptions
 from orchestrator.cluster.ray_cluster import RayCluster, kill_actor

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from conf.checks import check_architecture, check_packed_base_reaches_engines
 from conf.errors import ConfigError, SlipstreamError
+from conf.model_checks import check_architecture, check_packed_base_reaches_engines
 from conf.schema import Device, Init, Objective, RunConfig, TrainMode
 from orchestrator import machine
 from orchestrator.environment import resolve_device

@@ -18,8 +18,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from conf.checks import check_architecture, packing_of
 from conf.errors import ConfigError
+from conf.model_checks import check_architecture, packing_of
 from conf.schema import Device, LoraConfig, Objective, Relay, RunConfig, SyncMode, TrainMode
 from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from rollout.errors import EngineError

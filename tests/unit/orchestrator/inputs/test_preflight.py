@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from conf.checks import check_packed_base_reaches_engines, check_packed_experts_stay_frozen
 from conf.errors import ConfigError
 from conf.load import load_run_config
+from conf.model_checks import check_packed_base_reaches_engines, check_packed_experts_stay_frozen
 from conf.schema import Device, Init
 from orchestrator import machine
 from orchestrator.environment import resolve_device

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from conf.checks import check_engine_takes_merged_weights
 from conf.errors import ConfigError
 from conf.load import load_run_config
+from conf.model_checks import check_engine_takes_merged_weights
 from conf.schema import LoraConfig
 from orchestrator.cli.main import main
 from orchestrator.offline import estimate as plan_command

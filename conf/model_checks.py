@@ -1,0 +1,251 @@
+"""Rules between a run's options and the config.json of its model: one function per rule, each raises one ConfigError.
+
+Pure: config.json is passed in. `conf.checks.check_all` calls `check_architecture` for a model whose config is among the
+options; orchestrator/inputs/preflight.py calls it for a model on disk, once the device is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from conf.errors import ConfigError
+from conf.schema import (
+    MAX_EXPERT_RANK,
+    Device,
+    DType,
+    EngineFormat,
+    Init,
+    Objective,
+    RunConfig,
+    SyncMode,
+    TrainMode,
+)
+from conf.schema.rules import divisors
+from conf.tensor_parallel import (
+    check_tp_size_fits_model,
+    fp8_skipped,
+    has_dense_layers,
+    head_dim_of,
+    num_experts_of,
+    one_of,
+)
+
+CPU_ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Attention head sizes that vLLM's CPU attention has kernels for (vLLM 0.32, `cpu_attn.py`)."""
+CPU_ENGINE_LATENT = (512, 64)
+"""kv_lora_rank and qk_rope_head_dim of vLLM's CPU kernel of latent attention (vLLM 0.32, `mla_decode.cpp`)."""
+
+
+def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Check every rule between the run and the model's config.json."""
+    check_ep_size_fits_experts(config, hf_config)
+    check_sequence_fits_model(config, hf_config)
+    check_lora_adapts_something(config, hf_config)
+    check_expert_rank_has_kernels(config, hf_config)
+    check_packed_experts_stay_frozen(config, hf_config)
+    if config.algorithm.objective is Objective.policy:
+        check_engine_takes_merged_weights(config, hf_config)
+        check_expert_parallel_engine_has_experts(config, hf_config)
+        check_tp_size_fits_model(
+            "rollout.tp_size",
+            config.rollout.tp_size,
+            hf_config,
+            is_expert_parallel=config.rollout.enable_expert_parallel,
+            can_split_experts=config.cluster.device is not Device.cpu,
+        )
+        check_head_dim_on_cpu(config, hf_config)
+        check_fp8_engine_has_gpus(config, hf_config)
+        check_fp8_engine_computes_in_two_bytes(config, hf_config)
+        check_adapters_beside_experts_have_gpu_engines(config, hf_config)
+
+
+def check_adapters_beside_experts_have_gpu_engines(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """In adapter mode a model with experts needs GPU engines: with adapters enabled vLLM computes every expert, adapted
+    or not, in Triton kernels, which a CPU lacks.
+    """
+    is_adapter = config.weight_sync.mode is SyncMode.adapter
+    if is_adapter and config.cluster.device is Device.cpu and num_experts_of(hf_config):
+        raise ConfigError(
+            "weight_sync.mode=adapter: the CPU engine serves no adapters in a model with experts, whose kernels are a "
+            "GPU's; set weight_sync.mode=merged, choose a dense model (model=tiny_qwen3), or cluster.device=cuda"
+        )
+
+
+def check_expert_parallel_engine_has_experts(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Expert parallelism needs experts."""
+    if config.rollout.enable_expert_parallel and not num_experts_of(hf_config):
+        raise ConfigError(
+            f"rollout.enable_expert_parallel=true needs a mixture of experts, and model_type="
+            f"{hf_config.get('model_type')} has none; set rollout.enable_expert_parallel=false"
+        )
+
+
+def check_ep_size_fits_experts(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Every ep_rank of the trainer holds at least one expert."""
+    ep_size, num_experts = config.trainer.ep_size, num_experts_of(hf_config)
+    if ep_size > 1 and num_experts == 0:
+        raise ConfigError(
+            f"trainer.ep_size={ep_size} needs a mixture of experts, and model_type={hf_config.get('model_type')} has "
+            "none; set trainer.ep_size=1"
+        )
+    if ep_size > max(num_experts, 1):
+        allowed = [size for size in divisors(config.trainer.num_ranks) if size <= num_experts]
+        raise ConfigError(
+            f"trainer.ep_size={ep_size} is more than the model's {num_experts} experts; with trainer.num_ranks="
+            f"{config.trainer.num_ranks} it can be {one_of(allowed)}"
+        )
+
+
+def check_sequence_fits_model(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """The longest sequence fits the positions that the model has."""
+    is_sft = config.algorithm.objective is Objective.sft
+    option = "data.max_sequence_tokens" if is_sft else "rollout.max_model_len"
+    longest = config.data.max_sequence_tokens if is_sft else config.rollout.max_model_len
+    limit = hf_config.get("max_position_embeddings")
+    if isinstance(limit, int) and longest is not None and longest > limit:
+        raise ConfigError(
+            f"{option}={longest} is more than the model's max_position_embeddings={limit}; set {option} to at most "
+            f"{limit}"
+        )
+
+
+def check_head_dim_on_cpu(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """The CPU engine has attention kernels for some head sizes only."""
+    if config.cluster.device is not Device.cpu:
+        return
+    latent, turning = hf_config.get("kv_lora_rank"), hf_config.get("qk_rope_head_dim")
+    if latent is not None:
+        if (latent, turning) != CPU_ENGINE_LATENT:
+            raise ConfigError(
+                f"the CPU engine's latent attention is made for kv_lora_rank={CPU_ENGINE_LATENT[0]} and "
+                f"qk_rope_head_dim={CPU_ENGINE_LATENT[1]}, this model has {latent} and {turning}; "
+                "choose another model, or cluster.device=cuda"
+            )
+        return
+    head_dim = head_dim_of(hf_config)
+    if head_dim is not None and head_dim not in CPU_ENGINE_HEAD_DIMS:
+        raise ConfigError(
+            f"the model's head_dim={head_dim} has no attention kernel in the CPU engine, which has "
+            f"{one_of(CPU_ENGINE_HEAD_DIMS)}; "
+            "choose another model, or cluster.device=cuda"
+        )
+
+
+def packing_of(hf_config: Mapping[str, Any]) -> str | None:
+    """The format of four-bit weights that config.json asks for: "INT4", "MXFP4" or None."""
+    quantization: Mapping[str, Any] = hf_config.get("quantization_config") or {}
+    if quantization.get("quant_method") == "mxfp4":
+        return "MXFP4"
+    groups: Mapping[str, Any] = quantization.get("config_groups") or {}
+    for group in groups.values():
+        weights: Mapping[str, Any] = group.get("weights") or {}
+        if weights.get("num_bits") == 4 and weights.get("type", "int") == "int":
+            return "INT4"
+    return None
+
+
+def check_packed_experts_stay_frozen(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Four-bit weights stay frozen: their values are too far apart for the steps of an optimizer."""
+    packing = packing_of(hf_config)
+    if packing is not None and config.trainer.mode is TrainMode.full:
+        raise ConfigError(
+            f"trainer.mode=full cannot train {packing} weights (model.hf_config.quantization_config); set "
+            "trainer.mode=lora, or give a float checkpoint"
+        )
+
+
+def check_engine_takes_merged_weights(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Engines with four-bit weights need adapter mode: they hold packed words and a scale per group, to which merged
+    weights would have to be quantized.
+    """
+    packing = packing_of(hf_config)
+    if packing is not None and config.weight_sync.mode is SyncMode.merged:
+        raise ConfigError(
+            f"model.hf_config.quantization_config asks for {packing} engine weights: {packing} engines accept "
+            "adapter mode only, because merged weights would have to be quantized anew at every publish; "
+            + ("set weight_sync.mode=adapter, " if packing == "INT4" else "learn on them with algorithm=sft, ")
+            + "or give a config.json without quantization_config (bfloat16) or with block-FP8"
+        )
+
+
+def check_packed_base_reaches_engines(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Engines load four-bit weights from disk themselves, because no publish writes them."""
+    packing = packing_of(hf_config)
+    if packing is None or config.weight_sync.mode is not SyncMode.adapter:
+        return
+    if packing != "INT4":
+        raise ConfigError(
+            f"weight_sync.mode=adapter on {packing} weights (model.hf_config.quantization_config) is not supported: "
+            "engines would have to load them themselves, which is tested for INT4 alone; train on them with "
+            "algorithm=sft, or give a float checkpoint"
+        )
+    if config.model.init is not Init.checkpoint:
+        raise ConfigError(
+            "weight_sync.mode=adapter on INT4 weights needs model.path and model.init=checkpoint: engines load such "
+            "weights from there themselves, because no publish can write them"
+        )
+    check_int4_kernels_add_adapters(config, hf_config)
+
+
+def check_int4_kernels_add_adapters(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """INT4 experts need a shape whose kernels add adapters: vLLM computes other shapes with kernels that ignore
+    adapters, or pads the experts and not the adapters.
+    """
+    hidden, width = int(hf_config["hidden_size"]), int(hf_config["moe_intermediate_size"])
+    parts = 1 if config.rollout.enable_expert_parallel else config.rollout.tp_size
+    if hidden % 128 or width % (64 * parts):
+        raise ConfigError(
+            "weight_sync.mode=adapter on INT4 weights needs hidden_size in multiples of 128 and an engine rank's part "
+            f"of moe_intermediate_size in multiples of 64 (vLLM's Marlin kernels), got {hidden} and {width} / {parts}; "
+            "lower rollout.tp_size, set rollout.enable_expert_parallel=true, which cuts no expert, or train on this "
+            "model with algorithm=sft"
+        )
+
+
+def check_fp8_engine_has_gpus(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Engines with FP8 weights need GPUs: vLLM's CPU kernels repack such weights, or do not exist."""
+    if config.cluster.device is not Device.cpu:
+        return
+    if config.model.engine_format is EngineFormat.block_fp8 or hf_config.get("quantization_config"):
+        asked = "model.engine_format=block_fp8" if not hf_config.get("quantization_config") else "quantization_config"
+        raise ConfigError(
+            f"{asked} (config.json) asks for quantized engines, which need GPUs, and cluster.device=cpu; choose "
+            "cluster.device=cuda, or model.engine_format=checkpoint and a model without quantization_config"
+        )
+
+
+def check_fp8_engine_computes_in_two_bytes(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Block-FP8 engines need activations of two bytes (vLLM's `Fp8Config.get_supported_act_dtypes`)."""
+    is_fp8 = config.model.engine_format is EngineFormat.block_fp8 or fp8_skipped(hf_config) is not None
+    if is_fp8 and config.model.dtype is DType.float32:
+        raise ConfigError(
+            "model.dtype=float32 contradicts block-FP8 engines, which compute in two bytes; set model.dtype=bfloat16, "
+            "or give a model without FP8 (model.engine_format=checkpoint)"
+        )
+
+
+def check_lora_adapts_something(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """The model has a part that adapters are asked for."""
+    lora, is_moe = config.trainer.lora, num_experts_of(hf_config) > 0
+    if config.trainer.mode is TrainMode.full or lora.attention:
+        return
+    has_mlp = has_dense_layers(hf_config) or hf_config.get("n_shared_experts")
+    if not (lora.experts and is_moe) and not (lora.mlp and has_mlp):
+        raise ConfigError(
+            "trainer.lora.attention=false leaves nothing to adapt: this model has "
+            f"{'experts' if is_moe else 'a dense feed-forward'} only; set "
+            f"trainer.lora.{'experts' if is_moe else 'mlp'}=true"
+        )
+
+
+def check_expert_rank_has_kernels(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Adapters of routed experts have a bounded rank: the trainer's kernels hold a whole row of it."""
+    lora = config.trainer.lora.for_experts
+    if config.trainer.mode is TrainMode.full or lora is None or lora.rank <= MAX_EXPERT_RANK:
+        return
+    if num_experts_of(hf_config):
+        raise ConfigError(
+            f"routed experts take adapters of rank {MAX_EXPERT_RANK} at most, got {lora.rank}; set "
+            f"trainer.lora.expert_rank={MAX_EXPERT_RANK} or lower, or trainer.lora.experts=false"
+        )
