@@ -6,9 +6,9 @@
     python bench/kimi_slice.py --tiny             two ranks on a CPU
 
 The product's TrainerRank trains the model's true layers (hidden 7168, latent attention of 64 heads, a shared expert,
-experts of 2048 in INT4, vocabulary 163,840, dense layer 0) on random weights: 48 experts a GPU and layer as under
+experts of 2048 in INT4, vocabulary 163,840, dense layer 0) on random weights: 48 experts per GPU and layer as under
 EP=8, expert parallelism over the N GPUs present, so 48 N routed experts at top-8 and 8 x 8,192 / 48 = 1,365 rows an
-expert, 8,192 tokens a GPU. A step is forward, backward (activation checkpointing) and AdamW with 8-bit moments on
+expert, 8,192 tokens per GPU. A step is forward, backward (activation checkpointing) and AdamW with 8-bit moments on
 bfloat16 adapters of r=16 (and r=8) on all projections. Routing is forced: drawn uniformly ("balanced"), or from a Zipf
 law whose fullest expert gets twice the mean. Sequences are four of 2,048 tokens ("one sequence": one of 8,192, whose
 attention costs four times as much). Without --full two depths give seconds a layer and a constant; the rest is
@@ -38,7 +38,7 @@ ASSUMED_LINK_GB_S = 350.0
 
 
 def cases(args: argparse.Namespace, world_size: int) -> list[Any]:
-    """Of both ranks: the whole model, or two depths of it."""
+    """The cases to run for each LoRA rank: the whole model, or two depths of it."""
     from bench.training.kimi_rank import Case
 
     shallow, deep = args.layers
@@ -130,7 +130,7 @@ def extrapolated_memory(
 
 
 def add_extrapolations(report: dict[str, Any], args: argparse.Namespace, world_size: int) -> None:
-    """Of every rank whose two depths are there."""
+    """Extrapolate for every LoRA rank of which both depths were measured."""
     measured = report["measured"]
     pairs = {f"r{args.rank}": ("shallow", "deep"), f"r{args.other_rank}": ("other_shallow", "other_deep")}
     report["extrapolated"] = {
@@ -147,11 +147,11 @@ def add_extrapolations(report: dict[str, Any], args: argparse.Namespace, world_s
 
 
 def assumptions(world_size: int, report: dict[str, Any]) -> list[str]:
-    """In words."""
+    """Every assumption of the extrapolation, in words."""
     link = report["r16"]["balanced"] if "r16" in report else next(iter(report.values()))["balanced"]
     source = "measured in this run" if world_size > 1 else "ASSUMED: one GPU exchanges nothing"
     return [
-        f"experts: 48 a GPU and layer, {48 * world_size} in all here instead of 384; the same rows an expert (1,365)",
+        f"experts: 48 per GPU and layer, {48 * world_size} in all here instead of 384; the same rows an expert (1,365)",
         f"layers: a straight line through two depths, carried to 60 expert layers; dense layer 0, embedding, head and "
         f"their optimizer state are the constant ({link['constant_s']:.3f} s)",
         f"all-to-all: {EXCHANGES} exchanges a layer of {8192 * TOP_K * HIDDEN * 2 / 1e6:.0f} MB (a fifth runs beside "
@@ -166,7 +166,7 @@ def assumptions(world_size: int, report: dict[str, Any]) -> list[str]:
         f"router: its product has {48 * world_size} columns here, 384 there (0.05 TFLOP a pass), NOT rescaled",
         "imbalance: at EP=8 all wait for the fullest of 8 ranks; the whole layer's time is multiplied by its expected "
         f"rows over the mean (balanced {link['rank_max_over_mean']:.3f}), though attention would not wait",
-        "optimizer: expert adapters (48 experts a GPU) scale with layers; dense adapters are sharded N ways here, 8 "
+        "optimizer: expert adapters (48 experts per GPU) scale with layers; dense adapters are sharded N ways here, 8 "
         "there, and not rescaled (against us)",
         "memory: components on straight lines, dense weights rescaled from N to 8 shards; NCCL's buffers and the "
         "allocator's slack are not in it",
@@ -177,7 +177,7 @@ def print_table(report: dict[str, Any]) -> None:
     """Extrapolated figures first, then what was measured."""
     if report["arguments"]["tiny"]:
         print("\n--tiny: the figures below only show that the script runs")
-    print("\nEXTRAPOLATION to Kimi-K2-Thinking, 61 layers, 384 experts, 8 GPUs, 65,536 tokens a step")
+    print("\nEXTRAPOLATION to Kimi-K2-Thinking, 61 layers, 384 experts, 8 GPUs, 65,536 tokens per step")
     print(f"{'':6}{'workload':14}{'s/layer':>9}{'const s':>9}{'+a2a s':>9}{'step s':>8}{'tok/s':>8}{'/6,600':>8}"
           f"{'/13,000':>9}{'peak GB':>9}")  # fmt: skip
     for rank, routings in report["extrapolated"].items():
@@ -207,7 +207,7 @@ def print_full(report: dict[str, Any], world_size: int) -> None:
 
 
 def print_kernels(kernels: dict[str, Any]) -> None:
-    """By category."""
+    """Print device time by category."""
     total = sum(entry["ms"] for entry in kernels.values())
     print(f"\ndevice time of one step: {total:.0f} ms")
     for name, entry in sorted(kernels.items(), key=lambda item: -item[1]["ms"]):

@@ -65,7 +65,7 @@ BEGAN = time.monotonic()
 
 
 class Figures:
-    """What is known so far, on the screen and in a file, from the moment when it is known."""
+    """Prints every figure when it is known, and keeps it in a file at once."""
 
     def __init__(self, file: Path, facts: dict[str, Any]) -> None:
         self._file = file
@@ -334,7 +334,7 @@ def measure_push(folder: Path, args: Any, words: list[str], log_dir: Path) -> di
 
 
 def serve_words(device: str, args: Any) -> list[str]:
-    """What all starts have in common."""
+    """Words of the command that all starts share."""
     words = ["--max-model-len", str(args.max_model_len), *args.serve]
     if device == "cpu":
         words += ["--enforce-eager", "--kv-cache-memory-bytes", str(64 * MIB)]

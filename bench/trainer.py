@@ -53,8 +53,8 @@ PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0}
 PROFILED_TOKENS = 4096
 """Length of --profile and --memory, where it is among --tokens; else the first."""
 LOSS_TOLERANCE = 2e-4
-"""Of a mean over a sequence, relative. Every token's logits are rounded to bfloat16 (2^-9); the errors are independent,
-and 1,024 of them average out to a thirty-second."""
+"""Relative tolerance of a mean over a sequence. Every token's logits are rounded to bfloat16 (2^-9); the errors are
+independent, and 1,024 of them average out to a thirty-second."""
 KINDS = {
     "attention": ("sdpa", "flash", "fmha"),
     "optimizer": ("multi_tensor_apply", "adam", "lpnorm"),
@@ -212,7 +212,7 @@ def profile(subject: Any, token_ids: Any) -> list[dict[str, Any]]:
 
 
 def memory_at_peak(subject: Any, token_ids: Any) -> dict[str, Any]:
-    """What one step holds on the device when it holds most, by the line that asked for it; GB.
+    """GB that one step holds on the device at its peak, by the line that asked for them.
 
     "before" was there when the step began: weights, moments, and what libraries keep.
     """
@@ -253,7 +253,7 @@ def _site(frames: Sequence[Any]) -> str:
 
 
 def kind_of(kernel: str) -> str:
-    """What a kernel is for, by its name: the first of KINDS whose pattern it has."""
+    """The kind of a kernel: the first of KINDS that has a pattern in its name."""
     return next((kind for kind, patterns in KINDS.items() if any(one in kernel for one in patterns)), "elementwise")
 
 

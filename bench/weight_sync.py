@@ -51,8 +51,8 @@ from bench.sync.memory import MemorySampler, Samples  # noqa: E402
 from bench.sync.trainer_process import MIB, Row, TrainerSpec, run_rank  # noqa: E402
 
 PARTS = ("begin_s", "write_s", "verify_s", "commit_s")
-"""Stages that do not overlap. What a publish takes beside them is "rest": the link waits for a slot to be packed, rank
-0 adds up and speaks."""
+"""Stages that do not overlap. The time of a publish beside them is "rest": the link waits for a slot to be packed, rank
+0 adds up and sends messages."""
 STAGES = ("begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s", "pause_s")
 START_TIMEOUT_S = 240.0
 ROW_TIMEOUT_S = 180.0
@@ -70,7 +70,7 @@ class Child:
         theirs.close()
 
     def answer(self, timeout_s: float) -> Any:
-        """What it says next; an error if it dies or says one."""
+        """Its next answer. Raises where the process dies or answers with an error."""
         end = time.monotonic() + timeout_s
         while not self.pipe.poll(1):
             if not self.process.is_alive():
@@ -95,13 +95,13 @@ class Bench:
         self.are_ready = False
 
     def wait_for_ranks(self) -> None:
-        """Until all have their weights. Once."""
+        """Wait until all have their weights; later calls return at once."""
         for rank in () if self.are_ready else self.ranks:
             rank.answer(START_TIMEOUT_S)
         self.are_ready = True
 
     def everywhere(self, *order: Any, timeout_s: float = ROW_TIMEOUT_S) -> list[Any]:
-        """The same order to all ranks; their answers."""
+        """Send one order to all ranks. Returns their answers."""
         for rank in self.ranks:
             rank.pipe.send(order)
         return [rank.answer(timeout_s) for rank in self.ranks]
@@ -206,7 +206,7 @@ class Bench:
         }
 
     def peer_runs(self, spec: EngineSpec, engine: Connection, gpus: list[int]) -> dict[str, Callable[[], Any]]:
-        """What measures each."""
+        """The function that measures each peer."""
         config, rank0, repeats = self.hf_config, self.ranks[0].pipe, self.args.peer_updates
         return {
             "vllm_nccl": lambda: peers.vllm_nccl(config, engine, rank0, spec.tp_size, repeats),
@@ -225,13 +225,13 @@ class Bench:
 
 
 def ask(engine: Child, *order: Any) -> Any:
-    """One order to the engine and its answer."""
+    """Send one order to the engine. Returns its answer."""
     engine.pipe.send(order)
     return engine.answer(60)
 
 
 def rows_of(args: argparse.Namespace, is_first: bool, folder: Path, title: str) -> dict[str, Row]:
-    """What is measured in one engine."""
+    """The rows to measure in one engine."""
     base = Row(warm_up=args.warm_up, publishes=args.publishes)
     if args.tiny:
         base = replace(base, watermark_bytes=16 * MIB)

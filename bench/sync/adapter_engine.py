@@ -29,7 +29,7 @@ SETTLE_S = 0.02
 
 
 def slots_of(config: dict[str, Any], args: argparse.Namespace) -> Any:
-    """What the engine is told about adapters."""
+    """The adapter slots that the engine is given."""
     from conf.schema import LoraConfig
     from rollout.types import AdapterSlotsSpec
     from trainer.architecture.families import read_config
@@ -123,7 +123,7 @@ class Load:
         self._num_before, self._began = self._worker._engine.num_generated_tokens, time.monotonic()
 
     def end(self) -> dict[str, Any]:
-        """What came in the phase."""
+        """End the phase. Returns its figures."""
         if self._flipping is not None:
             self._flipping.cancel()
             self._flipping = None
@@ -159,7 +159,7 @@ class Load:
             self._collected.append(time.monotonic() - self._collection_began)
 
     async def _flip(self, every_s: float) -> None:
-        """What a publish does to requests, without its bytes."""
+        """Flip slots as a publish does, but send no bytes."""
         table = self._worker._replica._table
         while True:
             await asyncio.sleep(every_s)

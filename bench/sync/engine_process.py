@@ -19,7 +19,7 @@ from typing import Any
 
 KEY = b"slipstream-bench-weight-sync-key"
 KV_CACHE_BYTES = 24 << 30
-"""On a GPU: enough for the load, and room beside it for what a peer allocates."""
+"""KV cache on a GPU: enough for the load, with room beside it for what a peer allocates."""
 COLOCATED_KV_CACHE_BYTES = 12 << 30
 COLOCATED_MEMORY = 0.5
 """Part of a GPU that the engine may take where a trainer rank has the same one."""
@@ -49,7 +49,7 @@ class EngineSpec:
 
     @property
     def title(self) -> str:
-        """For tables."""
+        """Name of the engine in tables."""
         return f"{self.kind} TP={self.tp_size}" + (" EP" if self.expert_parallel else "")
 
 
@@ -111,7 +111,7 @@ class PlainReplica:
 
 
 def plain_layout(config: dict[str, Any]) -> Any:
-    """What vLLM's loader does at tp_size=1: fused projections, stacked experts, all else as in the checkpoint."""
+    """The layout of vLLM's loader at tp_size=1: fused projections, stacked experts, all else as in the checkpoint."""
     from trainer.architecture.families import read_config
     from weight_sync.layout import DestLayout, Load, Param, Region
 
@@ -207,10 +207,10 @@ async def keep_sampling(worker: Any, index: int) -> None:
 
 
 async def settle(worker: Any, num_requests: int) -> float:
-    """Until those at work when asked have a token more: what a publish froze is prefilled again and decodes.
+    """Wait until every request at work now has one more token: those that a publish froze are prefilled again by then.
 
-    Requests that start meanwhile are not waited for: with many there is always one. Returns seconds; at once before the
-    first version.
+    Does not wait for requests that start meanwhile: with many there is always one. Returns the seconds that it waited;
+    returns at once before the first version.
     """
     began = time.monotonic()
     before = {request: len(stamps) for request, stamps in worker._engine._stamps.items()}
@@ -228,7 +228,7 @@ async def settle(worker: Any, num_requests: int) -> float:
 
 
 async def obey(worker: Any, order: str, *args: Any) -> Any:
-    """One order. The updates are a peer's, from the engine's pause until it goes on: what a publish is measured by."""
+    """Carry out one order. A peer's update is timed from the engine's pause until it goes on, as a publish is."""
     llm = worker._engine._running()
     if order == "allocated":
         return await llm.collective_rpc("allocated")

@@ -50,8 +50,8 @@ def show(report: dict[str, Any]) -> None:
 
 
 def _cost(with_hashes: dict[str, Any], without: dict[str, Any]) -> float:
-    """What hashes add, as a part of a publish without. The wait for the steps in flight is left out of the difference:
-    it does not know of hashes, and varies by more than they cost."""
+    """Time that hashes add, as a part of a publish without them. The wait for the steps in flight is left out of the
+    difference: hashes do not change it, and it varies by more than they cost."""
     own = [statistics.median(r["total_s"] - r["idle_s"] for r in row["reports"]) for row in (with_hashes, without)]
     return (own[0] - own[1]) / without["total_s"]
 

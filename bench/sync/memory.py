@@ -42,7 +42,7 @@ class Samples:
 
     @property
     def mean_period_s(self) -> float | None:
-        """From one sample to the next."""
+        """Mean seconds from one sample to the next."""
         return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1) if len(self.times_s) > 1 else None
 
 

@@ -37,7 +37,7 @@ def tensors_of(hf_config: dict[str, Any]) -> tuple[list[str], list[list[int]]]:
 
 
 def answer(pipe: Connection, timeout_s: float = TIMEOUT_S) -> Any:
-    """What came back, or the error in it."""
+    """The next answer. Raises the error that it holds."""
     if not pipe.poll(timeout_s):
         raise TimeoutError(f"no answer within {timeout_s:g} s")
     reply = pipe.recv()

@@ -22,7 +22,7 @@ from bench.sync.engine_process import KEY
 MIB = 1 << 20
 POOL_BYTES = 1 << 30
 NCCL_MODULE = "vllm.distributed.weight_transfer.nccl_engine"
-"""As of vLLM 0.25.1."""
+"""Where vLLM 0.25.1 has it."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Row:
     warm_up: int = 2
     publishes: int = 10
     is_pair: bool = False
-    """As many publishes without hashes, in turns with those that have them: on, off, off, on, on, off, ..."""
+    """Also as many publishes without hashes, in turns with the others: on, off, off, on, on, off, ..."""
     trace: Path | None = None
-    """Where one more publish, the last, leaves its timeline."""
+    """File for the timeline of one more publish, the last one."""
 
     def turns(self) -> list[bool]:
         """Publish by publish after the warm-up: with hashes?"""
@@ -55,7 +55,7 @@ class Row:
 
 
 def run_rank(spec: TrainerSpec, pipe: Connection) -> None:
-    """Obey until told to end. Every answer is (error, result)."""
+    """Carry out orders until told to end. Every answer is (error, result)."""
     rank = _Rank(spec)
     pipe.send((None, None))
     while (order := pipe.recv())[0] != "end":
@@ -67,7 +67,7 @@ def run_rank(spec: TrainerSpec, pipe: Connection) -> None:
 
 
 def wait(device: Any) -> None:
-    """Until the device is idle."""
+    """Wait until the device is idle."""
     import torch
 
     if torch.device(device).type == "cuda":
@@ -75,7 +75,7 @@ def wait(device: Any) -> None:
 
 
 def draw_adapters(adapters: list[Any]) -> None:
-    """Another policy: every A and B anew."""
+    """Draw every A and B anew, as another policy has them."""
     import torch
 
     with torch.no_grad():
@@ -216,14 +216,14 @@ class _Rank:
         return {"began": began, "verify_hashes": verify_hashes, **asdict(report)}
 
     def close_row(self) -> dict[str, float]:
-        """What packing and hashing take alone; then the publisher and its link are gone."""
+        """Time packing and hashing alone, then close the publisher and its link."""
         try:
             return self._parts(self.publisher) if self.spec.world_size == 1 else {}
         finally:
             self._row.close()
 
     def _parts(self, publisher: Any) -> dict[str, float]:
-        """What packing and hashing take with nothing beside them: the host's time, and until the device is done."""
+        """Seconds of packing and of hashing with nothing beside them: the host's, and until the device is done."""
         import torch
 
         pipeline, slots = publisher._pipeline, publisher._pipeline._slots
