@@ -33,7 +33,7 @@ def free_port() -> int:
 
 def command(words: list[str], folder: Path) -> list[str]:
     """The command line of a small quick start under `folder`, on a Ray cluster of its own unless a word names one."""
-    if not any(word.startswith("cluster.ray_address=") for word in words):
+    if not any(word.startswith(("cluster.ray_address=", "cluster.dashboard=")) for word in words):
         words = [f"cluster.dashboard_port={free_port()}", *words]
     return [
         sys.executable,

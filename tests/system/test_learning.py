@@ -1,0 +1,149 @@
+"""Locks: reinforcement learns and its controls do not; every algorithm's loss is its formula, end to end.
+
+Eight runs through the command line on real Ray, vLLM, Mooncake and FSDP2, two at a time, because their start is most of
+their time: one engine and one trainer rank each. Everything is asserted on metrics.jsonl.
+
+In the runs of the algorithms a batch is one group, and a response is worth its length in tokens. With lengths l_i of
+mean m and deviation s, A_i the advantages and n the group's size, the policy loss at a ratio of 1 is -sum(A_i l_i) / D:
+
+    Dr. GRPO  A_i = l_i - m                    D = n * max_tokens     loss = -s^2 / max_tokens
+    RLOO      A_i = (l_i - m) n / (n - 1)      D = n * max_tokens     loss = -s^2 / max_tokens * n / (n - 1)
+    DAPO      A_i = (l_i - m) / (s + 1e-6)     D = sum(l_i) = n * m   loss = -s / m
+
+and m and s are reward/mean and reward/std of the same row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from system.conftest import RUN_TIMEOUT_S, FinishedRun, train
+
+pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+
+SMALL = [
+    "trainer.num_ranks=1", "trainer.ep_size=1", "rollout.num_workers=1", "run.checkpoint_every_steps=0",
+    "run.tensorboard=false", "cluster.dashboard=false",
+]  # fmt: skip
+LETTERS = [
+    *SMALL, "run.num_steps=30", "run.eval_every_steps=0", "run.eval_samples_per_prompt=4",
+    "rollout.sampling.max_tokens=2", "trainer.optim.lr=5e-3",
+]  # fmt: skip
+
+
+def lengths(num_steps: int, group_size: int, max_tokens: int) -> list[str]:
+    """A run whose batch is one group, and whose reward is the length."""
+    return [
+        *SMALL, f"run.num_steps={num_steps}", "data.eval_path=null", "algorithm.groups_per_step=1",
+        f"algorithm.group_size={group_size}", f"rollout.sampling.max_tokens={max_tokens}",
+        "rollout.sampling.stop_at_eos=true", "reward.kind=tests.fakes.length_reward:num_tokens",
+        "reward.keep_special_tokens=true",
+    ]  # fmt: skip
+
+
+GROUP_SIZE, MAX_TOKENS = 16, 16
+KL_COEF = 0.5
+
+RUNS = {
+    "learned": LETTERS,
+    "no_publish": [*LETTERS, "weight_sync.enabled=false"],
+    "shuffled": [*LETTERS, "algorithm.shuffle_advantages=true"],
+    # All three batches that may be sampled from version 0 fit into the engine at once, so that they are.
+    "staleness_2": [
+        *SMALL, "run.num_steps=6", "data.eval_path=null", "algorithm.max_staleness_steps=2",
+        "algorithm.groups_per_step=4", "algorithm.group_size=8",
+    ],
+    # Of four responses with up to four tokens, most groups hold four of the same length.
+    "dapo": ["algorithm=dapo", *lengths(6, 4, 4), "algorithm.max_uninformative_batches=0"],
+    "rloo": ["algorithm=rloo", *lengths(4, GROUP_SIZE, MAX_TOKENS)],
+    "dr_grpo": ["algorithm=dr_grpo", *lengths(4, GROUP_SIZE, MAX_TOKENS)],
+    "kl": [*lengths(4, GROUP_SIZE, MAX_TOKENS), f"algorithm.kl_coef={KL_COEF}"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def started(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[FinishedRun]]]:
+    """Every run that a selected test asks for, in the order above."""
+    wanted = {name for item in request.session.items for name in RUNS if f"[{name}" in item.name}
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        yield {name: pool.submit(train, RUNS[name], tmp_path_factory.mktemp(name)) for name in RUNS if name in wanted}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def steps(request: pytest.FixtureRequest, started: dict[str, Future[FinishedRun]]) -> list[dict[str, Any]]:
+    """The rows of the run of this name, from row 0."""
+    run = started[request.param].result()
+    assert run.exit_code == 0, run.stderr
+    assert [row["step"] for row in run.rows] == list(range(len(run.rows)))
+    return run.rows
+
+
+def run_of(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("steps", names, indirect=True)
+
+
+@run_of("learned")
+def test_the_letters_are_learned(steps: list[dict[str, Any]]) -> None:
+    """A policy that always answers the same scores 1/8. Seen over the seeds 0 to 3: 0.61 to 0.88 after 30 steps."""
+    assert steps[0]["eval/reward"] < 0.1
+    assert steps[-1]["eval/reward"] > 0.35
+    assert {row["sync/replicas_committed"] for row in steps} == {1}
+    assert {row["staleness/max"] for row in steps[1:]} == {0}
+
+
+@run_of("no_publish", "shuffled")
+def test_without_publishes_and_with_shuffled_advantages_nothing_is_learned(steps: list[dict[str, Any]]) -> None:
+    """Seen with shuffled advantages over the seeds 0 to 2: 0.01 to 0.06 after 24 to 30 steps."""
+    assert steps[-1]["policy_version"] == steps[-1]["step"] == 30, "it trained as often"
+    assert all(row["optim/grad_norm"] > 0 for row in steps[1:6]), "later all rewards of a batch may be 0"
+    assert steps[-1]["eval/reward"] < 0.2
+    is_published = steps[-1]["sync/total_s"] is not None
+    assert [row["staleness/max"] for row in steps[1:]] == ([0] * 30 if is_published else list(range(30)))
+
+
+@run_of("staleness_2")
+def test_samples_of_a_run_with_staleness_2_are_as_old_as_that_and_weighed(steps: list[dict[str, Any]]) -> None:
+    ages = [row["staleness/max"] for row in steps[1:]]
+    assert max(ages) == 2
+    for row, age in zip(steps[1:], ages, strict=True):
+        assert row["staleness/dropped_groups"] == 0
+        assert (row["parity/k3_stale"] is not None) == (age > 0)
+        if age == 0:
+            assert row["loss/tis_weight_mean"] == pytest.approx(1, abs=1e-5)
+    assert max(abs(row["loss/tis_weight_mean"] - 1) for row in steps[1:]) > 1e-4, "stale tokens are weighed"
+
+
+@run_of("dapo")
+def test_dapo_replaces_groups_that_tell_nothing_and_divides_by_tokens(steps: list[dict[str, Any]]) -> None:
+    for row in steps[1:]:
+        assert row["reward/std"] > 0, "a group of equal rewards came through"
+        assert row["loss/policy"] == pytest.approx(-row["reward/std"] / row["reward/mean"], rel=1e-3)
+        assert row["loss/tis_weight_mean"] == 1, "the ratio is taken to the policy that sampled"
+        assert row["loss/ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert sum(row["rollout/groups_uninformative"] for row in steps[1:]) > 0
+
+
+@run_of("rloo", "dr_grpo")
+def test_rloo_and_dr_grpo_divide_by_the_longest_response_and_not_by_the_deviation(
+    steps: list[dict[str, Any]], request: pytest.FixtureRequest
+) -> None:
+    others = GROUP_SIZE / (GROUP_SIZE - 1) if request.node.callspec.id == "rloo" else 1.0
+    for row in steps[1:]:
+        assert row["reward/mean"] == pytest.approx(row["rollout/response_tokens_mean"])
+        expected = -(row["reward/std"] ** 2) / MAX_TOKENS * others
+        assert row["loss/policy"] == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert max(row["reward/std"] for row in steps[1:]) > 0.5, "all responses were of one length: nothing was compared"
+
+
+@run_of("kl")
+def test_the_divergence_from_the_reference_starts_at_0_grows_and_is_paid_for(steps: list[dict[str, Any]]) -> None:
+    divergences = [row["loss/kl"] for row in steps[1:]]
+    assert abs(divergences[0]) < 1e-9 < 1e-6 < divergences[-1], "adapters start as nothing, and move"
+    for row in steps[1:]:
+        assert row["loss/total"] == pytest.approx(row["loss/policy"] + KL_COEF * row["loss/kl"], rel=1e-3, abs=1e-6)
