@@ -1,3 +1,4 @@
+# pyright: strict
 """Facts about this machine, read without torch, Ray or any other library that would touch a GPU.
 
 Owns: readers of /proc, /sys, /dev and of the NVIDIA tools; each takes what it reads as a parameter, so that tests give
@@ -155,7 +156,7 @@ def count_cpus() -> int:
 
 def memory_bytes() -> tuple[int, int]:
     """(total, available) memory of this machine; the control group's limit counts as total when it is less."""
-    facts = {}
+    facts: dict[str, int] = {}
     for line in _read(Path("/proc/meminfo")).splitlines():
         name, _, rest = line.partition(":")
         facts[name] = int(rest.split()[0]) << 10 if rest.split() else 0

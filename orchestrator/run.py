@@ -1,3 +1,4 @@
+# pyright: strict
 """One run from start to end: reads its files, starts its processes, lets the loop train, leaves its results.
 
     files --> processes (trainer ranks, rollout workers, rewards) --> Controller or Finetuner --> export, curves

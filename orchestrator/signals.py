@@ -1,3 +1,4 @@
+# pyright: strict
 """What signals do to a run: the first one winds it down, a second one ends it at once.
 
     Ctrl-C ---------------------> asyncio cancels the run's task ---> state is saved, processes end, exit 130
@@ -12,7 +13,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -20,7 +21,7 @@ _SAME_SIGNAL_S = 1.0
 
 
 @contextmanager
-def wound_down_by_signals() -> Iterator[list[int]]:
+def wound_down_by_signals() -> Generator[list[int]]:
     """SIGTERM and SIGHUP wind the run down as Ctrl-C does; a second one of them ends the process at once.
 
     `timeout` sends SIGTERM to the process and to its group, so one that follows within _SAME_SIGNAL_S is the same one.
@@ -60,7 +61,7 @@ def wound_down_by_signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def second_interrupt_ends_at_once() -> Iterator[None]:
+def second_interrupt_ends_at_once() -> Generator[None]:
     """Let the second Ctrl-C end the process on the spot. To be entered inside asyncio.run, which handles the first one.
 
     What the run has started ends then, too: its processes watch this one (ray_host.py, rollout.die_with_owner).

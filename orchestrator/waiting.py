@@ -1,3 +1,4 @@
+# pyright: strict
 """The one way this package waits: with a deadline, and saying every 30 seconds what for.
 
 Owns: `wait_for`, `together`, `all_started`, `finish_first`, `last_attempt`. Does not own: what is awaited, nor what a

@@ -1,3 +1,4 @@
+# pyright: strict
 """`slipstream doctor`: what a run would find on this machine, each finding judged, each problem with its cure.
 
     gather (machine.py, imports in child processes) --> Finding(area, name, value, status, advice) --> table or JSON

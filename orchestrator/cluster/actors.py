@@ -1,3 +1,5 @@
+# pyright: strict, reportUnknownMemberType=false
+# Ray has types for a part of what it offers.
 """What runs inside the processes of a run: a Ray actor around one trainer rank, and one around one rollout worker.
 
 Owns: nothing but the wrapping; the wrapped classes know nothing of Ray. Invariant: torch and vLLM are imported here

@@ -1,3 +1,5 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Ray has types for a part of what it offers.
 """The nodes of a run: which machine holds which process, how processes meet, and how those of any machine are ended.
 
     one node       every socket binds to loopback, NVLink is open
@@ -29,6 +31,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from conf.errors import ConfigError
+from orchestrator.cluster.processes import end_processes
 
 logger = logging.getLogger(__name__)
 
@@ -124,12 +127,12 @@ def check_nodes(nodes: Iterable[str], folder: Path, model: Path | None) -> None:
         ConfigError: Naming every node that does not, and what to do.
     """
     expected, nodes = _seen(folder, model), list(nodes)
+
+    def problems_of(node: str) -> list[str]:
+        return _problems(node, expected, folder, model)
+
     with ThreadPoolExecutor(len(nodes)) as threads:
-        problems = [
-            problem
-            for found in threads.map(lambda node: _problems(node, expected, folder, model), nodes)
-            for problem in found
-        ]
+        problems = [problem for found in threads.map(problems_of, nodes) for problem in found]
     if problems:
         raise ConfigError("nodes of the Ray cluster do not fit the run: " + "; ".join(problems))
 
@@ -204,17 +207,20 @@ def _digest(files: Sequence[Path], words: Sequence[str] = ()) -> str:
 
 def _end_trees(processes: Sequence[ProcessId]) -> list[int]:
     """Pids of those that are still there after _END_TIMEOUT_S."""
-    victims: set[psutil.Process] = set()
+    victims: set[psutil.Process] = set()  # kept: who has lost its parent is nobody's child any more
     for identity in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(identity.pid)
             if abs(process.create_time() - identity.created) < _SAME_START_S:
-                victims |= {process, *process.children(recursive=True)}
-    for victim in victims:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.kill()
-    _, alive = psutil.wait_procs(victims, timeout=_END_TIMEOUT_S)
-    return sorted(process.pid for process in alive)
+                victims.add(process)
+
+    def find() -> set[psutil.Process]:
+        for victim in list(victims):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victims.update(victim.children(recursive=True))
+        return {victim for victim in victims if victim.is_running()}
+
+    return end_processes(find, timeout_s=_END_TIMEOUT_S)
 
 
 def _name(node: str) -> str:

@@ -1,3 +1,4 @@
+# pyright: strict
 """The folder of a run under the system's temporary folder: Ray's files, its token, and what processes put into TMPDIR.
 
     /tmp/slipstream-1a2b3c4d/   0700: Ray makes its own folders 0777, and this one is around them

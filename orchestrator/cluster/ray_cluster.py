@@ -1,3 +1,5 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Ray has types for a part of what it offers.
 """Ray, for one run: its own cluster on this machine, or one that the user brings.
 
     RayCluster --own--> ray_host.py (a process) --> Ray's servers      a session, a token and a folder of the run's own

@@ -1,3 +1,4 @@
+# pyright: strict
 """The run's Ray actors as the controller calls them: all trainer ranks as one, and one rollout worker.
 
 Owns: the calls and their time limits. Does not own: Ray's errors (ray_cluster.py), processes (trainer_ranks.py,

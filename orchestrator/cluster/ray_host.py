@@ -1,3 +1,5 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Ray has types for a part of what it offers.
 """The process that holds Ray's servers for one run, in a session of its own. Started by ray_servers.py as a program.
 
     controller --stdin--> this process --> gcs_server, raylet, dashboard --> actors --> engines
@@ -27,6 +29,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -55,12 +58,16 @@ class HostOptions:
 def main(options: HostOptions) -> None:
     """Start Ray, and end when the controller is gone or has had enough."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda *_: None)  # the controller says when
+        signal.signal(signum, _ignore)  # the controller says when; SIG_IGN would be inherited by all that is started
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     threading.Thread(target=_end_with_stdin, args=(options,), daemon=True).start()
     _start_ray(options)
     while True:  # the kernel ends Ray's servers when the thread that started them ends: this one must not
         signal.pause()
+
+
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    """A handler that does nothing."""
 
 
 def _start_ray(options: HostOptions) -> None:
@@ -78,7 +85,7 @@ def _start_ray(options: HostOptions) -> None:
             logging_level=logging.ERROR,
             _temp_dir=str(PrivateFolder(Path(options.folder)).ray),
         )
-    except Exception as error:  # the edge to Ray; the controller raises it
+    except Exception as error:  # noqa: BLE001 - what Ray raises depends on what failed; the controller says it
         _say(failed=f"{type(error).__name__}: {error}")
     else:
         _say(address=ray.get_runtime_context().gcs_address)
