@@ -57,6 +57,7 @@ class Worker(FakeWorker):
         await super().adopt(version, epoch)
 
     async def release(self, offers: Sequence[Offer]) -> None:
+        self.world.diary.append(("asked to release", self.index))
         await self._at("release")
         await super().release(offers)
 
@@ -294,7 +295,7 @@ async def test_a_publish_waits_until_links_are_closed() -> None:
     await cast.publish(0)
     cast.workers[1].break_at("release", "hangs")
     await cast.supervisor.fail(cast.supervisor.replicas[0], "it died")
-    await until(lambda: cast.supervisor._num_closing == 1)
+    await until(lambda: ("asked to release", 1) in cast.world.diary)
     hold = asyncio.ensure_future(cast.supervisor.hold())
     await asyncio.sleep(0.01)
     assert not hold.done(), "its address is about to change"

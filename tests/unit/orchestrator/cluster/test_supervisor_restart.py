@@ -29,7 +29,7 @@ class Cast:
         self.num_started = 0
         self.supervisor = Supervisor(
             [FakeWorker(self.world, i) for i in range(num_workers)],
-            restart=self.restart, max_restarts=max_restarts, backoff_s=0.0,
+            restart=lambda index: self.restart(index), max_restarts=max_restarts, backoff_s=0.0,
             max_missed_publishes=max_missed_publishes,
         )  # fmt: skip
         self.router = Router(self.supervisor, request_timeout_s=5)
@@ -113,7 +113,7 @@ async def test_a_publish_leaves_out_whoever_is_starting_and_a_version_that_moves
         worker.pull = slow_pull  # type: ignore[method-assign]
         return worker
 
-    cast.supervisor._restart = restart_slow_reader
+    cast.restart = restart_slow_reader
     await cast.fail(0)
     await offered.wait()
     assert cast.states[0] is S.recovering
@@ -159,7 +159,7 @@ async def test_a_peer_that_moved_without_our_knowledge_is_noticed_by_its_second_
         worker.pull = peer_moves  # type: ignore[method-assign]
         return worker
 
-    cast.supervisor._restart = restarted
+    cast.restart = restarted
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.pending)
     assert cast.world.committed[0] == -1, "nothing was adopted"
@@ -181,7 +181,7 @@ async def test_a_publish_that_begins_after_the_peers_second_offer_makes_the_reco
         worker.adopt = adopt_during_a_publish  # type: ignore[method-assign]
         return worker
 
-    cast.supervisor._restart = restarted
+    cast.restart = restarted
     await cast.fail(0)
     await until(lambda: cast.states == [S.pending, S.updating])
     cast.world.committed[1] = 1
@@ -335,7 +335,7 @@ async def test_a_worker_that_lacks_its_base_says_where_it_goes_and_a_recovered_o
     async def refuse() -> list[object]:
         raise ConnectionError("the link broke")
 
-    cast.supervisor._restart = without_base
+    cast.restart = without_base
     offer, cast.worker(1).offer = cast.worker(1).offer, refuse  # type: ignore[method-assign]
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.pending)
@@ -360,7 +360,7 @@ async def test_a_worker_that_dies_while_it_comes_back_is_started_again() -> None
             worker.pull = worker.base_wanted_at = dead  # type: ignore[method-assign, assignment]
         return worker
 
-    cast.supervisor._restart = dies_once
+    cast.restart = dies_once
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.serving)
     assert cast.num_started == 2
