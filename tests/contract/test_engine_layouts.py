@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.checkpoints import CONFIGS, GPT_OSS, CheckpointSource, write_checkpoint
-from fakes.vllm_oracle import vllm_loads_and_samples
+from fakes.vllm_oracle import engine_of, vllm_loads_and_samples
 from fakes.vllm_publish import NUM_TOKENS, PROMPTS, Seen, check, prompts_for, publish_twice
 from safetensors.torch import load_file
 
@@ -72,15 +72,15 @@ def test_a_bias_that_one_rank_adds_is_zero_on_the_others(tmp_path: Path) -> None
 def test_engines_say_what_transformers_says(model: str, tmp_path: Path) -> None:
     """In float32, where programs that are right differ by 1e-5 at most; the arguments are the product's."""
     from transformers import AutoModelForCausalLM
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     folder = write_checkpoint(CONFIGS[model], tmp_path, seed=3, dtype="float32")
     config = RolloutConfig(max_num_seqs=8, kv_cache_bytes=64 << 20, max_model_len=512)
     arguments = engine_arguments(folder, config, dtype=DType.float32, device=Device.cpu, seed=1)
-    engine = LLM(**arguments | {"load_format": "auto"})
     params = SamplingParams(n=2, max_tokens=16, temperature=1.0, seed=7, logprobs=0, ignore_eos=True, detokenize=False)
     prompt: Any = {"prompt_token_ids": list(PROMPTS[0])}
-    (output,) = engine.generate(prompt, params, use_tqdm=False)
+    with engine_of(**arguments | {"load_format": "auto"}) as engine:
+        (output,) = engine.generate(prompt, params, use_tqdm=False)
     transformers = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for one in output.outputs:
         tokens = torch.tensor([[*PROMPTS[0], *one.token_ids]])

@@ -2,45 +2,35 @@
 
 The model class is built in host memory as one rank of a GPU engine after the other; its parameters are compared as
 loaded, which is how the Triton and Cutlass kernels read them. What is recorded before loading (for plans) and on the
-loaded model, whose parameters have lost their loaders (in a live engine), is the same. One process per case, because
-vLLM has global state.
+loaded model, whose parameters have lost their loaders (in a live engine), is the same.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.recorded import replay_plan
+from cases.vllm_process import outcomes_of, run_cases
 
-REPOSITORY = Path(__file__).parents[2]
+CASES = {
+    "qwen3_moe of one rank": ("qwen3_moe", 1, False),
+    "qwen3_moe cut in two": ("qwen3_moe", 2, False),
+    "deepseek_v3 with its experts on two ranks": ("deepseek_v3", 2, True),
+}
+"""Model, ranks, and whether whole experts lie on one of them."""
 
 
-@pytest.mark.parametrize(
-    ("model", "tp_size", "expert_parallel"),
-    [("qwen3_moe", 1, False), ("qwen3_moe", 2, False), ("deepseek_v3", 2, True)],
-)
-def test_recorded_loads_are_what_vllm_loads(model: str, tp_size: int, expert_parallel: bool, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     pytest.importorskip("vllm")
-    env = {
-        **os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}:{Path(__file__).parent}",
-        "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, __file__, model, str(tp_size), str(int(expert_parallel)), str(tmp_path)],
-        env=env, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    facts = json.loads(done.stdout.splitlines()[-1])
-    assert facts["num_ranks"] == tp_size
-    assert facts["num_fp8"] > 0
-    assert facts["num_lost"] > 0
-    # Of two layers, two matrices each. They are made after loading, so nothing loads them.
-    assert facts["num_derived"] == (4 * tp_size if model == "deepseek_v3" else 0)
+    return outcomes_of(__file__, tmp_path_factory.mktemp("recorded"), list(CASES))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_recorded_loads_are_what_vllm_loads(outcomes: dict[str, str], case: str) -> None:
+    assert outcomes[case] == ""
 
 
 def finish_loading(engine: Any) -> int:
@@ -64,13 +54,12 @@ def finish_loading(engine: Any) -> int:
     return sum(type(before[name]) is not type(param) for name, param in after.items())
 
 
-def main(model: str, tp_size: int, expert_parallel: bool, folder: Path) -> None:
-    """Runs in a process of its own."""
+def compare(case: str, folder: Path) -> None:
+    """Raises where what was recorded is not what vLLM loads."""
     import torch
     import torch.distributed as dist
     from fakes.checkpoints import CONFIGS, FOR_GPUS, quantize_checkpoint, write_checkpoint
     from safetensors.torch import load_file
-    from test_recorder_vllm import replay_plan
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
@@ -82,6 +71,7 @@ def main(model: str, tp_size: int, expert_parallel: bool, folder: Path) -> None:
     from weight_sync.layout import PostLoad, TensorMeta
     from weight_sync.record.recorder import record_layout
 
+    model, tp_size, expert_parallel = CASES[case]
     write_checkpoint({**CONFIGS[model], **FOR_GPUS[model]}, folder, seed=1)
     quantize_checkpoint(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -118,10 +108,12 @@ def main(model: str, tp_size: int, expert_parallel: bool, folder: Path) -> None:
             mine, theirs = memory[param.name].view(param.shape), forms.params[param.name]
             assert mine.dtype == theirs.dtype
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), (rank, param.name)
-    facts = {"num_ranks": rank + 1, "num_fp8": num_fp8, "num_derived": num_derived, "num_lost": num_lost}
-    print(json.dumps(facts), flush=True)
-    os._exit(0)  # skip vLLM's shutdown
+    assert rank + 1 == tp_size
+    assert num_fp8 > 0
+    assert num_lost > 0
+    # Of two layers, two matrices each. They are made after loading, so nothing loads them.
+    assert num_derived == (4 * tp_size if model == "deepseek_v3" else 0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), bool(int(sys.argv[3])), Path(sys.argv[4]))
+    run_cases(compare)

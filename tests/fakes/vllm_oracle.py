@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ONLY_THE_LIKELIEST = 1e-6
 """top_p that makes sampling greedy, for requests that must have a temperature."""
+
+
+@contextmanager
+def engine_of(**arguments: Any) -> Iterator[Any]:
+    """A vLLM engine of these arguments. With one rank it lies in this process, which imports vLLM once for all of them;
+    an engine's own process takes five times the CPU time of the engine to import it."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    if arguments.get("tensor_parallel_size", 1) > 1:
+        yield LLM(**arguments)
+        return
+    with mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
+        engine = LLM(**arguments)
+    try:
+        yield engine
+    finally:
+        del engine
+        cleanup_dist_env_and_memory()
 
 
 def vllm_loads(folder: Path, dtype: str, **arguments: Any) -> dict[str, str]:
@@ -24,23 +46,23 @@ def vllm_loads_and_samples(
     Args:
         arguments: More of vLLM's engine arguments (tensor_parallel_size, ...).
     """
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     given = {"enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 16 << 20, **arguments}
-    engine = LLM(
-        model=str(folder), load_format="safetensors", skip_tokenizer_init=True, dtype=dtype, disable_log_stats=True,
-        worker_extension_cls="rollout.in_vllm.engine_process.WeightReceiver", **given,
-    )  # fmt: skip
-    replies = engine.collective_rpc("slipstream_read_params")
-    for error, text, _ in replies:
-        assert not error, (error, text)
     greedy = SamplingParams(temperature=1.0, top_p=ONLY_THE_LIKELIEST, max_tokens=max_tokens, ignore_eos=True)
     greedy.detokenize = False
     tokens: list[list[int]] = []
-    for prompt in prompts:  # one at a time: sums of a batch may be rounded in another order
-        asked: Any = [{"prompt_token_ids": list(prompt)}]
-        (output,) = engine.generate(asked, greedy, use_tqdm=False)
-        tokens.append(list(output.outputs[0].token_ids))
+    with engine_of(
+        model=str(folder), load_format="safetensors", skip_tokenizer_init=True, dtype=dtype, disable_log_stats=True,
+        worker_extension_cls="rollout.in_vllm.engine_process.WeightReceiver", **given,
+    ) as engine:  # fmt: skip
+        replies = engine.collective_rpc("slipstream_read_params")
+        for error, text, _ in replies:
+            assert not error, (error, text)
+        for prompt in prompts:  # one at a time: sums of a batch may be rounded in another order
+            asked: Any = [{"prompt_token_ids": list(prompt)}]
+            (output,) = engine.generate(asked, greedy, use_tqdm=False)
+            tokens.append(list(output.outputs[0].token_ids))
     return [hashes for _, _, hashes in replies], tokens
 
 
