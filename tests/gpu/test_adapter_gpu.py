@@ -49,7 +49,7 @@ def config_of(tp_size: int) -> RunConfig:
             "trainer.lora.rank=6", "trainer.lora.alpha=12", "model.dtype=bfloat16", "model.hf_config.hidden_size=256",
             "model.hf_config.head_dim=64", "model.hf_config.moe_intermediate_size=128", "rollout.max_model_len=512",
             "rollout.gpu_memory_utilization=0.3", f"rollout.tp_size={tp_size}",
-            f"rollout.enable_expert_parallel={str(tp_size > 1).lower()}", "weight_sync.mode=adapter",
+            *["rollout.enable_expert_parallel=true"] * (tp_size > 1), "weight_sync.mode=adapter",
         ]
     )  # fmt: skip
 
