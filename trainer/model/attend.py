@@ -1,7 +1,6 @@
-"""Causal attention over packed sequences: the kernels, and where sequences lie.
+"""Causal attention over packed sequences: the kernels, and which one a model takes.
 
-Owns the bookkeeping of a packed microbatch (`PackedSequences`) and the choice of kernel, which is made
-once per model and reported:
+Owns the choice, which is made once per model and reported:
 
     cudnn   scaled_dot_product_attention's cuDNN kernels, sequences of one length at a time (Hopper and data-centre
             Blackwell, 16-bit, the head widths of `CUDNN_WIDTHS`); twice as fast as varlen there for long sequences. A
@@ -23,7 +22,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -33,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer.architecture.attention_spec import GqaSpec, MlaSpec
+from trainer.model.packed_sequences import LONG, PackedSequences
 
 logger = logging.getLogger(__name__)
 
@@ -89,62 +88,6 @@ def _cudnn_takes(
         logger.warning("attention: cuDNN refuses heads of %d and %d, so varlen: %s", key_dim, value_dim, error)
         return False
     return True
-
-
-LONG = 1024
-"""Tokens. A sequence of this length fills the device by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedSequences:
-    """Where sequences lie in a microbatch: made once per forward, shared by all layers.
-
-    Example: lengths (2, 3) give cu_seqlens [0, 2, 5] and a padded (2, 3) batch, of which the tokens are rows
-    [0, 1, 3, 4, 5] once it is flattened.
-    """
-
-    cu_seqlens: Tensor
-    """int32 [B + 1] on the compute device."""
-    num_sequences: int
-    max_length: int
-    starts: tuple[int, ...]
-    """cu_seqlens on the host."""
-    padded_row_T: Tensor
-    """int64 [T]; token t is row padded_row[t] of the padded batch flattened to [B * L]."""
-    block_masks: dict[int | None, Any] = field(default_factory=dict)
-    """flex_attention's mask of each window in use, made by the first layer that needs it."""
-
-    @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> PackedSequences:
-        """Args: cu_seqlens int [B + 1], preferably on the CPU, because lengths decide shapes.
-
-        Raises:
-            ValueError: it does not rise from 0 to num_tokens.
-        """
-        starts = cu_seqlens.to("cpu", torch.int64)
-        lengths = starts.diff()
-        if starts.numel() == 0 or starts[0] != 0 or starts[-1] != num_tokens or bool((lengths < 0).any()):
-            raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens {num_tokens}, got {starts.tolist()}")
-        max_length = int(lengths.max()) if lengths.numel() else 0
-        shifts = torch.arange(lengths.numel()) * max_length - starts[:-1]
-        padded_rows = torch.arange(num_tokens) + torch.repeat_interleave(shifts, lengths)
-        return cls(
-            starts.to(device, torch.int32), lengths.numel(), max_length, tuple(starts.tolist()), padded_rows.to(device)
-        )
-
-    @property
-    def is_long(self) -> bool:
-        """Whether sequences are long enough, on average, to take them one after the other."""
-        return self.starts[-1] >= LONG * self.num_sequences > 0
-
-    def pad(self, x: Tensor) -> Tensor:
-        """[T, N, D] -> [B, N, L, D], zeros on the right."""
-        rows = x.new_zeros(self.num_sequences * self.max_length, *x.shape[1:]).index_copy(0, self.padded_row_T, x)
-        return rows.view(self.num_sequences, self.max_length, *x.shape[1:]).transpose(1, 2)
-
-    def unpad(self, x: Tensor) -> Tensor:
-        """[B, N, L, D] -> [T, N, D]."""
-        return x.transpose(1, 2).flatten(0, 1).index_select(0, self.padded_row_T)
 
 
 def attend(

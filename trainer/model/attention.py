@@ -20,8 +20,9 @@ from trainer.architecture.model_spec import ModelSpec
 from trainer.kernels.latent import latent_heads
 from trainer.kernels.rms_norm import norm_rotate
 from trainer.lora import Linear, apply_together
-from trainer.model.attend import AttentionBackend, KeptAttention, PackedSequences, attend
+from trainer.model.attend import AttentionBackend, KeptAttention, attend
 from trainer.model.norm import RMSNorm
+from trainer.model.packed_sequences import PackedSequences
 
 
 def make_attention(

@@ -25,9 +25,10 @@ from conf.schema import CombineMode, LoraConfig
 from trainer.architecture.model_spec import ModelSpec
 from trainer.kernels.gather import gather_rows
 from trainer.lora import Linear, apply_together
-from trainer.model.attend import AttentionBackend, KeptAttention, PackedSequences
+from trainer.model.attend import AttentionBackend, KeptAttention
 from trainer.model.attention import make_attention
 from trainer.model.norm import RMSNorm
+from trainer.model.packed_sequences import PackedSequences
 from trainer.model.rope import RotaryEmbedding
 from trainer.moe.bank import UnpackBuffers
 from trainer.moe.block import MoeBlock

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from trainer.model import attend
-from trainer.model.attend import KeptAttention, PackedSequences, padded_length
+from trainer.model.attend import KeptAttention, padded_length
+from trainer.model.packed_sequences import PackedSequences
 
 
 def test_few_padded_lengths_and_little_padding():

@@ -26,7 +26,8 @@ from cases.tiny_models import (
 
 from conf.errors import ConfigError
 from conf.schema import MlaNormEps, TrainMode
-from trainer.model.attend import AttentionBackend, PackedSequences, attend
+from trainer.model.attend import AttentionBackend, attend
+from trainer.model.packed_sequences import PackedSequences
 from trainer.weights.fused_experts import interleave
 
 CONFIGS = {
