@@ -17,13 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from conf.errors import ConfigError
 from conf.schema import Objective
 from orchestrator.cluster.control_folder import is_alive
 from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
-from orchestrator.files.run_folder import RunFolder
+from orchestrator.files.run_folder import RunFolder, saved_options
 from orchestrator.files.run_log import format_s
 from orchestrator.files.telemetry import read_rows
 
@@ -110,12 +108,12 @@ def status_of(run: Path) -> Status:
     """Read a run's folder.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is no run folder, or its config.yaml is damaged.
     """
     folder = RunFolder(run.resolve())
-    if not folder.config.is_file():
-        raise ConfigError(f"{run} is not a run folder; give one like runs/latest")
-    num_steps = int(yaml.safe_load(folder.config.read_text())["run"]["num_steps"])
+    num_steps = saved_options(run).get("run", {}).get("num_steps")
+    if not isinstance(num_steps, int):
+        raise ConfigError(f"{folder.config} holds no run.num_steps: it is not the options of a run")
     rows = read_rows(folder.metrics)
     step = int(rows[-1]["step"]) if rows else None
     is_finished = step is not None and step >= num_steps and (folder.adapter.is_dir() or folder.merged.is_dir())
@@ -146,7 +144,7 @@ def draw(run: Path) -> Path:
     from orchestrator.files.curves import RL_PANELS, SFT_PANELS, draw_curves
 
     folder = RunFolder(run.resolve())
-    objective = yaml.safe_load(folder.config.read_text())["algorithm"]["objective"]
+    objective = saved_options(run)["algorithm"]["objective"]
     draw_curves(folder.metrics, folder.curves, SFT_PANELS if objective == Objective.sft else RL_PANELS)
     return folder.curves
 

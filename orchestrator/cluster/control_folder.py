@@ -26,12 +26,11 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from conf.errors import ConfigError
 from conf.schema import Objective
 from orchestrator.cluster.replicas import ReplicaState
 from orchestrator.cluster.supervisor import Supervisor
+from orchestrator.files.run_folder import saved_options
 
 logger = logging.getLogger(__name__)
 
@@ -109,14 +108,13 @@ def ask(run: Path, worker: int | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -
         ConfigError: This is no run folder, its run is over or does not answer, or there is no such worker.
     """
     run = run.resolve()
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is not a run folder; give one like runs/latest")
+    options = saved_options(run)
     is_running = is_alive(run)
     if is_running is None:
         raise ConfigError(f"the run in {run} belongs to another user, who alone may ask it; ask as that user")
     if not is_running:
         raise ConfigError(f"the run in {run} is not alive; to go on with it: slipstream resume {run}")
-    if yaml.safe_load((run / "config.yaml").read_text())["algorithm"]["objective"] == Objective.sft:
+    if options.get("algorithm", {}).get("objective") == Objective.sft:
         raise ConfigError(f"the run in {run} is fine-tuning (algorithm=sft): it has no rollout workers to restart")
     name = secrets.token_hex(8)
     request, answer = (run / "control" / f"{name}.{kind}.json" for kind in ("request", "answer"))

@@ -156,6 +156,24 @@ def write_description(folder: RunFolder, config: RunConfig, overrides: list[str]
     _put(folder.environment, json.dumps(describe_environment(overrides), indent=2) + "\n")
 
 
+def saved_options(run: Path) -> dict[str, Any]:
+    """The options in a run's folder, section by section, as plain values.
+
+    Raises:
+        ConfigError: it is no run folder, or its config.yaml is damaged.
+    """
+    path = RunFolder(run).config
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{run} is not a run folder; give one like runs/latest") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read ({type(error).__name__}); it holds the run's options") from error
+    if not isinstance(saved, dict):
+        raise ConfigError(f"{path} holds no options of a run")
+    return cast("dict[str, Any]", saved)
+
+
 def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
     """Options that a resumed run changes, one line per option; none for a new run. Call it before `write_description`,
     which overwrites the options that the run was started with.

@@ -1,4 +1,4 @@
-"""Conversations for supervised fine-tuning: from a JSONL or Parquet file to token sequences and the tokens that count.
+"""Reads conversations for supervised fine-tuning: token sequences, and which of their tokens are taught.
 
 Owns: which tokens the model is taught, and the check of every row before the run starts. Does not own files
 (rollout.prompts reads rows) nor the loop (finetuner.py). No torch.

@@ -1,10 +1,11 @@
-"""Everything about a run that can be known to fail before Ray, an engine or a GPU is touched, or a folder is made.
+"""Checks a run against this machine and its files before Ray, an engine or a GPU is touched, or a folder is made.
 
     RunConfig --one function per subject--> a Fact each, or a problem each --> PreflightReport, or one PreflightError
 
-Owns: what depends on this machine or on files. Does not own: rules between options alone (conf.checks).
-Invariant: reads only; no torch, no Ray; seconds, unless a large checkpoint is to be resumed, which is read whole. Every
-problem is found in one go, so that nobody repairs one to meet the next.
+Owns: checks of packages, model, adapter, tokenizer, reward and run folder, and the order of all checks. Does not own:
+rules between options (conf/checks.py), rows of data files (prompt_rows.py), the machine (machine_checks.py).
+Invariant: nothing is written, and neither torch nor Ray is loaded. It takes seconds, unless a large checkpoint is to be
+resumed, which is read whole. Every problem is found in one go, so that nobody repairs one to meet the next.
 """
 
 from __future__ import annotations

@@ -80,3 +80,22 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert main(["status", str(run / "nowhere")]) == 2
     assert "is not a run folder; give one like runs/latest" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (b"run: {num_steps: 3", "config.yaml cannot be read (ParserError)"),
+        (b"\xff\xfe", "config.yaml cannot be read (UnicodeDecodeError)"),
+        (b"run", "config.yaml holds no options of a run"),
+        (b"run: {}", "config.yaml holds no run.num_steps"),
+    ],
+)
+def test_a_damaged_description_is_one_message(
+    saved: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_bytes(saved)
+    assert main(["status", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
