@@ -38,12 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code, see the module's docstring.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    received: list[int] = []
     try:
-        code = _dispatch(words)
-        sys.stdout.flush()
+        with wound_down_by_signals() as received:  # also while files are looked at: temporary ones are removed then
+            code = _dispatch(words)
+            sys.stdout.flush()
         return code
     except ConfigError as error:
         return say(error)
+    except KeyboardInterrupt:
+        tell("\nstopped.")
+        return 128 + received[0] if received else EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output (a pager, head) has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -297,6 +297,15 @@ def test_a_run_whose_options_cannot_be_read_is_not_resumed(
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_a_command_that_still_looks_at_files(
+    signum: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("orchestrator.inputs.preflight.run_preflight", lambda config: signal.raise_signal(signum))
+    assert main(READY) == code
+    assert capsys.readouterr().err == "\nstopped.\n"
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyncio"])
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_wind_the_run_down(
