@@ -29,7 +29,7 @@ import asyncio
 import contextlib
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ class RolloutWorker:
         adapters: Slots of the engine, when weight_sync.mode=adapter. Base weights then come once, over endpoint() or
             from disk, and policy versions over adapter_endpoint().
         keep_special_tokens: In the text of responses.
+        make_engine: Called with Engine's arguments.
 
     Raises:
         EngineError: The folder has no tokenizer.json, or it is damaged.
@@ -93,6 +94,7 @@ class RolloutWorker:
         host: str = "127.0.0.1",
         adapters: AdapterSlotsSpec | None = None,
         keep_special_tokens: bool = False,
+        make_engine: Callable[..., Engine] = Engine,
     ) -> None:
         self._sampling = config.sampling
         self._sync = weight_sync
@@ -104,7 +106,7 @@ class RolloutWorker:
         self._adapter_endpoint: ReplicaEndpoint | None = None
         self._sockets = contextlib.ExitStack()
         """The folder of the slots' sockets, and our ends of them."""
-        self._engine = Engine(folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters)
+        self._engine = make_engine(folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters)
         self._endpoint = ReplicaEndpoint(self, key, host=host)
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._skip_special_tokens = not keep_special_tokens

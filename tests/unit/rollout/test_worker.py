@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,25 @@ BINDING = Binding("session", {"w": 4096})
 OFFER = Offer(3, 7, "digest", "layout", "tcp", BINDING, {"w": (1 << 64) - 1})
 
 
-class NotingEngine:
-    """Two ranks. Fails `failing` on its second rank; answers when `gate` is open, as `finish_reasons` say."""
+class ModelEngine:
+    """What a worker must respect in an engine of two ranks; each breach is an assertion error.
+
+    Fails `failing` on its second rank; answers when `gate` is open, as `finish_reasons` say.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.calls: list[str] = []
+        self.is_alive = False
+        self.is_running = True
+        self.is_written = False
+        """Whether the bytes of its weights may change."""
+        self.has_old_blocks = True
+        """Whether KV blocks of other weights than the present ones are there."""
         self.version = -1
+        self.pause_modes: list[PauseMode] = []
+        self.ranks_did: list[str] = []
+        """Calls to its ranks."""
+        self.requests: list[tuple[int, int]] = []
+        """Siblings and max_tokens of each."""
         self.token_ids = [7]
         self.failing = ""
         self.finish_reasons: list[str] = []
@@ -58,33 +72,40 @@ class NotingEngine:
         self.gate.set()
         self.cleared = asyncio.Event()
         self.cleared.set()
-        self.is_alive = True
         self.num_kv_blocks = 7
 
     async def start(self) -> None:
-        self.calls.append("start")
+        self.is_alive = True
 
     async def warm_up(self, adapter: object = None) -> None:
-        self.calls.append("warm up")
+        assert self.is_alive
 
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> None:
-        self.calls.append(f"pause {mode}")
+        self.is_running = False
+        self.pause_modes.append(mode)
 
     async def clear_cache(self, *, timeout_s: float) -> None:
-        self.calls.append("clear")
+        assert not self.is_running
         await self.cleared.wait()
+        self.has_old_blocks = False
 
     async def resume(self, *, timeout_s: float) -> None:
-        self.calls.append("resume")
+        assert not self.is_written, "it would sample from a mixture"
+        self.is_running = True
 
     async def set_version(self, version: int) -> None:
-        self.calls.append(f"version {version}")
+        assert not self.is_running, "a token of other weights would carry this version"
         self.version = version
 
     async def call_ranks(self, method: str, *_: Any, timeout_s: float = 0.0) -> list[Any]:
-        self.calls.append(method)
+        self.ranks_did.append(method)
+        if method in ("slipstream_begin", "slipstream_pull"):
+            assert not self.is_running, "it would sample from a mixture"
+            self.is_written = True
         if method == self.failing:
             raise IntegrityError("rank 1: w does not hold what was sent")
+        if method in ("slipstream_commit", "slipstream_adopt"):
+            self.is_written = False
         layout = DestLayout(0, (Param("w", (2,), "float32"),), ())
         replies = {
             "slipstream_describe": pack(EngineRank(layout, BINDING, "tcp")),
@@ -98,7 +119,8 @@ class NotingEngine:
     async def generate_group(
         self, token_ids: Any, n: int, sampling: SamplingConfig, *, seed: int | None
     ) -> list[Rollout]:
-        self.calls.append(f"generate {n} max={sampling.max_tokens}")
+        assert self.is_running and not self.is_written
+        self.requests.append((n, sampling.max_tokens))
         await self.gate.wait()
         reason = self.finish_reasons.pop(0) if self.finish_reasons else "stop"
         return [
@@ -109,23 +131,22 @@ class NotingEngine:
         ]
 
     def shutdown(self) -> None:
-        self.calls.append("shutdown")
         self.is_alive = False
 
 
-def make(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, adapters: AdapterSlotsSpec | None = None, **more: Any
-) -> tuple[RolloutWorker, NotingEngine]:
-    monkeypatch.setattr(rollout.worker, "Engine", NotingEngine)
+def make(folder: Path, adapters: AdapterSlotsSpec | None = None, **more: Any) -> tuple[RolloutWorker, ModelEngine]:
+    engine: Any = ModelEngine()
     save_character_tokenizer(folder, vocab_size=64)
-    worker = worker_of(folder, adapters, **more)
-    engine = worker._engine
-    assert isinstance(engine, NotingEngine)
-    return worker, engine
+    return worker_of(folder, adapters, make_engine=lambda *_, **__: engine, **more), engine
 
 
 def worker_of(
-    folder: Path, adapters: AdapterSlotsSpec | None = None, *, keep_special_tokens: bool = False, **sync: Any
+    folder: Path,
+    adapters: AdapterSlotsSpec | None = None,
+    *,
+    keep_special_tokens: bool = False,
+    make_engine: Callable[..., Engine] = Engine,
+    **sync: Any,
 ) -> RolloutWorker:
     return RolloutWorker(
         folder,
@@ -138,6 +159,7 @@ def worker_of(
         key=b"k" * 16,
         adapters=adapters,
         keep_special_tokens=keep_special_tokens,
+        make_engine=make_engine,
     )
 
 
@@ -167,8 +189,8 @@ async def publish(worker: RolloutWorker, version: int, epoch: int) -> None:
     await commit(worker, version, epoch)
 
 
-async def test_a_response_is_text_and_a_folder_without_a_tokenizer_is_refused(monkeypatch, tmp_path):
-    worker, _ = make(monkeypatch, tmp_path)
+async def test_a_response_is_text_and_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    worker, _ = make(tmp_path)
     await publish(worker, 0, 1)
     (rollout,) = await worker.generate_group(PROMPT, 1)
     assert (rollout.token_ids, rollout.text) == ([7], "c")  # 5 is "a"
@@ -181,55 +203,48 @@ async def test_a_response_is_text_and_a_folder_without_a_tokenizer_is_refused(mo
 
 
 @pytest.mark.parametrize(("keep", "text"), [(False, "c"), (True, "c<eos>")])
-async def test_special_tokens_are_in_the_text_where_they_are_asked_for(monkeypatch, tmp_path, keep, text):
-    worker, engine = make(monkeypatch, tmp_path, keep_special_tokens=keep)
+async def test_special_tokens_are_in_the_text_where_they_are_asked_for(tmp_path, keep, text):
+    worker, engine = make(tmp_path, keep_special_tokens=keep)
     engine.token_ids = [7, 2]
     await publish(worker, 0, 1)
     (rollout,) = await worker.generate_group(PROMPT, 1)
     assert (rollout.token_ids, rollout.text) == ([7, 2], text)
 
 
-async def test_start_describes_every_rank_and_stop_ends_the_engine(monkeypatch, tmp_path):
-    worker, engine = make(monkeypatch, tmp_path)
+async def test_start_describes_every_rank_and_stop_ends_the_engine(tmp_path):
+    worker, engine = make(tmp_path)
     address = await worker.start()
     try:
         assert address == worker.endpoint()
         assert address.startswith("tcp://127.0.0.1:")
         assert [rank.binding for rank in await worker.describe()] == [BINDING, BINDING]
+        assert engine.is_alive
     finally:
         await worker.stop()
-    assert engine.calls == ["start", "slipstream_describe", "warm up", "shutdown"]
-    assert not worker._engine.is_alive
+    assert not engine.is_alive
 
 
-async def test_an_engine_that_cannot_be_described_is_ended(monkeypatch, tmp_path):
-    worker, engine = make(monkeypatch, tmp_path)
+async def test_an_engine_that_cannot_be_described_is_ended(tmp_path):
+    worker, engine = make(tmp_path)
     engine.failing = "slipstream_describe"
     with pytest.raises(IntegrityError):
         await worker.start()
-    assert engine.calls[-1] == "shutdown"
+    assert not engine.is_alive
 
 
-async def test_a_publish_pauses_before_bytes_change_and_moves_the_version_before_it_resumes(monkeypatch, tmp_path):
-    worker, engine = make(monkeypatch, tmp_path)
+async def test_a_publish_pauses_before_bytes_change_and_moves_the_version_before_it_resumes(tmp_path):
+    worker, engine = make(tmp_path)
     await publish(worker, 3, 1)
-    assert engine.calls == [
-        "pause keep",
-        "slipstream_begin",
-        "clear",
-        "slipstream_verify",
-        "slipstream_commit",
-        "version 3",
-        "resume",
-    ]
+    assert (engine.version, engine.is_running, engine.has_old_blocks) == (3, True, False)
+    assert engine.pause_modes == [PauseMode.keep]
     assert (worker.state.phase, worker.state.version, worker.state.epoch) == ("clean", 3, 1)
     (rollout,) = await worker.generate_group(PROMPT, 1)
     assert rollout.policy_versions == [3]
 
 
 @pytest.mark.parametrize("end", ["commit", "abort", "stop"])
-async def test_no_garbage_collection_starts_while_the_engine_stands_still(monkeypatch, tmp_path, end):
-    worker, _ = make(monkeypatch, tmp_path)
+async def test_no_garbage_collection_starts_while_the_engine_stands_still(tmp_path, end):
+    worker, _ = make(tmp_path)
     ends = {
         "commit": lambda: commit(worker, 3, 1),
         "abort": lambda: ask(worker, Abort, 3, 1, reason="a reason"),
@@ -302,34 +317,34 @@ async def test_requests_that_outlast_a_pause_for_them_do_not_end_the_engine(monk
 
 
 @pytest.mark.parametrize(
-    ("sync", "calls"),
+    ("sync", "mode", "keeps_blocks"),
     [
-        ({"keep_kv": True}, ["pause keep", "slipstream_begin", "slipstream_verify"]),
-        ({"pause_mode": PauseMode.wait}, ["pause wait", "slipstream_begin", "clear", "slipstream_verify"]),
-        ({"pause_mode": PauseMode.abort}, ["pause abort", "slipstream_begin", "clear", "slipstream_verify"]),
+        ({"keep_kv": True}, PauseMode.keep, True),
+        ({"pause_mode": PauseMode.wait}, PauseMode.wait, False),
+        ({"pause_mode": PauseMode.abort}, PauseMode.abort, False),
     ],
 )
-async def test_pause_follows_the_configuration(monkeypatch, tmp_path, sync, calls):
-    worker, engine = make(monkeypatch, tmp_path, **sync)
+async def test_pause_follows_the_configuration(tmp_path, sync, mode, keeps_blocks):
+    worker, engine = make(tmp_path, **sync)
     await publish(worker, 0, 1)
-    assert engine.calls[: len(calls)] == calls
+    assert (engine.pause_modes, engine.has_old_blocks) == ([mode], keeps_blocks)
 
 
-async def test_the_engine_does_not_resume_before_blocks_of_older_weights_are_dropped(monkeypatch, tmp_path):
-    worker, engine = make(monkeypatch, tmp_path)
+async def test_the_engine_does_not_resume_before_blocks_of_older_weights_are_dropped(tmp_path):
+    worker, engine = make(tmp_path)
     engine.cleared.clear()
     publishing = asyncio.create_task(publish(worker, 0, 1))
     for _ in range(20):
         await asyncio.sleep(0)
-    assert "slipstream_verify" in engine.calls, "bytes are proven meanwhile"
-    assert "slipstream_commit" not in engine.calls
+    assert engine.ranks_did[-1] == "slipstream_verify", "bytes are proven meanwhile, and no rank is committed"
+    assert not engine.is_running
     engine.cleared.set()
     await publishing
-    assert engine.calls[-1] == "resume"
+    assert engine.is_running
 
 
-async def test_no_phase_but_clean_samples(monkeypatch, tmp_path):
-    worker, engine = make(monkeypatch, tmp_path)
+async def test_no_phase_but_clean_samples(tmp_path):
+    worker, engine = make(tmp_path)
 
     async def refuses() -> bool:
         with pytest.raises(ReplicaNotServing, match="samples only from a committed version"):
@@ -345,17 +360,17 @@ async def test_no_phase_but_clean_samples(monkeypatch, tmp_path):
     assert await refuses()
     await worker.stop()
     assert await refuses()
-    assert sum(call.startswith("generate") for call in engine.calls) == 1
+    assert len(engine.requests) == 1
 
 
 @pytest.mark.parametrize("failing", ["slipstream_begin", "slipstream_verify", "slipstream_commit"])
-async def test_a_failed_step_leaves_the_engine_paused_and_dirty_until_a_later_publish(monkeypatch, tmp_path, failing):
-    worker, engine = make(monkeypatch, tmp_path)
+async def test_a_failed_step_leaves_the_engine_paused_and_dirty_until_a_later_publish(tmp_path, failing):
+    worker, engine = make(tmp_path)
     await publish(worker, 0, 1)
-    engine.failing, engine.calls = failing, []
+    engine.failing = failing
     with pytest.raises(IntegrityError):
         await publish(worker, 1, 2)
-    assert "resume" not in engine.calls
+    assert not engine.is_running
     assert engine.version == 0
     assert worker.state.phase == "dirty"
     engine.failing = ""
@@ -364,8 +379,8 @@ async def test_a_failed_step_leaves_the_engine_paused_and_dirty_until_a_later_pu
     assert engine.version == 1
 
 
-async def test_steps_out_of_order_are_refused(monkeypatch, tmp_path):
-    worker, _ = make(monkeypatch, tmp_path)
+async def test_steps_out_of_order_are_refused(tmp_path):
+    worker, _ = make(tmp_path)
     await publish(worker, 0, 2)
     with pytest.raises(StaleEpoch):
         await begin(worker, 1, 2)
@@ -375,13 +390,13 @@ async def test_steps_out_of_order_are_refused(monkeypatch, tmp_path):
     assert worker.state.phase == "dirty"
 
 
-async def test_a_group_that_a_publish_aborted_is_sampled_again_under_the_new_version(monkeypatch, tmp_path):
-    worker, engine = make(monkeypatch, tmp_path, pause_mode=PauseMode.abort)
+async def test_a_group_that_a_publish_aborted_is_sampled_again_under_the_new_version(tmp_path):
+    worker, engine = make(tmp_path, pause_mode=PauseMode.abort)
     await publish(worker, 0, 1)
     engine.finish_reasons = [ABORTED]
     engine.gate.clear()
     group = asyncio.create_task(worker.generate_group(PROMPT, 2))
-    while not engine.calls[-1].startswith("generate"):
+    while not engine.requests:
         await asyncio.sleep(0)
     await begin(worker, 1, 2)
     engine.gate.set()
@@ -392,26 +407,25 @@ async def test_a_group_that_a_publish_aborted_is_sampled_again_under_the_new_ver
     assert [rollout.policy_versions for rollout in await group] == [[1], [1]]
 
 
-async def test_an_abort_that_nobody_asked_for_is_an_error(monkeypatch, tmp_path):
-    worker, engine = make(monkeypatch, tmp_path)
+async def test_an_abort_that_nobody_asked_for_is_an_error(tmp_path):
+    worker, engine = make(tmp_path)
     await publish(worker, 0, 1)
     engine.finish_reasons = [ABORTED]
     with pytest.raises(EngineError, match="nobody asked it to"):
         await worker.generate_group(PROMPT, 1)
 
 
-async def test_sampling_of_one_group_can_differ(monkeypatch, tmp_path):
-    worker, engine = make(monkeypatch, tmp_path)
+async def test_sampling_of_one_group_can_differ(tmp_path):
+    worker, engine = make(tmp_path)
     await publish(worker, 0, 1)
     await worker.generate_group(PROMPT, 1, sampling=SamplingConfig(max_tokens=3))
     await worker.generate_group(PROMPT, 2)
-    assert engine.calls[-2:] == ["generate 1 max=3", "generate 2 max=8"]
+    assert engine.requests == [(1, 3), (2, 8)]
 
 
-async def test_a_recovery_pauses_reads_and_serves_only_when_it_is_adopted(monkeypatch, tmp_path):
-    worker, engine = make(monkeypatch, tmp_path)
+async def test_a_recovery_pauses_reads_and_serves_only_when_it_is_adopted(tmp_path):
+    worker, engine = make(tmp_path)
     await worker.start()
-    engine.calls = []
     try:
         assert await worker.pull([OFFER, OFFER]) == Pulled(200, 0.5, 0.25)
         assert worker.state.phase == "verified"
@@ -420,12 +434,10 @@ async def test_a_recovery_pauses_reads_and_serves_only_when_it_is_adopted(monkey
         with pytest.raises(ReplicaNotServing):
             await worker.offer()
         await worker.adopt(3, 7)
-        assert sorted(engine.calls[1:3]) == ["clear", "slipstream_pull"]
-        assert engine.calls[::3] == ["pause keep", "slipstream_adopt"]
-        assert engine.calls[4:] == ["version 3", "resume"]
+        assert (engine.version, engine.is_running, engine.has_old_blocks) == (3, True, False)
         assert (worker.state.phase, worker.state.version, worker.state.epoch) == ("clean", 3, 7)
         await worker.release([OFFER, OFFER])
-        assert engine.calls[-1] == "slipstream_release"
+        assert engine.ranks_did[-1] == "slipstream_release"
         assert await worker.offer() == [OFFER, OFFER]
         assert worker.state.is_serving, "a publisher learns its epoch"
         await publish(worker, 4, 8)
@@ -433,8 +445,8 @@ async def test_a_recovery_pauses_reads_and_serves_only_when_it_is_adopted(monkey
         await worker.stop()
 
 
-async def test_a_recovery_that_fails_leaves_the_worker_dirty_until_a_publish(monkeypatch, tmp_path):
-    worker, engine = make(monkeypatch, tmp_path)
+async def test_a_recovery_that_fails_leaves_the_worker_dirty_until_a_publish(tmp_path):
+    worker, engine = make(tmp_path)
     await worker.start()
     try:
         with pytest.raises(PlanMismatch, match="2 ranks' weights and 0 ranks' adapter slots; its peer makes 1 offers"):
@@ -453,21 +465,21 @@ async def test_a_recovery_that_fails_leaves_the_worker_dirty_until_a_publish(mon
         await worker.stop()
 
 
-async def test_a_base_that_this_machine_does_not_have_is_named_before_the_engine_starts(monkeypatch, tmp_path):
-    worker, engine = make(monkeypatch, tmp_path, AdapterSlotsSpec(2, 8, ("q_proj",), (), base=tmp_path / "elsewhere"))
+async def test_a_base_that_this_machine_does_not_have_is_named_before_the_engine_starts(tmp_path):
+    worker, engine = make(tmp_path, AdapterSlotsSpec(2, 8, ("q_proj",), (), base=tmp_path / "elsewhere"))
     with pytest.raises(EngineError, match=r"elsewhere: no such folder on this machine"):
         await worker.start()
-    assert engine.calls == []
+    assert not engine.is_alive and engine.ranks_did == []
 
 
 @pytest.mark.parametrize("is_on_disk", [False, True])
-async def test_a_base_that_engines_load_themselves_is_neither_described_nor_wanted(monkeypatch, tmp_path, is_on_disk):
+async def test_a_base_that_engines_load_themselves_is_neither_described_nor_wanted(tmp_path, is_on_disk):
     slots = AdapterSlotsSpec(2, 8, ("q_proj",), (), base=tmp_path if is_on_disk else None)
-    worker, engine = make(monkeypatch, tmp_path, slots)
+    worker, engine = make(tmp_path, slots)
     await worker.start()
     try:
         opened = "slipstream_open_link" if is_on_disk else "slipstream_describe"
-        assert engine.calls == ["start", opened, "slipstream_open_slots", "warm up"]
+        assert engine.ranks_did == [opened, "slipstream_open_slots"]
         assert await worker.base_wanted_at() == ("" if is_on_disk else worker.endpoint())
         with pytest.raises(
             ReplicaNotServing, match="no adapter yet" if is_on_disk else "only from a committed version"
