@@ -21,14 +21,14 @@ from orchestrator.inputs.model_folder import resolve_hf_config
 from trainer.architecture.families import read_config
 
 MAX_PROCESSES_PER_CORE = 8
-"""More than this is warned of: processes take turns, and starts exceed cluster.start_timeout_s."""
+"""More are warned of: the processes take turns, and may not start within cluster.start_timeout_s."""
 TRAINER_RANK_BYTES = 300 << 20
 ENGINE_RANK_BYTES = 400 << 20
-"""Memory of a CPU's process before weights and KV cache, measured (Pss) with the quick start: 300 MB and 470 MB with a
-cache of 64 MiB."""
+"""Memory of a process on CPUs, without weights and KV cache. Measured (Pss) with the quick start: 300 MB for a trainer
+rank, 470 MB for an engine with a cache of 64 MiB."""
 DEFAULT_CPU_CACHE_BYTES = 256 << 20
 ENGINE_QUEUE_BYTES = 160 << 20
-"""Of /dev/shm, for the messages of an engine with several ranks: 10 of VLLM_MQ_MAX_CHUNK_BYTES_MB=16 (vLLM 0.32,
+"""What the messages of an engine with several ranks take of /dev/shm: 10 chunks of 16 MiB (vLLM 0.32,
 `multiproc_executor.py`, `check_shm_free_space`)."""
 MAX_SLOW_STORE_BYTES = 10**10
 """Ray keeps a larger object store nowhere but in /dev/shm (`REQUIRE_SHM_SIZE_THRESHOLD`)."""
