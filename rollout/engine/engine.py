@@ -1,10 +1,8 @@
 """One vLLM engine: how it is started, sampled from, paused, and which policy version sampled each token.
 
 Owns: requests, version stamps, calls to the engine's ranks. Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in
-common. Does not own what vLLM is told at its start (`engine_options.py`), the protocol of a publish (`worker.py`) nor
-the weights (`worker_extension.py`, `post_load.py`, `load_time.py` and `adapter_slots.py`, inside the engine's
-processes). With these and `meta_engine.py` (an engine without weights, for plans), the only importer of vLLM, by
-start(), so that importing this module is cheap.
+common. Does not own what vLLM is told (`engine_options.py`), the protocol of a publish (`worker.py`) nor the weights
+(`in_vllm/`, inside the engine's processes). Imports vLLM inside functions, so that importing this module is cheap.
 Invariant: a token's stamp is the version whose weights sampled it. Why no stamp can be wrong:
 
     EngineCore process                       this process, one event loop
@@ -26,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import json
 import logging
 import math
 import os
@@ -38,7 +35,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
 from rollout.die_with_owner import OWNER_VARIABLE
-from rollout.engine.engine_options import SOCKETS_VARIABLE, engine_arguments, engine_environment
+from rollout.engine.engine_options import (
+    SOCKETS_VARIABLE,
+    engine_arguments,
+    engine_environment,
+    stop_token_ids,
+    warm_up_lengths,
+)
 from rollout.engine.start_failure import OutputSince, why_it_failed
 from rollout.errors import EngineDied, EngineError, error_class
 from rollout.in_vllm.vllm_patches import end_for_good, watch_outputs
@@ -61,36 +64,6 @@ DRAIN_TIMEOUT_S = 30.0
 ABORTED = "abort"
 """finish_reason of a request that a pause, an eviction or a shutdown ended."""
 NUM_PROBE_LOGPROBS = 16
-
-
-def stop_token_ids(folder: Path) -> list[int]:
-    """End-of-sequence tokens of a model folder, which vLLM without a tokenizer does not know.
-
-    generation_config.json, else config.json.
-    """
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        value = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        if value is not None:
-            return [value] if isinstance(value, int) else list(value)
-    return []
-
-
-def warm_up_lengths(captured: int, largest: int) -> list[int]:
-    """Prompt lengths that make Triton compile every kernel a batch may need, above the captured sizes.
-
-    vLLM's tuned MoE kernels change at batch sizes between these (halfway between powers of two and the sizes in the
-    middle of those), and Triton compiles a kernel anew where a count stops being a multiple of 16, hence the odd
-    lengths.
-
-    Args:
-        captured: Largest batch with a CUDA graph; smaller ones are padded to one.
-        largest: Most tokens of one batch.
-    """
-    bases = [size for power in range(4, 31) for size in (1 << power, 3 << (power - 1))]
-    inside = [base for base in bases if captured < base < largest]
-    bases = [captured + 16, *inside, largest - 1]
-    return sorted({length for base in bases for length in (base, base + 1) if captured < length <= largest})
 
 
 class Engine:

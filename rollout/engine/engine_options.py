@@ -1,4 +1,4 @@
-"""What vLLM is told before it starts: environment and arguments of an engine, on either device.
+"""What vLLM is told: environment and arguments of an engine on either device, its stop tokens, its warm-up.
 
 Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Pure: starts nothing and imports no vLLM.
 """
@@ -104,6 +104,36 @@ def engine_arguments(
         if config.enable_expert_parallel:
             arguments["all2all_backend"] = "allgather_reducescatter"  # the only one that adapters of experts work with
     return arguments
+
+
+def stop_token_ids(folder: Path) -> list[int]:
+    """End-of-sequence tokens of a model folder, which vLLM without a tokenizer does not know.
+
+    generation_config.json, else config.json.
+    """
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        value = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        if value is not None:
+            return [value] if isinstance(value, int) else list(value)
+    return []
+
+
+def warm_up_lengths(captured: int, largest: int) -> list[int]:
+    """Prompt lengths that make Triton compile every kernel a batch may need, above the captured sizes.
+
+    vLLM's tuned MoE kernels change at batch sizes between these (halfway between powers of two and the sizes in the
+    middle of those), and Triton compiles a kernel anew where a count stops being a multiple of 16, hence the odd
+    lengths.
+
+    Args:
+        captured: Largest batch with a CUDA graph; smaller ones are padded to one.
+        largest: Most tokens of one batch.
+    """
+    bases = [size for power in range(4, 31) for size in (1 << power, 3 << (power - 1))]
+    inside = [base for base in bases if captured < base < largest]
+    bases = [captured + 16, *inside, largest - 1]
+    return sorted({length for base in bases for length in (base, base + 1) if captured < length <= largest})
 
 
 def _has_latent_attention(folder: Path) -> bool:

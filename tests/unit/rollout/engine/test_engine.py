@@ -15,8 +15,8 @@ import pytest
 
 from conf.errors import ConfigError
 from conf.schema import Device, DType, RolloutConfig
-from rollout.engine.engine import Engine, stop_token_ids, warm_up_lengths
-from rollout.engine.engine_options import engine_arguments, engine_environment
+from rollout.engine.engine import Engine
+from rollout.engine.engine_options import engine_arguments, engine_environment, stop_token_ids, warm_up_lengths
 from rollout.errors import EngineError, UnsupportedWeights, error_class
 from rollout.types import AdapterSlotsSpec
 from weight_sync.errors import IntegrityError
