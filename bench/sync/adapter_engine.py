@@ -16,7 +16,11 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout.adapters.slot_leases import SlotTable
+    from rollout.worker import RolloutWorker
 
 from bench.sync.trainer_process import KEY
 
@@ -54,7 +58,7 @@ def capture_sizes(num_requests: int) -> list[int]:
 class Load:
     """Requests at work, and when each of their tokens came."""
 
-    def __init__(self, worker: Any, args: argparse.Namespace) -> None:
+    def __init__(self, worker: RolloutWorker, args: argparse.Namespace) -> None:
         self._worker = worker
         self._args = args
         self._tasks: list[asyncio.Task[None]] = []
@@ -65,7 +69,7 @@ class Load:
         self._flipping: asyncio.Task[None] | None = None
         self._late, self._collected, self._collection_began = [0.0], [0.0], 0.0
         self._flips = itertools.count(FIRST_FLIP)
-        client = worker._engine._llm.engine_core
+        client: Any = worker._engine._running().engine_core
         inner = client.get_output_async
 
         async def timed() -> Any:
@@ -100,6 +104,10 @@ class Load:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks, self._last = [], {}
 
+    def _table(self) -> SlotTable:
+        assert self._worker._replica is not None, "the worker is in adapter mode"
+        return self._worker._replica._table
+
     async def close(self) -> None:
         """End the requests and the watch."""
         await self.stop()
@@ -108,9 +116,9 @@ class Load:
 
     async def settle(self) -> None:
         """Return when what began under other versions has ended: older ones, or with flips all of this moment."""
-        table = self._worker._replica._table
+        table = self._table()
         others = set(table.num_readers)
-        if self._flipping is None:
+        if self._flipping is None and table.newest is not None:
             others.discard(table.newest.version)
         while others & set(table.num_readers):
             await asyncio.sleep(SETTLE_S)
@@ -160,7 +168,7 @@ class Load:
 
     async def _flip(self, every_s: float) -> None:
         """Flip slots as a publish does, but send no bytes."""
-        table = self._worker._replica._table
+        table = self._table()
         while True:
             await asyncio.sleep(every_s)
             slot = table.free()
@@ -216,7 +224,7 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
             worker._engine._arguments["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(args.requests)}
         began = time.monotonic()
         address = await worker.start()
-        compilation = worker._engine._llm.vllm_config.compilation_config  # pyright: ignore[reportOptionalMemberAccess]
+        compilation = worker._engine._running().vllm_config.compilation_config
         started = {
             "engine_start_s": time.monotonic() - began,
             "cudagraph_mode": str(compilation.cudagraph_mode),

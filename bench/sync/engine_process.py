@@ -15,7 +15,10 @@ import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout.worker import RolloutWorker
 
 KEY = b"slipstream-bench-weight-sync-key"
 KV_CACHE_BYTES = 24 << 30
@@ -154,7 +157,7 @@ async def serve_vllm(spec: EngineSpec, pipe: Connection) -> None:
         await worker.stop()
 
 
-def build_worker(spec: EngineSpec, folder: Path) -> Any:
+def build_worker(spec: EngineSpec, folder: Path) -> RolloutWorker:
     """The product's rollout worker, with the bench's extension in its engine."""
     from conf.schema import DType, RolloutConfig, SamplingConfig, WeightSyncConfig
     from orchestrator.inputs.character_tokenizer import save_character_tokenizer
@@ -191,7 +194,7 @@ def build_worker(spec: EngineSpec, folder: Path) -> Any:
     return worker
 
 
-async def keep_sampling(worker: Any, index: int) -> None:
+async def keep_sampling(worker: RolloutWorker, index: int) -> None:
     """One response after the other, of random lengths, whenever the worker serves."""
     from rollout.errors import ReplicaNotServing
     from rollout.types import Prompt
@@ -206,7 +209,7 @@ async def keep_sampling(worker: Any, index: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def settle(worker: Any, num_requests: int) -> float:
+async def settle(worker: RolloutWorker, num_requests: int) -> float:
     """Wait until every request at work now has one more token: those that a publish froze are prefilled again by then.
 
     Does not wait for requests that start meanwhile: with many there is always one. Returns the seconds that it waited;
@@ -220,15 +223,17 @@ async def settle(worker: Any, num_requests: int) -> float:
         late = sum(len(now[request]) <= tokens for request, tokens in before.items() if request in now)
         return not late and len(now) >= 0.9 * num_requests
 
-    while worker._state.phase == "clean" and not is_settled():
+    while worker.state.is_serving and not is_settled():
         if time.monotonic() > began + SETTLE_S:
             raise TimeoutError(f"{num_requests} requests were not at work within {SETTLE_S:g} s")
         await asyncio.sleep(0.01)
     return time.monotonic() - began
 
 
-async def obey(worker: Any, order: str, *args: Any) -> Any:
+async def obey(worker: RolloutWorker, order: str, *args: Any) -> Any:
     """Carry out one order. A peer's update is timed from the engine's pause until it goes on, as a publish is."""
+    from conf.schema import PauseMode
+
     llm = worker._engine._running()
     if order == "allocated":
         return await llm.collective_rpc("allocated")
@@ -243,7 +248,7 @@ async def obey(worker: Any, order: str, *args: Any) -> Any:
     if order not in ("nccl_update", "ipc_update"):
         raise ValueError(order)
     began = time.perf_counter()
-    await worker._engine.pause("keep")
+    await worker._engine.pause(PauseMode.keep)
     await worker._engine.clear_cache()
     if order == "nccl_update":
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
