@@ -22,8 +22,10 @@ import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
 _TRACKER_GRACE_S = 2.0
-_MAPPED_NAME = re.compile(r"/dev/shm/((?:psm_|sem\.mp-|torch_|nccl-)[^/\n]*?)(?: \(deleted\))?$", re.MULTILINE)
-"""Names that Python, torch and NCCL make up. A file with another name may be the user's, such as a model."""
+_MAPPED_NAME = re.compile(
+    r"/dev/shm/((?:psm_|sem\.mp-|torch_|nccl-|vllm_dist_)[^/\n]*?)(?: \(deleted\))?$", re.MULTILINE
+)
+"""Names that Python, torch, NCCL and vLLM make up. A file with another name may be the user's, such as a model."""
 
 
 def end_processes(find: Callable[[], Iterable[psutil.Process]], *, timeout_s: float) -> list[int]:

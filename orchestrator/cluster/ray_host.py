@@ -30,6 +30,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 import psutil
 
@@ -60,8 +61,10 @@ def main(options: HostOptions) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, _ignore)  # the controller says when; SIG_IGN would be inherited by all that is started
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    threading.Thread(target=_end_with_stdin, args=(options,), daemon=True).start()
-    _start_ray(options)
+    controller = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is none of our lines
+    threading.Thread(target=_end_with_stdin, args=(options, controller), daemon=True).start()
+    _start_ray(options, controller)
     while True:  # the kernel ends Ray's servers when the thread that started them ends: this one must not
         signal.pause()
 
@@ -70,7 +73,7 @@ def _ignore(signum: int, frame: FrameType | None) -> None:
     """A handler that does nothing."""
 
 
-def _start_ray(options: HostOptions) -> None:
+def _start_ray(options: HostOptions, controller: TextIO) -> None:
     import ray
 
     try:
@@ -86,26 +89,26 @@ def _start_ray(options: HostOptions) -> None:
             _temp_dir=str(PrivateFolder(Path(options.folder)).ray),
         )
     except Exception as error:  # noqa: BLE001 - what Ray raises depends on what failed; the controller says it
-        _say(failed=f"{type(error).__name__}: {error}")
+        _say(controller, failed=f"{type(error).__name__}: {error}")
     else:
-        _say(address=ray.get_runtime_context().gcs_address)
+        _say(controller, address=ray.get_runtime_context().gcs_address)
 
 
-def _end_with_stdin(options: HostOptions) -> None:
+def _end_with_stdin(options: HostOptions, controller: TextIO) -> None:
     """Watch until stdin is closed, then leave nothing behind."""
     folder = PrivateFolder(Path(options.folder))
     try:
-        _watch(folder)
+        _watch(folder, controller)
         left = end_processes(_descendants, timeout_s=_END_TIMEOUT_S)
         if left:
-            _say(left=left)
+            _say(controller, left=left)
         folder.keep_logs(Path(options.logs))
         folder.remove()
     finally:
         os._exit(0)  # Ray's own way out would wait for servers that are gone
 
 
-def _watch(folder: PrivateFolder) -> None:
+def _watch(folder: PrivateFolder, controller: TextIO) -> None:
     """Say which server ends, and note the shared memory of all processes, until stdin is closed."""
     names: set[str] = set()
     seen: set[str] = set()
@@ -116,7 +119,7 @@ def _watch(folder: PrivateFolder) -> None:
         if stdin in ready and not os.read(stdin, 1):
             return
         for pidfd in set(ready) & servers.keys():
-            _say(lost=servers.pop(pidfd), how=_how_it_ended(pidfd))
+            _say(controller, lost=servers.pop(pidfd), how=_how_it_ended(pidfd))
         if not servers:
             servers = _vital_servers()
         present = set(os.listdir(SHARED_MEMORY))
@@ -148,10 +151,10 @@ def _descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def _say(**facts: object) -> None:
+def _say(controller: TextIO, **facts: object) -> None:
     with contextlib.suppress(BrokenPipeError):  # the controller is gone
-        sys.stdout.write(json.dumps(facts) + "\n")
-        sys.stdout.flush()
+        controller.write(json.dumps(facts) + "\n")
+        controller.flush()
 
 
 if __name__ == "__main__":

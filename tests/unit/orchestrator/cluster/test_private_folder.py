@@ -30,6 +30,13 @@ segment = SharedMemory(create=True, size=4096)
 print(segment.name, flush=True)
 input()
 """
+MAPPER = """
+import mmap, sys
+opened = [open(path, "r+b") for path in sys.argv[1:]]
+maps = [mmap.mmap(file.fileno(), 0) for file in opened]
+print("mapped", flush=True)
+input()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -114,3 +121,21 @@ def test_killed_processes_leave_no_shared_memory_and_others_keep_theirs() -> Non
     killed.wait()
     other.communicate("\n")
     assert not (SHARED_MEMORY / other_name).exists()
+
+
+def test_what_a_user_keeps_in_shared_memory_is_not_removed() -> None:
+    """vLLM's segments on CPUs have names of their own, and nobody removes them after a kill."""
+    engines = SHARED_MEMORY / f"vllm_dist_{os.getpid()}-tp:0-cpushm_0"
+    model = SHARED_MEMORY / f"model-{os.getpid()}.safetensors"
+    for file in (engines, model):
+        file.write_bytes(bytes(4096))
+    try:
+        mapper, _ = start(MAPPER, str(engines), str(model))
+        top = psutil.Process(mapper.pid)
+        end_processes(lambda: [top] if top.is_running() else [], timeout_s=10)
+        mapper.wait()
+        assert not engines.exists()
+        assert model.exists()
+    finally:
+        engines.unlink(missing_ok=True)
+        model.unlink()
