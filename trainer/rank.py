@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +57,7 @@ from trainer.weights.loading import load_weights, open_reader
 from trainer.weights.quantization import BlockFp8
 
 if TYPE_CHECKING:
-    from weight_sync.publish.report import PublishReport
-    from weight_sync.transport.base import Transport
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -313,23 +311,12 @@ class TrainerRank:
 
     # --------------------------------------------------------------------------------------------------------- publish
 
-    def connect(
-        self, endpoints: list[str], transport: Transport | None = None, adapter_endpoints: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        """Meet the rollout workers and build the transfer plan (see Delivery.connect). Returns its summary."""
-        return self._to_engines().connect(endpoints, transport, adapter_endpoints)
-
-    def publish(self, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
-        """Write the current policy version into every connected engine but those excluded (see Publisher.publish)."""
-        return self._to_engines().publish(self._policy_version, exclude=exclude, trace=trace)
-
-    def disconnect(self, replicas: Sequence[int]) -> None:
-        """Close the links to engines that are dead (see Publisher.disconnect)."""
-        self._to_engines().disconnect(replicas)
-
-    def reconnect(self, replica: int, endpoint: str, base_endpoint: str = "") -> None:
-        """Meet an engine that was started again (see Delivery.reconnect)."""
-        self._to_engines().reconnect(replica, endpoint, base_endpoint)
+    @property
+    def delivery(self) -> Delivery:
+        """This rank's way to the engines; after load()."""
+        if self._delivery is None:
+            raise TrainerError(f"rank {self._rank}: call load() first")
+        return self._delivery
 
     # ------------------------------------------------------------------------------------------------------------ save
 
@@ -402,11 +389,6 @@ class TrainerRank:
         if self._decoder is None:
             raise TrainerError(f"rank {self._rank}: call load() first")
         return self._decoder
-
-    def _to_engines(self) -> Delivery:
-        if self._delivery is None:
-            raise TrainerError(f"rank {self._rank}: call load() first")
-        return self._delivery
 
     def _drop_gradients(self) -> None:
         for _, param in self._trainable:

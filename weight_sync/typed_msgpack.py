@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 from typing import Any, NoReturn, TypeVar
 
-import msgpack
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
 from weight_sync.errors import ProtocolError
 from weight_sync.layout import DestLayout, SourceLayout
@@ -26,11 +26,13 @@ from weight_sync.record.layout_wire import (
 )
 
 T = TypeVar("T")
+Decoder = Callable[[Any], Any]
+"""What msgpack read -> what it stands for; raises ProtocolError where it is something else."""
 
 
 def pack(value: Any) -> bytes:
     """Encode dataclasses of plain values (layouts, bindings, tuples and lists of them)."""
-    return typing.cast(bytes, msgpack.packb(value, default=_fields_of))
+    return typing.cast(bytes, msgpack.packb(value, default=_fields_of))  # pyright: ignore[reportUnknownMemberType]
 
 
 def unpack(cls: type[T], data: bytes) -> T:
@@ -40,7 +42,7 @@ def unpack(cls: type[T], data: bytes) -> T:
 
 def read(data: bytes) -> Any:
     """What msgpack reads, unchecked: plain values, with tuples for lists."""
-    return msgpack.unpackb(data, use_list=False, strict_map_key=False)
+    return typing.cast(Any, msgpack).unpackb(data, use_list=False, strict_map_key=False)
 
 
 def from_plain(cls: Any, value: Any) -> Any:
@@ -49,7 +51,7 @@ def from_plain(cls: Any, value: Any) -> Any:
 
 
 @functools.cache
-def _decoder(cls: Any) -> Callable[[Any], Any]:
+def _decoder(cls: Any) -> Decoder:
     """from_plain for one type, looked at once."""
     origin, args = typing.get_origin(cls), typing.get_args(cls)
     if cls is Any:
@@ -60,38 +62,46 @@ def _decoder(cls: Any) -> Callable[[Any], Any]:
         return functools.partial(_layout_of, cls)
     if dataclasses.is_dataclass(cls):
         return _dataclass_decoder(typing.cast(type, cls))
-    if origin in (tuple, list) and (origin is list or args[1:] == (Ellipsis,)):
-        items = _items_decoder(args[0])
-        return lambda value: origin(items(_checked(value, tuple, cls)))
-    if origin is tuple:
-        decoders = [_decoder(kind) for kind in args]
-
-        def decode_tuple(value: Any) -> Any:
-            if type(value) is not tuple or len(value) != len(decoders):
-                raise ProtocolError(f"expected {cls}, got {_brief(value)}")
-            return tuple([decode(one) for decode, one in zip(decoders, value, strict=True)])
-
-        return decode_tuple
-    if origin is dict:
-        keys, items = (_items_decoder(kind) for kind in args)
-
-        def decode_dict(value: Any) -> Any:
-            pairs = _checked(value, dict, cls)
-            return dict(zip(keys(pairs), items(pairs.values()), strict=True))
-
-        return decode_dict
+    if origin in (tuple, list, dict):
+        return _collection_decoder(cls, origin, args)
     if origin is types.UnionType:  # of plain types, or of one type and None
-        kinds = [kind for kind in args if kind is not types.NoneType]
+        kinds: list[Any] = [kind for kind in args if kind is not types.NoneType]
         some = _decoder(kinds[0]) if len(kinds) == 1 else _one_of(cls, kinds)
         return lambda value: None if value is None and types.NoneType in args else some(value)
     if isinstance(cls, type) and issubclass(cls, StrEnum):
         return lambda value: cls(value if value in cls._value2member_map_ else _refuse(value, cls))
     if cls is float:
         return lambda value: float(value if type(value) in (int, float) else _refuse(value, cls))
-    return _one_of(cls, [cls])
+    return _one_of(cls, (cls,))
 
 
-def _one_of(cls: Any, kinds: Sequence[type]) -> Callable[[Any], Any]:
+def _collection_decoder(cls: Any, origin: type, args: tuple[Any, ...]) -> Decoder:
+    """from_plain for list[X], tuple[X, ...], tuple[X, Y] and dict[X, Y]."""
+    if origin is dict:
+        keys, items = (_items_decoder(kind) for kind in args)
+
+        def decode_dict(value: Any) -> dict[Any, Any]:
+            _checked(value, dict, cls)
+            pairs: dict[Any, Any] = value
+            return dict(zip(keys(pairs), items(pairs.values()), strict=True))
+
+        return decode_dict
+    if origin is list or args[1:] == (Ellipsis,):
+        many = _items_decoder(args[0])
+        kind: Any = origin
+        return lambda value: kind(many(_checked(value, tuple, cls)))
+    decoders = [_decoder(kind) for kind in args]
+
+    def decode_tuple(value: Any) -> tuple[Any, ...]:
+        parts = _checked(value, tuple, cls)
+        if len(parts) != len(decoders):
+            _refuse(value, cls)
+        return tuple([decode(one) for decode, one in zip(decoders, parts, strict=True)])
+
+    return decode_tuple
+
+
+def _one_of(cls: Any, kinds: Sequence[Any]) -> Decoder:
     return lambda value: value if type(value) in kinds else _refuse(value, cls)
 
 
@@ -103,13 +113,14 @@ def _items_decoder(cls: Any) -> Callable[[Collection[Any]], Collection[Any]]:
     return lambda values: [item(one) for one in values]
 
 
-def _dataclass_decoder(cls: type) -> Callable[[Any], Any]:
+def _dataclass_decoder(cls: type) -> Decoder:
     fields = [(name, _decoder(kind)) for name, kind in _fields(cls)]
 
     def decode(value: Any) -> Any:
-        if type(value) is not tuple or len(value) != len(fields):
+        parts = _checked(value, tuple, cls)
+        if len(parts) != len(fields):
             raise ProtocolError(f"expected the {len(fields)} fields of {cls.__name__}, got {_brief(value)}")
-        return cls(**{name: decode_field(one) for (name, decode_field), one in zip(fields, value, strict=True)})
+        return cls(**{name: decode_field(one) for (name, decode_field), one in zip(fields, parts, strict=True)})
 
     return decode
 
@@ -125,7 +136,7 @@ def _layout_of(cls: type, value: Any) -> Any:
         raise ProtocolError(f"expected a layout, got {len(data)} bytes that are none: {e}") from e
 
 
-def _checked(value: Any, kind: type[T], cls: Any) -> T:
+def _checked(value: Any, kind: type, cls: Any) -> Any:
     if type(value) is not kind:
         _refuse(value, cls)
     return value

@@ -148,23 +148,23 @@ class TrainerActor:
 
     @ray.method
     def connect(self, endpoints: list[str], adapter_endpoints: list[str]) -> dict[str, Any]:
-        """TrainerRank.connect."""
-        return self._rank.connect(endpoints, None, adapter_endpoints)
+        """Delivery.connect."""
+        return self._rank.delivery.connect(endpoints, None, adapter_endpoints)
 
     @ray.method
     def publish(self, exclude: Sequence[int], trace: Path | None) -> PublishReport:
-        """TrainerRank.publish."""
-        return self._rank.publish(exclude, trace)
+        """Delivery.publish, of the current policy version."""
+        return self._rank.delivery.publish(self._rank.policy_version, exclude=exclude, trace=trace)
 
     @ray.method
     def disconnect(self, replicas: Sequence[int]) -> None:
-        """TrainerRank.disconnect."""
-        self._rank.disconnect(replicas)
+        """Delivery.disconnect."""
+        self._rank.delivery.disconnect(replicas)
 
     @ray.method
     def reconnect(self, replica: int, endpoint: str, base_endpoint: str) -> None:
-        """TrainerRank.reconnect."""
-        self._rank.reconnect(replica, endpoint, base_endpoint)
+        """Delivery.reconnect."""
+        self._rank.delivery.reconnect(replica, endpoint, base_endpoint)
 
     @ray.method
     def save_adapter(self, folder: Path) -> None:

@@ -255,18 +255,7 @@ class Push:
         endpoints: dict[ServedEngine, list[str]] = {}
         next_word = time.monotonic() + PROGRESS_S
         while reading or meeting:
-            for rank in self._ranks:
-                match rank.result(0):
-                    case ("read", num_bytes, seconds, pinned):
-                        reading.remove(rank)
-                        report.num_bytes += num_bytes
-                        report.pinned_bytes += pinned
-                        report.read_s = max(report.read_s, seconds)
-                        report.disk_done_s = self._elapsed()
-                    case ("connected", seconds):
-                        meeting.remove(rank)
-                        report.plan_s = max(report.plan_s, seconds.get("plan", 0.0))
-                        report.connect_s = max(report.connect_s, seconds["connect"])
+            self._hear_ranks(reading, meeting, report)
             if starting and expected is not None and expected.done():
                 layouts, expected = expected.result(), None
                 if layouts:
@@ -291,6 +280,23 @@ class Push:
                 self._say(len(starting))
             time.sleep(POLL_S)
         return endpoints
+
+    def _hear_ranks(self, reading: list[RankProcess], meeting: list[RankProcess], report: PushReport) -> None:
+        """Take ranks that have read their share, or met the engines, off these lists."""
+        for rank in self._ranks:
+            match rank.result(0):
+                case ("read", num_bytes, seconds, pinned):
+                    reading.remove(rank)
+                    report.num_bytes += num_bytes
+                    report.pinned_bytes += pinned
+                    report.read_s = max(report.read_s, seconds)
+                    report.disk_done_s = self._elapsed()
+                case ("connected", seconds):
+                    meeting.remove(rank)
+                    report.plan_s = max(report.plan_s, seconds.get("plan", 0.0))
+                    report.connect_s = max(report.connect_s, seconds["connect"])
+                case _:  # nothing yet
+                    pass
 
     def _attach(self, engine: ServedEngine, layouts: Sequence[DestLayout]) -> tuple[list[str], float]:
         """Its ranks' endpoints, and the seconds that it took."""
@@ -353,7 +359,7 @@ class Push:
 
     def _results(self) -> list[Any]:
         """Every rank's last report; the first error of any rank."""
-        waiting, found = list(self._ranks), []
+        waiting, found = list(self._ranks), list[Any]()
         while waiting:
             for rank in list(waiting):
                 if (answer := rank.result(POLL_S)) is not None:
@@ -403,7 +409,7 @@ def _beside(call: Callable[..., T], *args: Any) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(call(*args))
-        except BaseException as e:  # result() raises it
+        except BaseException as e:  # noqa: BLE001 - result() raises it
             future.set_exception(e)
 
     threading.Thread(target=run, daemon=True).start()

@@ -23,7 +23,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -135,7 +135,7 @@ def _run(rank: int, options: RankOptions, gpu: str | None, pipe: Connection, num
         return
     except SlipstreamError as e:
         pipe.send(("failed", type(e).__name__, str(e)))
-    except Exception as e:  # the boundary of this process
+    except Exception as e:  # noqa: BLE001 - the boundary of this process
         pipe.send(("failed", type(e).__name__, f"rank {rank}: {e}"))
 
 
@@ -206,7 +206,7 @@ def _plan_for(sender: Sender, layouts: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+def _timed(seconds: dict[str, float], name: str) -> Generator[None]:
     began = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - began

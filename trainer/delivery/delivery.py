@@ -1,8 +1,8 @@
-"""A trainer rank's way to the engines: what it has to give, the link, and the publishers over it.
+"""A trainer rank's way to the engines: the sources of weights, the link, and the publishers over it.
 
-    weight_sync.mode   what is given                    where to
+    weight_sync.mode   what is sent                     where to
     merged             weights with adapters merged in  the workers' endpoints, every version
-    adapter            the base, without adapters       the workers' endpoints, once; a packed one engines load
+    adapter            the base, without adapters       the workers' endpoints, once; engines load a packed base
                        A and B alone                    their adapter endpoints, every version
 
 Owns: which source is published where, and when the base is sent. Does not own the sources (merged_source.py,
@@ -115,7 +115,7 @@ class Delivery:
         freeze_heap()  # the plan lives as long as this process does
         return asdict(summary)
 
-    def publish(self, version: int, *, exclude: Sequence[int], trace: Path | None) -> PublishReport:
+    def publish(self, version: int, *, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
         """Write `version` into every connected engine but those excluded (see Publisher.publish)."""
         if self._publisher is None:
             raise TrainerError(f"rank {self._rank}: publish() before connect()")
@@ -126,7 +126,7 @@ class Delivery:
         if self._publisher is not None:
             self._publisher.disconnect(replicas)
 
-    def reconnect(self, replica: int, endpoint: str, base_endpoint: str) -> None:
+    def reconnect(self, replica: int, endpoint: str, base_endpoint: str = "") -> None:
         """Meet an engine that was started again (see Publisher.reconnect).
 
         Args:

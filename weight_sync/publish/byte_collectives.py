@@ -8,6 +8,7 @@ rank, because all ranks see its size before anybody makes room for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ def scatter_bytes(parts: Sequence[bytes], group: dist.ProcessGroup | None) -> by
     sizes = torch.tensor([len(part) for part in parts] if is_source else [0] * dist.get_world_size(group))
     sizes = sizes.to(_device(group))
     dist.broadcast(sizes, group=group, group_src=0)
-    size = _checked(sizes.tolist())
+    size = _checked([int(size) for size in sizes])
     received = _padded(b"", size, group)
     dist.scatter(
         received, [_padded(part, size, group) for part in parts] if is_source else None, group=group, group_src=0
@@ -54,15 +55,19 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes
     """Every rank's bytes, on every rank."""
     sizes = _sizes(len(data), group)
     received = [_padded(b"", max(sizes), group) for _ in sizes]
-    dist.all_gather(received, _padded(data, max(sizes), group), group=group)
+    _all_gather(received, _padded(data, max(sizes), group), group)
     return [_bytes(one, own) for one, own in zip(received, sizes, strict=True)]
+
+
+def _all_gather(received: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    cast(Any, dist).all_gather(received, own, group=group)  # torch does not say what it takes
 
 
 def _sizes(own: int, group: dist.ProcessGroup | None) -> list[int]:
     """Every rank's size. Raises ProtocolError, on all ranks, where one is over the limit."""
     device = _device(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([own], device=device), group=group)
+    _all_gather(sizes, torch.tensor([own], device=device), group)
     found = [int(size) for size in sizes]
     _checked(found)
     return found
@@ -77,7 +82,7 @@ def _checked(sizes: Sequence[int]) -> int:
 
 def _padded(data: bytes, size: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     message = torch.zeros(max(1, size), dtype=torch.uint8)
-    message[: len(data)] = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+    message[: len(data)] = torch.as_tensor(np.frombuffer(data, np.uint8).copy())
     return message.to(_device(group))
 
 

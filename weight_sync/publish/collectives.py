@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,7 @@ class Meeting:
         value, error = outcome
         if error is not None:
             raise error
-        return value  # type: ignore[return-value]
+        return cast(T, value)
 
     def deal(self, kind: Kind, part_kind: Kind, make: Callable[[], tuple[T, Sequence[Part]]]) -> tuple[T, Part]:
         """make() on rank 0: what every rank gets, and one part for each, which nobody else gets. Its error on all."""
@@ -119,10 +119,10 @@ class Meeting:
         """From here on, rank 0's table holds the sum of all ranks'; the others' are undefined."""
         if self._group is not None:
             with self._waiting("a sum"):
-                dist.reduce(torch.from_numpy(table), group_dst=0, group=self._group)
+                dist.reduce(torch.as_tensor(table), group_dst=0, group=self._group)
 
     @contextlib.contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
+    def _waiting(self, what: str) -> Generator[None]:
         """Names what a collective raises when a peer is gone, or stopped for longer than the group's timeout."""
         try:
             yield
@@ -137,7 +137,7 @@ def values(outcomes: Sequence[Outcome[T]]) -> list[T]:
     for rank, (_, error) in enumerate(outcomes):
         if error is not None:
             raise type(error)(f"trainer rank {rank}: {error}")
-    return [value for value, _ in outcomes]  # type: ignore[misc]
+    return [cast(T, value) for value, _ in outcomes]
 
 
 def _attempt(make: Callable[[], T]) -> Outcome[T]:

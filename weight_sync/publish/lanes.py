@@ -18,7 +18,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -273,7 +273,8 @@ class Replay:
             entries, num_written = self._slots.entries[dest], sum(span.stop - span.start for span in spans)
             at: slice | Ints = slice(None)
             if num_written < len(entries.sizes):
-                at = np.concatenate([np.arange(0), *(np.arange(span.start, span.stop) for span in spans)])
+                ranges: list[Ints] = [np.arange(0), *(np.arange(span.start, span.stop) for span in spans)]
+                at = np.concatenate(ranges)
             sizes = entries.sizes[at]
             self._result.sums.add(entries.columns[at], sizes, hashes[entries.packets[at]])
             self._result.report.num_bytes += int(sizes.sum())
@@ -321,7 +322,7 @@ class _Door:
         self.busy_s = 0.0
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> Generator[None]:
         """Around a write."""
         with self._changed:
             self._wait_until(lambda: not self._is_closing)
@@ -338,7 +339,7 @@ class _Door:
                     self._changed.notify_all()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> Generator[None]:
         """After all writes under way; none begins until this is left."""
         with self._changed:
             self._wait_until(lambda: not self._is_closing)

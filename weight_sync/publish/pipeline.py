@@ -73,7 +73,7 @@ class Pipeline:
         self._source = source
         self._transport = transport
         self._device = torch.device(device)
-        if self._device.type == "cuda" and self._device.index is None:
+        if str(self._device) == "cuda":  # without a number
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._watermark_bytes = watermark_bytes
         self._verify_hashes = verify_hashes
@@ -187,7 +187,7 @@ class Pipeline:
             for slot, load in enumerate(slots.loads[:NUM_SLOTS]):
                 prepared.filled.append(slots.pack(slot, load, prepared.tracer))
             prepared.prepare_s = time.monotonic() - began
-        except Exception as e:  # a value for now: the other ranks go on to a collective
+        except Exception as e:  # noqa: BLE001 - a value for now: the other ranks go on to a collective
             prepared.error = e
 
     def cancel(self) -> None:

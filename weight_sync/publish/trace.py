@@ -20,7 +20,7 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class Tracer:
         gc.callbacks.append(self._note_collection)
 
     @contextlib.contextmanager
-    def host(self, track: str, name: str, **facts: int | str) -> Iterator[None]:
+    def host(self, track: str, name: str, **facts: int | str) -> Generator[None]:
         """Time a stage of the calling thread."""
         if not self.is_on:
             yield

@@ -198,7 +198,8 @@ class ReplicaEndpoint:
                 continue
             reply = await self.answer(request)
             try:
-                await socket.send_multipart([peer, *frames_of(self._signer.seal(reply))])
+                frames = [peer, *frames_of(self._signer.seal(reply))]
+                await socket.send_multipart(frames)  # pyright: ignore[reportUnknownMemberType]
             except (zmq.ZMQError, ValueError, TypeError):  # one answer is lost; the endpoint must go on serving
                 logger.exception("the answer to %s cannot be sent", type(request).__name__)
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ WILDCARDS = ("0.0.0.0", "::")
 
 
 @contextlib.contextmanager
-def new_listeners_on_loopback() -> Iterator[None]:
+def new_listeners_on_loopback() -> Generator[None]:
     """Bind to loopback what this process listens on at its end, did not at its start, and is open to all interfaces.
 
     A socket that another thread opens meanwhile is taken for one of them.

@@ -39,7 +39,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -286,9 +286,9 @@ class MooncakeTransport:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        module = engine_module()
+        engine: Any = None
         for num_left in reversed(range(NUM_TRIES)):
-            engine = module.TransferEngine()
+            engine = engine_module().TransferEngine()
             with new_listeners_on_loopback() if self._host == LOOPBACK else contextlib.nullcontext():
                 code = engine.initialize(self._host, "P2PHANDSHAKE", "rdma" if self._link == "rdma" else "tcp", "")
             if code == 0:
@@ -378,7 +378,7 @@ def engine_module() -> Any:
             f"Mooncake cannot be loaded ({e}); it needs libibverbs (Debian: libibverbs1 ibverbs-providers)"
             " and, for GPUs, their driver"
         ) from e
-    return mooncake.engine
+    return cast(Any, mooncake.engine)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _module_flag(name: str) -> bool:
@@ -405,7 +405,7 @@ def _segments_of(tensors: Sequence[torch.Tensor]) -> dict[MemoryRange, MemoryRan
         return {}
     segments = [
         (MemoryRange(s["address"], s["total_size"]), bool(s.get("is_expandable")))
-        for s in torch.cuda.memory.memory_snapshot()
+        for s in torch.cuda.memory.memory_snapshot()  # pyright: ignore[reportUnknownMemberType]
     ]
     found: dict[MemoryRange, MemoryRange] = {}
     for tensor in tensors:

@@ -291,7 +291,7 @@ def test_peak_memory_is_the_steps_own(monkeypatch):
 def test_calls_out_of_order_are_refused():
     rank = make_rank()
     with pytest.raises(TrainerError, match="before connect"):
-        rank.publish()
+        rank.delivery.publish(rank.policy_version)
     rank._decoder = None
     with pytest.raises(TrainerError, match=r"call load\(\) first"):
         rank.optimizer_step()
@@ -321,12 +321,12 @@ def test_a_base_that_is_sent_again_has_the_watermark_for_itself(monkeypatch):
         monkeypatch.setattr(
             "trainer.delivery.delivery.freeze_heap", lambda: frozen.append(delivery._publisher._is_connected)
         )
-        rank.connect([base], transport, [slots])
+        rank.delivery.connect([base], transport, [slots])
         assert frozen == [True], "once the plan is there"
-        assert rank.publish().num_committed == 1
-        rank.reconnect(0, slots, base)
+        assert rank.delivery.publish(rank.policy_version).num_committed == 1
+        rank.delivery.reconnect(0, slots, base)
         rank._policy_version = 2
-        assert rank.publish().num_committed == 1
+        assert rank.delivery.publish(rank.policy_version).num_committed == 1
         assert [engine.wrong_params(version) for engine, version in zip(engines, (0, 2), strict=True)] == [[], []]
     finally:
         rank.shutdown()

@@ -273,9 +273,9 @@ def test_each_publish_brings_the_merged_policy_to_an_engine_bitwise(tmp_path):
     engine = MirrorEngine(rank._delivery.source.layout().tensors, MemoryTransport(fabric))
     endpoint = EndpointThread(engine, key=SYNC_KEY)
     try:
-        summary = rank.connect([endpoint.address], MemoryTransport(fabric))
+        summary = rank.delivery.connect([endpoint.address], MemoryTransport(fabric))
         for version in range(2):
-            report = rank.publish()
+            report = rank.delivery.publish(rank.policy_version)
             assert (report.version, report.num_committed) == (version, 1), report
             rank.save_merged(tmp_path / str(version))
             for name, tensor in load_export(tmp_path / str(version)).items():

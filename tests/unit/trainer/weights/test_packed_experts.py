@@ -286,7 +286,7 @@ def test_a_rank_trains_packed_experts_and_publishes_nothing_merged(kind, objecti
     with pytest.raises(CheckpointError, match=r"packed experts is not written merged: .* save the adapter"):
         rank.save_merged(tmp_path / "merged")
     with pytest.raises(LayoutError, match="packed experts cannot be written into engines"):
-        rank.connect([])
+        rank.delivery.connect([])
 
 
 def test_adapters_beside_packed_experts_have_the_names_and_shapes_of_those_beside_plain_ones():
