@@ -32,7 +32,7 @@ Decoder = Callable[[Any], Any]
 
 def pack(value: Any) -> bytes:
     """Encode dataclasses of plain values (layouts, bindings, tuples and lists of them)."""
-    return typing.cast(bytes, msgpack.packb(value, default=_fields_of))  # pyright: ignore[reportUnknownMemberType]
+    return msgpack.packb(value, default=_fields_of)  # pyright: ignore[reportUnknownMemberType]
 
 
 def unpack(cls: type[T], data: bytes) -> T:
@@ -72,7 +72,8 @@ def _decoder(cls: Any) -> Decoder:
         return lambda value: cls(value if value in cls._value2member_map_ else _refuse(value, cls))
     if cls is float:
         return lambda value: float(value if type(value) in (int, float) else _refuse(value, cls))
-    return _one_of(cls, (cls,))
+    plain: list[Any] = [cls]
+    return _one_of(cls, plain)
 
 
 def _collection_decoder(cls: Any, origin: type, args: tuple[Any, ...]) -> Decoder:

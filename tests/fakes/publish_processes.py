@@ -1,7 +1,7 @@
 """Publishes between real processes: two trainer ranks over gloo, replicas, Mooncake over TCP, control over ZMQ.
 
 A `Cluster` is all of them, as children of the test. Faults are real ones: signals to a process in the middle of a
-write, and a TCP proxy that cuts the control channel or swallows a message.
+write, and a proxy that cuts the control channel or swallows a message.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 
 import psutil
 import torch
+import zmq
 
 from conf.schema import WeightSyncConfig
 from fakes.publish import KEY, NUM_ENGINE_RANKS, DictSource, PlainEngine
@@ -31,6 +31,7 @@ from weight_sync.errors import WeightSyncError
 from weight_sync.publish.publisher import Publisher
 from weight_sync.publish.report import PublishReport
 from weight_sync.replica.control_server import ReplicaEndpoint
+from weight_sync.replica.curve import connect_guarded, serve_guarded
 from weight_sync.replica.recovery import Offer, make_offer, pull, release
 from weight_sync.transport.mooncake import MooncakeTransport
 
@@ -374,39 +375,53 @@ class Cluster:
 
 
 class ControlProxy:
-    """A TCP proxy in front of one endpoint that does one thing to the first message holding a word.
-
-    Messages are ZMQ frames whose bodies are not encrypted: the name of their kind can be seen. cut closes both sides
-    of the connection; swallow loses that message alone.
+    """Stands between a publisher and one endpoint, with the run's key, and does one thing to the first message that
+    holds a word: cut breaks the connections at both sides; swallow loses that message alone.
     """
 
     def __init__(self, endpoint: str) -> None:
-        host, port = endpoint.removeprefix("tcp://").split(":")
-        self._target = (host, int(port))
-        self._listener = socket.create_server((host, 0))
-        self.address = f"tcp://{host}:{self._listener.getsockname()[1]}"
+        self._endpoint = endpoint
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.fault: tuple[str, bytes] | None = None
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._port = 0
+        self._connect()
+        self.address = f"tcp://127.0.0.1:{self._port}"
+        threading.Thread(target=self._carry, daemon=True).start()
 
-    def _accept(self) -> None:
-        while True:
-            client, _ = self._listener.accept()
-            server = socket.create_connection(self._target)
-            for source, destination in ((client, server), (server, client)):
-                threading.Thread(target=self._pump, args=(source, destination), daemon=True).start()
-
-    def _pump(self, source: socket.socket, destination: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 20):
-                if self.fault is not None and self.fault[1] in data:
-                    kind, self.fault = self.fault[0], None
-                    if kind == "swallow":
-                        continue
+    def _connect(self) -> None:
+        self._front, self._back = self._context.socket(zmq.ROUTER), self._context.socket(zmq.DEALER)
+        for socket in (self._front, self._back):
+            socket.setsockopt(zmq.LINGER, 0)
+        serve_guarded(self._front, KEY)
+        if self._port:
+            while True:  # libzmq gives the port back a moment after the socket that had it was closed
+                with contextlib.suppress(zmq.ZMQError):
+                    self._front.bind(self.address)
                     break
-                destination.sendall(data)
-        for end in (source, destination):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+        else:
+            self._port = self._front.bind_to_random_port("tcp://127.0.0.1")
+        connect_guarded(self._back, KEY)
+        self._back.connect(self._endpoint)
+        self._peer = b""
+
+    def _carry(self) -> None:
+        while True:
+            ready, _, _ = zmq.select([self._front, self._back], [], [])
+            for socket in ready:
+                frames = socket.recv_multipart()
+                if socket is self._front:
+                    self._peer, *frames = frames
+                if self.fault is not None and self.fault[1] in b"".join(frames):
+                    kind, self.fault = self.fault[0], None
+                    if kind == "cut":
+                        self._front.close(0)
+                        self._back.close(0)
+                        self._connect()
+                        break
+                elif socket is self._front:
+                    self._back.send_multipart(frames)
+                else:
+                    self._front.send_multipart([self._peer, *frames])
 
 
 def committed(report: PublishReport) -> list[bool]:
