@@ -105,10 +105,11 @@ def adapters_from_memory(manager: Any, factors: Mapping[str, Tensor]) -> Iterato
             return LoRAModel.from_lora_tensors(tensors=dict(factors), device="meta", **chosen)
 
     rank = next(tensor.shape[0] for name, tensor in factors.items() if name.endswith("lora_A.weight"))
-    with _replaced(manager, {"_lora_model_cls": InMemory}), tempfile.TemporaryDirectory() as folder:
+    folder = tempfile.TemporaryDirectory(prefix="slipstream-adapter-")
+    with _replaced(manager, {"_lora_model_cls": InMemory}), folder as path:
         described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
-        (Path(folder) / "adapter_config.json").write_text(json.dumps(described))
-        yield folder
+        (Path(path) / "adapter_config.json").write_text(json.dumps(described))
+        yield path
 
 
 @contextlib.contextmanager
