@@ -3,6 +3,8 @@ PY := .venv/bin/python
 export PYTHONPATH := $(CURDIR)
 RUN_DIR ?= runs
 TEST_ENV := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 GLOO_SOCKET_IFNAME=lo
+# Test files at a time.
+JOBS := 2
 # What numpy's and torch's libraries pick on other CPUs than this one, with more threads and with vectors of 16 bytes.
 CPU_zen := OPENBLAS_CORETYPE=Zen ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 DNNL_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2
 CPU_old := OPENBLAS_CORETYPE=Nehalem ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 DNNL_MAX_CPU_ISA=SSE41
@@ -27,13 +29,13 @@ test: setup       ## Everything CI runs, in tiers: unit, contract, system; fails
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 unit: setup       ## No GPU, network or Ray; 2 min on two cores; PERSONALITY=zen or old: as on another CPU
-	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/unit -q -n 2 --dist loadfile
+	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/unit -q -n $(JOBS) --dist loadfile
 
 contract: setup   ## Real Mooncake, real vLLM loaders, real processes
-	@$(TEST_ENV) $(PY) -m pytest tests/contract -q -n 2 --dist loadfile --durations=10
+	@$(TEST_ENV) $(PY) -m pytest tests/contract -q -n $(JOBS) --dist loadfile --durations=10
 
 system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
-	@$(TEST_ENV) $(PY) -m pytest tests/system -q --durations=10
+	@$(TEST_ENV) $(PY) -m pytest tests/system -q -n $(JOBS) --dist loadfile -o timeout=600 --durations=10
 
 lint: setup       ## What pre-commit and CI check
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/lint-imports && .venv/bin/codespell && .venv/bin/hadolint docker/*.Dockerfile && .venv/bin/basedpyright
