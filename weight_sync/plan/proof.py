@@ -111,7 +111,7 @@ class _Rows:
     group: Ints
     source: Ints
     gets: Flags
-    """(rows, replicas); counts twice where a replica is named twice, which the row's own repeats show."""
+    """(rows, replicas): whether the replica gets the row. `of` refuses a row that names a replica twice."""
     piece_row: Ints
     pieces: PieceColumns
 
@@ -292,7 +292,7 @@ class _Proof:
         rows, own = self.rows, self.own
         dtypes = np.array([DTYPES.index(one.dtype) for one in self.layout.params], np.int64)
         wrong = rows.dtype[own] != dtypes[self.param]
-        wrong |= rows.num_bytes[own] > self.plan.max_task_bytes
+        wrong |= (rows.num_bytes[own] < 1) | (rows.num_bytes[own] > self.plan.max_task_bytes)
         wrong |= rows.offset[own] % self.sizes[self.param] != 0
         for index in first_true(wrong):
             task = rows.task(int(own[index]))
@@ -334,6 +334,7 @@ class _Proof:
                 f"{as_list(shape[index, : len(axes)])} axes {list(axes)} at element {at[index]}"
             )
 
+        fail(shape.min(axis=1) < 1, lambda i: f"a piece of {tensor(i)} is empty")
         fail(
             pieces.offset != packed,
             lambda i: f"{tensor(i)} is packed at {pieces.offset[i]}, not at {packed[i]}",
