@@ -12,7 +12,8 @@ Invariant: starts no trainer, engine or Ray, touches no GPU; needs no part of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -20,8 +21,9 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.model_checks import check_architecture, packing_of
-from conf.schema import Device, LoraConfig, Objective, Relay, RunConfig, SyncMode, TrainMode
+from conf.schema import Device, Objective, Relay, RunConfig, SyncMode
 from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
+from orchestrator.offline.modes import ModeChoice, compare_modes
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import offline_layouts
 from rollout.layouts.offline_slots import offline_slots
@@ -29,7 +31,6 @@ from trainer.architecture.families import read_config
 from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.planned_layouts import (
     TrainerMemory,
-    adapter_elements,
     adapter_source_layouts,
     source_layouts,
     temporary_bytes,
@@ -46,6 +47,10 @@ from weight_sync.simulation.links import Faults, LinkRates, Placement, place
 from weight_sync.simulation.simulate import Simulation, simulate
 from weight_sync.simulation.simulate_relay import neighbours, relay_s, written_alone
 
+logger = logging.getLogger(__name__)
+
+MANY_GPUS = 64
+"""From here on the phases of a plan take seconds each, and are said."""
 SEEN_NIC_BYTES_S = 44e9
 """What others report of a 400 Gb/s NIC in one-sided writes; 50e9 is its line rate."""
 
@@ -110,32 +115,6 @@ class RolloutMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class ModeChoice:
-    """What a publish of merged weights costs, and what one of the adapter alone would."""
-
-    merged_s: float | None
-    """None: the run publishes adapters, and its engines' layout of whole weights is not recorded."""
-    merged_bytes: int
-    adapter_s: float | None
-    """None: nothing but merged weights can be published (full training)."""
-    adapter_bytes: int
-    slot_bytes: int
-    """Memory of one adapter on a rollout GPU; an engine holds algorithm.max_staleness_steps + 2 of them."""
-    decode_loss: float
-    """Part of its decode speed that an engine loses by serving an adapter."""
-
-    @property
-    def break_even_s(self) -> float | None:
-        """Seconds of generation between two publishes above which merged weights win; infinite: adapters always do."""
-        if self.merged_s is None:
-            return None
-        saved_s = self.merged_s - (self.adapter_s if self.adapter_s is not None else self.merged_s)
-        if saved_s <= 0:
-            return 0.0
-        return saved_s / self.decode_loss if self.decode_loss else float("inf")
-
-
-@dataclass(frozen=True, slots=True)
 class RelayChoice:
     """The same publish with weight_sync.relay=node."""
 
@@ -174,10 +153,13 @@ class PlanReport:
     """None with weight_sync.relay=none. All else in the report is of a publish that writes to every replica."""
 
 
-def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
+def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] = logger.info) -> PlanReport:
     """Plan and simulate one publish of a run.
 
     cluster.device=auto is planned as cuda: the cluster is another machine than this one.
+
+    Args:
+        say: is told what begins now, where it may take long.
 
     Raises:
         ConfigError: an option does not fit the model or the hardware, or the engine's layout cannot be recorded here.
@@ -199,19 +181,34 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
     is_adapter = config.weight_sync.mode is SyncMode.adapter
     try:
         sides = _adapter_sides if is_adapter else _merged_sides
-        staging, sources, engine = sides(config, hf_config, spec, hardware)
+        staging, sources, engine = sides(config, hf_config, spec, hardware, say)
+        num_gpus = trainer.num_ranks + rollout.num_workers * rollout.tp_size
+        if num_gpus >= MANY_GPUS:
+            say(f"planning {num_gpus} GPUs, and proving the plan: some 10 s for Kimi-K2 on 384")
         plan = build_plan(sources, [engine] * rollout.num_workers, max_task_bytes=staging.max_task_bytes)
         placement = place(list(plan.tasks), list(plan.expected), hardware.ranks_per_node)
         _check_faults(hardware.faults, plan, placement)
         if is_adapter:
             hardware = replace(hardware, rates=hardware.rates.without_pause())
+        if num_gpus >= MANY_GPUS:
+            say(f"simulating a publish of {plan.num_tasks} tasks")
         simulation, by_nic = _simulated(plan, placement, hardware, staging, config.weight_sync.verify_hashes)
         relay = None
         if config.weight_sync.relay is Relay.node:
             relay = _relayed(config, sources, engine, placement, hardware, staging)
+        summary = plan.summary()
+        modes = compare_modes(
+            config,
+            spec,
+            _num_kv_heads(hf_config),
+            hardware.rates,
+            hardware.ranks_per_node,
+            hardware.adapter_decode_loss,
+            simulation,
+            summary,
+        )
     except (EngineError, PlanError, WatermarkError) as error:
         raise ConfigError(str(error)) from error
-    summary = plan.summary()
     num_parameters = sum(prod(meta.shape) for meta in tensors)
     held = tensors if packing is None else stored.checkpoint_tensors(dtype.value)
     num_bytes = sum(prod(meta.shape) * DTYPE_BYTES[meta.dtype] for meta in held)
@@ -236,7 +233,7 @@ def plan_run(config: RunConfig, hardware: Hardware) -> PlanReport:
         rollout=RolloutMemory(num_bytes // rollout.tp_size if is_adapter else fullest, num_slots * fullest, num_slots),
         simulation=simulation,
         total_s_by_nic=by_nic,
-        modes=compare_modes(config, spec, hardware, simulation, summary),
+        modes=modes,
         relay=relay,
     )
 
@@ -245,7 +242,9 @@ _Sides = tuple[Staging, Sequence[SourceLayout], Sequence[DestLayout]]
 """What the watermark leaves, what the trainer's ranks hold, and what the ranks of one engine need."""
 
 
-def _merged_sides(config: RunConfig, hf_config: Mapping[str, Any], spec: ModelSpec, hardware: Hardware) -> _Sides:
+def _merged_sides(
+    config: RunConfig, hf_config: Mapping[str, Any], spec: ModelSpec, hardware: Hardware, say: Callable[[str], None]
+) -> _Sides:
     """Every weight, in the form that engines keep it in."""
     rollout, device, dtype = config.rollout, config.cluster.device, config.model.dtype
     quantization = BlockFp8.from_hf_config(hf_config)
@@ -258,20 +257,27 @@ def _merged_sides(config: RunConfig, hf_config: Mapping[str, Any], spec: ModelSp
         dtype=dtype,
         device=device,
         cache=hardware.layout_cache,
+        say=say,
     )
     return staging, source_layouts(spec, dtype.value, config.trainer, quantization), engine
 
 
-def _adapter_sides(config: RunConfig, hf_config: Mapping[str, Any], spec: ModelSpec, _hardware: Hardware) -> _Sides:
+def _adapter_sides(
+    config: RunConfig, hf_config: Mapping[str, Any], spec: ModelSpec, _hardware: Hardware, _say: Callable[[str], None]
+) -> _Sides:
     """The factors alone, into one slot; engines keep the base in whatever form they like."""
     rollout, dtype, lora = config.rollout, config.model.dtype.value, config.trainer.lora
     engine = offline_slots(
         adapter_tensors(spec.checkpoint_tensors(dtype), lora),
         tp_size=rollout.tp_size,
         enable_expert_parallel=rollout.enable_expert_parallel,
-        num_kv_heads=int(hf_config.get("num_key_value_heads") or 0),
+        num_kv_heads=_num_kv_heads(hf_config),
     )
     return _staging(config, 0), adapter_source_layouts(spec, dtype, config.trainer), engine
+
+
+def _num_kv_heads(hf_config: Mapping[str, Any]) -> int:
+    return int(hf_config.get("num_key_value_heads") or 0)
 
 
 def carried(config: RunConfig) -> RunConfig:
@@ -385,58 +391,6 @@ def _check_faults(faults: Faults, plan: TransferPlan, placement: Placement) -> N
     unknown = sorted(faults.lost_nics - gpus)
     if unknown:
         raise PlanError(f"--lost-nic names GPU {unknown[0]}, which holds no rank; the last one is GPU {max(gpus)}")
-
-
-def compare_modes(
-    config: RunConfig, spec: ModelSpec, hardware: Hardware, simulation: Simulation, summary: PlanSummary
-) -> ModeChoice:
-    """Merged weights as simulated, against the adapter alone: its bytes by formula, its seconds by the slowest port.
-
-    Where the run publishes adapters, these are what was simulated.
-    """
-    trainer, rollout, rates = config.trainer, config.rollout, hardware.rates.without_pause()
-    if trainer.mode is not TrainMode.lora:
-        return ModeChoice(simulation.total_s, summary.num_bytes, None, 0, 0, 0.0)
-    slot = adapter_slot_bytes(spec, trainer.lora, rollout.tp_size, is_split=rollout.enable_expert_parallel)
-    loss = hardware.adapter_decode_loss if trainer.lora.experts and spec.moe is not None else 0.0
-    if config.weight_sync.mode is SyncMode.adapter:
-        return ModeChoice(None, 0, simulation.total_s, summary.num_bytes, slot, loss)
-    sent = slot - shared_a_bytes(spec, trainer.lora, rollout.tp_size, is_split=rollout.enable_expert_parallel)
-    num_bytes = sent * rollout.tp_size * rollout.num_workers
-    gpus = trainer.num_ranks + rollout.tp_size * rollout.num_workers
-    rate = rates.nvlink_bytes_s if gpus <= hardware.ranks_per_node else rates.nic_bytes_s
-    busiest = max(sent, num_bytes / trainer.num_ranks)
-    # The engine goes on meanwhile: no pause, but messages, threads and the slot's hash are there.
-    fixed_s = max(rates.begin_s, rates.source_begin_s) + rates.replay_s + rates.barrier_s + rates.commit_s
-    fixed_s += 2 * rates.write_latency_s + sent / rates.hbm_bytes_s
-    return ModeChoice(simulation.total_s, summary.num_bytes, busiest / rate + fixed_s, num_bytes, slot, loss)
-
-
-def adapter_slot_bytes(spec: ModelSpec, lora: LoraConfig, tp_size: int, *, is_split: bool) -> int:
-    """Bytes of one adapter in the slot of an engine rank, bfloat16; vLLM keeps an A for gate and one for up.
-
-    Experts split over the ranks: rank x 3 (hidden + width) an expert, experts / tp_size of them. Else every rank has
-    all experts, and of each the A of gate and up and the B of down whole, the others' width cut by tp_size.
-    """
-    hidden = spec.hidden_size
-    elements = adapter_elements(spec, lora)
-    for layer in range(spec.num_layers):
-        if spec.moe is None or not spec.is_moe_layer(layer) or not lora.experts:
-            continue
-        width, experts = spec.moe.intermediate_size, spec.moe.num_experts
-        slot = 3 * (hidden + width) * experts // tp_size if is_split else 3 * (hidden + width // tp_size) * experts
-        elements += lora.rank * (slot - (2 * hidden + 3 * width) * experts)  # instead of what the trainer holds
-    return 2 * elements
-
-
-def shared_a_bytes(spec: ModelSpec, lora: LoraConfig, tp_size: int, *, is_split: bool) -> int:
-    """Bytes of a slot that do not cross a link: up's A of every expert, which is gate's
-    (rollout/in_vllm/adapter_slots.py)."""
-    if spec.moe is None or not lora.experts:
-        return 0
-    num_layers = sum(spec.is_moe_layer(layer) for layer in range(spec.num_layers))
-    experts = spec.moe.num_experts // tp_size if is_split else spec.moe.num_experts
-    return 2 * lora.rank * spec.hidden_size * experts * num_layers
 
 
 def _weight_bytes(layout: DestLayout) -> int:

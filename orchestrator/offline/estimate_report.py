@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import ConfigError
 
 if TYPE_CHECKING:
-    from orchestrator.offline.estimate import ModeChoice, PlanReport, RelayChoice
+    from orchestrator.offline.estimate import PlanReport, RelayChoice
+    from orchestrator.offline.modes import ModeChoice
 
 MAX_ROWS = 40
 """Ranks that a picture shows of each side: the first ones; the trace has them all."""
-_COLOURS = {"host_to_device": "#999999", "prepare": "#E69F00", "write": "#0072B2", "verify": "#009E73"}
+_COLOURS = {"prepare": "#E69F00", "write": "#0072B2", "verify": "#009E73"}
 _RECEIVE_COLOUR = "#56B4E9"
 
 
@@ -252,7 +253,7 @@ def _mode_rows(modes: ModeChoice) -> list[_Row]:
 
 def _trace_events(report: PlanReport) -> Iterator[dict[str, Any]]:
     """Trace Event Format (Google, "Trace Event Format", 2016): complete events in microseconds, a process a rank."""
-    tracks: Mapping[str, int] = {"host_to_device": 0, "prepare": 1, "write": 2}
+    tracks: Mapping[str, int] = {"prepare": 0, "write": 1}
     for rank in report.simulation.ranks:
         yield _name_event("process_name", rank.rank, 0, f"trainer rank {rank.rank} (GPU {rank.gpu})")
         for stage, track in tracks.items():
@@ -297,14 +298,14 @@ def _draw(report: PlanReport, picture: Path) -> None:
     simulation = report.simulation
     senders, receivers = simulation.ranks[:MAX_ROWS], simulation.receivers[:MAX_ROWS]
     num_rows = len(senders) + len(receivers)
-    figure = Figure(figsize=(14, 2.0 + 0.32 * num_rows), layout="constrained")
+    figure: Any = Figure(figsize=(14, 2.0 + 0.32 * num_rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.subplots()
     labels: list[str] = []
     used: set[str] = set()
     for row, rank in enumerate(senders):
         labels.append(f"trainer {rank.rank}")
-        stages = [stage for stage in ("host_to_device", "prepare", "write") if rank.busy_s(stage)]
+        stages = [stage for stage in ("prepare", "write") if rank.busy_s(stage)]
         used |= set(stages)
         for lane, stage in enumerate(stages):
             height = 0.8 / len(stages)

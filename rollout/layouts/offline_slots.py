@@ -24,6 +24,7 @@ from weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, Tensor
 
 _FACTOR = re.compile(r"^base_model\.model\.(?P<parent>.+)\.(?P<leaf>\w+)_proj\.lora_(?P<side>[AB])\.weight$")
 _EXPERT = re.compile(r"^(?P<bank>.+\.experts)\.(?P<number>\d+)$")
+_EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 _FUSED = {"q": ("qkv_proj", 0), "k": ("qkv_proj", 1), "v": ("qkv_proj", 2), "gate": ("gate_up_proj", 0),
           "up": ("gate_up_proj", 1), "o": ("o_proj", 0), "down": ("down_proj", 0)}  # fmt: skip
 _SPLIT_INPUTS = ("o", "down")
@@ -44,15 +45,25 @@ def offline_slots(
     Raises:
         EngineError: A factor is of no module that engines adapt, or does not divide over the ranks.
     """
-    experts = 1 + max((int(found[1]) for found in (re.search(r"\.experts\.(\d+)\.", t.name) for t in tensors) if found),
-                      default=-1)  # fmt: skip
-    is_split = enable_expert_parallel and tp_size > 1
-    return tuple(_slot(tensors, rank, tp_size, experts, is_split, num_kv_heads) for rank in range(tp_size))
+    return tuple(
+        offline_slot(
+            tensors,
+            rank,
+            tp_size=tp_size,
+            enable_expert_parallel=enable_expert_parallel,
+            num_kv_heads=num_kv_heads,
+        )
+        for rank in range(tp_size)
+    )
 
 
-def _slot(
-    tensors: Sequence[TensorMeta], rank: int, tp_size: int, experts: int, is_split: bool, num_kv_heads: int
+def offline_slot(
+    tensors: Sequence[TensorMeta], rank: int, *, tp_size: int, enable_expert_parallel: bool, num_kv_heads: int
 ) -> DestLayout:
+    """The slot of one engine rank; arguments and errors are those of `offline_slots`."""
+    numbers = (int(found[1]) for found in (_EXPERT_NUMBER.search(meta.name) for meta in tensors) if found)
+    experts = 1 + max(numbers, default=-1)
+    is_split = enable_expert_parallel and tp_size > 1
     params: dict[str, Param] = {}
     loads: list[Load] = []
     base, extra = divmod(experts, tp_size)  # the first ranks have one more, where experts do not divide

@@ -12,9 +12,9 @@ them. Does not own: those rules; a test compares every layout with what real ran
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import ClassVar
 
@@ -46,23 +46,24 @@ def source_layouts(
     spec: ModelSpec, dtype: str, trainer: TrainerConfig, quantization: BlockFp8 | None = None
 ) -> tuple[SourceLayout, ...]:
     """The layout that each rank's TrainerWeightSource would report, shards in checkpoint order."""
-    held = _held_shards(spec.checkpoint_tensors(dtype), spec, trainer)
-    tensors = tuple(engine_tensors(spec.checkpoint_tensors(dtype), quantization))
+    held, own = _held_shards(spec, trainer), spec.checkpoint_tensors(dtype)
+    tensors = tuple(engine_tensors(own, quantization))
     if quantization is not None:
-        shapes = quantization.shapes(spec.checkpoint_tensors(dtype))
-        held = [[one for shard in shards for one in _with_scales(shard, shapes)] for shards in held]
-    return tuple(SourceLayout(rank, tensors, tuple(shards)) for rank, shards in enumerate(held))
+        shapes = quantization.shapes(own)
+        held = [tuple(one for shard in shards for one in _with_scales(shard, shapes)) for shards in held]
+    return tuple(SourceLayout(rank, tensors, shards) for rank, shards in enumerate(held))
 
 
-def _held_shards(tensors: Iterable[TensorMeta], spec: ModelSpec, trainer: TrainerConfig) -> list[list[SourceShard]]:
-    """What each rank holds of its own decoder's tensors."""
+@lru_cache(maxsize=1)
+def _held_shards(spec: ModelSpec, trainer: TrainerConfig) -> Sequence[tuple[SourceShard, ...]]:
+    """What each rank holds of its own decoder's tensors, in any dtype. Kept, because a plan asks for it three times."""
     shards: list[list[SourceShard]] = [[] for _ in range(trainer.num_ranks)]
 
     @cache
     def holders_of(layer: int) -> list[int]:
         return _expert_holders(spec, trainer, layer)
 
-    for meta in tensors:
+    for meta in spec.checkpoint_tensors("float32"):
         expert = expert_of(meta.name)
         whole = Region((0,) * len(meta.shape), meta.shape)
         if _FUSED_EXPERTS.search(meta.name):
@@ -82,7 +83,7 @@ def _held_shards(tensors: Iterable[TensorMeta], spec: ModelSpec, trainer: Traine
             if stop > start:
                 region = Region((start, *whole.start[1:]), (stop - start, *meta.shape[1:]))
                 shards[rank].append(SourceShard(meta.name, region))
-    return shards
+    return [tuple(held) for held in shards]
 
 
 def _with_scales(shard: SourceShard, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[SourceShard]:
@@ -152,11 +153,10 @@ def temporary_bytes(
 
 def _scale_bytes(spec: ModelSpec, trainer: TrainerConfig, device: Device, quantization: BlockFp8) -> int:
     """Block scales of the fullest rank, and the scratch of computing and using them."""
-    tensors = spec.checkpoint_tensors("float32")
-    shapes = quantization.shapes(tensors)
+    shapes = quantization.shapes(spec.checkpoint_tensors("float32"))
     touched: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
     fullest = 0
-    for shards in _held_shards(tensors, spec, trainer):
+    for shards in _held_shards(spec, trainer):
         scales = 0
         parameters: set[str] = set()
         for shard in shards:
@@ -170,7 +170,8 @@ def _scale_bytes(spec: ModelSpec, trainer: TrainerConfig, device: Device, quanti
             parameters.add(parameter)
             scales += (len(touched_blocks(*rows)) + is_first) * num_columns  # a parameter has a spare row
         fullest = max(fullest, scales)
-    shared = sum(len(shared_blocks(rows)) * scale_shape(shapes[name])[1] for name, rows in touched.items())
+    split = {name: rows for name, rows in touched.items() if len(rows) > 1}
+    shared = sum(len(shared_blocks(rows)) * scale_shape(shapes[name])[1] for name, rows in split.items())
     widths = (scale_shape(shape)[1] for shape in shapes.values())
     return held_bytes(fullest, shared) + scratch_bytes(widths, device.value)
 

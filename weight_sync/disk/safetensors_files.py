@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from conf.errors import ConfigError
 from weight_sync.layout import DTYPE_BYTES, TensorMeta
@@ -106,11 +106,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     if len(start) < 8 or header_bytes > min(size, _MAX_HEADER_BYTES):
         raise ConfigError(f"{path} is not a whole safetensors file ({size} bytes); download it again")
     try:
-        header: Any = json.loads(text)
+        content: Any = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{path} has no readable safetensors header; download it again") from error
-    if not isinstance(header, dict):
-        raise ConfigError(f"{path} has a {type(header).__name__} for a safetensors header; download it again")
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} has a {type(content).__name__} for a safetensors header; download it again")
+    header = cast(dict[str, Any], content)
     header.pop("__metadata__", None)
     data = 8 + header_bytes
     tensors: dict[str, StoredTensor] = {}
@@ -164,14 +165,16 @@ def _weight_map(folder: Path, option: str) -> dict[str, str] | None:
     if not index.is_file():
         return None
     try:
-        weight_map: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        content: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{index} is not a safetensors index: {type(error).__name__}: {error}") from error
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    weight_map = cast(dict[str, object], content)
+    if not isinstance(content, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ConfigError(
             f"{index} is not a safetensors index: weight_map must be an object of tensors and their files"
         )
-    files = sorted(set(weight_map.values()))
+    found = cast(dict[str, str], content)
+    files = sorted(set(found.values()))
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise ConfigError(
@@ -179,4 +182,4 @@ def _weight_map(folder: Path, option: str) -> dict[str, str] | None:
             f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); "
             "download the rest"
         )
-    return weight_map
+    return found

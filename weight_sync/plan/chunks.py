@@ -216,7 +216,7 @@ def cut_layout(
 def _runs(layout: DestLayout, holders: Holders, wanted: Flags, who: str) -> _Runs:
     """Cut the loads along the source cells, and each part into runs that are contiguous in the parameter."""
     table = LoadTable.of(layout.loads)
-    width = holders.shapes.shape[1]
+    width: int = holders.shapes.shape[1]
     param = table.params_in({param.name: number for number, param in enumerate(layout.params)})
     rows = np.flatnonzero(wanted[param])
     tensor = holders.tensors_of(table)[rows]
@@ -239,7 +239,7 @@ def _runs(layout: DestLayout, holders: Holders, wanted: Flags, who: str) -> _Run
     order = walk_orders(runs.axes, width)
     walked: Ints = np.take_along_axis(runs.shape, order, axis=1)
     outer = _num_outer_dims(walked, np.take_along_axis(stride[owner], order, axis=1))
-    counts = np.where(np.arange(width) < outer[:, None], walked, 1)
+    counts: Ints = np.where(np.less(np.arange(width), outer.reshape(-1, 1)), walked, 1)
     num_runs = counts.prod(axis=1)
     for index in first_true(np.bincount(owner, num_runs, minlength=len(rows)) > MAX_RUNS):
         load = table[int(rows[index])]
@@ -319,8 +319,8 @@ def _merge(runs: _Runs, limit: Ints, holders: Holders, facts: TensorFacts) -> Ch
     before: Ints = np.append(0, np.cumsum(length))
     too_long = before[ends] - before[stretches] > limit[stretches]
     for first, last in zip(as_list(stretches[too_long]), as_list(ends[too_long])):
-        bound, head = limit[first], first
-        while (head := int(before.searchsorted(before[head] + bound, side="right")) - 1) < last:
+        bound, head = int(limit[first]), first
+        while (head := int(before.searchsorted(int(before[head]) + bound, side="right")) - 1) < last:
             begins[head] = True
     heads = np.flatnonzero(begins)
     num_pieces = np.diff(np.append(heads, len(begins)))

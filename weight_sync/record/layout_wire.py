@@ -48,7 +48,7 @@ def layouts_to_bytes(layouts: Sequence[DestLayout]) -> bytes:
             used, first, which = np.unique(columns[name], return_index=True, return_inverse=True)
             numbers = np.empty(len(used), np.int64)
             for one in as_list(np.argsort(first)):  # by first use, which is alike for all tables of these loads
-                numbers[one] = number(table.names[used[one]])
+                numbers[one] = number(table.names[int(used[one])])
             columns[name] = numbers[which]
         rows.append([layout.rank, params, [block(column) for column in columns.values()], fills])
     return msgpack.packb([list(names), list(blocks), rows])

@@ -41,8 +41,6 @@ class LinkRates:
     """One-sided writes to another GPU of the node."""
     hbm_bytes_s: float = 3.87e12
     """Device memory traffic of the kernels that pack, merge and hash: hashing 61 GB takes 15.8 ms."""
-    host_bytes_s: float = 53e9
-    """Pinned host memory to device; only for parameters that are offloaded."""
     write_latency_s: float = 45e-6
     """One batched write to one session, beside its bytes."""
     op_s: float = 1e-6

@@ -18,10 +18,11 @@ import pytest
 from conf.errors import ConfigError
 from conf.load import load_run_config
 from conf.model_checks import check_engine_takes_merged_weights
-from conf.schema import LoraConfig
+from conf.schema import DType, LoraConfig, RolloutConfig, SamplingConfig
 from orchestrator.cli.main import main
 from orchestrator.offline import estimate as plan_command
 from orchestrator.offline.estimate import Hardware, PlanReport, plan_run
+from orchestrator.offline.modes import adapter_slot
 from rollout.errors import EngineError
 from trainer.architecture.families import read_config
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
@@ -175,12 +176,20 @@ def test_modes_are_compared_and_the_loss_of_decode_speed_decides():
 
 
 def test_an_adapter_slot_of_kimi_k2_has_the_known_size():
-    # 24 experts a rank of EP16, 60 layers, r=32, bfloat16: 3 x (7168 + 2048) x 32 x 24 x 60 x 2 bytes = 2.55 GB
-    spec = read_config(load_run_config(["experiment=kimi_k2_fp8_merged"]).model.hf_config)
+    words = ["experiment=kimi_k2_fp8_merged", "model.hf_config.num_hidden_layers=2"]
+    spec = read_config(load_run_config(words).model.hf_config)
     lora = LoraConfig(rank=32, attention=False, mlp=False)
-    assert plan_command.adapter_slot_bytes(spec, lora, 16, is_split=True) == 3 * 9216 * 32 * 24 * 60 * 2
-    # Under TP16 all 384 experts: 3 x (7168 + 128) x 32 x 384 x 60 x 2 bytes = 32.3 GB
-    assert plan_command.adapter_slot_bytes(spec, lora, 16, is_split=False) == 3 * 7296 * 32 * 384 * 60 * 2
+
+    def slot_bytes(enable_expert_parallel: bool) -> int:
+        rollout = RolloutConfig(
+            tp_size=16, enable_expert_parallel=enable_expert_parallel, sampling=SamplingConfig(max_tokens=1)
+        )
+        return sum(param.num_bytes for param in adapter_slot(spec, DType.bfloat16, lora, rollout, 0).params)
+
+    # 24 experts per rank of EP16, 1 layer, r=32, bfloat16: 3 x (7168 + 2048) x 32 x 24 x 2 bytes; 60 layers: 2.55 GB
+    assert slot_bytes(True) == 3 * 9216 * 32 * 24 * 2
+    # Under TP16 all 384 experts: 3 x (7168 + 128) x 32 x 384 x 2 bytes; 60 layers: 32.3 GB
+    assert slot_bytes(False) == 3 * 7296 * 32 * 384 * 2
 
 
 def test_int4_engines_take_adapters_only() -> None:

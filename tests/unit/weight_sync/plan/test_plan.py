@@ -233,6 +233,13 @@ def test_a_scalar_and_a_dim_of_size_one_cross():
     assert sorted(task.num_bytes for task in plan.tasks[0]) == [4, 16]
 
 
+def test_a_known_system_keeps_its_digests():
+    """A planner that is made faster must make the same plan; one that should make another changes these numbers."""
+    plan = build_plan(*small_system(), max_task_bytes=100)
+    assert plan.layouts_digest == "2fbd59725eaf487d1310433225e0882f230148b60708d75d77b5d80dbcd3078f"
+    assert plan.digest == "28498491e427820c6756422c27db12a511a9097c721c6ffdd014a3c24c3519a4"
+
+
 @pytest.mark.parametrize("field", ["bound", "dtype", "fill", "route"])
 def test_the_digest_covers_everything(field):
     sources, replicas = small_system()

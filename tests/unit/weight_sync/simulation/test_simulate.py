@@ -22,7 +22,8 @@ from weight_sync.plan.transfer_plan import TransferPlan
 from weight_sync.publish import pipeline
 from weight_sync.simulation import simulate
 from weight_sync.simulation.links import Faults, LinkRates, Placement, nic_of, place
-from weight_sync.simulation.simulate import Simulation, cut_loads
+from weight_sync.simulation.simulate import Simulation
+from weight_sync.simulation.slot_loads import cut_loads
 
 PROPERTY = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -31,7 +32,6 @@ SLOW = LinkRates(
     nic_bytes_s=1e3,
     nvlink_bytes_s=4e3,
     hbm_bytes_s=2e4,
-    host_bytes_s=3e3,
     write_latency_s=0.01,
     op_s=0.001,
     load_launch_s=0.005,
@@ -99,9 +99,9 @@ def even_plan(num_sources: int = 1, num_dests: int = 1, num_bytes: int = 8000, n
 
 
 @PROPERTY
-@given(plan=plans(), ranks_per_node=st.integers(1, 4), barriers=st.booleans(), offloaded=st.booleans())
-def test_no_publish_is_faster_than_its_floors_and_none_passes_the_watermark(plan, ranks_per_node, barriers, offloaded):
-    found = run(plan, ranks_per_node=ranks_per_node, has_group_barriers=barriers, is_offloaded=offloaded)
+@given(plan=plans(), ranks_per_node=st.integers(1, 4))
+def test_no_publish_is_faster_than_its_floors_and_none_passes_the_watermark(plan, ranks_per_node):
+    found = run(plan, ranks_per_node=ranks_per_node)
     assert found.write_end_s - found.begin_s >= found.floor_s * (1 - 1e-9)
     assert found.total_s >= found.write_end_s + found.verify_s + found.commit_s
     assert found.peak_bytes <= STAGING.watermark_bytes
@@ -115,8 +115,8 @@ def test_no_publish_is_faster_than_its_floors_and_none_passes_the_watermark(plan
 def test_better_hardware_never_costs_time(plan, ranks_per_node, name, factor):
     value = getattr(SLOW, name)
     better = dataclasses.replace(SLOW, **{name: value * factor if name.endswith("bytes_s") else value / factor})
-    before = run(plan, ranks_per_node=ranks_per_node, is_offloaded=True)
-    after = run(plan, better, ranks_per_node=ranks_per_node, is_offloaded=True)
+    before = run(plan, ranks_per_node=ranks_per_node)
+    after = run(plan, better, ranks_per_node=ranks_per_node)
     assert after.total_s <= before.total_s * (1 + 1e-9)
 
 
@@ -141,28 +141,17 @@ def test_the_same_plan_takes_the_same_time(plan):
 @PROPERTY
 @given(plan=plans())
 def test_stages_of_a_rank_follow_the_pipeline(plan):
-    for rank in run(plan, is_offloaded=True).ranks:
-        by_stage = {
-            name: [i for i in rank.intervals if i.stage == name] for name in ("host_to_device", "prepare", "write")
-        }
+    for rank in run(plan).ranks:
+        by_stage = {name: [i for i in rank.intervals if i.stage == name] for name in ("prepare", "write")}
         num_destinations = len({(task.replica, task.dest_rank) for task in plan.tasks[rank.rank]})
         for stage, intervals in by_stage.items():
             assert [one.load for one in intervals] == list(range(len(intervals)))
             if stage != "write" or num_destinations == 1:  # writes to several do not wait for each other
                 assert all(a.stop_s <= b.start_s for a, b in itertools.pairwise(intervals))
-        for copy, prepare, write in zip(*by_stage.values(), strict=True):
-            assert copy.stop_s <= prepare.start_s <= prepare.stop_s <= write.start_s
-            if copy.load >= staging.NUM_SLOTS:  # its slot is free again
-                assert copy.start_s >= by_stage["write"][copy.load - staging.NUM_SLOTS].stop_s
-
-
-@PROPERTY
-@given(plan=plans())
-def test_experts_are_written_after_all_dense_writes_where_groups_have_a_barrier(plan):
-    found = run(plan, has_group_barriers=True)
-    writes = [one for rank in found.ranks for one in rank.intervals if one.stage == "write"]
-    dense = max((one.stop_s for one in writes if one.mesh_group == "dense"), default=0.0)
-    assert all(one.start_s >= dense + SLOW.barrier_s for one in writes if one.mesh_group == "experts")
+        for prepare, write in zip(*by_stage.values(), strict=True):
+            assert prepare.stop_s <= write.start_s
+            if prepare.load >= staging.NUM_SLOTS:  # its slot is free again
+                assert prepare.start_s >= by_stage["write"][prepare.load - staging.NUM_SLOTS].stop_s
 
 
 # --- the real pipeline ---

@@ -1,0 +1,96 @@
+"""Merged weights or the adapter alone: what a publish of either costs, and from when on which of them wins.
+
+Owns: that comparison. Does not own: the simulated publish, or how an engine keeps adapters (rollout/layouts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conf.schema import DType, LoraConfig, RolloutConfig, RunConfig, SyncMode, TrainMode
+from rollout.layouts.offline_slots import offline_slot
+from trainer.architecture.model_spec import ModelSpec
+from trainer.weights.adapter_names import adapter_tensors
+from weight_sync.layout import DestLayout
+from weight_sync.plan.transfer_plan import PlanSummary
+from weight_sync.simulation.links import LinkRates
+from weight_sync.simulation.simulate import Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class ModeChoice:
+    """What a publish of merged weights costs, and what one of the adapter alone would."""
+
+    merged_s: float | None
+    """None: the run publishes adapters, and its engines' layout of whole weights is not recorded."""
+    merged_bytes: int
+    adapter_s: float | None
+    """None: nothing but merged weights can be published (full training)."""
+    adapter_bytes: int
+    slot_bytes: int
+    """Memory of one adapter on a rollout GPU; an engine holds algorithm.max_staleness_steps + 2 of them."""
+    decode_loss: float
+    """Part of its decode speed that an engine loses by serving an adapter."""
+
+    @property
+    def break_even_s(self) -> float | None:
+        """Seconds of generation between two publishes above which merged weights win; infinite: adapters always do."""
+        if self.merged_s is None:
+            return None
+        saved_s = self.merged_s - (self.adapter_s if self.adapter_s is not None else self.merged_s)
+        if saved_s <= 0:
+            return 0.0
+        return saved_s / self.decode_loss if self.decode_loss else float("inf")
+
+
+def adapter_slot(
+    spec: ModelSpec, dtype: DType, lora: LoraConfig, rollout: RolloutConfig, num_kv_heads: int
+) -> DestLayout:
+    """One adapter slot of an engine's first rank, which has the most experts where they do not divide.
+
+    Raises:
+        EngineError: engines have no slot for one of the adapters.
+    """
+    return offline_slot(
+        adapter_tensors(spec.checkpoint_tensors(dtype.value), lora),
+        0,
+        tp_size=rollout.tp_size,
+        enable_expert_parallel=rollout.enable_expert_parallel,
+        num_kv_heads=num_kv_heads,
+    )
+
+
+def compare_modes(
+    config: RunConfig,
+    spec: ModelSpec,
+    num_kv_heads: int,
+    rates: LinkRates,
+    ranks_per_node: int,
+    decode_loss: float,
+    simulation: Simulation,
+    summary: PlanSummary,
+) -> ModeChoice:
+    """Merged weights as simulated, against the adapter alone, whose seconds are those of the slowest port.
+
+    Where the run publishes adapters, the adapter's figures are what was simulated.
+
+    Raises:
+        EngineError: engines have no slot for one of the adapters.
+    """
+    trainer, rollout, rates = config.trainer, config.rollout, rates.without_pause()
+    if trainer.mode is not TrainMode.lora:
+        return ModeChoice(simulation.total_s, summary.num_bytes, None, 0, 0, 0.0)
+    slot = adapter_slot(spec, config.model.dtype, trainer.lora, rollout, num_kv_heads)
+    slot_bytes = sum(param.num_bytes for param in slot.params)
+    loss = decode_loss if trainer.lora.experts and spec.moe is not None else 0.0
+    if config.weight_sync.mode is SyncMode.adapter:
+        return ModeChoice(None, 0, simulation.total_s, summary.num_bytes, slot_bytes, loss)
+    sent = sum(slot.written_bytes().values())
+    num_bytes = sent * rollout.tp_size * rollout.num_workers
+    gpus = trainer.num_ranks + rollout.tp_size * rollout.num_workers
+    rate = rates.nvlink_bytes_s if gpus <= ranks_per_node else rates.nic_bytes_s
+    busiest = max(sent, num_bytes / trainer.num_ranks)
+    # The engine goes on meanwhile, so nothing pauses; messages, threads and the slot's hash take their time.
+    fixed_s = max(rates.begin_s, rates.source_begin_s) + rates.replay_s + rates.barrier_s + rates.commit_s
+    fixed_s += 2 * rates.write_latency_s + sent / rates.hbm_bytes_s
+    return ModeChoice(simulation.total_s, summary.num_bytes, busiest / rate + fixed_s, num_bytes, slot_bytes, loss)
