@@ -48,9 +48,9 @@ class Part:
 
     local: Tensor
     start: tuple[int, ...]
-    """Of the rectangle's first element, in elements of the whole tensor."""
+    """Place of the rectangle's first element, in elements of the whole tensor."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
 
 
 def register_checkpoint(

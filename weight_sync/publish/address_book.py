@@ -12,7 +12,7 @@ Invariant: the same on all ranks; a Binding is made of a session that the replic
 addresses whose digest it said in this very epoch. An answer that names addresses which nobody said, or says others than
 its digest is of, is refused, and the replica's next Begin names none as known: it says them all again. A replica that
 was started again is forgotten first. What is known stays small: a replica's parameters do not move (receiver.py refuses
-that), so there is one entry an engine rank, and one a slot in adapter mode.
+that), so there is one entry per engine rank, and one per slot in adapter mode.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from weight_sync.errors import ProtocolError
 
 MAX_BYTES = 1 << 30
-"""Of one rank's message. The largest is a rank's part of a plan: some tens of MB for 256 ranks of Kimi-K2."""
+"""Longest message of one rank. The largest is a rank's part of a plan: some tens of MB for 256 ranks of Kimi-K2."""
 
 
 def broadcast_bytes(data: bytes, group: dist.ProcessGroup | None) -> bytes:

@@ -119,7 +119,7 @@ class Replay:
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         """Slots that may be packed; None: there will be none any more."""
         self._seconds = dict.fromkeys(served, 0.0)
-        """Of writing, to each destination."""
+        """Seconds spent on writing to each destination."""
         self._written: dict[Destination, list[slice]] = {dest: [] for dest in served}
         """The entries that reached each destination."""
 
@@ -356,4 +356,4 @@ class _Door:
         waited_s = 0.0
         while not self._changed.wait_for(is_so, timeout=WAIT_LOG_S):
             waited_s += WAIT_LOG_S
-            logger.warning("%d writes are under way for %.0f s, and one has failed", self._num_writing, waited_s)
+            logger.warning("waited %.0f s to close a failed write; %d still running", waited_s, self._num_writing)

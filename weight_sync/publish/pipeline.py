@@ -167,7 +167,7 @@ class Pipeline:
 
     @torch.no_grad()
     def prepare(self, version: int, *, trace: bool = False) -> None:
-        """Begin the source and pack the first loads, one a slot, before it is known who will receive them.
+        """Begin the source and pack the first loads, one per slot, before it is known who will receive them.
 
         Collective in source.begin(). What goes wrong is kept for run(); either that or cancel() must follow.
         """

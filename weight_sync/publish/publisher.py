@@ -74,7 +74,7 @@ class _Agreed:
     """Per engine rank: which of these lists is its own."""
 
     def places(self) -> Places:
-        """Of every parameter of every engine rank."""
+        """The place of every parameter of every engine rank."""
         return Places({dest: self.names[number] for dest, number in self.names_of.items()})
 
 
@@ -113,14 +113,14 @@ class Publisher:
         )
         self._endpoints: list[str] = []
         self._digest = ""
-        """Of the plan; empty: there is none."""
+        """The plan's digest; empty while there is no plan."""
         self._summary: PlanSummary | None = None
         self._is_connected = False
         self._places = Places({})
-        """Of every parameter of every replica, the same on all ranks."""
+        """The place of every parameter of every replica, the same on all ranks."""
         self._epoch = 0
         self._clients: ReplicaClients | None = None
-        # Asks replicas to begin while this rank packs. One call at a time: their sockets are no thread's own.
+        # Asks replicas to begin while this rank packs. One call at a time: their sockets belong to no thread.
         self._asking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync-begin")
         self._layouts: list[tuple[DestLayout, ...]] = []
         """Per replica, on rank 0: the layouts that the plan is made for."""
@@ -180,7 +180,7 @@ class Publisher:
         self._digest, self._summary = summary.digest, summary
         if meeting.rank == 0:
             logger.info(
-                "weight sync: %d tasks, %d bytes a publish, plan %s",
+                "weight sync: %d tasks, %d bytes per publish, plan %s",
                 summary.num_tasks,
                 summary.num_bytes,
                 summary.digest[:12],

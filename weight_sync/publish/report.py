@@ -34,9 +34,9 @@ class PublishReport:
     begin_s: float
     """Until every replica stood still and was marked dirty, or was given up. The first loads are packed meanwhile."""
     idle_s: float
-    """Of begin_s: until the slowest engine stood still, its step in flight included."""
+    """Part of begin_s: until the slowest engine stood still, its step in flight included."""
     mark_s: float
-    """Of begin_s: until the slowest engine's ranks were marked dirty after that."""
+    """Part of begin_s: until the slowest engine's ranks were marked dirty after that."""
     prepare_s: float
     """Packing and hashing; overlaps begin_s and write_s."""
     write_s: float
@@ -56,7 +56,7 @@ class PublishReport:
     num_relayed: int = 0
     """Replicas that read the version from another one of their node (weight_sync.relay)."""
     relay_s: float = 0.0
-    """Of total_s: those reads, after the writes."""
+    """Part of total_s: those reads, after the writes."""
     relay_bytes: int = 0
     """Bytes of those reads; not in num_bytes."""
 

@@ -49,7 +49,7 @@ class Entries:
     param: Ints
     """Number in `params`."""
     offset: Ints
-    """Of the first byte in the parameter."""
+    """Offset of the first byte in the parameter."""
     sizes: Ints
     packets: Ints
     """Number in the schedule."""
@@ -72,7 +72,7 @@ class Load:
     hashes: tuple[RangeHashes, ...]
     window: int
     sums: torch.Tensor
-    """Of the hashes; the place is the load's while its window is on the device."""
+    """Sums of the packets' hashes; this memory is the load's own while its window is on the device."""
     batches: dict[Destination, Batch]
 
 
@@ -173,7 +173,7 @@ class Slots:
 
     @property
     def num_bytes(self) -> int:
-        """Of staging."""
+        """Bytes of staging memory."""
         return self._staging.numel()
 
     def enter_thread(self) -> None:
@@ -212,7 +212,7 @@ class Slots:
         self._sums.zero_()
 
     def sums_of_packets(self) -> Ints:
-        """Of all that were packed, after the last take_sums()."""
+        """Hash sums of all packets that were packed after the last take_sums()."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return self._host_sums.numpy()

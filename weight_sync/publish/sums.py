@@ -3,7 +3,7 @@
 Owns: the places in those rows, and adding up. Does not own: the hashes (integrity.py), the writes (lanes.py), the
 meeting of the ranks (collectives.py), or what a replica is told (replica/expected.py).
 
-    places   (replica, dest_rank) -> a stretch of columns, one a parameter
+    places   (replica, dest_rank) -> a stretch of columns, one per parameter
     table    2 x columns, int64:   bytes written | sum of hashes, modulo 2^64
 
 Two tables of the same places add up as integers do, so that ranks need no dictionaries of each other's: 256 ranks of
@@ -43,7 +43,7 @@ class Places:
 
     @classmethod
     def of_tasks(cls, tasks: Iterable[Task]) -> Places:
-        """Of those parameters alone that the tasks write."""
+        """Places for those parameters alone that the tasks write."""
         params: dict[Destination, dict[str, None]] = {}
         for task in tasks:
             params.setdefault((task.replica, task.dest_rank), {})[task.param] = None

@@ -1,4 +1,4 @@
-"""What a publish spent its time on: a timeline for ui.perfetto.dev or chrome://tracing, a track a stage, per process.
+"""What a publish spent its time on: a timeline for ui.perfetto.dev or chrome://tracing, a track per stage and process.
 
 Owns clocks, spans and the file's format. Does not own which stages there are: pipeline.py notes what a trainer rank
 does, transaction.py what the replicas answered, and rank 0 writes the file.
@@ -6,7 +6,7 @@ does, transaction.py what the replicas answered, and rank 0 writes the file.
     trainer rank r   begin | gather | pack slot 0, 1 | hash slot 0, 1 | write replica i rank j | verify | commit | gc
     replica i        pause | mark dirty | writes arrive | verify | commit
 
-Clocks. Host stages are timed with time.monotonic() and shifted once a publish to the wall clock, so that ranks of one
+Clocks. Host stages are timed with time.monotonic() and shifted once per publish to the wall clock, so that ranks of one
 host line up exactly and ranks of several as well as their clocks do. Device stages are CUDA events: an anchor is waited
 for when the publish starts, and every other event is placed by its distance from it. A replica tells how long its
 phases took, not when: rank 0 places them from the moment it asked.

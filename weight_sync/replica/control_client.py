@@ -160,7 +160,7 @@ class ReplicaClients:
                 return
             if now >= next_log:
                 late = ", ".join(self._endpoints[replica] for replica in pending)
-                logger.warning("%s: waiting for %s since %.0f s", verb, late, now - began)
+                logger.warning("%s: waited %.0f s for %s", verb, now - began, late)
                 next_log += WAIT_LOG_S
             wait_s = min(next_log, *(deadline for _, deadline in pending.values())) - now
             for socket, _ in poller.poll(max(1, int(wait_s * 1000) + 1)):

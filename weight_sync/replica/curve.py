@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import z85
 
 MAX_FRAME_BYTES = 64 << 10
-"""Of a message, as one frame before encryption."""
+"""Longest frame of a message, before encryption."""
 CURVE_OVERHEAD_BYTES = 64
 """What libzmq adds to a frame when it encrypts it (33 bytes in 4.3.5), rounded up."""
 

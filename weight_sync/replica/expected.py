@@ -29,7 +29,7 @@ class Planned:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Planned:
-        """Of parameters and their bytes, in the layout's order."""
+        """From parameters and their bytes, in the layout's order."""
         return cls(hashlib.sha256(pack(dict(sizes))).hexdigest(), np.array(list(sizes.values()), np.int64))
 
     def write(self, num_bytes: Ints, hashes: Ints | None) -> Expected:
@@ -47,7 +47,7 @@ class Planned:
 
         Raises:
             PlanMismatch: The sender plans for other parameters, in another order or of other sizes.
-            ProtocolError: There is not one entry a parameter.
+            ProtocolError: There is not one entry per parameter.
         """
         if expected.planned != self.digest:
             raise PlanMismatch(

@@ -32,7 +32,7 @@ class EngineRank:
 class Bound:
     """A Binding, said to a publisher that may know its addresses: they hardly ever change, and there are many.
 
-    They are named by what they are, not by when they were said: nobody has to remember what the other one heard last.
+    A digest names them by their content, so neither side has to remember what the other heard last.
     """
 
     session: str
