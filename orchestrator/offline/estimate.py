@@ -89,7 +89,7 @@ class ModelFacts:
     num_parameters: int
     dtype: str
     num_bytes: int
-    """Of the whole checkpoint: four-bit experts as they are stored, all else in model.dtype."""
+    """Bytes of the whole checkpoint: four-bit experts as they are stored, all else in model.dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,13 @@ class RolloutMemory:
     weights: int
     """All parameters of its layout; in adapter mode, where that is not recorded, an even share of the checkpoint."""
     slots: int
-    """Of adapters; 0 where they are merged."""
+    """Bytes of adapter slots; 0 where adapters are merged."""
     num_slots: int
     """algorithm.max_staleness_steps + 2 in adapter mode."""
 
     @property
     def formula(self) -> str:
-        """How they are reckoned."""
+        """How the bytes are estimated."""
         if not self.num_slots:
             return "weights: bytes of all parameters in the recorded layout; a publish stages nothing here"
         return (
@@ -125,11 +125,11 @@ class RelayChoice:
     written_s: float
     """Until those replicas have committed."""
     read_s: float
-    """... and from then on, until all have."""
+    """From then until all replicas have committed."""
 
     @property
     def total_s(self) -> float:
-        """Of the publish."""
+        """Seconds of the whole publish."""
         return self.written_s + self.read_s
 
 

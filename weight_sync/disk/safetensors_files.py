@@ -41,7 +41,7 @@ class StoredTensor:
 
     path: Path
     offset: int
-    """Of its first byte, from the start of the file."""
+    """Position of its first byte, from the start of the file."""
     shape: tuple[int, ...]
     dtype: str
     """As safetensors names it."""
@@ -126,7 +126,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _checked(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Of a header's entry: format, shape, and the first byte and the one past the last, which fit them."""
+    """Check a header's entry and return its format, its shape, its first byte and the byte past its last."""
     try:
         dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, first, last - first)):

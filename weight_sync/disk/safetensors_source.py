@@ -63,7 +63,7 @@ class Rows:
 
     @property
     def offset(self) -> int:
-        """Of the first byte in the file."""
+        """Position of the first byte in the file."""
         if not self.region.start:
             return self.stored.offset
         row = DTYPE_BYTES[DTYPES[self.stored.dtype]] * prod(self.stored.shape[1:])
@@ -87,7 +87,7 @@ class ReadReport:
     num_bytes: int
     seconds: float
     pinned_bytes: int
-    """Of them, page-locked; 0 without CUDA."""
+    """How many of those bytes are page-locked; 0 without CUDA."""
 
 
 class Checkpoint:
@@ -125,9 +125,9 @@ class Checkpoint:
         self._scratch_bytes = scratch_bytes
         self._lock = threading.Lock()
         self.num_bytes = sum(plan.stop - plan.start for plan in self._plans)
-        """Of this rank's share."""
+        """Bytes of this rank's share."""
         self.num_bytes_read = 0
-        """Of the read that runs, or ran last; may be looked at by another thread."""
+        """Bytes of the read that runs, or ran last; another thread may look at them."""
 
     @property
     def source(self) -> TensorSource:

@@ -90,7 +90,7 @@ class Holders:
         return owner, cell, cuts_of
 
     def _sets_of(self, cell: Ints, rank: Ints, num_cells: int) -> Ints:
-        """Number the sets of ranks that share cells. Nearly always there is one rank a cell."""
+        """Number the sets of ranks that share cells. Nearly always, one rank holds a cell."""
         order = np.lexsort((rank, cell))
         cell, rank = cell[order], rank[order]
         once = changes(cell, rank)
@@ -119,7 +119,7 @@ class Holders:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the checkpoint's tensors, in order."""
+        """The names of the checkpoint's tensors, in order."""
         return tuple(meta.name for meta in self.metas)
 
     @cached_property

@@ -10,7 +10,7 @@ it on every plan that it returns).
     DestLayout x replicas --> loads, cut into contiguous runs of a parameter that lie in one cell
                                                 |   chunks.py: neighbours of the same holders merge, long ones are cut
                                               chunks
-                                                |   schedule.py: a source each, least bytes so far among the holders
+                                                |   schedule.py: one source for each, the holder with the least bytes
                                               tasks, per source: dense before experts, layer order, destinations in turn
 
 A cluster's plan has millions of tasks; here they are rows of columns (tasks.py), and objects only where they are used.
@@ -46,8 +46,8 @@ def build_plan(
     """Join what the trainer ranks hold with what the engine ranks need, and prove the result.
 
     Args:
-        sources: one layout a trainer rank; ranks are distinct, the checkpoint is the same on all.
-        replicas: for every replica, one layout an engine rank.
+        sources: one layout per trainer rank; ranks are distinct, the checkpoint is the same on all.
+        replicas: for every replica, one layout per engine rank.
         max_task_bytes: no task is longer; a quarter of a staging slot, so that slots are nearly full (budget.py).
 
     Raises:

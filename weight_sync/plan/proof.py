@@ -117,7 +117,7 @@ class _Rows:
 
     @classmethod
     def of(cls, plan: TransferPlan, dest_rank: int, num_replicas: int, names: _Numbering) -> _Rows:
-        """Collect them."""
+        """Collect the rows of all sources that go to engine ranks of one number."""
         columns: list[tuple[Any, ...]] = []
         pieces: list[tuple[Any, ...]] = []
         num_rows = 0

@@ -52,7 +52,7 @@ class Needs:
     param: Ints
     offset_bytes: Ints
     num_bytes: Ints
-    """Of one replica."""
+    """Bytes that one replica gets."""
     dtype: Ints
 
 

@@ -136,7 +136,7 @@ class TaskTable(Sequence[Task]):
     param: Ints
     dest_offset_bytes: Ints
     num_bytes: Ints
-    """Of one replica."""
+    """Bytes that one replica gets."""
     dtype: Ints
     num_pieces: Ints
     first_piece: Ints

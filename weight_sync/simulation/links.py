@@ -53,7 +53,7 @@ class LinkRates:
     source_begin_s: float = 7.5e-3
     """What a rank does once a publish before it packs: gather adapters. Engines pause meanwhile."""
     replay_s: float = 4.5e-3
-    """... and once they stand still, beside packing and writing: learn where to write, start lanes, add up hashes."""
+    """What a rank does once engines stand still: learn where to write, start lanes, add up hashes."""
     begin_s: float = 50e-3
     """Pausing the engines: 256 requests in decode."""
     commit_s: float = 7e-3
@@ -61,11 +61,11 @@ class LinkRates:
     barrier_s: float = 6e-3
     """Collecting what every rank wrote, and telling the replicas what to expect: of a few hundred parameters."""
     entry_s: float = 20e-9
-    """... and one more parameter of one engine rank in that: what rank 0 says and reads of it, on one core
+    """What one more parameter of one engine rank adds to the barrier: rank 0 writes and reads it, on one core
     (bench/plan.py, bench/results/plan-tp16.json)."""
 
     def without_pause(self) -> LinkRates:
-        """Of a publish into free slots of engines that go on serving: `begin` and `commit` are messages alone."""
+        """The rates of a publish into free slots of engines that go on: `begin` and `commit` are messages alone."""
         return replace(self, begin_s=min(self.begin_s, IDLE_BEGIN_S), commit_s=min(self.commit_s, IDLE_COMMIT_S))
 
     def __post_init__(self) -> None:
