@@ -153,7 +153,7 @@ async def _read(peer_index: int, reader_index: int, supervisor: Supervisor, time
     peer, reader = supervisor.replicas[peer_index].worker, supervisor.replicas[reader_index].worker
     try:
         offers = await wait_for(peer.offer(), f"offer on {peer.name}", timeout_s=timeout_s)
-    except Exception as error:  # noqa: BLE001 - whatever the other process raised, it made no offer
+    except Exception as error:
         raise _PeerLost(f"it committed, and then made no offer: {type(error).__name__}: {error}") from error
     began = time.monotonic()
     pulled = await wait_for(reader.pull(offers), f"pull on {reader.name}", timeout_s=timeout_s)

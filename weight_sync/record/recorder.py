@@ -234,17 +234,7 @@ class _Recorder(TorchDispatchMode):
         if func is aten.zero_.default and source is not None:
             return self._drop(args[0], source)
         schema = _schema_of(func)
-        for name, tensor in _mutated(schema, args, kwargs):
-            target = self._param_of(tensor)
-            if target is not None:
-                raise RecordError(
-                    f"{target[0]}: {func} writes it (argument {name}, while loading {self.current}); only copies of "
-                    "checkpoint tensors and constant fills can be replayed"
-                )
-            if source is not None:
-                raise RecordError(f"{source.meta.name}: {func} writes argument {name} of an op that reads it")
-            if self._stack_of(tensor) is not None:
-                raise RecordError(f"while loading {self.current}: {func} changes the values of a stack")
+        self._refuse_other_writes(func, _mutated(schema, args, kwargs), source)
         if source is None:
             return func(*args, **kwargs)
         if func in _ALIASES:
@@ -259,6 +249,20 @@ class _Recorder(TorchDispatchMode):
             if self._source_of(leaf) is not source or leaf.dtype != source.dtype or leaf.is_neg() or leaf.is_conj():
                 raise RecordError(f"{source.meta.name}: {func} reinterprets it")
         return result
+
+    def _refuse_other_writes(self, func: Any, written: Iterable[tuple[str, Tensor]], source: _Source | None) -> None:
+        """Refuse an op other than a copy or a fill that writes a parameter, or writes while it reads the checkpoint."""
+        for name, tensor in written:
+            target = self._param_of(tensor)
+            if target is not None:
+                raise RecordError(
+                    f"{target[0]}: {func} writes it (argument {name}, while loading {self.current}); only copies of "
+                    "checkpoint tensors and constant fills can be replayed"
+                )
+            if source is not None:
+                raise RecordError(f"{source.meta.name}: {func} writes argument {name} of an op that reads it")
+            if self._stack_of(tensor) is not None:
+                raise RecordError(f"while loading {self.current}: {func} changes the values of a stack")
 
     def _drop(self, tensor: Tensor, source: _Source) -> Tensor:
         """`weight.zero_()`, as for a bias that only the first rank adds: the tensor is the constant 0 from here on."""

@@ -322,7 +322,7 @@ def test_a_refusal_that_the_loader_swallows_still_counts():
         for _, weight in weights:
             try:
                 param.copy_(weight * 2)
-            except Exception:
+            except Exception:  # noqa: BLE001 - any error of the loader counts
                 param.copy_(weight)
 
     with pytest.raises(RecordError, match=r"aten\.mul"):
