@@ -10,13 +10,12 @@ from pathlib import Path
 
 from system.conftest import RUN_TIMEOUT_S, free_port
 
+TRAIN = ("train", "experiment=sft_quickstart")
 
-def _train(folder: Path, *words: str) -> list[dict]:
+
+def _run(folder: Path, *words: str) -> list[dict]:
     done = subprocess.run(
-        [
-            sys.executable, "-m", "orchestrator.cli.main", "train", "experiment=sft_quickstart", f"run.dir={folder}",
-            f"cluster.dashboard_port={free_port()}", *words,
-        ],
+        [sys.executable, "-m", "orchestrator.cli.main", *words, f"cluster.dashboard_port={free_port()}"],
         capture_output=True, text=True, timeout=RUN_TIMEOUT_S, env={**os.environ},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -24,11 +23,11 @@ def _train(folder: Path, *words: str) -> list[dict]:
 
 
 def test_fine_tuning_learns_and_a_run_in_two_parts_is_the_same_run(tmp_path):
-    whole = _train(tmp_path / "whole", "run.num_steps=24")
+    whole = _run(tmp_path / "whole", *TRAIN, f"run.dir={tmp_path / 'whole'}", "run.num_steps=24")
     assert whole[0]["eval/nll"] > 4 and whole[-1]["eval/nll"] < 2
     assert all(row["sync/total_s"] is None and row["reward/mean"] is None for row in whole)
     parts = tmp_path / "parts"
-    _train(parts, "run.num_steps=12")
-    resumed = _train(parts, "run.num_steps=24", f"run.resume={(parts / 'latest').resolve()}")
+    _run(parts, *TRAIN, f"run.dir={parts}", "run.num_steps=12")
+    resumed = _run(parts, "resume", str(parts / "latest"), "run.num_steps=24")
     assert [row["step"] for row in resumed] == list(range(25))
     assert [row["sft/nll"] for row in resumed[1:]] == [row["sft/nll"] for row in whole[1:]]
