@@ -11,6 +11,8 @@ the order in which programs add to them is no matter.
 One launch hashes many ranges, which a table on the device describes: one row of ROW int64 each.
 """
 
+# pyright: basic
+# Triton is untyped.
 from __future__ import annotations
 
 import torch

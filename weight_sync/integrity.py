@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -93,7 +94,8 @@ class RangeHashes:
         if device.type == "cuda":
             sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
             torch.cuda.current_stream(device).synchronize()
-        return [value & HASH_MASK for value in sums.tolist()]
+        values = cast(list[int], sums.tolist())  # pyright: ignore[reportUnknownMemberType] - torch leaves it open
+        return [value & HASH_MASK for value in values]
 
 
 def compile_kernels(device: torch.device) -> None:

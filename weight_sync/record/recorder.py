@@ -14,6 +14,8 @@ Invariant: either every element of every parameter that is not derived is accoun
 RecordError. Parameters end as they were.
 """
 
+# pyright: basic
+# torch's dispatch is untyped.
 from __future__ import annotations
 
 import functools
@@ -162,10 +164,9 @@ class _Recorder(TorchDispatchMode):
             )
         if _dtype_name(param.dtype) not in DTYPE_BYTES:
             raise RecordError(f"{name} has dtype {param.dtype}; known are {', '.join(DTYPE_BYTES)}")
-        storage = param.untyped_storage()
         start = int(param.storage_offset()) * param.element_size()
         span = _Span(start, start + param.numel() * param.element_size(), name)
-        spans = self._spans.setdefault(storage._cdata, [])
+        spans = self._spans.setdefault(storage_of(param), [])
         for other in spans:
             if (other.start, other.stop) == (span.start, span.stop) and self.params[other.name].dtype == param.dtype:
                 return  # a second name of the same memory
@@ -173,7 +174,7 @@ class _Recorder(TorchDispatchMode):
                 raise RecordError(f"{name} and {other.name} overlap in memory without being the same parameter")
         spans.append(span)
         spans.sort()
-        self._storages.append(storage)
+        self._storages.append(param.untyped_storage())
         self.names.add(name)
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
@@ -186,19 +187,19 @@ class _Recorder(TorchDispatchMode):
             yield meta.name, tensor
 
     def _remember(self, source: _Source) -> None:
-        self._sources[source.base.untyped_storage()._cdata] = source
+        self._sources[storage_of(source.base)] = source
 
     def _source_of(self, tensor: Any) -> _Source | None:
         """The source that a tensor is a view of."""
         if not isinstance(tensor, Tensor) or tensor.device.type != "meta":
             return None
-        return self._sources.get(tensor.untyped_storage()._cdata)
+        return self._sources.get(storage_of(tensor))
 
     def _param_of(self, tensor: Any) -> tuple[str, int] | None:
         """The parameter that a tensor is a view of, and the view's first element in it."""
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             return None
-        spans = self._spans.get(tensor.untyped_storage()._cdata)
+        spans = self._spans.get(storage_of(tensor))
         if spans is None:
             return None
         at = tensor.storage_offset() * tensor.element_size()
@@ -224,7 +225,7 @@ class _Recorder(TorchDispatchMode):
             return self._copy(func, args, kwargs) if stack is None else self._copy_stack(func, args, kwargs, stack)
         if func is aten.scalar_tensor.default:
             number = func(*args, **kwargs)
-            self._constants[number.untyped_storage()._cdata] = (float(args[0]), number)
+            self._constants[storage_of(number)] = (float(args[0]), number)
             return number
         if func in _STACKS and any(self._source_of(one) for one in args[0]):
             return self._stack(func, args, kwargs)
@@ -268,7 +269,7 @@ class _Recorder(TorchDispatchMode):
         """`weight.zero_()`, as for a bias that only the first rank adds: the tensor is the constant 0 from here on."""
         if tensor.numel() != source.base.numel():
             raise RecordError(f"{source.meta.name}: a part of it is set to 0, the rest is not")
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_of(tensor)
         del self._sources[storage]
         self._constants[storage] = (0.0, tensor)
         return tensor
@@ -288,7 +289,7 @@ class _Recorder(TorchDispatchMode):
         """The stack that a tensor is a view of."""
         if not isinstance(tensor, Tensor) or tensor.device.type != "meta":
             return None
-        return self._stacks.get(tensor.untyped_storage()._cdata)
+        return self._stacks.get(storage_of(tensor))
 
     def _stack(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Remember which source is which entry. Only a stack along a first dim keeps each of them in one piece."""
@@ -302,7 +303,7 @@ class _Recorder(TorchDispatchMode):
                 "tensors can be replayed"
             )
         base = torch.empty((len(parts), *parts[0].shape), dtype=parts[0].dtype, device="meta")
-        self._stacks[base.untyped_storage()._cdata] = _Stack(tuple(parts), base)
+        self._stacks[storage_of(base)] = _Stack(tuple(parts), base)
         return base
 
     def _copy_stack(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stack: _Stack) -> Tensor:
@@ -330,11 +331,11 @@ class _Recorder(TorchDispatchMode):
         dest, value = args[0], args[1]
         source, target = self._source_of(value), self._param_of(dest)
         if self._source_of(dest) is not None:
-            raise RecordError(f"{self._sources[dest.untyped_storage()._cdata].meta.name}: the loader writes into it")
+            raise RecordError(f"{self._sources[storage_of(dest)].meta.name}: the loader writes into it")
         if source is None and target is None:
             return func(*args, **kwargs)
         if source is None:
-            constant = self._constants.get(value.untyped_storage()._cdata)
+            constant = self._constants.get(storage_of(value))
             if constant is not None:
                 return self._fill(func, (dest, constant[0]), {})
             if value.dim() == 0 and value.device.type == "cpu":  # param[...] = number
@@ -411,6 +412,11 @@ def _mutated(schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for position, name in schema.written:
         for tensor in _tensors(args[position] if position < len(args) else kwargs.get(name)):
             yield name, tensor
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The number that torch has for the memory behind a tensor and its views, on meta too, where no address tells."""
+    return tensor.untyped_storage()._cdata
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from weight_sync.layout import DestLayout, Fill, Param, PostLoad, TensorMeta
 from weight_sync.plan.columns import Ints, LoadTable, as_list
-from weight_sync.record.recorder import record_layout
+from weight_sync.record.recorder import record_layout, storage_of
 
 NUM_RECORDED = 2
 """Layers of a kind: one to repeat, and one to compare it with."""
@@ -83,7 +83,7 @@ def _kinds(
     first_name: dict[tuple[int, int], str] = {}
     for name, param in params.items():
         layer = layer_of(name)
-        first = first_name.setdefault((param.untyped_storage()._cdata, int(param.storage_offset())), name)
+        first = first_name.setdefault((storage_of(param), int(param.storage_offset())), name)
         shared = _at(first, 0) if layer_of(first) == layer else first
         form = post_load.get(name, PostLoad.identity)
         facts.setdefault(layer, []).append((_at(name, 0), tuple(param.shape), param.dtype, form, shared))
