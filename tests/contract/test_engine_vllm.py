@@ -335,7 +335,7 @@ async def test_a_flipped_bit_is_named_keeps_the_worker_out_and_is_healed_by_the_
     assert not report.replicas[0].committed
     assert IntegrityError.__name__ in str(report.replicas[0].error)
     assert "model." in str(report.replicas[0].error)
-    assert setup.worker._state.phase == "dirty"
+    assert setup.worker.state.phase == "dirty"
     with pytest.raises(ReplicaNotServing, match=r"dirty \(version 1"):
         await setup.worker.generate_group(prompt(8), 1)
     assert (await setup.publish(1)).replicas[0].committed

@@ -134,10 +134,12 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
     try:
         trainer.load()
         trainer.save_merged(tmp_path / "base")  # B is still zero: the merged model is the base
-        await asyncio.to_thread(trainer.connect, [address], None, [await worker.adapter_endpoint()])
+        await asyncio.to_thread(trainer.delivery.connect, [address], None, [await worker.adapter_endpoint()])
         draw(trainer, 1)
         save_for_vllm(trainer, config.trainer.lora, slots.target_modules, tmp_path / "adapter")
-        report = await asyncio.to_thread(trainer.publish)  # the probe runs in it: the engine does apply expert adapters
+        report = await asyncio.to_thread(
+            trainer.delivery.publish, trainer.policy_version
+        )  # it probes that adapters act
         assert report.replicas[0].error is None
         (first,) = await worker.generate_group(PROMPT, 1, sampling=SHORT, seed=5)
         ours = [[slot for slot in rank if rank.count(slot) == 1] for rank in await _slots(worker)]
@@ -150,7 +152,7 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
             await asyncio.sleep(0.002)
         for version in (2, 3, 4):
             draw(trainer, version)
-            assert (await asyncio.to_thread(trainer.publish)).replicas[0].error is None
+            assert (await asyncio.to_thread(trainer.delivery.publish, version)).replicas[0].error is None
         was_in_flight = not task.done()
         (newest,) = await worker.generate_group(PROMPT, 1, sampling=SHORT, seed=5)
         assert newest.policy_versions == [4] * 8

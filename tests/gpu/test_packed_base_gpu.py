@@ -81,11 +81,11 @@ async def compare(tmp_path: Path, model: str) -> None:
     )  # fmt: skip
     try:
         assert trainer.load()["packed_bytes"] > 0
-        await asyncio.to_thread(trainer.connect, [address], None, [await worker.adapter_endpoint()])
+        await asyncio.to_thread(trainer.delivery.connect, [address], None, [await worker.adapter_endpoint()])
         for version in (0, 1):
             if version:
                 draw(trainer, version)
-            assert (await asyncio.to_thread(trainer.publish)).replicas[0].error is None
+            assert (await asyncio.to_thread(trainer.delivery.publish, trainer.policy_version)).replicas[0].error is None
             rollouts = await worker.generate_group(PROMPT, 8, sampling=replace(SHORT, max_tokens=NUM_TOKENS), seed=7)
             assert {stamp for rollout in rollouts for stamp in rollout.policy_versions} == {version}
             await asyncio.to_thread(judge, trainer, config, rollouts, version, base, tmp_path)

@@ -110,7 +110,7 @@ class Setup:
         """The next version: drawn, kept on disk, published."""
         self.draw(self.version + 1)
         self.trainer.save_adapter(self.adapter(self.version))
-        return await asyncio.to_thread(self.trainer.publish)
+        return await asyncio.to_thread(self.trainer.delivery.publish, self.trainer.policy_version)
 
     def adapter(self, version: int) -> Path:
         """Where a version is on disk."""
@@ -159,7 +159,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
     address = await worker.start()
     try:
         slots = await worker.adapter_endpoint()
-        await asyncio.to_thread(trainer.connect, [address], transport, adapter_endpoints=[slots])
+        await asyncio.to_thread(trainer.delivery.connect, [address], transport, adapter_endpoints=[slots])
         try:
             await worker.generate_group(PROMPT, 1)
         except ReplicaNotServing as e:

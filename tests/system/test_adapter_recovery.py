@@ -71,7 +71,9 @@ class Setup:
         for _, parameter in self.trainer._trainable:
             parameter.data.normal_(0, 0.3, generator=generator)
         self.trainer._policy_version = self.version
-        return await asyncio.to_thread(self.trainer.publish, exclude or [])
+        return await asyncio.to_thread(
+            self.trainer.delivery.publish, self.trainer.policy_version, exclude=exclude or []
+        )
 
     async def kill_and_start_again(self, base: Path | None = None) -> RolloutWorker:
         """Worker 0 is lost; a publish finds it so, and the other one goes on."""
@@ -81,7 +83,7 @@ class Setup:
         assert time.monotonic() - began < TIMEOUT_S
         assert [replica.committed for replica in report.replicas] == [False, True]
         await self.workers[0].stop()
-        await asyncio.to_thread(self.trainer.disconnect, [0])
+        await asyncio.to_thread(self.trainer.delivery.disconnect, [0])
         fresh = await self.start_worker(0, base)
         await refuses(fresh, "no adapter yet" if base else "samples only from a committed version")
         return fresh
@@ -89,7 +91,7 @@ class Setup:
     async def reconnect(self) -> None:
         """The trainer meets worker 0 again."""
         endpoint, base = await self.workers[0].adapter_endpoint(), await self.workers[0].base_wanted_at()
-        await asyncio.to_thread(self.trainer.reconnect, 0, endpoint, base)
+        await asyncio.to_thread(self.trainer.delivery.reconnect, 0, endpoint, base)
 
     async def assert_equal(self) -> None:
         """Both workers serve the present version, from the same bytes, with the same log-probabilities."""
@@ -129,7 +131,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
             await made.start_worker(index)
         slots = [await worker.adapter_endpoint() for worker in made.workers]
         addresses = [worker.endpoint() for worker in made.workers]
-        await asyncio.to_thread(trainer.connect, addresses, None, slots)
+        await asyncio.to_thread(trainer.delivery.connect, addresses, None, slots)
         await made.publish()
         await made.assert_equal()
         yield made

@@ -98,7 +98,7 @@ class Setup:
         self.trainer._policy_version = self.version
 
         async def write(exclude: Sequence[int], _number: int) -> PublishReport:
-            return await asyncio.to_thread(self.trainer.publish, exclude)
+            return await asyncio.to_thread(self.trainer.delivery.publish, self.trainer.policy_version, exclude=exclude)
 
         await self.supervisor.hold()
         report = await publish_by_relay(write, self.supervisor, timeout_s=TIMEOUT_S + 2)
@@ -151,7 +151,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
             await worker.start()
             processes += engines() - before
             handles.append(Handle(worker, f"rollout-{index}"))
-        await asyncio.to_thread(trainer.connect, [handle.endpoint for handle in handles])
+        await asyncio.to_thread(trainer.delivery.connect, [handle.endpoint for handle in handles])
         yield Setup(trainer, handles, processes, Supervisor(handles))
     finally:
         for handle in handles:
