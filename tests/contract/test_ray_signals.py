@@ -36,7 +36,7 @@ def test_sigterm_is_the_runs_own_after_ray_has_started() -> None:
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env={**os.environ, **run_environment("cpu"), "PYTHONPATH": root},
+        env={**os.environ, **run_environment("cpu"), "RAY_AUTH_MODE": "disabled", "PYTHONPATH": root},
         capture_output=True,
         text=True,
         timeout=120,
