@@ -20,9 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.schema import Objective, RunConfig, SyncMode, TrainMode
-from orchestrator.cluster.control_folder import alive, answer_requests
-from orchestrator.cluster.router import Router
-from orchestrator.cluster.supervisor import Supervisor
 from orchestrator.errors import DiskFull
 from orchestrator.files.curves import SFT_PANELS, draw_curves
 from orchestrator.files.disk_space import naming_a_full_disk
@@ -30,6 +27,9 @@ from orchestrator.files.run_checkpoint import CheckpointStore, complete_checkpoi
 from orchestrator.files.run_folder import RunFolder, changed_options, open_run_folder, write_description
 from orchestrator.files.run_log import ProgressLine, RunLog
 from orchestrator.files.telemetry import Telemetry
+from orchestrator.fleet.control_folder import alive, answer_requests
+from orchestrator.fleet.router import Router
+from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.inputs.conversations import read_conversations
 from orchestrator.inputs.model_folder import complete_export, prepare_model
 from orchestrator.inputs.prompt_rows import read_all_prompts

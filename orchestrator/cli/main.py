@@ -305,7 +305,7 @@ def _recover(words: list[str]) -> int:
         return EXIT_OK
     if flags.run is None:
         raise ConfigError("slipstream recover needs a run folder, e.g. slipstream recover runs/latest")
-    from orchestrator.cluster.control_folder import ask
+    from orchestrator.fleet.control_folder import ask
 
     print("\n".join(ask(flags.run, flags.worker)))
     return EXIT_OK

@@ -19,11 +19,11 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.schema import Objective
-from orchestrator.cluster.control_folder import is_alive
 from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 from orchestrator.files.run_folder import RunFolder, saved_options
 from orchestrator.files.run_log import format_s
 from orchestrator.files.telemetry import read_rows
+from orchestrator.fleet.control_folder import is_alive
 
 NUM_RECENT = 20
 """Means are taken over this many steps."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from orchestrator.cluster.router import Router
-from orchestrator.cluster.supervisor import Supervisor
 from orchestrator.files.run_checkpoint import CheckpointStore
 from orchestrator.files.telemetry import Telemetry, Value
+from orchestrator.fleet.router import Router
+from orchestrator.fleet.supervisor import Supervisor
 from rollout.types import Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 

@@ -1,7 +1,7 @@
 """A publish that enters every node once, on paper: who is written, who reads from a neighbour, and how long that takes.
 
 Owns: the part after the writes, which simulate.py predicts for the replicas that are written. Does not own: the relay
-itself (orchestrator/cluster/relay.py, which reads in the same rounds). Pure.
+itself (orchestrator/fleet/relay.py, which reads in the same rounds). Pure.
 """
 
 from __future__ import annotations

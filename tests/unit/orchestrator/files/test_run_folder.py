@@ -12,8 +12,8 @@ import yaml
 
 from conf.errors import ConfigError
 from conf.schema import RunConfig, RunSection
-from orchestrator.cluster.control_folder import alive
 from orchestrator.files.run_folder import changed_options, open_run_folder, write_description
+from orchestrator.fleet.control_folder import alive
 from orchestrator.run import run
 
 NOON = datetime(2026, 1, 31, 12, 0, 0)

@@ -8,7 +8,7 @@ import pytest
 from fakes.loop import FakePrompts, FakeRewards, FakeTrainer, FakeWorker
 
 from orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
-from orchestrator.cluster.replicas import RolloutHandle
+from orchestrator.fleet.replicas import RolloutHandle
 from orchestrator.loop.ports import Prompts, PublishingTrainer, Rewards, StepTrainer, TaughtTrainer
 from rollout.prompts import Shuffled
 from rollout.rewards.runner import RewardRunner

@@ -12,9 +12,9 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from orchestrator.cluster.replicas import Replica, ReplicaState
-from orchestrator.cluster.supervisor import Supervisor
 from orchestrator.errors import WaitTimeout
+from orchestrator.fleet.replicas import Replica, ReplicaState
+from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.waiting import wait_for
 from rollout.types import Prompt, Rollout
 from weight_sync.errors import ReplicaDirty

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 from fakes.loop import FakeWorker, World, outcome
 
-from orchestrator.cluster.replicas import ReplicaState
-from orchestrator.cluster.router import Router
-from orchestrator.cluster.supervisor import Supervisor
 from orchestrator.errors import NoReplicasLeft
+from orchestrator.fleet.replicas import ReplicaState
+from orchestrator.fleet.router import Router
+from orchestrator.fleet.supervisor import Supervisor
 from rollout.types import Prompt
 
 PROMPT = Prompt(0, (1,), "p")

@@ -25,8 +25,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from orchestrator.cluster.replicas import Replica
-from orchestrator.cluster.supervisor import Supervisor
+from orchestrator.fleet.replicas import Replica
+from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.waiting import wait_for
 from weight_sync.errors import ReplicaDirty, WeightSyncError
 from weight_sync.publish.report import PublishReport, ReplicaReport, joined

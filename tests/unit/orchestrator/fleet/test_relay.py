@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from fakes.loop import FakeWorker, World, an_offer, outcome, publish_report
 
-from orchestrator.cluster.relay import by_node, publish_by_relay
-from orchestrator.cluster.replicas import ReplicaState
-from orchestrator.cluster.supervisor import Supervisor
+from orchestrator.fleet.relay import by_node, publish_by_relay
+from orchestrator.fleet.replicas import ReplicaState
+from orchestrator.fleet.supervisor import Supervisor
 from weight_sync.publish.report import PublishReport
 from weight_sync.replica.recovery import Offer, Pulled
 

@@ -8,9 +8,9 @@ import logging
 import pytest
 from fakes.loop import FakeWorker, World, outcome
 
-from orchestrator.cluster.replicas import ReplicaState
-from orchestrator.cluster.supervisor import Supervisor
 from orchestrator.errors import WaitTimeout
+from orchestrator.fleet.replicas import ReplicaState
+from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.waiting import together, wait_for
 from rollout.types import Prompt
 

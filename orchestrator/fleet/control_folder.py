@@ -28,9 +28,9 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.schema import Objective
-from orchestrator.cluster.replicas import ReplicaState
-from orchestrator.cluster.supervisor import Supervisor
 from orchestrator.files.run_folder import saved_options
+from orchestrator.fleet.replicas import ReplicaState
+from orchestrator.fleet.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 

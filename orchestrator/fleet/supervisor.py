@@ -34,8 +34,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from orchestrator.cluster.replicas import Replica, ReplicaState, RolloutHandle
 from orchestrator.errors import NoReplicasLeft
+from orchestrator.fleet.replicas import Replica, ReplicaState, RolloutHandle
 from orchestrator.waiting import wait_for
 
 if TYPE_CHECKING:

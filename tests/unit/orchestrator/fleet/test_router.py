@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from fakes.loop import FakeWorker, World, outcome
 
-from orchestrator.cluster.replicas import ReplicaState
-from orchestrator.cluster.router import Router
-from orchestrator.cluster.supervisor import Supervisor
 from orchestrator.errors import NoReplicasLeft
+from orchestrator.fleet.replicas import ReplicaState
+from orchestrator.fleet.router import Router
+from orchestrator.fleet.supervisor import Supervisor
 from rollout.types import Prompt, Rollout
 from weight_sync.errors import ReplicaDirty
 

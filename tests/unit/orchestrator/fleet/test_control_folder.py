@@ -17,9 +17,9 @@ from fakes.loop import FakeWorker, World
 
 from conf.errors import ConfigError
 from orchestrator.cli.main import main
-from orchestrator.cluster.control_folder import alive, answer_requests, ask, is_alive
-from orchestrator.cluster.replicas import ReplicaState
-from orchestrator.cluster.supervisor import Supervisor
+from orchestrator.fleet.control_folder import alive, answer_requests, ask, is_alive
+from orchestrator.fleet.replicas import ReplicaState
+from orchestrator.fleet.supervisor import Supervisor
 
 
 @pytest.fixture
