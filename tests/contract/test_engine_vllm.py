@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -51,7 +52,8 @@ class Checkpoints:
         from transformers import Qwen3MoeConfig
 
         self.folder = folder
-        self.config = Qwen3MoeConfig(
+        config_class: Any = Qwen3MoeConfig  # it takes more names than its dataclass declares
+        self.config = config_class(
             hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
             vocab_size=64, max_position_embeddings=1024, rope_theta=10000.0, eos_token_id=EOS, bos_token_id=1,
@@ -60,7 +62,7 @@ class Checkpoints:
         self.config.architectures = ["Qwen3MoeForCausalLM"]
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}
 
-    def model(self, version: int) -> torch.nn.Module:
+    def model(self, version: int) -> Any:
         """The policy of a version, in float32."""
         from transformers import Qwen3MoeForCausalLM
 

@@ -25,7 +25,7 @@ from weight_sync.layout import PostLoad
 HEADS, LATENT, NOPE, VALUE = 2, 8, 3, 5
 
 
-def bare(cls: type, **attributes: Any) -> Any:
+def bare(cls: Any, **attributes: Any) -> Any:
     """An object of a vLLM class without its constructor, which wants a whole engine."""
     made = cls.__new__(cls)
     if isinstance(made, nn.Module):
@@ -35,14 +35,14 @@ def bare(cls: type, **attributes: Any) -> Any:
     return made
 
 
-def linear(method: Any, weight: torch.Tensor) -> nn.Module:
+def linear(method: Any, weight: torch.Tensor) -> Any:
     made = nn.Module()
     made.quant_method = method
     made.weight = nn.Parameter(weight, requires_grad=False)
     return made
 
 
-def latent_attention(*, dtype: torch.dtype) -> nn.Module:
+def latent_attention(*, dtype: torch.dtype) -> Any:
     """An MLA layer whose kv_b_proj has this dtype, after vLLM's own loading for a float32 engine."""
     weight = torch.randn(HEADS * (NOPE + VALUE), LATENT).to(dtype)
     model = nn.Module()
@@ -83,7 +83,7 @@ class RebindingAttention(nn.Module):
 
     def __init__(self, kv_b_proj: nn.Module) -> None:
         super().__init__()
-        self.kv_b_proj = kv_b_proj
+        self.kv_b_proj: Any = kv_b_proj
         self.process_weights_after_loading(torch.float32)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@ Experts are compared as loaded, before any repacking by a CPU backend.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cases.recorded import replay_plan
@@ -54,7 +55,8 @@ def compare(model_name: str, folder: Path) -> None:
         dtype="bfloat16",
         kv_cache_memory_bytes=16 << 20,
     )
-    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    client: Any = llm.llm_engine.engine_core  # in this process, so it holds the engine
+    executor = client.engine_core.model_executor
     model = executor.driver_worker.worker.model_runner.model
     params = dict(model.named_parameters())
     before = {name: param.detach().clone() for name, param in params.items()}

@@ -58,8 +58,9 @@ class Layered(torch.nn.Module):
         """Rows in the checkpoint's order, but for that layer."""
         for name, tensor in weights:
             number = int(name.split(".")[1])
+            layer: Any = self.layers[number]
             for row in range(2):
-                self.layers[number].weight.data[row].copy_(tensor[1 - row if number == self.turned else row])
+                layer.weight.data[row].copy_(tensor[1 - row if number == self.turned else row])
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:

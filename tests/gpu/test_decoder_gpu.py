@@ -70,11 +70,12 @@ def test_varlen_attention_is_padded_attention(kv_heads, key_dim, value_dim, wind
     scale = 1.3 * key_dim**-0.5
     kept = KeptAttention()
 
-    def run(*qkv):
-        return varlen_attention(*qkv, sequences, scale, window, kept)
+    def run(q, k, v):
+        return varlen_attention(q, k, v, sequences, scale, window, kept)
 
     fast = checkpoint(run, *inputs, use_reentrant=False)
-    plain = padded_attention(*wide, sequences, scale, window)
+    wide_q, wide_k, wide_v = wide
+    plain = padded_attention(wide_q, wide_k, wide_v, sequences, scale, window)
     assert relative_error(fast, plain) < 1e-2
     fast_grads = torch.autograd.grad((fast * weights).sum(), inputs)
     for mine, wanted in zip(fast_grads, torch.autograd.grad((plain * weights).sum(), wide), strict=True):
@@ -98,12 +99,13 @@ def test_cudnn_attention_is_padded_attention(lengths, kv_heads, key_dim):
     inputs = [x.requires_grad_() for x in (q, k, kv[..., 128:])]  # values beside something else, as a latent's are
     wide = [x.detach().float().requires_grad_() for x in inputs]
     weights = torch.randn(num_tokens, 8, 128, generator=generator, device="cuda")
-    plain = padded_attention(*wide, sequences, 0.1)
+    wide_q, wide_k, wide_v = wide
+    plain = padded_attention(wide_q, wide_k, wide_v, sequences, 0.1)
     wanted = torch.autograd.grad((plain * weights).sum(), wide)
     kept = KeptAttention()
 
-    def run(*qkv):
-        return cudnn_attention(*qkv, sequences, 0.1, kept)
+    def run(q, k, v):
+        return cudnn_attention(q, k, v, sequences, 0.1, kept)
 
     fast = checkpoint(run, *inputs, use_reentrant=False)
     assert relative_error(fast, plain) < 1e-2
@@ -123,8 +125,9 @@ def test_flex_attention_with_sinks_is_the_plain_one(window):
     ]
     wide = [x.detach().float().requires_grad_() for x in inputs]
     weights = torch.randn(shapes[0], generator=generator, device="cuda")
-    fast = flex_attention(*inputs[:3], sequences, 0.125, window, inputs[3])
-    plain = sink_attention(*wide[:3], sequences, 0.125, window, wide[3])
+    (q, k, v, sinks), (wide_q, wide_k, wide_v, wide_sinks) = inputs, wide
+    fast = flex_attention(q, k, v, sequences, 0.125, window, sinks)
+    plain = sink_attention(wide_q, wide_k, wide_v, sequences, 0.125, window, wide_sinks)
     assert relative_error(fast, plain) < 1e-2
     fast_grads = torch.autograd.grad((fast * weights).sum(), inputs)
     for mine, wanted in zip(fast_grads, torch.autograd.grad((plain * weights).sum(), wide), strict=True):

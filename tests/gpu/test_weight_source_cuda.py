@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,5 +69,6 @@ def test_packed_bytes_are_bitwise_the_merged_export(tmp_path: Path, num_cuts: in
     for read in reads:
         window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
         assert torch.equal(read.view(slot).cpu(), export[read.tensor][window]), read
-    base = decoder.model.layers[0].mlp.experts.gate_up_proj[0, :192].cpu()
+    layer: Any = decoder.model.layers[0]
+    base = layer.mlp.experts.gate_up_proj[0, :192].cpu()
     assert not torch.equal(export["model.layers.0.mlp.experts.0.gate_proj.weight"], base)

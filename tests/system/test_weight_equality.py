@@ -37,6 +37,7 @@ def config_of(model: str) -> RunConfig:
 def run_rank(rank: int, model: str, rendezvous: str, pipe: Connection) -> None:
     """One trainer rank: obeys (method, arguments) until told to stop."""
     import torch
+    from torch.distributed.tensor import DTensor
 
     from trainer.rank import TrainerRank
 
@@ -50,7 +51,7 @@ def run_rank(rank: int, model: str, rendezvous: str, pipe: Connection) -> None:
     trainer.load()
     generator = torch.Generator().manual_seed(11 + rank)
     for _, parameter in trainer._trainable:  # adapters start at B = 0, which would merge to nothing
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local.data.normal_(0, 0.05, generator=generator)
     while (call := pipe.recv()) is not None:
         method, *args = call

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -118,7 +119,8 @@ def test_transformers_reproduces_our_logits_from_the_merged_model(hf_config, mod
 
     decoder, batch = make_decoder(hf_config, trainer_config(mode), mla_norm_eps=MlaNormEps.hf), packed()
     save_merged(decoder, tmp_path, hf_config)
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
+    auto: Any = AutoModelForCausalLM  # what it declares is without output_loading_info
+    model, info = auto.from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert relative_error(logits_of(decoder, batch), hf_logits(model.eval(), batch)) < 1e-5

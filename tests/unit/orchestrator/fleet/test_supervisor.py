@@ -13,6 +13,7 @@ from orchestrator.fleet.replicas import ReplicaState
 from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.waiting import together, wait_for
 from rollout.types import Prompt
+from weight_sync.publish.report import ReplicaReport
 
 PROMPT = Prompt(0, (1,), "p")
 
@@ -72,7 +73,7 @@ async def test_together_raises_the_first_failure_as_it_is_and_cancels_the_rest()
     assert cancelled.is_set()
 
 
-async def publish_without_a_pause(supervisor: Supervisor, *outcomes: outcome) -> None:
+async def publish_without_a_pause(supervisor: Supervisor, *outcomes: ReplicaReport) -> None:
     """One publish of adapter mode."""
     await supervisor.hold(pauses=False)
     await supervisor.settle(outcomes)

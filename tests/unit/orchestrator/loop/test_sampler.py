@@ -41,7 +41,8 @@ async def test_training_and_evaluation_share_the_places(tmp_path: Path, num_plac
         rollout=replace(config.rollout, max_concurrent_groups=num_places),
     )
     loop = Loop(tmp_path, config, num_workers=1)
-    loop.workers = [worker] = [Noting(loop.workers[0])]
+    worker = Noting(loop.workers[0])
+    loop.workers[0] = worker
     await loop.run()
     assert worker.num_most == num_places
 
@@ -50,7 +51,8 @@ async def test_training_and_evaluation_share_the_places(tmp_path: Path, num_plac
 async def test_evaluations_have_a_temperature_of_their_own(tmp_path: Path, temperature: float | None) -> None:
     config = make_config()
     loop = Loop(tmp_path, replace(config, rollout=replace(config.rollout, eval_temperature=temperature)), num_workers=1)
-    loop.workers = [worker] = [Noting(loop.workers[0])]
+    worker = Noting(loop.workers[0])
+    loop.workers[0] = worker
     await loop.run()
     assert worker.temperatures == {True: {temperature}, False: {None}}
 

@@ -100,6 +100,7 @@ async def test_a_checkpoint_of_the_same_step_is_not_written_twice(tmp_path: Path
     await running
     assert loop.controller is not None
     newest = loop.checkpoints.newest()
+    assert newest is not None
     before = {path: path.stat().st_mtime_ns for path in newest.rglob("*")}
     assert (newest / "adapter" / "adapter_model.safetensors").read_text() == "4", "it can be served"
     assert await loop.controller.save() == newest

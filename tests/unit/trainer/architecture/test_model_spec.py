@@ -22,7 +22,7 @@ from cases.tiny_models import (
 from transformers import AutoConfig
 
 from conf.errors import ConfigError
-from trainer.architecture.attention_spec import MlaSpec
+from trainer.architecture.attention_spec import GqaSpec, MlaSpec
 from trainer.architecture.families import check_spelling, read_config
 from trainer.architecture.model_spec import ExpertFormat
 from trainer.parallel import ParallelLayout
@@ -227,6 +227,7 @@ def test_latents_are_cached_once_and_windows_bound_what_a_layer_keeps():
     assert latent.sequence_cache_bytes(100, "bfloat16", 2) == 100 * latent.num_layers * width * 2
 
     spec = read_config(GPT_OSS)
+    assert isinstance(spec.attention, GqaSpec)
     windows = spec.attention.windows
     kept = sum(1000 if window is None else window for window in windows)
     assert 0 < kept < 1000 * spec.num_layers

@@ -179,7 +179,7 @@ def only_allocate(
     They take nine tenths of the time. Triton calls it without arguments for what it adds to a cache's key.
     """
     if stages is None:
-        return (only_allocate.__name__,) * 2
+        return only_allocate.__name__, only_allocate.__name__
     from triton._C.libtriton import ir, nvidia, passes
     from triton.backends.nvidia.compiler import get_ptx_version_from_options
 

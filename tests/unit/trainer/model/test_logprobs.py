@@ -30,11 +30,11 @@ def test_values_and_gradients_equal_full_softmax(chunk_tokens, temperature):
     hidden, weight, targets = make_inputs()
     coefficients = torch.linspace(-1, 1, T)
     mine = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    logprobs, entropy = token_logprobs(*mine, targets, temperature=temperature, chunk_tokens=chunk_tokens)
+    logprobs, entropy = token_logprobs(mine[0], mine[1], targets, temperature=temperature, chunk_tokens=chunk_tokens)
     (logprobs * coefficients).sum().backward()
 
     exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    exact_logprobs, exact_entropy = oracle(*exact, targets, temperature)
+    exact_logprobs, exact_entropy = oracle(exact[0], exact[1], targets, temperature)
     (exact_logprobs * coefficients).sum().backward()
 
     torch.testing.assert_close(logprobs.double(), exact_logprobs, rtol=1e-5, atol=1e-5)
@@ -50,6 +50,7 @@ def test_bfloat16_gradient_is_within_rounding_of_the_exact_one():
     logprobs.sum().backward()
     exact = hidden.detach().double().requires_grad_()
     oracle(exact, weight.double(), targets, 1.0)[0].sum().backward()
+    assert hidden.grad is not None and exact.grad is not None
     # Logits of magnitude ~16 round by up to 2^-5 in bfloat16: probabilities, hence gradients, move by a few
     # percent at most.
     error = (hidden.grad.double() - exact.grad).norm() / exact.grad.norm()

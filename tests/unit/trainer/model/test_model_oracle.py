@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from cases.tiny_models import (
@@ -195,7 +197,7 @@ def test_each_other_mistake_is_seen_by_the_oracle(right, wrong):
 def test_the_eps_of_latent_norms_follows_the_engine_or_transformers():
     """transformers leaves them at 1e-6 whatever the config says; an engine takes rms_norm_eps."""
     batch, config = packed(), {**DEEPSEEK, "rms_norm_eps": 1e-3}
-    oracle = hf_model(config)
+    oracle: Any = hf_model(config)
     expected = hf_logits(oracle, batch)
     assert relative_error(logits_of(make_decoder(config, FULL, mla_norm_eps=MlaNormEps.hf), batch), expected) < 1e-5
     rollout = logits_of(make_decoder(config, FULL), batch)
@@ -214,9 +216,10 @@ def test_flex_attention_is_padded_attention(window, has_sinks):
     sequences = PackedSequences.from_cu_seqlens(packed()[2], sum(LENGTHS), torch.device("cpu"))
     shapes = [(sum(LENGTHS), heads, 16) for heads in (4, 2, 2)] + ([(4,)] if has_sinks else [])
     inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    q, k, v = inputs[:3]
     sinks = inputs[3] if has_sinks else None
     mine, wanted = (
-        attend(*inputs[:3], sequences, backend, 0.3, window=window, sinks_N=sinks)
+        attend(q, k, v, sequences, backend, 0.3, window=window, sinks_N=sinks)
         for backend in (AttentionBackend.flex, AttentionBackend.padded)
     )
     assert relative_error(mine, wanted) < 1e-5

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.experts import Experts
 
 
-def oracle_experts(experts: Experts) -> nn.Module:
+def oracle_experts(experts: Experts) -> Any:
     """transformers' Qwen3-MoE experts with PEFT's ParamWrapper, holding the same values."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
@@ -49,7 +50,7 @@ def oracle_experts(experts: Experts) -> nn.Module:
         hidden_size=HIDDEN, moe_intermediate_size=WIDTH, num_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K
     )
     config._experts_implementation = "eager"
-    inner = Qwen3MoeExperts(config)
+    inner: Any = Qwen3MoeExperts(config)
     assert experts.gate_up_proj is not None and experts.down_proj is not None
     with torch.no_grad():
         inner.gate_up_proj.copy_(experts.gate_up_proj)
@@ -59,11 +60,11 @@ def oracle_experts(experts: Experts) -> nn.Module:
     peft = PeftConfig(
         r=RANK, lora_alpha=2 * RANK, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
     )
-    wrapped = get_peft_model(holder, peft)  # type: ignore[arg-type]
+    wrapped: Any = get_peft_model(holder, peft)
     return wrapped.base_model.model.experts
 
 
-def oracle_factors(oracle: nn.Module) -> dict[str, nn.Parameter]:
+def oracle_factors(oracle: Any) -> dict[str, Any]:
     """PEFT nests the wrappers: down_proj outside, gate_up_proj inside."""
     outer, inner = oracle, oracle.base_layer
     return {

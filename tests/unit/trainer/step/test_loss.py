@@ -166,6 +166,7 @@ def test_gradient_is_that_of_a_plain_float64_formula(algorithm):
         want = sum(per_token[lengths == size].sum() / 50 for size in (8, 32)) / 2  # 50 tokens at most
     else:
         want = per_token.sum() / n
+    assert isinstance(want, torch.Tensor)
     (want_grad,) = torch.autograd.grad(want, logp)
     tokens = CountedTokens(rollout, advantages, lengths, torch.zeros(n, dtype=torch.int64), ref)
     result = policy_loss(logp, torch.zeros(n), tokens, algorithm, counts)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from conf.errors import ConfigError
 from conf.schema import Device, DType, TrainMode
+from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.delivery.planned_layouts import source_layouts, temporary_bytes
 from trainer.errors import LayoutError
 from trainer.rank import TrainerRank
@@ -77,6 +78,7 @@ def merged_in_float32(rank: TrainerRank) -> dict[str, torch.Tensor]:
     """Every weight before it is quantized."""
     values: dict[str, torch.Tensor] = {}
     source = rank._delivery.source
+    assert isinstance(source, TrainerWeightSource)
     source.begin(0)
     for name, held in source._held.items():
         (one,) = held
@@ -226,6 +228,7 @@ def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int
     made.save_merged(folder / "merged")
     merged = {} if world_size > 1 else merged_in_float32(made)
     source = made._delivery.source
+    assert isinstance(source, TrainerWeightSource)
     held = source.begin(0)
     read = {}
     for shard in source.layout().shards:

@@ -3,6 +3,8 @@ merged whole."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from cases.tiny_models import GPT_OSS, make_decoder
@@ -25,7 +27,8 @@ def merged(held: FusedTensor, region: Region) -> torch.Tensor:
 
 
 def test_a_whole_is_the_checkpoints_layout_of_base_plus_adapter():
-    bank = DECODER.model.layers[1].mlp.experts
+    layer: Any = DECODER.model.layers[1]
+    bank = layer.mlp.experts
     delta = bank.lora.scale * torch.einsum("eor,eri->eoi", bank.gate_up_lora_B, bank.gate_up_lora_A)
     weight = bank.gate_up_proj + delta
     held = FUSED[LAYER + "gate_up_proj"]

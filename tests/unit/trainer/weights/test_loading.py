@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -114,7 +115,8 @@ def test_random_weights_have_the_declared_spread_and_norms_of_one():
             assert bool((parameter == 1).all()), name
         elif "lora_" not in name and parameter.numel() > 4000:
             assert float(parameter.detach().std()) == pytest.approx(0.3, rel=0.1), name
-    assert decoder.model.layers[0].mlp.experts.gate_up_proj.unique(dim=0).shape[0] == 8
+    layer: Any = decoder.model.layers[0]
+    assert layer.mlp.experts.gate_up_proj.unique(dim=0).shape[0] == 8
 
 
 def test_fresh_adapters_are_kaiming_uniform_and_differ_by_expert_and_seed():

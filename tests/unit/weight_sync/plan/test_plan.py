@@ -392,7 +392,7 @@ def test_a_load_that_does_not_fit_is_refused_and_named(changes, pattern):
 
 def test_two_loads_of_the_same_bytes_are_refused():
     sources, ((layout,),) = one_matrix()
-    twice = dataclasses.replace(layout, loads=layout.loads * 2)
+    twice = dataclasses.replace(layout, loads=(*layout.loads, *layout.loads))
     with pytest.raises(PlanError, match="has 24 elements, its loads bring 48"):
         build_plan(sources, [[twice]], max_task_bytes=1 << 20)
 

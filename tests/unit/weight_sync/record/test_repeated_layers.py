@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weight_sync.layout import PostLoad, TensorMeta
+from weight_sync.layout import DestLayout, PostLoad, TensorMeta
 from weight_sync.record.recorder import record_layout
 from weight_sync.record.repeated_layers import record_repeating
 
@@ -42,7 +42,7 @@ class Engine:
             rows = slice(4, 8) if is_up != (layer == self.odd_layer) else slice(0, 4)
             self.params[f"model.layers.{layer}.w13"][expert, rows].copy_(tensor)
 
-    def record(self, record) -> object:
+    def record(self, record) -> DestLayout:
         post_load = {name: PostLoad.derived for name in self.params if name.endswith("extra")}
         return record(self.load_weights, self.params, self.tensors, 0, post_load=post_load)
 
