@@ -54,9 +54,16 @@ def run_rank(rank: int, model: str, rendezvous: str, pipe: Connection) -> None:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local.data.normal_(0, 0.05, generator=generator)
     while (call := pipe.recv()) is not None:
-        method, *args = call
-        result = getattr(trainer, method)(*args)
-        pipe.send([r.error for r in result.replicas] if method == "publish" else None)
+        match call:
+            case "connect", endpoints:
+                trainer.delivery.connect(endpoints)
+                pipe.send(None)
+            case ("publish",):
+                report = trainer.delivery.publish(trainer.policy_version)
+                pipe.send([replica.error for replica in report.replicas])
+            case "save_merged", folder:
+                trainer.save_merged(folder)
+                pipe.send(None)
     trainer.shutdown()
 
 
@@ -78,7 +85,7 @@ class TrainerProcesses:
             self._processes.append(process)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method on every rank; rank 0's result."""
+        """The same call to every rank; rank 0's result."""
         for pipe in self._pipes:
             pipe.send((method, *args))
         replies = []
@@ -122,7 +129,7 @@ async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(model: str
         assert not set(zeroed.items()) & set(first.items()), "zeroing left a parameter as it was"
         assert await asyncio.to_thread(trainer.call, "publish") == [None]
         (again,) = await worker._engine.call_ranks("slipstream_read_params")
-        await asyncio.to_thread(trainer.call, "save_merged", str(tmp_path / "merged"))
+        await asyncio.to_thread(trainer.call, "save_merged", tmp_path / "merged")
     finally:
         await worker.stop()
         await asyncio.to_thread(trainer.close)
