@@ -13,7 +13,7 @@ COUNTS = (3, 0, 2 * TILE_ROWS + 5, 1)
 H, WIDTH = 96, 72
 """Neither is a multiple of a block."""
 WIDE_RANK = 300
-"""Of the last tilings in float32 and the ones before them in two bytes; no power of two."""
+"""A rank that selects the last tilings in float32 and the ones before them in two bytes; no power of two."""
 
 
 def dtypes_of(device: str) -> tuple[torch.dtype, torch.dtype]:

@@ -25,7 +25,7 @@ from weight_sync.errors import RankLost
 from weight_sync.replica.version_state import Phase
 
 TIMEOUT_S = 5.0
-"""Of a publish to one replica, and of a transfer without progress. Mooncake accepts no less."""
+"""Time of a publish to one replica, and of a transfer without progress. Mooncake accepts no less."""
 MESSAGE_TIMEOUT_S = 3.0
 """The same where nothing is wrong with the link."""
 PATIENT_S = 30.0

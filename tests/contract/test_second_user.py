@@ -47,7 +47,7 @@ print(json.dumps(codes))
 """
 """Mooncake's own client in a process of another user. Writes and reads four bytes at each address."""
 GROWTH_BYTES = 64 << 20
-"""Of a server that is sent a gigabyte; its own start-up is not in it."""
+"""What a server may grow by while it is sent a gigabyte; its own start-up is not in it."""
 
 
 @dataclass

@@ -164,6 +164,6 @@ def expected_k3(program_BTV: Tensor, truth_BTV: Tensor) -> float:
 
 
 def k3(program_BT: Tensor, truth_BT: Tensor) -> float:
-    """Of the tokens that the program sampled."""
+    """k3 over the tokens that the program sampled."""
     log_ratio_BT = truth_BT.double() - program_BT.double()
     return (log_ratio_BT.exp() - 1 - log_ratio_BT).mean().item()

@@ -17,7 +17,7 @@ FUSED = (
 
 
 def engine_layouts(spec: ModelSpec, tp_size: int, *, has_split_experts: bool = False) -> list[DestLayout]:
-    """Of every rank, in bfloat16; experts whole and divided over the ranks where they are split."""
+    """The layout of every rank, in bfloat16; experts are whole, or divided over the ranks where they are split."""
     return [_engine_layout(spec, rank, tp_size, has_split_experts) for rank in range(tp_size)]
 
 

@@ -37,7 +37,7 @@ class Case:
     expert_parallel: bool = False
     has_graphs: bool = False
     width: int = 256
-    """Of an expert. Blocks of 128 are not cut."""
+    """Width of an expert. Blocks of 128 are not cut."""
     is_merged: bool = False
     """The weights come from a decoder with adapters, merged (and quantized) by its weight source."""
 

@@ -209,7 +209,7 @@ class Stage:
 
     engines: list[EngineProcess]
     successors: list[EngineProcess]
-    """Of the victim, not started yet."""
+    """Engines that take the victim's place, not started yet."""
     publisher: Publisher
     transport: StrikingTransport
     decoder: Any

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 RUN_TIMEOUT_S = 560
-"""Of one run, on two cores that have other runs and whatever else to do; it takes a minute or two alone."""
+"""Time limit of one run, on two cores that have other runs and more to do; a run alone takes a minute or two."""
 
 
 def free_port() -> int:

@@ -69,7 +69,7 @@ def config_of() -> RunConfig:
 
 
 def engine_options() -> dict[str, Any]:
-    """Of the worker's engine, for the oracle."""
+    """Options of the worker's engine, for the oracle."""
     names = ("dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "enforce_eager", "max_loras",
              "max_lora_rank", "lora_target_modules", "enable_lora")  # fmt: skip
     config = config_of()

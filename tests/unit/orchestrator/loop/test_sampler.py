@@ -20,7 +20,7 @@ class Noting(FakeWorker):
         super().__init__(worker.world, worker.index)
         self.num_now = self.num_most = 0
         self.temperatures: dict[bool, set[float | None]] = {True: set(), False: set()}
-        """Of held-out prompts, and of others; None: as rollout.sampling."""
+        """Temperatures asked for, by whether the prompt is held out; None: as rollout.sampling."""
 
     async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
         self.temperatures[prompt.prompt_id >= 1000].add(None if sampling is None else sampling.temperature)

@@ -25,7 +25,7 @@ TWO_LAYERS = {
     "moe_intermediate_size": 768,
     "num_experts": 128,
 }
-"""Of Qwen3-30B-A3B, with 1.21 GB of experts each."""
+"""Qwen3-30B-A3B's sizes; a layer has 1.21 GB of experts."""
 
 
 @pytest.fixture(scope="module")

@@ -136,7 +136,7 @@ def test_fresh_adapters_are_kaiming_uniform_and_differ_by_expert_and_seed():
 
 
 def test_an_element_of_a_fresh_adapter_is_splitmix64_of_its_key_and_index():
-    """Of the whole stack, for an expert; so no layout can change it."""
+    """The key and the index are those of the whole stack, for an expert too, so no layout can change the value."""
     mask = (1 << 64) - 1
 
     def expected(name: str, index: int, fan_in: int) -> float:

@@ -163,7 +163,7 @@ def test_a_right_program_is_within_the_bound_of_gpu_runs_and_faults_are_far_outs
     batch = packed((72,) * 4, vocab_size=spec.vocab_size)
 
     def k3s(name: str, adapter: dict[str, Tensor], misreadings: Iterable[str | None]) -> list[float]:
-        """Of the trainer's against the truth, in floors; the truth misread in these ways."""
+        """k3 of the trainer against the truth, in floors; the truth is misread in these ways."""
         with torch.no_grad():
             mine = logits_of(decoder, batch).float().log_softmax(-1).view(4, 72, -1)
         found: list[float] = []

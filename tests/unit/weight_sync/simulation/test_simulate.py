@@ -176,7 +176,7 @@ def test_loads_are_those_of_the_pipeline(system, limit):
 
 @pytest.mark.parametrize(
     ("watermark_bytes", "packets"),
-    # Of 30,000: 512 and twice as many from load to load, up to 1024 (64 MiB), or to a slot, a quarter of them (1 GiB).
+    # In all 30,000: 512, twice as many from load to load, up to 1024 (64 MiB), or to a slot, a quarter of them (1 GiB).
     [(64 << 20, [512, *[1024] * 28, 816]), (1 << 30, [512, 1024, 2048, 4096, 7500, 7500, 7320])],
 )
 def test_loads_of_many_packets_are_those_of_the_pipeline(watermark_bytes, packets):

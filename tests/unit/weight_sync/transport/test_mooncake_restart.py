@@ -20,7 +20,7 @@ class FakeMooncake:
 
     def __init__(self) -> None:
         self.start_codes: list[int] = []
-        """Of the next starts; 0 when there are none."""
+        """What the next starts return; 0 when there are none."""
         self.register_codes: list[int] = []
         self.transfer_codes: list[int] = []
         self.num_started = 0
