@@ -35,7 +35,7 @@ contract: setup   ## Real Mooncake, real vLLM loaders, real processes
 	@$(TEST_ENV) $(PY) -m pytest tests/contract -q -n $(JOBS) --dist loadfile --durations=10
 
 system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
-	@$(TEST_ENV) $(PY) -m pytest tests/system -q -n $(JOBS) --dist loadfile -o timeout=600 --durations=10
+	@$(TEST_ENV) $(PY) -m pytest tests/system -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -o timeout=600 --durations=10
 
 lint: setup       ## What pre-commit and CI check
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/lint-imports && .venv/bin/codespell && .venv/bin/hadolint docker/*.Dockerfile && .venv/bin/basedpyright
