@@ -111,7 +111,7 @@ def compare(case: str, folder: Path) -> None:
     assert rank + 1 == tp_size
     assert num_fp8 > 0
     assert num_lost > 0
-    # Of two layers, two matrices each. They are made after loading, so nothing loads them.
+    # Two layers have two matrices each. They are made after loading, so nothing loads them.
     assert num_derived == (4 * tp_size if model == "deepseek_v3" else 0)
 
 

@@ -56,7 +56,7 @@ RUNS = {
         *SMALL, "run.num_steps=6", "data.eval_path=null", "algorithm.max_staleness_steps=2",
         "algorithm.groups_per_step=4", "algorithm.group_size=8",
     ],
-    # Of four responses with up to four tokens, most groups hold four of the same length.
+    # Most groups of four responses with up to four tokens hold four of the same length.
     "dapo": ["algorithm=dapo", *lengths(6, 4, 4), "algorithm.max_uninformative_batches=0"],
     "rloo": ["algorithm=rloo", *lengths(4, GROUP_SIZE, MAX_TOKENS)],
     "dr_grpo": ["algorithm=dr_grpo", *lengths(4, GROUP_SIZE, MAX_TOKENS)],
