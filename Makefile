@@ -22,20 +22,20 @@ setup:           ## Make .venv for this machine (CPU or GPU packages)
 quickstart: setup ## A whole GRPO job on this machine: tiny MoE, 2 trainer ranks, 2 vLLM engines
 	@.venv/bin/slipstream train experiment=quickstart
 
-test: setup       ## Everything CI runs, in tiers: unit, contract, system; fails at the end where one failed
+test: setup       ## Everything CI runs: unit, contract, system; fails at the end; PERSONALITY=zen or old: as on another CPU
 	@failed=; for tier in unit contract system; do \
 	    started=$$(date +%s); $(MAKE) --no-print-directory $$tier || failed="$$failed $$tier"; \
 	    echo "$$tier: $$(($$(date +%s) - started)) s"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
-unit: setup       ## No GPU, network or Ray; 2 min on two cores; PERSONALITY=zen or old: as on another CPU
+unit: setup       ## No GPU, network or Ray; 2 min on two cores
 	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/unit -q -n $(JOBS) --dist loadfile
 
 contract: setup   ## Real Mooncake, real vLLM loaders, real processes
-	@$(TEST_ENV) $(PY) -m pytest tests/contract -q -n $(JOBS) --dist loadfile --durations=10
+	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/contract -q -n $(JOBS) --dist loadfile --durations=10
 
 system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
-	@$(TEST_ENV) $(PY) -m pytest tests/system -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -o timeout=600 --durations=10
+	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/system -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -o timeout=600 --durations=10
 
 lint: setup       ## What pre-commit and CI check
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/lint-imports && .venv/bin/codespell && .venv/bin/hadolint docker/*.Dockerfile && .venv/bin/basedpyright
