@@ -7,8 +7,8 @@ Owns file layouts and the gathering that fills them. An adapter, for E experts, 
     P of down:    ...mlp.experts             (E*r, I)                                                (H, r*E)
 
 In expert A the expert is the slowest index; in expert B it is the *fastest* (column j * E + e belongs to rank row j
-of expert e). The other reading of B has the same shape, loads without a complaint, and pairs every expert with
-others' columns.
+of expert e). A reader that takes it for the slowest finds the same shape, raises nothing, and gives every expert
+columns of other experts.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _OPTIONS = {
 """Field of adapter_config.json -> options behind it."""
 
 # In a model type that has experts, PEFT reads these target_modules as the experts of transformers 4 and rewrites
-# them. Named as parameters, the dense feed-forwards of such a model keep their meaning; the tensors' names are the
-# same.
+# them. So the dense feed-forwards of such a model are listed as parameters, which PEFT leaves alone; the tensors have
+# the same names either way.
 _NAMES_PEFT_REWRITES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -76,7 +76,7 @@ def save_adapter(decoder: Decoder, folder: Path | str, base: str | None = None) 
     Args:
         decoder: The policy.
         folder: Made if missing.
-        base: Where loaders of the adapter find its checkpoint; None: nowhere.
+        base: The base checkpoint's path, for whoever loads the adapter; None: none is named.
 
     Raises:
         CheckpointError: the decoder has no adapters.
@@ -220,10 +220,10 @@ def pack_expert_b(b_ENR: Tensor) -> Tensor:
 
 @torch.no_grad()
 def save_merged(decoder: Decoder, folder: Path | str, hf_config: dict[str, Any]) -> None:
-    """Collective: write a Hugging Face checkpoint of W + scale * B @ A, as engines want it; rank 0 writes.
+    """Collective: write a Hugging Face checkpoint of W + scale * B @ A, in the formats that engines load.
 
-    One tensor at a time crosses from its holders to rank 0, which keeps at most one file of MAX_FILE_BYTES in host
-    memory.
+    The holders of a tensor send it to rank 0, one tensor at a time. Rank 0 writes, and keeps at most one file of
+    MAX_FILE_BYTES in host memory.
 
     Args:
         decoder: in LoRA mode the adapters are merged (float32, rounded once); in full training weights are cast.
@@ -261,7 +261,7 @@ def save_merged(decoder: Decoder, folder: Path | str, hf_config: dict[str, Any])
             index = {"metadata": {"total_size": sum(map(_num_bytes, tensors))}, "weight_map": weight_map}
             (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
         else:
-            (folder / INDEX_NAME).unlink(missing_ok=True)  # of an earlier model here: it would count, not the new file
+            (folder / INDEX_NAME).unlink(missing_ok=True)  # an earlier model's index here would hide the new file
         config = {"architectures": [decoder.spec.hf_architecture], **hf_config, "dtype": dtype, "torch_dtype": dtype}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _wait_for_rank_0(decoder)
@@ -283,7 +283,7 @@ def _merged_tensors(decoder: Decoder, source: TrainerWeightSource) -> Iterator[T
             merged = torch.empty(meta.shape, dtype=dtype) if layout.rank == 0 else None
             holders = [(holder, held[meta.name]) for holder, held in enumerate(regions) if meta.name in held]
             if holders and holders[0][1].shape == meta.shape:
-                holders = holders[:1]  # the others, if any, hold the same
+                holders = holders[:1]  # other holders have the same values
             for holder, region in holders:
                 if layout.rank not in (0, holder):
                     continue

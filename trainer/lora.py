@@ -78,8 +78,11 @@ def apply_together(linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
 
 
 class _AdaptedLinears(torch.autograd.Function):
-    """x W^T + b + scale * (x A^T) B^T for each of some (W, b, A, B) with W and b frozen: each adapter product ends in
-    the accumulator of the base's, all gradients of x in one, and scale multiplies in accumulators."""
+    """x W^T + b + scale * (x A^T) B^T for each of some (W, b, A, B), with W and b frozen.
+
+    Each adapter product is added in the accumulator of the base product, all gradients of x are summed in one, and
+    scale is applied in accumulators.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float, *factors: Any) -> tuple[Tensor, ...]:

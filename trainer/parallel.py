@@ -1,9 +1,9 @@
 """Meshes, and what a rank holds of a parameter.
 
     ranks   0 1 2 3   (num_ranks = 4, ep_size = 2)
-    ep      [0 1] [2 3]     an ep group holds every expert once, in shares as equal as they go (moe/expert_placement.py)
+    ep      [0 1] [2 3]     an ep group holds every expert once, in nearly equal shares (moe/expert_placement.py)
     expert  [0 2] [1 3]     FSDP2 shards an expert bank over the ranks with the same ep_rank
-    dense   [0 1 2 3]       FSDP2 shards everything else over all ranks, but for frozen vectors, which all hold whole
+    dense   [0 1 2 3]       FSDP2 shards everything else over all ranks, except frozen vectors, which every rank holds
 
 Does not own the process group: whoever starts the rank initializes torch.distributed (when world_size > 1). Does not
 own which module is sharded over which mesh (model/shard_decoder.py).
@@ -36,7 +36,7 @@ class ParallelLayout:
     dense_mesh: DeviceMesh | None
     """All ranks."""
     expert_mesh: DeviceMesh | None
-    """The num_ranks / ep_size ranks that hold the same experts; the dense mesh itself where these are all."""
+    """The num_ranks / ep_size ranks that hold the same experts; the dense mesh itself when ep_size is 1."""
     ep_group: dist.ProcessGroup | None
     """The ep_size ranks that together hold every expert."""
 
@@ -59,7 +59,7 @@ class ParallelLayout:
         """Build the meshes. Collective when world_size > 1, once torch.distributed is initialized.
 
         Raises:
-            LayoutError: torch.distributed is missing, or its world is another one.
+            LayoutError: torch.distributed is missing, or has another world size or rank.
         """
         device = torch.device(device)
         if world_size == 1:
@@ -72,7 +72,7 @@ class ParallelLayout:
             )
         dense = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dense",))
         expert_mesh, ep_group = dense, dist.group.WORLD
-        if 1 < ep_size < world_size:  # else there are no groups to make but those of one rank
+        if 1 < ep_size < world_size:  # otherwise one of the two groups is all ranks and the other is one rank
             grid = init_device_mesh(device.type, (world_size // ep_size, ep_size), mesh_dim_names=("expert_data", "ep"))
             expert_mesh, ep_group = grid["expert_data"], grid["ep"].get_group()
         return cls(
@@ -92,13 +92,14 @@ def take_device(device: str, rank: int) -> torch.device:
         taken = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(taken)
         return taken
-    if "OMP_NUM_THREADS" not in os.environ:  # ranks share this machine's cores with engines: more threads only collide
+    if "OMP_NUM_THREADS" not in os.environ:  # ranks share the machine's cores with engines: more threads slow both down
         torch.set_num_threads(1)
     return torch.device("cpu")
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's rows (dim 0) of a parameter, live, and the first one's index in the whole. No communication."""
+    """A live view of this rank's rows (dim 0) of a parameter, and the first row's index in the whole. Does not
+    communicate."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0
     mesh = tensor.device_mesh
@@ -124,26 +125,28 @@ def sharded_rows(name: str, tensor: Tensor) -> Tensor:
 
 
 def local_address(tensor: Tensor) -> int:
-    """Where this rank's rows of a parameter lie. Cheap, because every publish asks it for every adapter."""
+    """Address of this rank's rows of a parameter. Must be cheap: every publish asks for every adapter's."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
 
 
 def rows_of_rank(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """First row and the one after the last, as FSDP2 and torch.chunk cut: ceil(rows / ranks) per rank, the last ones
-    short or empty."""
+    """First row, and one past the last, as FSDP2 and torch.chunk cut: ceil(rows / ranks) rows per rank; the last ranks
+    may have fewer or none."""
     rows_a_rank = -(-num_rows // num_ranks)
     return min(rows_a_rank * rank, num_rows), min(rows_a_rank * (rank + 1), num_rows)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All rows of a parameter, without a graph. Collective where it is sharded, on the mesh that shards it."""
+    """All rows of a parameter, without a graph. If it is sharded, this is collective on the mesh that shards it."""
     values = tensor.detach()
     return values.full_tensor() if isinstance(values, DTensor) else values
 
 
 def gather_wholes(tensors: Sequence[DTensor], outs: Sequence[Tensor]) -> None:
-    """`whole` of many parameters, written into `outs`: those that ranks cut evenly in one exchange per mesh, since an
-    exchange costs the host 0.2 ms. Collective, in the order given."""
+    """Write `whole` of many parameters into `outs`. Collective, in the order given.
+
+    Parameters that are cut evenly share one exchange per mesh, because an exchange costs the host 0.2 ms.
+    """
     even: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor]]] = {}
     for tensor, out in zip(tensors, outs, strict=True):
         if tensor.shape[0] % tensor.device_mesh.size() == 0:

@@ -3,8 +3,8 @@
 Owns torch.distributed's start and end in a trainer process. Does not own meshes (parallel.py) nor any tensor traffic of
 training.
 
-Invariants: host-side agreement runs over a gloo group of its own, so that it never waits behind device work and never
-touches the device; the ranks' meeting point listens on the address that was given and on no other.
+Invariants: host-side agreement runs over a gloo group of its own, so it never waits for device work and never touches
+the device. Rank 0 listens for the other ranks on the given address and on no other.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ class ControlGroup:
     """All trainer ranks. With one rank there is no process group, and every method is local."""
 
     def __init__(self, rank: int, world_size: int, rendezvous: str, device: torch.device) -> None:
-        """Join. Collective: NCCL for a GPU's tensors or gloo for a CPU's, and gloo for control. Once a process: where
-        the default group is not the first that the process made, splitting it ends in a SIGSEGV (pytorch #191952).
+        """Join. Collective: NCCL for a GPU's tensors or gloo for a CPU's, and gloo for control.
+
+        Only once per process: splitting a default group that is not the first one of its process ends in a SIGSEGV
+        (pytorch #191952).
 
         Args:
             rendezvous: "tcp://host:port", where rank 0 will listen, or "file:///path"; unused with one rank.
@@ -82,8 +84,8 @@ class ControlGroup:
 def _meeting_point(rendezvous: str, rank: int, world_size: int) -> dict[str, Any]:
     """The arguments of init_process_group that say where ranks meet.
 
-    With init_method="tcp://..." rank 0 would listen on every interface of the machine, for anyone who asks. It gets a
-    socket that listens on the given address alone.
+    With init_method="tcp://..." rank 0 would listen on every interface of the machine and let anyone in. So it is given
+    a socket that listens on the given address alone.
     """
     url = urlsplit(rendezvous)
     if url.scheme != "tcp":

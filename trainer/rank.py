@@ -1,8 +1,8 @@
 """TrainerRank: one process of the trainer. Loads its part of the policy, trains it, publishes it, saves it.
 
-Owns the order of collectives inside one rank and the policy version, which rises by one with every update that took
-place. Does not own the way to engines (delivery.py), the loop (orchestrator/loop/controller.py), Ray, or metrics: it
-returns what it measures.
+Owns the order of collectives inside one rank, and the policy version, which rises by one with every applied update.
+Does not own the way to engines (delivery.py), the loop (orchestrator/loop/controller.py), Ray, or metrics: it returns
+what it measures.
 
     load -> ( forward_backward* -> optimizer_step -> publish )*      save_* and load_state between steps; then shutdown
                     |                    |
@@ -88,12 +88,12 @@ class TrainerRank:
         Args:
             sampling_temperature: softmax temperature of the rollouts; log-probabilities here use the same. Fine-tuning
                 has none, and uses 1.
-            num_steps: optimizer steps of the run; the rate's schedule ends there.
+            num_steps: optimizer steps of the run; the learning rate's schedule ends there.
             rendezvous: "tcp://host:port" of rank 0. Unused with one rank.
             device: "cpu" or "cuda"; rank r takes the visible GPU r modulo their number.
             hf_config: the policy's Hugging Face config.
             sync_key: signs the control messages of a publish.
-            host: address under which engines' links reach this rank; loopback says that all are on this machine.
+            host: address at which engines' links reach this rank; loopback when all of them are on this machine.
         """
         if world_size != trainer.num_ranks:
             raise LayoutError(
@@ -115,7 +115,7 @@ class TrainerRank:
 
     @property
     def policy_version(self) -> int:
-        """Updates that took place since the run began."""
+        """Updates that were applied since the run began."""
         return self._policy_version
 
     # ------------------------------------------------------------------------------------------------------------ load
@@ -182,7 +182,7 @@ class TrainerRank:
             "seconds"; on a GPU "peak_device_bytes".
 
         Raises:
-            TrainerError: the device is too small; says what would need less.
+            TrainerError: the device is too small; the message names options that need less memory.
         """
         samples = made_up_samples(lengths, self._loaded().spec.vocab_size, self._policy_version)
         num_counted = sum(sample.num_valid_tokens for sample in samples)
@@ -210,7 +210,7 @@ class TrainerRank:
     # ----------------------------------------------------------------------------------------------------------- train
 
     def forward_backward(self, microbatches: list[list[Sample]], denominators: Denominators) -> LossStats:
-        """Add the gradients of these microbatches to those already there. Peak memory of the device counts from here.
+        """Add the gradients of these microbatches to those already there. Restarts the count of peak device memory.
 
         Args:
             microbatches: this rank's, as `trainer.step.microbatches.pack` assigned them; empty ones take part with a
@@ -218,7 +218,8 @@ class TrainerRank:
             denominators: counts of the whole batch, the same on every rank.
 
         Returns:
-            This rank's sums and maxima (see trainer/step/loss.py); the batch's are their sums and maxima over ranks.
+            This rank's sums and maxima (see trainer/step/loss.py). Adding the sums, and taking the largest maxima, over
+            ranks gives the batch's.
         """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -288,9 +289,7 @@ class TrainerRank:
         )
 
     def optimizer_step(self) -> OptimStats:
-        """Apply the gradients and drop them. A norm or loss that is not finite, on any rank, changes nothing
-        on all of them.
-        """
+        """Apply the gradients and drop them. If the norm or any rank's loss is not finite, no rank changes anything."""
         self._loaded()
         for (name, param), shard in zip(self._trainable, self._shards, strict=True):
             if sharded_rows(name, param).data_ptr() != shard.values.data_ptr():
@@ -329,7 +328,7 @@ class TrainerRank:
         save_merged(self._loaded(), folder, self._hf_config)
 
     def save_state(self, folder: str | Path) -> None:
-        """Write what an exact resume needs; every rank its own file. Returns when all have."""
+        """Write what an exact resume needs. Every rank writes its own file; returns when all ranks have."""
         self._loaded()
         self._control.agree("folder", str(folder))
         progress = {"policy_version": self._policy_version, "num_updates": self._optimizer.num_updates}
@@ -337,11 +336,11 @@ class TrainerRank:
         self._control.agree("policy version", self._policy_version)
 
     def load_state(self, folder: str | Path) -> None:
-        """Continue exactly where `save_state` stopped. Nothing changes when any rank finds that the state does not fit.
+        """Continue exactly where `save_state` stopped. If any rank's state does not fit, no rank changes anything.
 
         Raises:
             CheckpointError: this rank's files are missing, or of another layout.
-            TrainerError: another rank's are, or the ranks' files are of different versions.
+            TrainerError: another rank could not read its files, or the ranks' files have different versions.
         """
         self._loaded()
         needed = {name: list(tensor.shape) for name, tensor in self._state_tensors().items()}
@@ -378,7 +377,7 @@ class TrainerRank:
         return tensors
 
     def shutdown(self) -> None:
-        """Leave the link and the process group. Idempotent; the rank is of no use afterwards."""
+        """Leave the link and the process group. Idempotent; the rank cannot be used afterwards."""
         if self._delivery is not None:
             self._delivery.close()
         self._control.leave()

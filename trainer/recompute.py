@@ -1,11 +1,11 @@
 """Parts of a layer that keep only their inputs and are computed again in the backward pass.
 
-torch.utils.checkpoint does the same with hooks around every tensor saved inside, which take the host a quarter of its
-time for a layer, and a short step waits for the host. Here a part is one node of the graph, whose backward runs the
-part's own graph.
+torch.utils.checkpoint does the same with hooks around every tensor saved inside. Those hooks take a quarter of the
+host's time per layer, and a short step waits for the host. Here a part is one node of the graph, and its backward runs
+the part's own graph.
 
-Invariant: the second call sees the inputs of the first, and parameters of the same values; there is no dropout, so no
-random state to restore.
+Invariant: the second call sees the same inputs and the same parameter values as the first. There is no dropout, so
+there is no random state to restore.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 class Recomputed:
     """part(*inputs), whose activations are not kept.
 
-    Gradients reach inputs that are tensors and the trainable parameters of `owners`; tensors inside other inputs get
-    none. Outputs are a tensor, or a tuple of tensors and other things; none of them is an input.
+    Gradients reach inputs that are tensors and the trainable parameters of `owners`, but not tensors inside other
+    inputs. The output is a tensor, or a tuple of tensors and other values; none of them is an input.
     """
 
     def __init__(self, part: Callable[..., Any], owners: Sequence[nn.Module]) -> None:
@@ -59,7 +59,7 @@ class _Recompute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
         (inputs, outs), ctx.ahead = _again(ctx), None
-        ctx.maybe_clear_saved_tensors()  # an input without a gradient ends here, unless it is kept inside
+        ctx.maybe_clear_saved_tensors()  # frees an input without a gradient, unless the part keeps it
         wanted, places = [], []
         for index in ctx.at:
             if ctx.needs_input_grad[2 + index]:
@@ -79,10 +79,10 @@ class _Recompute(torch.autograd.Function):
 
 
 def recomputation(out: Tensor) -> Callable[[], Tensor] | None:
-    """A function that computes `out` again, where a recomputed part returned it; None for any other tensor.
+    """A function that computes `out` again, if a recomputed part returned it; None for any other tensor.
 
-    A function whose backward reads `out` need not save it then. That backward runs before the part's, which goes on
-    with what was computed for it.
+    An autograd function that reads `out` in its backward can call this instead of saving `out`. Its backward runs
+    before the part's, and the part's then uses what was computed here.
     """
     node, index = out.grad_fn, out.output_nr
     if not isinstance(node, _Recompute._backward_cls):
@@ -91,7 +91,7 @@ def recomputation(out: Tensor) -> Callable[[], Tensor] | None:
 
 
 def _again(ctx: Any) -> tuple[list[Any], tuple[Any, ...]]:
-    """A part's inputs, cut off from what made them, and its results with a graph; held until the part's backward."""
+    """A part's inputs, detached, and its results with a graph. Both are held until the part's backward."""
     if ctx.ahead is None:
         inputs = list(ctx.others)
         for index, x in zip(ctx.at, ctx.saved_tensors, strict=True):

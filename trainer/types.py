@@ -35,7 +35,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """Divisors of the loss: facts of the whole batch, the same on every rank and for every microbatch."""
+    """Divisors of the loss: counts over the whole batch, the same on every rank and for every microbatch."""
 
     num_valid_tokens: int
     num_sequences: int

@@ -2,7 +2,7 @@
 
     h = (clamp(up, -limit, limit) + up_offset) * g * sigmoid(alpha * g),   g = min(gate, limit)
 
-A new activation that is not of this family is a change to trainer/kernels/swiglu.py, which computes it.
+Any other formula needs a change in trainer/kernels/swiglu.py, which computes this one.
 """
 
 from __future__ import annotations

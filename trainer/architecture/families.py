@@ -1,8 +1,8 @@
 """From a Hugging Face config to a ModelSpec: one function per family. Pure data, no torch.
 
-Owns the reading and the refusals: what a config asks for and the decoder cannot do (sliding windows, vision towers,
-quantized weights, other activations) is named here, before anything starts. A new architecture is one entry of
-`_FAMILIES`; see docs/new_architecture.md.
+Owns the reading and the refusals. If a config asks for what the decoder cannot do (sliding windows, vision towers,
+quantized weights, other activations), an error here names it before anything starts. A new architecture is one entry
+of `_FAMILIES`; see docs/new_architecture.md.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_config(config: dict[str, Any], mla_norm_eps: MlaNormEps = MlaNormEps.ro
 
 
 def check_spelling(config: dict[str, Any], given: Collection[str]) -> None:
-    """Refuse a given field that is not read and is spelt almost as one that is.
+    """Refuse a given field that is not read and whose name is almost that of a field that is.
 
     Fields that only the engine reads may have any name: a config.json has many.
 
@@ -79,7 +79,7 @@ def check_spelling(config: dict[str, Any], given: Collection[str]) -> None:
         given: Names of the fields that a person wrote.
 
     Raises:
-        ConfigError: Names the first such field and what it is near to.
+        ConfigError: Names the first such field and the field that was probably meant.
     """
     asked = _Asked(config)
     read_config(asked)
@@ -92,7 +92,8 @@ def check_spelling(config: dict[str, Any], given: Collection[str]) -> None:
 
 
 def _is_misspelling(name: str, known: str) -> bool:
-    """Word for word nearly the same. A word more or another word is another field: (moe_)intermediate_size."""
+    """Whether both have equally many words, each nearly the same. With a word more, or another word, it is another
+    field: (moe_)intermediate_size."""
     words, known_words = name.split("_"), known.split("_")
     if len(words) != len(known_words):
         return "".join(words) == "".join(known_words)
@@ -191,8 +192,8 @@ def _deepseek_v3(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
 
 
 def _glm4_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
-    """GLM-4.5 and later with experts (transformers models/glm4_moe): DeepSeek-V3's feed-forward under grouped-query
-    attention of which half of each head turns."""
+    """GLM-4.5 and later with experts (transformers models/glm4_moe): DeepSeek-V3's feed-forward, and grouped-query
+    attention that rotates half of each head."""
     head_dim = size(config, "head_dim", hidden_per_head(config))
     attention = grouped_queries(
         config,
@@ -211,7 +212,8 @@ def _glm4_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
 
 
 def _gpt_oss(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
-    """gpt-oss (transformers models/gpt_oss): sinks, sliding windows in turns, clamped SwiGLU, biases everywhere."""
+    """gpt-oss (transformers models/gpt_oss): sinks, a sliding window in every other layer, clamped SwiGLU, biases
+    everywhere."""
     num_layers, head_dim = size(config, "num_hidden_layers"), size(config, "head_dim", 64)
     kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
     unknown = set(kinds) - {"full_attention", "sliding_attention"}

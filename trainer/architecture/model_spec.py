@@ -1,8 +1,8 @@
 """ModelSpec: what the decoder is built from. Pure data, no torch.
 
 Owns the names and shapes of a checkpoint's tensors. Does not own how a Hugging Face config is read and what is refused
-(families.py). Invariant: the decoder, the loader, the publisher and the planner all read the same lists, so that a
-projection is named in one place.
+(families.py). Invariant: the decoder, the loader, the publisher and the planner read the same lists, so a projection is
+named in one place.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class MoeSpec:
     """One entry per decoder layer: True where the feed-forward is a mixture of experts."""
     score: RouterScore = RouterScore.softmax
     num_groups: int = 1
-    """Experts come in this many groups; a token's are all from its best `top_groups`."""
+    """Experts come in this many groups; a token's experts are chosen from its best `top_groups` groups."""
     top_groups: int = 1
     scaling_factor: float = 1.0
     """Multiplies the routing weights."""
     shared_intermediate_size: int = 0
-    """Width of the feed-forward that every token passes beside its experts; 0: there is none."""
+    """Width of the feed-forward that every token passes in addition to its experts; 0: there is none."""
     expert_format: ExpertFormat = ExpertFormat.plain
     activation: ExpertActivation = SWIGLU
     is_fused: bool = False
-    """The checkpoint stores all experts of a layer in one tensor per projection, transposed, gate and up columns in
-    turns, with biases (gpt-oss): gate_up_proj (E, H, 2I), gate_up_proj_bias (E, 2I), down_proj (E, I, H),
+    """The checkpoint stores all experts of a layer in one tensor per projection, transposed, gate and up columns
+    alternating, with biases (gpt-oss): gate_up_proj (E, H, 2I), gate_up_proj_bias (E, 2I), down_proj (E, I, H),
     down_proj_bias (E, H). The trainer holds them as it holds all experts; see trainer/weights/fused_experts.py.
     """
 
@@ -100,11 +100,11 @@ class ModelSpec:
 
     def sequence_cache_bytes(self, num_tokens: int, dtype: str, tp_size: int) -> int:
         """KV cache of one sequence on one rank of an engine, before it is rounded up to blocks. A layer with a sliding
-        window keeps no more than that.
+        window keeps at most its window.
 
         Args:
             num_tokens: Prompt and response.
-            dtype: Of activations, name as in weight_sync.layout.DTYPE_BYTES.
+            dtype: Format of the activations, named as in weight_sync.layout.DTYPE_BYTES.
             tp_size: Ranks of the engine.
         """
         windows = self.attention.windows if isinstance(self.attention, GqaSpec) else ()
@@ -115,8 +115,8 @@ class ModelSpec:
         """Every tensor of the Hugging Face checkpoint, in a fixed order; tied embeddings have no lm_head.weight.
 
         Args:
-            dtype: name as in weight_sync.layout.DTYPE_BYTES, e.g. "bfloat16". A router's correction bias is float32
-                whatever the rest is: bfloat16 would move tokens to other experts.
+            dtype: name as in weight_sync.layout.DTYPE_BYTES, e.g. "bfloat16". A router's correction bias is always
+                float32: bfloat16 would move tokens to other experts.
         """
         hidden, vocab = self.hidden_size, self.vocab_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
@@ -134,7 +134,7 @@ class ModelSpec:
         ]
 
     def unpacked(self) -> ModelSpec:
-        """The same model with experts in the model's dtype: the matrices that adapters lie beside."""
+        """The same model with experts in the model's dtype: the matrices that adapters are added to."""
         if self.moe is None:
             return self
         return replace(self, moe=replace(self.moe, expert_format=ExpertFormat.plain))
@@ -188,7 +188,7 @@ def _swiglu_shapes(prefix: str, hidden: int, intermediate: int) -> dict[str, tup
 
 
 def _int4_shapes(weights: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The three tensors of each packed weight; every row is whole groups (checked by families.py)."""
+    """The three tensors of each packed weight. Every row consists of whole groups (families.py checks it)."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns) in weights.items():
         shapes[f"{name}_packed"] = (rows, columns // 8)

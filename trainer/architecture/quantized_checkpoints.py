@@ -15,8 +15,8 @@ FP8_BLOCK = [128, 128]
 
 
 def with_quantization(spec: ModelSpec, quantization: dict[str, Any]) -> ModelSpec:
-    """The spec of a checkpoint with packed experts, or with blocks of FP8, which loading and publishing turn into and
-    out of the model's own format; every other quantization is refused by name."""
+    """The spec of a checkpoint with packed experts, or with blocks of FP8. Loading turns FP8 into the model's own
+    format, and publishing turns it back. Every other quantization is refused by name."""
     method, layout = quantization.get("quant_method"), quantization.get("format")
     if method == "fp8" and list(quantization.get("weight_block_size") or ()) == FP8_BLOCK:
         return spec
@@ -53,7 +53,8 @@ def _packed(spec: ModelSpec, expert_format: ExpertFormat) -> ModelSpec:
 
 
 def _other_linears(spec: ModelSpec) -> Iterator[str]:
-    """Module names of every linear layer that is no routed expert (routers are none, to compressed-tensors)."""
+    """Module names of every linear layer that is not a routed expert. Routers are left out: compressed-tensors does not
+    count them as linear layers."""
     for meta in spec.checkpoint_tensors("bfloat16"):
         module, _, leaf = meta.name.rpartition(".")
         is_other = ".experts." in module or module.endswith((".gate", "embed_tokens"))

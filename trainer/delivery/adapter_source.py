@@ -5,9 +5,9 @@ values: cast to the engine's dtype, B then multiplied by alpha / rank *in that d
 loads an adapter from disk, so a slot holds the same bytes either way, whatever alpha / rank is. (The trainer scales
 after the product. The two agree to the bit when alpha / rank is a power of two, and to a rounding of B otherwise.)
 
-Invariant: nothing here communicates, `begin` included: FSDP2 shards A and B by rows, experts are held whole, and a
-factor is published as it lies. Over all ranks, the rectangles of one factor are disjoint and cover it: whoever holds
-the last rows of A also writes the zero rows that pad it to the slot's rank.
+Invariant: nothing here communicates, not even `begin`: FSDP2 shards A and B by rows, experts are held whole, and every
+rank publishes the rows that it holds. Over all ranks, the rectangles of one factor are disjoint and cover it: the rank
+that holds the last rows of A also writes the zero rows that pad it to the slot's rank.
 
     rows of one read        first_row .. first_row + count of a parameter's local rows
     a run                   reads at equal distance in the parameter, next to each other in the slot: one copy for the
@@ -47,11 +47,11 @@ class HeldFactor:
     """In the factor as the slot has it: rank R, not the trainer's."""
     parameter: nn.Parameter
     first_row: int
-    """Which of this rank's rows of the parameter is the rectangle's first."""
+    """Index of the rectangle's first row among this rank's rows of the parameter."""
     num_rows: int
-    """Rows that the parameter has of it; the rest of the rectangle is zero."""
+    """Rows of the rectangle that the parameter has; the rest is zero."""
     num_columns: int
-    """Columns that the parameter has of it."""
+    """Columns of the rectangle that the parameter has."""
     scale: float
     """alpha / rank for B, 1 for A."""
 
@@ -84,7 +84,7 @@ class FactorRun:
     """Rows from one block to the next; 0 while there is one."""
 
     def take(self, following: FactorRun) -> bool:
-        """Whether `following` is the next block; then it is part of this run from here on."""
+        """Take `following` into this run if it is the next block. Returns whether it was."""
         step = following.first_row - self.first_row - (self.num_blocks - 1) * self.step
         is_next = (
             self.parameter is following.parameter
@@ -98,7 +98,7 @@ class FactorRun:
         return is_next
 
     def held(self) -> Tensor:
-        """The blocks as they lie in the parameter, (num_blocks, rows, columns) without padding: a live view."""
+        """A live view of the blocks in the parameter, (num_blocks, rows, columns), without padding."""
         rows = local_rows(self.parameter)
         return rows.as_strided(
             (self.num_blocks, self.num_rows, self.columns.stop - self.columns.start),
@@ -108,7 +108,7 @@ class FactorRun:
 
 
 class FactorCopies:
-    """Runs and where they go, as lists of views: a Python call a run would take longer than its bytes.
+    """Runs and where they go, as lists of views: one Python call per run would take longer than the copy itself.
 
     Args:
         pairs: Runs, each with its target, (num_blocks, *shape) with any strides.
@@ -117,8 +117,8 @@ class FactorCopies:
     def __init__(self, pairs: Iterable[tuple[FactorRun, Tensor]]) -> None:
         self._padded: list[Tensor] = []
         self._copied: dict[bool, tuple[list[Tensor], list[Tensor]]] = {True: ([], []), False: ([], [])}
-        """Targets and what is held, by whether both lie alike and without gaps: on a GPU such pairs are copied many to
-        a kernel, and one that is not would cost each of its list a kernel of its own."""
+        """Targets and sources, by whether both have the same strides and no gaps. A GPU copies many such pairs in one
+        kernel; one other pair in the list would give every pair a kernel of its own."""
         self._scaled: dict[float, list[Tensor]] = {}
         for run, out in pairs:
             held = run.held()
@@ -208,7 +208,7 @@ class AdapterSource:
         return filling
 
     def joined(self, reads: Sequence[PackedRead]) -> list[tuple[FactorRun, PackedRead]]:
-        """Runs, each with the first of its reads."""
+        """The reads as runs, each with the first of its reads."""
         joined: list[tuple[FactorRun, PackedRead]] = []
         stop_bytes = 0
         for read in reads:
@@ -246,7 +246,7 @@ def _held_factors(decoder: Decoder, slot_rank: int) -> Iterator[tuple[str, HeldF
 
 
 def _held_a(parameter: nn.Parameter, lora: LoraConfig, slot_rank: int) -> HeldFactor:
-    """Rows of A; whoever has the last one has the padding below it too."""
+    """Rows of A. The rank that has the last row also has the padding below it."""
     local, start = local_part(parameter)
     num_rows, columns = local.shape
     has_last = num_rows > 0 and start + num_rows == lora.rank

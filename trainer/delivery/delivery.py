@@ -2,7 +2,7 @@
 
     weight_sync.mode   what is sent                     where to
     merged             weights with adapters merged in  the workers' endpoints, every version
-    adapter            the base, without adapters       the workers' endpoints, once; engines load a packed base
+    adapter            the base, without adapters       the workers' endpoints, once; not sent if it is packed
                        A and B alone                    their adapter endpoints, every version
 
 Owns: which source is published where, and when the base is sent. Does not own the sources (merged_source.py,
@@ -43,14 +43,14 @@ class Delivery:
 
     Args:
         decoder: Loaded and sharded.
-        control: This rank among the others.
+        control: The group of all trainer ranks.
         config: Section weight_sync.
         quantization: The format that engines want projections in; None: the decoder's own.
-        lora: Of the adapters; read in adapter mode.
-        is_packed: Whether experts are packed: no engine is sent these.
+        lora: Section trainer.lora; read in adapter mode.
+        is_packed: Whether experts are packed; packed experts are not sent.
         key: Signs the control messages of a publish.
-        host: Address under which engines' links reach this rank.
-        device: Of the weights.
+        host: Address at which engines' links reach this rank.
+        device: Where the weights are.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Delivery:
 
         Args:
             transport: the link to write over; by default Mooncake's, as weight_sync.transport asks.
-            adapter_endpoints: of the same workers' adapter slots. With weight_sync.mode=adapter the frozen base goes to
-                `endpoints` here, once (unless it is packed), and publish() writes to these.
+            adapter_endpoints: endpoints of the same workers' adapter slots. With weight_sync.mode=adapter, this call
+                sends the frozen base to `endpoints` once (unless it is packed), and publish() writes to these.
 
         Raises:
             ReplicaError: a worker did not take the base.
@@ -130,8 +130,8 @@ class Delivery:
         """Meet an engine that was started again (see Publisher.reconnect).
 
         Args:
-            endpoint: of its adapter slots, where it has them.
-            base_endpoint: where its base goes first; "" when it has it, from a peer, or has none apart.
+            endpoint: its endpoint; with adapter slots, that of its slots.
+            base_endpoint: where to send the base first; "" if the engine got it from a peer or needs none.
         """
         if self._publisher is None:
             raise TrainerError(f"rank {self._rank}: reconnect() before connect()")
@@ -150,7 +150,7 @@ class Delivery:
             self._transport = None
 
     def _send_base(self, endpoints: list[str]) -> None:
-        """The frozen base is version 0 of every engine's own weights, for good."""
+        """Send the frozen base. It is version 0 of every engine's own weights and never changes."""
         if self.base_source is None or self._transport is None:
             raise TrainerError(f"rank {self._rank}: engines take no base apart from adapters in this run")
         publisher = self._make_publisher(self.base_source, self._transport)

@@ -4,8 +4,8 @@ Owns the gathered LoRA factors, and block scales during one publish. Does not ow
 checkpoint names nor the merge (shards.py), the cast to FP8 (block_scales.py), the plan, or any transfer (weight_sync).
 
 Invariant: `read` never communicates, so ranks may read in any order and any number of times. Only `begin` is
-collective: under FSDP2 a rank holds the rows of B that belong to its rows of W, but only a part of A; and a block of
-FP8 values may lie on several ranks.
+collective, for two reasons: under FSDP2 a rank holds the rows of B that belong to its rows of W, but only a part of A;
+and a block of FP8 values may lie on several ranks.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class TrainerWeightSource:
     def __init__(
         self, decoder: Decoder, rank: int, quantization: BlockFp8 | None = None, *, is_merged: bool = True
     ) -> None:
-        """Take stock of what this rank holds.
+        """List what this rank holds.
 
         Args:
             decoder: Loaded and sharded.
-            rank: Of this process.
+            rank: This process's rank, for messages.
             quantization: The format that engines want projections in; None: the decoder's own.
             is_merged: False: the frozen base alone, without its adapters.
         """
@@ -92,7 +92,7 @@ class TrainerWeightSource:
         self._layout = SourceLayout(rank, tuple(engine_tensors(tensors, quantization)), tuple(shards))
         self._quantized = frozenset(shapes)
         self._gathered_a = sharded_lora_a(decoder) if is_merged else {}
-        """Kept from publish to publish, as staging is: kernels' arguments name its addresses."""
+        """Kept from publish to publish, as staging is, because prepared kernel arguments hold its addresses."""
         self._gathered_bytes = sum(a.numel() * a.element_size() for a in self._gathered_a.values())
         self._is_begun = False
         self._temporary_bytes = self._gathered_bytes + merge_bytes
@@ -127,13 +127,13 @@ class TrainerWeightSource:
         self._write(tensor, self._run(tensor, region), out)
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
-        """Join reads that follow each other in a parameter's rows and in the slot; one kernel each. See
+        """Join reads that follow each other in a parameter's rows and in the slot; one kernel does the joined ones. See
         weight_sync/publish/packing.py.
 
         Example: the gate, up, gate, up, ... of 40 experts in an engine's w13 are one run of rows of gate_up_proj, and
         a TP rank's parts of them one run of 80 bands.
 
-        What a kernel is given is made once a slot, and again where a storage moved.
+        Kernel arguments are made once per slot, and again if a storage moved.
         """
         runs = self.joined(reads)
         plain = [item.run for item in runs if isinstance(item.run, RowRun)]
@@ -158,14 +158,14 @@ class TrainerWeightSource:
         return filling
 
     def _writer(self, item: PackedRun, slot: Tensor) -> Callable[[], object]:
-        """What writes a run into a slot, at every publish anew."""
+        """A function that writes a run's present values into a slot; every publish calls it."""
         tensor, run, out = item.read.tensor, item.run, item.out(slot)
         if isinstance(run, RowRun) and tensor not in self._quantized:
             return run.writer(out, self._gathered_a)
         return lambda: self._write(tensor, run, out)
 
     def joined(self, reads: Sequence[PackedRead]) -> list[PackedRun]:
-        """The reads as runs: one of those that follow each other in the slot and, maybe at a pitch, in a parameter."""
+        """Join into one run the reads that follow each other in the slot and, maybe at a pitch, in a parameter."""
         joined: list[PackedRun] = []
         for read in reads:
             run, last = self._run(read.tensor, read.region), joined[-1] if joined else None
@@ -190,7 +190,7 @@ class TrainerWeightSource:
             self._scales.drop()
 
     def _write(self, tensor: str, run: RowRun | FusedRun | ScaleRun, out: Tensor) -> None:
-        """Rows as the engine wants them: merged, and quantized if `tensor` is."""
+        """Write rows in the engine's format: merged, and quantized if `tensor` is."""
         self._check_begun()
         if isinstance(run, ScaleRun):
             assert self._scales is not None

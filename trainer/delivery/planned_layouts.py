@@ -1,7 +1,7 @@
 """What every trainer rank would hold, from options and config.json alone: no torch, no process, no GPU.
 
-Owns: the placement rules of parallel.py and shards.py, said once more as arithmetic, and the sizes that follow from
-them. Does not own: those rules; a test compares every layout with what real ranks report.
+Owns: the placement rules of parallel.py and shards.py, restated as arithmetic, and the sizes that follow from them.
+Those two files decide the rules; a test compares every layout with what real ranks report.
 
     dense tensors    FSDP2 over all ranks: ceil(rows / num_ranks) rows each, the last ones short or empty
     frozen vectors   whole on every rank
@@ -56,7 +56,7 @@ def source_layouts(
 
 @lru_cache(maxsize=1)
 def _held_shards(spec: ModelSpec, trainer: TrainerConfig) -> Sequence[tuple[SourceShard, ...]]:
-    """What each rank holds of its own decoder's tensors, in any dtype. Kept, because a plan asks for it three times."""
+    """What each rank holds of its own decoder's tensors, in any dtype. Cached: a plan asks for it three times."""
     shards: list[list[SourceShard]] = [[] for _ in range(trainer.num_ranks)]
 
     @cache
@@ -117,7 +117,7 @@ def adapter_source_layouts(spec: ModelSpec, dtype: str, trainer: TrainerConfig) 
         num_rows = lora.rank if is_a else meta.shape[0]
         for rank, (start, stop) in enumerate(_rows(num_rows, trainer.num_ranks)):
             if stop == num_rows and stop > start:
-                stop = meta.shape[0]  # whoever has the last rows has the padding below them too
+                stop = meta.shape[0]  # the rank with the last rows also has the padding below them
             if stop > start:
                 region = Region((start, 0), (stop - start, meta.shape[1]))
                 shards[rank].append(SourceShard(meta.name, region))
@@ -225,7 +225,8 @@ def trainer_memory(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> Train
 def _packed_bytes(
     spec: ModelSpec, dtype: str, ep_size: int, tensors: Iterable[TensorMeta]
 ) -> tuple[int, frozenset[str]]:
-    """What packed experts take on every rank, and their tensors: FSDP2 shards no integers (trainer/moe/bank.py)."""
+    """Bytes of packed experts on every rank, and the names of their tensors. FSDP2 does not shard integers
+    (trainer/moe/bank.py)."""
     packed = [meta for meta in tensors if _PACKED.search(meta.name)]
     if spec.moe is None or not packed:
         return 0, frozenset()
@@ -298,13 +299,13 @@ def _experts_of_ranks(spec: ModelSpec, trainer: TrainerConfig, layer: int) -> It
 
 
 def _rows(num_rows: int, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """Start and stop of each rank's rows: torch.chunk's way, filled up with empty ones."""
+    """Start and stop of each rank's rows, cut as torch.chunk does; ranks that it leaves out get empty ones."""
     rows_a_rank = -(-num_rows // num_ranks)
     for rank in range(num_ranks):
         yield min(rank * rows_a_rank, num_rows), min((rank + 1) * rows_a_rank, num_rows)
 
 
 def _frozen_elements(meta: TensorMeta, train_router: bool) -> int:
-    """Elements that full training leaves alone."""
+    """Elements that full training does not change."""
     is_router = meta.name.endswith((".mlp.gate.weight", ".mlp.router.weight", ".mlp.router.bias")) and not train_router
     return prod(meta.shape) if is_router or meta.name.endswith(CORRECTION_BIAS) else 0
