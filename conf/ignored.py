@@ -28,6 +28,7 @@ from conf.tensor_parallel import num_experts_of
 READ_BY_POLICY_ALONE = (
     "rollout.",
     "weight_sync.",
+    "parity.",
     "reward.",
     "data.max_prompt_tokens",
     "run.eval_samples_per_prompt",

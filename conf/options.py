@@ -25,7 +25,18 @@ from typing import Any, TypeGuard, Union, cast, get_args, get_origin, get_type_h
 from conf.schema import RunConfig
 
 CONF_DIR = Path(__file__).parent
-GROUPS = ("experiment", "model", "trainer", "rollout", "weight_sync", "algorithm", "data", "reward", "cluster")
+GROUPS = (
+    "experiment",
+    "model",
+    "trainer",
+    "rollout",
+    "weight_sync",
+    "algorithm",
+    "parity",
+    "data",
+    "reward",
+    "cluster",
+)
 """Folders of conf/ whose YAML files are chosen with `group=choice`, in the order they are shown."""
 
 

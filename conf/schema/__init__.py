@@ -12,6 +12,7 @@ from conf.schema.algorithm import AdvantageScale, AlgorithmConfig, Normalization
 from conf.schema.cluster import ClusterConfig, Device
 from conf.schema.data import DataConfig, RewardConfig
 from conf.schema.model import DType, EngineFormat, Init, MlaNormEps, ModelConfig
+from conf.schema.parity import ParityConfig
 from conf.schema.rollout import RolloutConfig, SamplingConfig
 from conf.schema.run import RunConfig, RunSection
 from conf.schema.trainer import (
@@ -46,6 +47,7 @@ __all__ = [
     "Objective",
     "OptimConfig",
     "OptimState",
+    "ParityConfig",
     "PauseMode",
     "RatioBaseline",
     "Relay",

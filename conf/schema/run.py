@@ -8,6 +8,7 @@ from conf.schema.algorithm import AlgorithmConfig
 from conf.schema.cluster import ClusterConfig
 from conf.schema.data import DataConfig, RewardConfig
 from conf.schema.model import Init, ModelConfig
+from conf.schema.parity import ParityConfig
 from conf.schema.rollout import RolloutConfig
 from conf.schema.rules import at_least, require
 from conf.schema.trainer import TrainerConfig
@@ -75,6 +76,7 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    parity: ParityConfig = field(default_factory=ParityConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

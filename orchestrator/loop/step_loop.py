@@ -23,6 +23,7 @@ from orchestrator.errors import OrchestratorError, TrainingStopped
 from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.run_checkpoint import CheckpointStore, RunState
 from orchestrator.files.telemetry import StepRecord, Telemetry, Value
+from orchestrator.loop.parity_alarm import ParityAlarm
 from orchestrator.loop.ports import StepTrainer, Stopwatch
 from orchestrator.waiting import finish_first, last_attempt
 
@@ -61,6 +62,9 @@ class StepLoop(ABC):
         self._is_whole = True
         """Whether trainer, clock and data agree."""
         self._num_refused_in_a_row = 0
+        self._alarm = ParityAlarm(config.parity)
+        self._alarm_raised = ""
+        """Why the last row ends the run; "" when it does not."""
 
     @abstractmethod
     async def _next_step(self) -> None:
@@ -153,7 +157,8 @@ class StepLoop(ABC):
 
     def _write_row(self, record: StepRecord, clock: Stopwatch) -> None:
         record.extra |= clock.laps | self._counts() | {"step/total_s": clock.total_s}
-        self._telemetry.step(record)
+        row = self._telemetry.step(record)
+        self._alarm_raised = self._alarm.reason_to_stop(record.step, row)
 
     async def _save_at_last(self) -> None:
         await last_attempt(self.save(), "saving the run's state", timeout_s=SAVE_S)
@@ -161,12 +166,20 @@ class StepLoop(ABC):
     async def _stop_if_hopeless(self) -> None:
         """Refused steps changed nothing: the weights are the last finite step's, and are saved as such."""
         if self._num_refused_in_a_row >= MAX_REFUSED_STEPS:
-            try:
-                saved = f"is saved in {await self.save()}"
-            except OrchestratorError as error:
-                saved = f"could not be saved ({error})"
             raise TrainingStopped(
                 f"{MAX_REFUSED_STEPS} steps in a row had no finite loss and gradient (step {self.step}). Policy "
-                f"version {self.policy_version}, the last finite one, {saved}. Look at metrics.jsonl "
+                f"version {self.policy_version}, the last finite one, {await self._saved()}. Look at metrics.jsonl "
                 "(rewards and parity/k3), lower trainer.optim.lr, and go on with run.resume"
             )
+        if self._alarm_raised:
+            raise TrainingStopped(
+                f"step {self.step}: {self._alarm_raised}. Policy version {self.policy_version} {await self._saved()}; "
+                "go on with run.resume"
+            )
+
+    async def _saved(self) -> str:
+        """Save before the run ends, and say where; a save that fails does not hide why it ends."""
+        try:
+            return f"is saved in {await self.save()}"
+        except OrchestratorError as error:
+            return f"could not be saved ({error})"

@@ -94,6 +94,8 @@ class FakeTrainer:
         """Per publish: its version, and the replicas it was told to leave out."""
         self.num_changed_params: int | None = 5
         self.refuses_reconnect: set[int] = set()
+        self.extra_sums: dict[str, float] = {}
+        """Sums of every step's loss, over those of a trainer that agrees with its engines."""
         world.committed = [-1] * num_workers
 
     async def forward_backward(
@@ -109,6 +111,7 @@ class FakeTrainer:
         await asyncio.sleep(0)
         tokens = float(denominators.num_valid_tokens)
         sums = dict.fromkeys(SUMS, 0.0) | {"policy/num_tokens": tokens, "policy/entropy_sum": 2.0 * tokens}
+        sums |= self.extra_sums
         maxima = {"parity/max_abs_log_ratio": 0.0, "parity/max_abs_log_ratio_stale": 0.0}
         return [LossStats(sums, maxima), LossStats(dict.fromkeys(SUMS, 0.0), dict(maxima))]
 

@@ -92,6 +92,10 @@ CASES = [
         "model.init_std has no effect with model.init=checkpoint",
     ),
     (["algorithm.ratio_baseline=rollout"], "algorithm.tis_max=0"),
+    (["parity.stop_k3=0.01"], "parity.stop_k3=0.01 is below parity.warn_k3=0.05.*raise parity.stop_k3"),
+    (["parity.warn_k3=-1"], "parity.warn_k3 must be >= 0, got -1"),
+    (["parity.stop_k3=inf"], "must be finite, got 0.05 and inf; 0 turns one off"),
+    (["algorithm=sft", "parity.warn_k3=0.1"], "parity.warn_k3 has no effect with algorithm=sft"),
     (
         ["algorithm.clip_high=0.3"],
         "algorithm.clip_high has no effect with algorithm.ratio_baseline=trainer.*set algorithm.ratio_baseline=rollout",

@@ -97,6 +97,8 @@ OPTIONS = [
     "algorithm.kl_coef",
     "algorithm.drop_zero_variance_groups",
     "algorithm.max_uninformative_batches",
+    "parity.warn_k3",
+    "parity.stop_k3",
     "data.path",
     "data.eval_path",
     "data.prompt_key",

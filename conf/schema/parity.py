@@ -1,0 +1,32 @@
+"""Section `parity`: how far trainer and engine may disagree about the tokens that the engine sampled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from conf.schema.rules import at_least, require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityConfig:
+    """Agreement of trainer and engine. Figures are in nats, per sampled token (docs/parity.md)."""
+
+    warn_k3: float = 0.05
+    """Log a warning when the mismatch KL of a step (parity/k3, or parity/k3_stale) is above it. 0: never."""
+    stop_k3: float = 0.0
+    """End the run, its state saved, when the mismatch KL of a step (parity/k3, or parity/k3_stale) is above it.
+    0: never.
+    """
+
+    def __post_init__(self) -> None:
+        at_least(0, "parity", warn_k3=self.warn_k3, stop_k3=self.stop_k3)
+        require(
+            math.isfinite(self.warn_k3) and math.isfinite(self.stop_k3),
+            f"parity.warn_k3 and parity.stop_k3 must be finite, got {self.warn_k3} and {self.stop_k3}; 0 turns one off",
+        )
+        require(
+            self.stop_k3 == 0 or self.stop_k3 >= self.warn_k3,
+            f"parity.stop_k3={self.stop_k3} is below parity.warn_k3={self.warn_k3}, so that the run would end before "
+            "it warns; raise parity.stop_k3, or lower parity.warn_k3 (0: no warning)",
+        )

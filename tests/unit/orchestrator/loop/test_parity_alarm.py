@@ -1,0 +1,66 @@
+"""Promises of orchestrator/loop/parity_alarm.py, and of the loop that asks it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from fakes.loop import Loop, make_config
+
+from conf.schema import ParityConfig, RunConfig
+from orchestrator.errors import TrainingStopped
+from orchestrator.loop.parity_alarm import REPEAT_STEPS, ParityAlarm
+
+
+def warned_steps(alarm: ParityAlarm, figures: list[float | None], caplog: pytest.LogCaptureFixture) -> list[int]:
+    """Steps whose k3 raised a warning, when step i has the i-th figure."""
+    warned = []
+    for step, figure in enumerate(figures):
+        caplog.clear()
+        assert alarm.reason_to_stop(step, {"parity/k3": figure, "parity/k3_stale": None}) == ""
+        warned += [step] * len(caplog.records)
+    return warned
+
+
+def test_a_warning_comes_once_and_again_after_a_while_or_a_recovery(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = ParityAlarm(ParityConfig(warn_k3=0.1))
+    figures: list[float | None] = [0.1, 0.2, 0.3, None, 0.2, *[0.2] * REPEAT_STEPS]
+    with caplog.at_level(logging.WARNING):
+        assert warned_steps(alarm, figures, caplog) == [1, 4, 4 + REPEAT_STEPS]
+
+
+def test_warning_names_figure_threshold_causes_and_cure(caplog: pytest.LogCaptureFixture) -> None:
+    ParityAlarm(ParityConfig()).reason_to_stop(7, {"parity/k3": 0.01, "parity/k3_stale": 0.25})
+    (record,) = caplog.records
+    for part in ("step 7", "parity/k3_stale is 0.25", "parity.warn_k3=0.05", "older versions", "docs/parity.md"):
+        assert part in record.getMessage()
+
+
+def test_thresholds_of_zero_are_off(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = ParityAlarm(ParityConfig(warn_k3=0, stop_k3=0))
+    assert alarm.reason_to_stop(1, {"parity/k3": 1e9}) == "" and not caplog.records
+
+
+def a_run_that_stops_at(k3_sum: float, tmp_path: Path) -> Loop:
+    config = make_config()
+    parity = ParityConfig(stop_k3=0.5)
+    loop = Loop(tmp_path, RunConfig(run=config.run, algorithm=config.algorithm, parity=parity))
+    loop.trainer.extra_sums = {"parity/k3_sum": k3_sum, "parity/num_tokens": 10.0}
+    return loop
+
+
+async def test_a_mismatch_above_stop_k3_ends_the_run_with_its_state_saved(tmp_path: Path) -> None:
+    """k3 = 6 / 10 in every step: the first one ends the run, after it was published and its row written."""
+    loop = a_run_that_stops_at(6.0, tmp_path)
+    with pytest.raises(TrainingStopped, match=r"step 1: parity/k3 is 0\.6, above parity\.stop_k3=0\.5.*is saved in"):
+        await loop.run()
+    assert [row["step"] for row in loop.rows] == [0, 1]
+    saved = loop.checkpoints.newest()
+    assert saved is not None and loop.checkpoints.read(saved).policy_version == 1
+
+
+async def test_a_mismatch_at_the_threshold_does_not_end_the_run(tmp_path: Path) -> None:
+    loop = a_run_that_stops_at(5.0, tmp_path)
+    await loop.run()
+    assert loop.rows[-1]["step"] == 4
