@@ -3,11 +3,11 @@
     m += (1 - b1) (g - m);  v += (1 - b2) (g^2 - v);  p = p (1 - lr decay) - lr m / c1 / (sqrt(v / c2) + eps)
 
 A launch finds its tensors through a table of addresses. Adapters on every expert bank of every layer are hundreds of
-tensors of few sizes; one launch per tensor would take the host longer than the device needs for all.
+tensors of few sizes: launching a kernel for each would take the host longer than the device takes to update all.
 
 Owns the arithmetic, which is float32, and the roundings: moments to nearest, bfloat16 parameters stochastically.
-8-bit moments are torchao's: 256 values share a scale, codes index a map of 256 values in rising order. The definition
-is torchao's update; devices other than CUDA run it.
+8-bit moments are torchao's: 256 values share a scale, and codes index a map of 256 values in rising order. torchao's
+update defines the result, and runs on devices other than CUDA.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROUP = 256
 ROWS = 4
 """Groups that one program updates."""
 ENTRIES, ALIGNMENT = 8, 16
-"""Numbers per tensor in the table; bytes that most addresses are multiples of."""
+"""Numbers per tensor in the table; alignment, in bytes, of most addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ def adamw_triton(
     Args:
         parameters: contiguous; float32, or bfloat16, which is rounded stochastically.
         gradients: one per parameter, of its shape and dtype.
-        moments, squares: one per parameter, of its shape; both are codes or neither is. All codes of one kind have
-            the same values.
-        num_updates: how many there are with this one.
+        moments, squares: one per parameter, of its shape; both are codes or neither is. All `moments` share one map of
+            values, and so do all `squares`.
+        num_updates: number of updates, this one included.
         seed: of the stochastic rounding; give another one at every update. The tensor at `index` uses seed + index.
     """
     gradients = [gradient.contiguous() for gradient in gradients]
@@ -101,7 +101,7 @@ def _parts(moment: Tensor | Codes) -> tuple[Tensor, Tensor | None, Tensor | None
 
 @triton.jit
 def _tensor(entry, like, IS_ALIGNED: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """The pointer at an entry of the table, of the same type as another one."""
+    """The pointer stored at an entry of the table, with the type of `like`."""
     ptr = tl.load(entry).to(like.dtype)
     if IS_ALIGNED:
         ptr = tl.multiple_of(ptr, ALIGNMENT)

@@ -1,14 +1,14 @@
 """Sums over a token's K rows, in a fixed order: out[t] = sum over choices k of w[t, k] * rows[row_of_choice[t, k]].
 
-Owns the order and the roundings, which are a choice of parity (CombineMode):
+Owns the order and the roundings. CombineMode chooses what they match:
 
     fp32_once   products and sum in float32 over choices 0, 1, ..., one rounding: closest to the real number
     vllm_like   products rounded to the compute dtype; float32 sum over choices, or a sum in the compute dtype for
-                K = 2, 3, 4, as vLLM's moe_sum. (vLLM weighs before the expert output is rounded: up to that rounding.)
+                K = 2, 3, 4, as vLLM's moe_sum. (Differs by one rounding: vLLM applies weights before it rounds y.)
     hf_eager    products and partial sums rounded, experts in ascending order: transformers' index_add_
 
-Every mode is free of atomics: the same inputs give the same bits. The torch form is the definition, and what other
-devices than CUDA run.
+No mode uses atomics, so the same inputs give the same bits. The torch form defines the result, and runs on devices
+other than CUDA.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def sort_by_expert(experts_S: Tensor, num_experts: int, top_k: int = 1) -> Exper
     Args:
         experts_S: int64 ids in 0..num_experts-1, contiguous.
         num_experts: E.
-        top_k: choices of a token.
+        top_k: choices per token.
     """
     implementation = sort_by_expert_triton if experts_S.is_cuda else sort_by_expert_torch
     return implementation(experts_S, num_experts, top_k)

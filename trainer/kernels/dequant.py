@@ -2,11 +2,11 @@
 
     int4   compressed-tensors "pack-quantized": element i of a row is bits 4*(i%8)..+3 of int32 word i//8, stored as
            q + 8; one bfloat16 scale per 32 elements; value = q * scale, rounded once
-    mxfp4  OCP microscaling (gpt-oss): two e2m1 values a byte, low nibble first; one e8m0 scale (2^(s-127)) per 32
+    mxfp4  OCP microscaling (gpt-oss): two e2m1 values per byte, low nibble first; one e8m0 scale (2^(s-127)) per 32
 
 Owns the two bit layouts. Bitwise equal to compressed_tensors' decompress and to transformers'
-convert_moe_packed_tensors (before its transposition). Offsets are 64-bit: a layer of experts passes 2^31 elements.
-The torch forms are the definition, and what other devices than CUDA run.
+convert_moe_packed_tensors (before its transposition). Offsets are 64-bit: a layer of experts has over 2^31 elements.
+The torch forms define the result, and run on devices other than CUDA.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, out: Tensor) -> Tensor:
 
 @triton.jit
 def _interleave8(v0, v1, v2, v3, v4, v5, v6, v7, BLOCK: tl.constexpr):
-    """Eight vectors -> one, v0[0] v1[0] ... v7[0] v0[1] ...: a thread keeps the eight values of its word together."""
+    """Eight vectors -> one, v0[0] v1[0] ... v7[0] v0[1] ..., so a thread holds its word's eight values together."""
     low = tl.join(tl.join(v0, v4), tl.join(v2, v6))
     high = tl.join(tl.join(v1, v5), tl.join(v3, v7))
     return tl.reshape(tl.join(low, high), [BLOCK * 8])

@@ -2,14 +2,14 @@
 
     rows[i] = x[source[i]]        low[i] = scale * rows[i] @ P[e]^T        dots[i] = <rows[i], v[e]>
 
-The copy that sorts rows also multiplies them with an adapter's first factor (forward: tokens and A; backward: output
-gradients and B, and the bias for the router's gradient), so that the factor costs no other read of the rows. A grouped
-product [W; A] would also read them once, but pays a whole tile of columns for the r columns of A (bench/moe_block.py
-measures both). A token is read from memory once and from the cache for its other K - 1 copies: all programs take the
-same few columns of their rows before the next ones, and a program that has whole rows to itself runs beside programs
-that take the same part of every other expert's rows.
+The copy that sorts rows also multiplies them with an adapter's first factor, so that the factor costs no second read of
+the rows. (Forward: tokens and A. Backward: output gradients and B, and the bias for the router's gradient.) A grouped
+product [W; A] would also read them once, but computes a whole tile of columns for the r columns of A
+(bench/moe_block.py measures both). A token is read from memory once, and from the cache for its other K - 1 copies: all
+programs take the same few columns of their rows before the next ones, or, when each program takes whole rows, programs
+that run side by side take the same part of every expert's rows.
 
-The torch form is the definition; devices other than CUDA run it.
+The torch form defines the result, and runs on devices other than CUDA.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROJECT = {
 }
 """See launch.tiling_of."""
 CACHE_BYTES = 32 << 20
-"""So many bytes of tokens stay in the cache in whatever order they are read. An H200 has 50 MB; writes use it, too."""
+"""Bytes of tokens that stay in the cache in any order of reading. An H200's cache has 50 MB; writes use it, too."""
 
 
 def gather_rows_torch(x: Tensor, source_S: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def gather_rows_torch(x: Tensor, source_S: Tensor) -> Tensor:
 def gather_project_torch(
     x: Tensor, source_S: Tensor, p_ERK: Tensor, groups: RowGroups, scale: float, v_EK: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The definition; sums in float32 (float64 for float64), each result rounded once."""
+    """The definition of `gather_project`; sums in float32 (float64 for float64), each result rounded once."""
     rows_SK = x[source_S]
     low_SR = rows_SK.new_empty(rows_SK.shape[0], p_ERK.shape[1])
     for expert, rows in groups.slices():
@@ -88,7 +88,7 @@ def gather_project_triton(
 
 
 def gather_rows(x: Tensor, source_S: Tensor) -> Tensor:
-    """[S, K], where the source is: row source[i] of x for every i. x may be in page-locked memory of the host."""
+    """Row source[i] of x for every i, [S, K], on source's device. x may be in page-locked memory of the host."""
     return gather_rows_triton(x, source_S) if source_S.is_cuda else gather_rows_torch(x, source_S)
 
 

@@ -5,10 +5,10 @@
 
 The kernel adds an adapter's second factor, of any rank, in the product's own accumulator, so that no pass over the
 output is needed. It does so before the product, in steps over the rank: the shared memory of these steps is free again
-when the product begins. After the product the compiler would run the main loop's steps one by one where weights are not
-transposed. Operands come through tensor descriptors, which read beyond an expert's rows and columns: into a
-neighbour's, whose part of the result is not written, or beyond the tensor, where they give zeros. The definition is
-trainer.moe.grouped's native loop.
+when the product begins. (If it did so after the product, the compiler would not overlap the main loop's steps when
+weights are not transposed.) Operands come through tensor descriptors, which read beyond an expert's rows and columns:
+into a neighbour's, whose part of the result is not written, or beyond the tensor, where they give zeros. The native
+loop of trainer.moe.grouped defines the result.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from trainer.kernels.launch import Tiling, padded_rank, precision_of, programs
 WIDE = Tiling(128, 256, warps=8, stages=3)
 NARROW = Tiling(128, 128, warps=8, stages=3)
 SHORT = Tiling(64, 128, warps=4, stages=4)
-"""See `product_tiling`; short is for groups of few rows."""
+"""See `product_tiling`. The short one is for groups of few rows."""
 
 
 def product_tiling(mean_rows: int, element_size: int, capability: int) -> tuple[Tiling, int]:
     """The tile, and how many row tiles share columns, by rows per expert, bytes per element and compute capability.
 
-    A wide tile reads each operand from the cache less often, which is what bounds narrower ones on long groups. It
-    needs tensor cores that read shared memory themselves (Hopper, data-centre Blackwell); elsewhere registers spill.
+    On long groups, reads from the cache bound the product, and a wide tile reads each operand less often. It needs
+    tensor cores that read shared memory themselves (Hopper, data-centre Blackwell); elsewhere registers spill.
     """
     if mean_rows < 64:
         return SHORT, 1
@@ -43,14 +43,15 @@ def product_tiling(mean_rows: int, element_size: int, capability: int) -> tuple[
 
 @cache
 def _capability(device: torch.device) -> int:
-    """The GPU's major compute capability; Hopper's where kernels are interpreted, or compiled for another machine."""
+    """The GPU's major compute capability; Hopper's if kernels are interpreted or compiled for another machine."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def grouped_product_triton(
     x_SK: Tensor, matrices_EKN: Tensor, groups: RowGroups, low_SR: Tensor | None, p_ENR: Tensor | None
 ) -> Tensor:
-    """[S, N]; a matrix or its transpose is contiguous, its rows are multiples of 16 bytes. P may have any strides."""
+    """[S, N]. Each matrix or its transpose must be contiguous, with rows of a multiple of 16 bytes; P may have any
+    strides."""
     num_rows, depth = x_SK.shape
     num_experts, _, num_columns = matrices_EKN.shape
     out_SN = x_SK.new_empty(num_rows, num_columns)

@@ -1,8 +1,8 @@
 """RowGroups: rows sorted by expert, and the tiles in which kernels walk them.
 
 Owns the table that maps a thread block to its rows: tile i holds rows first..stop of one expert, at most tile_rows of
-them. The table has room for the worst case, so that its size never has to be read back from the device: blocks beyond
-the last tile see first = stop and leave. Invariant: counts_E sums to num_rows; there is no padding between experts.
+them. The table has room for the worst case, so the host never reads its size back from the device; thread blocks beyond
+the last tile see first = stop and return. Invariant: counts_E sums to num_rows; there is no padding between experts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from trainer.kernels.launch import programs
 
 MAX_ABREAST = 1 << 16
-"""The product of two experts' tile counts must fit 32 bits; with this many tiles in all, one bit stays free."""
+"""The product of two experts' tile counts must fit 32 bits. With at most this many tiles in all, one bit stays free."""
 
 
 class RowGroups:
     """counts_E rows of each of E experts, one expert after the other."""
 
     def __init__(self, counts_E: Tensor, num_rows: int, ends_E: Tensor | None = None) -> None:
-        """Args: `ends_E`, the running sum of counts, where it is known."""
+        """Args: `ends_E`, the running sum of counts; None: computed here."""
         self.counts_E = counts_E
         """int64, on the rows' device."""
         self.num_rows = num_rows
@@ -76,8 +76,8 @@ class RowGroups:
         Args:
             tile_rows: The most rows that a tile has.
             abreast: Order tiles by how far along their expert's rows they lie, instead of by expert. An expert's rows
-                are in the order of tokens, so that neighbours then read the same tokens, which the cache has. Ignored
-                beyond MAX_ABREAST tiles.
+                are in the order of tokens, so neighbouring tiles then read the same tokens, and find them in the cache.
+                Ignored beyond MAX_ABREAST tiles.
         """
         max_tiles = self.num_rows // tile_rows + min(self.num_experts, self.num_rows)
         key = (tile_rows, abreast and max_tiles <= MAX_ABREAST)
@@ -100,8 +100,8 @@ def _write_tiles(
 ):  # fmt: skip
     """Each program finds the experts of BLOCK tiles among the running sum of tiles per expert.
 
-    Abreast, tile i of n comes after ceil(i m / n) tiles of an expert with m, and at a tie after those of the experts
-    before its own.
+    With `abreast`, tile i of an expert's n tiles comes after ceil(i m / n) tiles of an expert that has m. At a tie the
+    earlier expert's tile comes first.
     """
     experts = tl.arange(0, EXPERTS)
     counts = tl.load(counts_ptr + experts, mask=experts < num_experts, other=0).to(tl.int32)

@@ -1,13 +1,13 @@
-"""Heads of latent attention: queries turned, keys built for every head, in one pass over memory each way.
+"""Heads of latent attention: rotate queries and build every head's keys, in one pass over memory each way.
 
     q [T,N,F+R]  fixed | turning --rotate-->                  q [T,N,F+R]
     kv [T,N,F+V] fixed | values  ---------------------------> k [T,N,F+R] fixed | turned,  v [T,N,V], a view of kv
     turning [T,R] one key part for all heads --rotate--> ----'
 
 Owns the casts, which are transformers': every product and sum of the rotation is rounded. Backward rounds once, and
-sums the shared part's gradient over heads in float32; it needs no input but the angles. Interleaved pairs come out in
-halves, in queries and keys alike, so that their products are those of pairs left in place. The torch form is the
-definition, which autograd differentiates; devices other than CUDA run it.
+sums the shared part's gradient over heads in float32; of the inputs it needs only the angles. Interleaved pairs come
+out as halves, in queries and keys alike, which does not change their products. The torch form, differentiated by
+autograd, defines the result, and runs on devices other than CUDA.
 
 Shapes: T packed tokens, N heads, F dims that stay, R dims that turn, V value head_dim.
 """
@@ -175,7 +175,7 @@ def _latent_heads_backward(
     dq_token, dq_head, dk_token, dk_head, dv_token, dv_head,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token: the shared part's gradient is a sum over its heads, turned back once."""
+    """Handles one token: sums the shared part's gradient over its heads and rotates the sum back once."""
     token = tl.program_id(0).to(tl.int64)
     dtype = dq_out_ptr.dtype.element_ty
     dims, pairs = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK_HALF)[None, :]

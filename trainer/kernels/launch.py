@@ -1,7 +1,7 @@
-"""What every launch in this package agrees on: padding of the rank, and the precision of products.
+"""What all launches in this package share: the padding of the rank, and the precision of products.
 
 Configurations (tile sizes, warps, stages) are fixed in the code, by shape, rank and kind of GPU. Autotuning would run
-at different times on ranks that have different row counts, and trip the timeouts of collectives.
+at different times on ranks with different row counts, and collectives would time out.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Tiling:
 
 
 def programs(kernel: Any, grid: tuple[Any, ...]) -> Any:
-    """A kernel that runs once for each point of the grid. Triton's types do not know of launch options such as
-    num_warps, so what is called is untyped."""
+    """A kernel that runs once for each point of the grid. Untyped, because Triton's types lack launch options such as
+    num_warps."""
     return kernel[grid]
 
 
@@ -41,14 +41,14 @@ def tiling_of(tilings: Mapping[int, Tiling], rank: int, element_size: int) -> Ti
     Args:
         tilings: By the largest number of bytes of a padded row of low-rank elements, ascending.
         rank: At most conf.schema.MAX_EXPERT_RANK.
-        element_size: Bytes of an element that is computed with.
+        element_size: Bytes per element of the compute dtype.
     """
     row_bytes = padded_rank(rank) * element_size
     return next(tiling for most_bytes, tiling in tilings.items() if row_bytes <= most_bytes)
 
 
 def precision_of(x: Tensor) -> str:
-    """What tl.dot is told. float32 operands multiply as float32: TF32 would keep 11 bits of them."""
+    """The input precision for tl.dot. float32 operands multiply as float32: TF32 would keep 11 bits of them."""
     return "ieee" if x.dtype is torch.float32 else "tf32"
 
 

@@ -3,8 +3,8 @@
     logprob = x[target] - z      z = log sum exp x      entropy = z - sum p x      x = logits / temperature
     gradient = (onehot(target) - exp(x - z)) * g / temperature
 
-Invariant: logits in 16 bits are never widened in memory. Forward reads them once; backward reads them and writes over
-them, once. Arithmetic is float32. The torch forms are the definition; devices other than CUDA run them.
+Invariant: 16-bit logits are never widened in memory. Forward reads them once; backward reads them once and overwrites
+them. Arithmetic is float32. The torch forms define the result, and run on devices other than CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK = 4096
 
 
 def log_softmax_torch(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition of `log_softmax`; one float32 copy of the logits, written over."""
+    """The definition of `log_softmax`; makes one float32 copy of the logits and overwrites it."""
     work_CV = _scaled(logits_CV, temperature)
     max_C = work_CV.amax(dim=-1)
     work_CV.sub_(max_C.unsqueeze(-1))
@@ -75,7 +75,7 @@ def logits_gradient_triton(
 
 
 def log_softmax(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities at the targets, log-normalizers and entropies (nats), float32. May write over the logits.
+    """Log-probabilities at the targets, log-normalizers and entropies (nats), float32. May overwrite the logits.
 
     Args:
         logits_CV: contiguous.
@@ -88,11 +88,11 @@ def log_softmax(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tup
 def logits_gradient(
     logits_CV: Tensor, targets_C: Tensor, normalizers_C: Tensor, grads_C: Tensor, temperature: float
 ) -> Tensor:
-    """The gradient of the logits, in their dtype, from that of the log-probabilities. May write over the logits.
+    """The gradient of the logits, in their dtype, from that of the log-probabilities. May overwrite the logits.
 
     Args:
         logits_CV, targets_C, temperature: as in `log_softmax`.
-        normalizers_C: what that returned.
+        normalizers_C: as `log_softmax` returned them.
         grads_C: float32.
     """
     implementation = logits_gradient_triton if logits_CV.is_cuda else logits_gradient_torch

@@ -1,11 +1,12 @@
-"""Products in which one side is an adapter's rank: what it adds to rows, and the gradients of its factors.
+"""Products in which one dim is an adapter's rank: what an adapter adds to rows, and the gradients of its factors.
 
     rows[i] += low[i] @ P[e]^T + bias[e]              out[e] = sum over rows i of e: w[i] left[i]^T right[source[i]]
 
-Both are bound by memory: each reads the wide operand once. A gradient reads it as it was before the gather that sorted
-the rows, where a token is one row instead of K: the cache has it for the other K - 1. One thread block per output tile
-sums gradients in float32 over rows in order and writes them in the parameter's dtype: float32 parameters get unrounded
-gradients, and an expert without rows gets zeros. The torch forms are the definition; devices other than CUDA run them.
+Both are bound by memory, and each reads the wide operand once. A gradient reads it as it was before the gather that
+sorted the rows: there a token is one row instead of K, and the cache has it for the other K - 1 reads. One thread block
+per output tile sums gradients in float32 over rows in order and writes them in the parameter's dtype: float32
+parameters get unrounded gradients, and an expert without rows gets zeros. The torch forms define the result, and run on
+devices other than CUDA.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ GRADIENT = {
 }
 """See launch.tiling_of."""
 SPAN = 256
-"""Columns of one program that adds."""
+"""Columns per program of `add_low_rank`."""
 
 
 def add_low_rank_torch(
@@ -157,7 +158,7 @@ def low_rank_gradient(
         groups: which expert each row belongs to.
         out_ERN: (E, r, N), any strides (a transposed view for a gradient of shape (E, N, r)).
         source_S: int64; row i's wide side is right[source[i]]. None: right[i].
-        weights_S: multiply the narrow side, which is rounded again; None: all one.
+        weights_S: the narrow side is multiplied by these and rounded again; None: all one.
 
     Returns:
         out_ERN.
@@ -209,8 +210,8 @@ def _low_rank_gradient(
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Neighbours share columns when rows come through a source, so that a token's K experts find it in the cache;
-    else they share rows."""
+    """With a source, neighbouring programs share columns, so that a token's K experts find it in the cache; without,
+    they share rows."""
     if HAS_SOURCE:
         expert, block = tl.program_id(0) % num_experts, tl.program_id(0) // num_experts
     else:
@@ -242,7 +243,7 @@ def _low_rank_gradient(
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
     out = out_ptr + expert.to(tl.int64) * out_expert_stride
     value = acc.to(out_ptr.dtype.element_ty)
-    if IS_TRANSPOSED:  # the rank is the fast index of the output: turn the tile so that neighbours write neighbours
+    if IS_TRANSPOSED:  # the rank is the output's fast index: transpose the tile so that threads write adjacent elements
         at = out + columns[:, None] * out_column_stride + ranks[None, :] * out_rank_stride
         tl.store(at, tl.trans(value), mask=is_column[:, None] & is_rank[None, :])
     else:

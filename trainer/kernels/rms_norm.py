@@ -5,9 +5,9 @@
     norm_rotate   y = rotate(w * cast(x / rms(x))), or rotate(x), over the heads of queries and of keys
 
 Owns the casts, which are transformers': the norm is computed in float32 and rounded to the compute dtype before the
-weight; every product and sum of the rotation is rounded. Backward rounds once, and computes rms again from the input,
-so that nothing but the inputs is kept. The torch forms are the definition, which autograd differentiates; devices other
-than CUDA run them.
+weight is applied; every product and sum of the rotation is rounded. Backward rounds once, and computes rms again from
+the input, so that only inputs are kept. The torch forms, differentiated by autograd, define the result, and run on
+devices other than CUDA.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 def rms_norm_torch(x: Tensor, weight_K: Tensor, eps: float) -> Tensor:
     """The definition of `rms_norm`."""
-    wide = x.view_as(x).float()  # a node: x gets one gradient from here, wherever else it is used, as from the kernel
+    wide = x.view_as(x).float()  # view_as is a node of the graph: x gets one gradient from here, as from the kernel
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight_K.to(x.dtype) * wide.to(x.dtype)
 
 
 def rotate_torch(x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs are halves of the dims that turn; dims past those stay as they are."""
+    """Rotate the first dims of each head: dim i pairs with the one half the turning dims away. Later dims stay."""
     turning, fixed = x_TND.tensor_split((2 * cos.shape[-1],), dim=-1)
     first, second = turning.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, fixed), dim=-1)
@@ -63,12 +63,12 @@ def norm_rotate(
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The heads' norm where there is one, then the rotation.
+    """Apply the heads' norm, if there is one, then the rotation.
 
     Args:
         q_TND, k_TGD: queries and keys.
-        q_weight_D, k_weight_D: None, both: no norm.
-        eps: the norm's.
+        q_weight_D, k_weight_D: both None: no norm.
+        eps: eps of the norm.
         cos, sin: [T, 1, turning dims / 2], in x's dtype.
     """
     given = ((q_TND, q_weight_D), (k_TGD, k_weight_D))
@@ -165,7 +165,7 @@ def norm_rotate_triton(
     sin: Tensor,
     douts: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries' and keys' forward; given the outputs' gradients, the inputs'."""
+    """Forward of queries and keys; given the outputs' gradients, their backward."""
     tokens, _, dim = heads[0].shape
     arguments: list[Any] = []
     blocks, outs = [], []
@@ -187,7 +187,7 @@ def norm_rotate_triton(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[S, K] of the last dim, whose elements are neighbours."""
+    """x as [S, K] with a contiguous last dim."""
     rows_SK = x.reshape(-1, x.shape[-1])
     return rows_SK if rows_SK.stride(1) == 1 else rows_SK.contiguous()
 
@@ -243,7 +243,7 @@ def _norm_rotate(
     HALF: tl.constexpr, HAS_NORM: tl.constexpr, IS_BACKWARD: tl.constexpr,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program takes some heads of one token's queries, or of its keys."""
+    """A program handles some heads of one token's queries, or of its keys."""
     block = tl.program_id(1)
     if block < num_q_blocks:
         _norm_rotate_heads(
@@ -265,7 +265,7 @@ def _norm_rotate_heads(
     cos_ptr, sin_ptr, dim, eps, block,
     HALF: tl.constexpr, HAS_NORM: tl.constexpr, IS_BACKWARD: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A dim's partner is HALF away; it is loaded a second time, from the cache."""
+    """A dim's partner is HALF away. Each dim is loaded twice, the second time from the cache."""
     token = tl.program_id(0).to(tl.int64)
     heads = block * HEADS + tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, BLOCK)

@@ -1,10 +1,10 @@
-"""A softmax router's choice: scores, the best K experts and their weights, in one launch each way.
+"""A softmax router's choice, in one launch each way: scores, the best K experts and their weights.
 
     s = softmax(logits) in float32;  (w, e) = top K of s;  w / sum(w) where normalized;  rounded to logits' dtype
 
-Owns the casts, which are transformers'; of equal scores the expert with the lower id comes first. Nothing but logits
-and choice is kept for backward. The torch form is the definition, differentiated by autograd, and what other devices
-than CUDA run.
+Owns the casts, which are transformers'. Of equal scores, the expert with the lower id comes first. Only logits and
+choice are kept for backward. The torch form, differentiated by autograd, defines the result, and runs on devices other
+than CUDA.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TILE = 1024
 
 
 def route_torch(logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, Tensor]:
-    """The definition of `route`, but for which of equal scores comes first."""
+    """The definition of `route`, except for the order of equal scores."""
     weights_TK, experts_TK = logits_TE.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
     if does_normalize:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
@@ -104,7 +104,7 @@ def _route(
     logits_ptr, weights_ptr, experts_ptr, num_tokens, num_experts,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, DOES_NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """The choice is made among logits: exp keeps their order, and may make equals of neighbours."""
+    """The choice is made among logits: exp keeps their order but may make neighbouring ones equal."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_token = tokens < num_tokens
     experts, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
@@ -116,7 +116,7 @@ def _route(
         expert = tl.min(tl.where(left == best[:, None], experts[None, :], EXPERTS), 1)
         expert = tl.minimum(
             expert, num_experts - 1
-        )  # NaN equals nothing: an id all the same, the step is refused later
+        )  # NaN equals nothing and gets a valid id all the same; the step is refused later
         left = tl.where(experts[None, :] == expert[:, None], float("-inf"), left)
         weights = tl.where(choices[None, :] == choice, tl.div_rn(tl.exp(best - peak), total)[:, None], weights)
         tl.store(experts_ptr + tokens * TOP_K + choice, expert.to(tl.int64), mask=is_token)

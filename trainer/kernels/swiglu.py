@@ -3,12 +3,12 @@
     gu = GU + xa @ Bgu[e]^T + bias[e]             GU: base product;  xa: scale times the rows' low-rank projection
     h  = activation(gu)                           ha = scale * h @ Ad[e]^T
     backward, from dh' (gradient of h before the row's routing weight w):
-    dh' += db @ Ad[e]                             dw = <h, dh'>:  the router's gradient without the down output
+    dh' += db @ Ad[e]                             dw = <h, dh'>:  the router's gradient, without the down output
     dgu  = activation'(gu) * w * dh'              hw = w * h:  what the down projection's weight gradients need
     dba  = scale * dgu @ Bgu[e]
 
 Invariant: gate, up and h cross memory once, and gu is never rounded between the base product and the activation. The
-torch forms are the definition; devices other than CUDA run them.
+torch forms define the result, and run on devices other than CUDA.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class InnerAdapter:
 
 
 TABLE_ROWS = 64
-"""Rows of a tile in the table of `RowGroups.tiles`; a program walks a part of one."""
+"""Rows of a tile in the table of `RowGroups.tiles`; a program handles a part of one."""
 FORWARD, BACKWARD = Tiling(16, 256, warps=4, stages=3), Tiling(32, 64, warps=8, stages=3)
 _WIDE = {
     256: Tiling(64, 16, warps=4, stages=3),
@@ -174,7 +174,7 @@ def activate_backward_triton(
     activation: ExpertActivation,
     needs_h: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """The same as activate_backward_torch, by a kernel; writes over gu and dh."""
+    """The same as activate_backward_torch, by a kernel; overwrites gu and dh."""
     num_rows, width = dh_SI.shape
     dw_S = torch.empty(num_rows, dtype=torch.float32, device=gu_SI.device)
     dba_SR = None if adapter is None else gu_SI.new_empty(num_rows, adapter.rank)
@@ -198,7 +198,7 @@ def _adapter_arguments(adapter: InnerAdapter | None) -> tuple[Tensor | float | i
 def _constants(
     gu_SI: Tensor, adapter: InnerAdapter | None, bias_EI: Tensor | None, activation: ExpertActivation, tiling: Tiling
 ) -> dict[str, Any]:
-    """Constants that a kernel is compiled for; without clamps among them it computes none."""
+    """Constants that a kernel is compiled for. Without a limit it computes no clamps."""
     rank = 16 if adapter is None else adapter.rank
     return {
         "ALPHA": activation.alpha, "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
@@ -217,7 +217,7 @@ def activate(
     groups: RowGroups,
     activation: ExpertActivation,
 ) -> tuple[Tensor, Tensor | None]:
-    """h, and its projection for the down adapter.
+    """Compute h, and its projection for the down adapter.
 
     Args:
         gu_SI: [S, 2I] base product, gate columns first.
@@ -246,7 +246,7 @@ def activate_backward(
     activation: ExpertActivation,
     needs_h: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Gradients around the activation. May write over gu and dh.
+    """Gradients around the activation. May overwrite gu and dh.
 
     Args:
         gu_SI, xa_SR, adapter, bias_EI, groups, activation: as in `activate`.
@@ -264,9 +264,8 @@ def activate_backward(
 
 @triton.jit
 def _part_of_tile(tiles_ptr, index, PARTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Expert, first row and one past the last of part `index`, where each tile has PARTS parts of BLOCK_M rows.
-
-    One table for kernels that walk rows in smaller tiles than others.
+    """Expert, first row and one past the last row of part `index`, when each tile is cut into PARTS parts of BLOCK_M
+    rows. So kernels with smaller tiles read the same table.
     """
     tile = tiles_ptr + index // PARTS * 3
     first = tl.load(tile + 1) + index % PARTS * BLOCK_M
@@ -278,7 +277,7 @@ def _adapted_tile(
     gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
     RANK: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of gate or up in float32, and the tile of B it used; pointers are at the expert's half."""
+    """One tile of gate or up in float32, and the tile of B that it used. Pointers point to that half of the expert."""
     tile = tl.load(gu_ptr + at, mask=inside, other=0.0).to(tl.float32)
     b = xa
     if HAS_LORA:
@@ -297,7 +296,8 @@ def _factor_tile(ptr, rows, is_row, ranks, row_stride, rank_stride, RANK: tl.con
 
 @triton.jit
 def _gated_tile(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
-    """h is the product of the first two; the third times up is dh/dgate. Clamps are left out of the gradients."""
+    """Three factors: h is the product of the first two, and dh/dgate is the third times up. They leave out the
+    gradients of clamps."""
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
@@ -365,10 +365,10 @@ def _activate_backward(
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, TABLE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dgu may lie over gu, hw over dh: each element is read and written by the same program.
+    """dgu may overwrite gu, and hw may overwrite dh: one program reads and writes each element.
 
-    Stores have pointers of their own. Otherwise the loop would keep the addresses of its loads ahead in registers until
-    it stores there, and another thread block could use these registers.
+    Stores have pointers of their own. Otherwise the loop, which loads ahead, would keep those addresses in registers
+    until it stores there, and fewer thread blocks would fit.
     """
     expert, first, stop = _part_of_tile(tiles_ptr, tl.program_id(0), TABLE_ROWS // BLOCK_M, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     if first < stop:

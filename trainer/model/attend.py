@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences: the kernels, and which one a model takes.
+"""Causal attention over packed sequences: the kernels, and the choice of one for a model.
 
 Owns the choice, which is made once per model and reported:
 
@@ -48,8 +48,8 @@ class AttentionBackend(StrEnum):
 def choose_attention_backend(
     device: torch.device, dtype: torch.dtype, attention: GqaSpec | MlaSpec
 ) -> AttentionBackend:
-    """On CUDA with a 16-bit dtype: flex for sinks; cudnn where it is the fastest and takes the heads; varlen for a
-    head_dim that is a multiple of 8 up to 256. Else padded."""
+    """On CUDA with a 16-bit dtype: flex for sinks; cudnn if it is the fastest and takes the heads; varlen for a
+    head_dim that is a multiple of 8 up to 256. Otherwise padded."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return AttentionBackend.padded
     if isinstance(attention, GqaSpec) and attention.sinks:
@@ -73,7 +73,7 @@ CUDNN_WIDTHS = ((64, 64), (128, 128), (192, 128))
 def _cudnn_takes(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int
 ) -> bool:
-    """Try one sequence, forward and backward: which widths cuDNN takes depends on its version and the GPU."""
+    """Try one sequence, forward and backward, because the widths that cuDNN takes depend on its version and the GPU."""
     if not torch.backends.cudnn.is_available() or torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return False
     shapes = ((num_heads, key_dim), (num_kv_heads, key_dim), (num_kv_heads, 2 * value_dim))
@@ -83,7 +83,7 @@ def _cudnn_takes(
         with torch.enable_grad():
             _CudnnAttention.apply(*inputs, (0, LONG), 1.0, None).sum().backward()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # about this device and moment, not about these heads
+        raise  # the device failed; this says nothing about these heads
     except RuntimeError as error:
         logger.warning("attention: cuDNN refuses heads of %d and %d, so varlen: %s", key_dim, value_dim, error)
         return False
@@ -107,7 +107,7 @@ def attend(
     Args:
         window: a query sees this many keys, itself among them; None: all before it.
         sinks_N: one more logit per head in the softmax, without a value.
-        kept: where to keep what a recomputation would compute again (cudnn, varlen).
+        kept: keeps the results, so that a recomputation need not compute them again (cudnn, varlen).
 
     Returns:
         [T, N, V].
@@ -154,7 +154,7 @@ def sink_attention(
     window: int | None,
     sinks_N: Tensor | None,
 ) -> Tensor:
-    """As padded_attention, with sinks, by plain products: memory grows with the square of the length."""
+    """As padded_attention, with sinks, by plain products. Memory grows with the square of the length."""
     assert sinks_N is not None
     repeats = q_TND.shape[1] // k_TGD.shape[1]
     k_BNLD, v_BNLV = (sequences.pad(x).repeat_interleave(repeats, dim=1) for x in (k_TGD, v_TGV))
@@ -176,7 +176,7 @@ def varlen_attention(
 ) -> Tensor:
     """Causal flash attention over packed rows. Returns [T, N, V].
 
-    The kernel wants values as wide as keys: narrower ones (latent attention) are padded with zeros.
+    The kernel needs values as wide as keys, so narrower ones (latent attention) are padded with zeros.
     """
     width = v_TGV.shape[2]
     v_TGD = F.pad(v_TGV, (0, q_TND.shape[2] - width))
@@ -195,14 +195,14 @@ class KeptAttention:
         self._results = results
 
     def take(self) -> Any:
-        """Return what was kept and forget it; None where nothing was kept."""
+        """Return what was kept and forget it; None if nothing was kept."""
         results, self._results = self._results, None
         return results
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """aten's operators, which torch.nn.attention.varlen calls too, so that a recomputed forward can be given the first
-    one's results."""
+    """Calls aten's operators, as torch.nn.attention.varlen does, so that a recomputed forward can take the first one's
+    results."""
 
     @staticmethod
     def forward(
@@ -226,7 +226,7 @@ class _VarlenAttention(torch.autograd.Function):
             if kept is not None:
                 kept.put(results)
         ctx.save_for_backward(q_TND, k_TGD, v_TGD, *results)
-        return results[0].detach()  # a tensor of its own: autograd marks what is returned, here for the second time
+        return results[0].detach()  # autograd marks the returned tensor, so a second call must return another one
 
     @staticmethod
     @once_differentiable
@@ -259,7 +259,7 @@ def padded_length(length: int) -> int:
 
 
 class _CudnnAttention(torch.autograd.Function):
-    """aten's operators are called themselves, so that a recomputed forward can be given the first one's results."""
+    """Calls aten's operators, so that a recomputed forward can take the first one's results."""
 
     @staticmethod
     def forward(
@@ -284,7 +284,7 @@ class _CudnnAttention(torch.autograd.Function):
         out_TNV, rest = results
         ctx.save_for_backward(q_TND, k_TGD, v_TGV, out_TNV, *(x for one in rest for x in (*one[:3], *one[5:])))
         ctx.starts, ctx.scale, ctx.lengths = starts, scale, [one[3:5] for one in rest]
-        return out_TNV.detach()  # as above
+        return out_TNV.detach()  # as in _VarlenAttention
 
     @staticmethod
     @once_differentiable
@@ -304,7 +304,7 @@ class _CudnnAttention(torch.autograd.Function):
 
 
 def _runs(starts: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """(first row, sequences, their length) of neighbours of one length, the empty ones left out.
+    """(first row, number of sequences, their length) of each run of neighbours of one length. Leaves out empty ones.
 
     Example: (0, 5, 5, 10, 12) gives [(0, 2, 5), (10, 1, 2)].
     """
@@ -318,7 +318,7 @@ def _runs(starts: tuple[int, ...]) -> list[tuple[int, int, int]]:
 
 
 def _batch(x_TND: Tensor, run: tuple[int, int, int]) -> Tensor:
-    """[count, N, padded length, D] of a run, zeros on the right; a view where nothing is padded."""
+    """[count, N, padded length, D] of a run, with zeros on the right; a view if nothing is padded."""
     first, count, length = run
     rows = x_TND[first : first + count * length].unflatten(0, (count, length))
     missing = padded_length(length) - length

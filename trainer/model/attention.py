@@ -4,7 +4,7 @@
     MlaSpec  LatentAttention        q and kv through low-rank latents; one rotated key part for all heads
 
 Owns parameter names, which are the checkpoint's; ModelSpec lists their shapes. Every projection is a Linear, so
-adapters, merging and publishing know nothing of the kind of attention.
+adapters, merging and publishing need not know the kind of attention.
 
 Shapes: T packed tokens, H hidden, N query heads, G key/value heads, D query/key head_dim, V value head_dim.
 """
@@ -39,8 +39,8 @@ def make_attention(
 
 
 class GroupedQueryAttention(nn.Module):
-    """q, k, v projections, q/k norms where the family has them, RoPE, attention with a window and with sinks where the
-    family has them, output projection."""
+    """q, k, v projections, q/k norms, RoPE, attention with a window and sinks, output projection. A family may lack
+    norms, windows or sinks."""
 
     q_proj: Linear
     k_proj: Linear
@@ -89,7 +89,7 @@ class GroupedQueryAttention(nn.Module):
 class LatentAttention(nn.Module):
     """Multi-head latent attention, unabsorbed: keys and values are expanded from their latent for every head.
 
-    Training uses each key in one forward pass: the absorbed form, with which an engine decodes, would cost more.
+    Training uses each key in one forward pass only, so the absorbed form, which engines decode with, would cost more.
     """
 
     kv_a_proj_with_mqa: Linear

@@ -1,6 +1,6 @@
 """From a ModelSpec to a decoder on its device: built on meta, marked trainable, sharded, then allocated.
 
-Owns what a combination of model and options is refused for. Does not own values: `trainer.weights.loading` fills them.
+Owns the checks of model and options together. Does not own values: `trainer.weights.loading` fills them.
 """
 
 from __future__ import annotations

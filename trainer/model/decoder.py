@@ -6,7 +6,7 @@
 
 Owns the residual stream and the parameter names, which are the checkpoint's (experts are stacked, see
 trainer.moe.experts). Does not own log-probabilities: the head hands its weight to a function of the caller
-(`apply_head`), because logits of a whole microbatch must never exist.
+(`apply_head`), so that the logits of a whole microbatch never exist.
 
 Shapes: T packed tokens, H hidden, V vocabulary.
 """
@@ -57,7 +57,8 @@ class Build:
 
 
 class VocabTable(nn.Module):
-    """A (V, H) weight that is whole only inside forward, and in the backward of what forward returns: FSDP2 gathers it.
+    """A (V, H) weight. FSDP2 gathers it for forward, and again for the backward of what forward returns; it is whole
+    only then.
 
     Embedding and head are two uses of this one class, so that tied embeddings are one parameter of one FSDP2 unit.
     """
@@ -99,10 +100,10 @@ class DecoderLayer(nn.Module):
         x -> [ norm, q, k, v ] attention -> o_proj -> [ x + . = residual -> norm -> router, shared experts ] -> experts
              [ recomputed    ]                        [ recomputed                                         ]
 
-    Attention keeps its output: at long sequences nothing costs more to compute again. That output is all that the
-    projection after it needs. Experts keep only the routing and r numbers a row, and recompute the rest
-    themselves, from tokens that the part before them computes again: under the checkpoint they would run their down
-    projections and their exchanges once more, for nothing.
+    Attention keeps its output, because at long sequences nothing costs more to compute again; the projection after it
+    needs nothing else. Experts keep only the routing and r numbers per row, and recompute the rest themselves, from
+    tokens that the part before them computes again. Recomputed with that part, they would repeat their down projections
+    and their exchanges without need.
     """
 
     def __init__(self, build: Build, layer: int) -> None:
@@ -160,7 +161,7 @@ class DecoderLayer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Everything but the head; exists for the `model.` in the checkpoint's names."""
+    """Everything but the head. A module of its own, because the checkpoint's names begin with `model.`."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -177,7 +178,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = build.spec
         self.dtype = build.compute_dtype
-        """Compute dtype (model.dtype): of activations, frozen weights and exports."""
+        """Compute dtype (model.dtype): the format of activations, frozen weights and exports."""
         self.lora = build.lora
         """None in full training."""
         self.layout = build.layout
@@ -193,8 +194,8 @@ class Decoder(nn.Module):
             token_ids_T: int64 [T], sequences one after the other. T = 0 is a dummy microbatch: every collective still
                 runs, and every trainable parameter gets a gradient of zeros.
             positions_T: int64 [T], position of each token in its own sequence.
-            cu_seqlens: int [num_sequences + 1], start of each sequence and T at the end; [0] when T = 0. Best on the
-                CPU, because it decides shapes.
+            cu_seqlens: int [num_sequences + 1], start of each sequence and T at the end; [0] when T = 0. Pass it on the
+                CPU if you can: it decides shapes, and the host waits to read it from a GPU.
 
         Returns:
             hidden_TH in the compute dtype.
@@ -208,12 +209,12 @@ class Decoder(nn.Module):
         return self.model.norm(x_TH)
 
     def apply_head(self, use: Callable[[Tensor, Tensor], Out], hidden_TH: Tensor) -> Out:
-        """Call use(hidden_TH, weight_VH) where the whole head weight exists: in this call, and again in its backward.
+        """Call use(hidden_TH, weight_VH). The whole head weight exists during this call, and again in its backward.
 
-        `use` returns a tensor, or a tuple or dict of tensors, that depend on hidden_TH: FSDP2 hooks the backward on
-        them. A custom autograd.Function may save weight_VH with ctx.save_for_backward; nothing else may keep it. The
-        weight is in the compute dtype, requires grad in full training, and is the embedding's when tied. Call it
-        after `forward`.
+        `use` returns a tensor, or a tuple or dict of tensors, that depend on hidden_TH: FSDP2 attaches its backward
+        hooks to them. A custom autograd.Function may save weight_VH with ctx.save_for_backward; nothing else may keep
+        it. The weight is in the compute dtype, requires grad in full training, and is the embedding's when tied. Call
+        this after `forward`.
 
         Example:
             logprobs_TV = decoder.apply_head(lambda hidden, weight: F.linear(hidden, weight).log_softmax(-1), hidden_TH)

@@ -2,10 +2,10 @@
 
 Owns the head's mathematics, forward and backward. Does not own the head's weight: the decoder hands it over, gathered.
 
-Invariant: the logits of at most `chunk_tokens` rows are alive, forward and backward. The backward pass
-recomputes them from the saved log-normalizers, so nothing of size vocabulary is kept between the two.
-Logits are rounded to the weight's format before they become float32, because the engine rounds there too and
-parity with it counts for more than the last bits.
+Invariant: the logits of at most `chunk_tokens` rows exist at a time, forward and backward. The backward pass recomputes
+them and uses the saved log-normalizers, so nothing of vocabulary size is kept in between.
+Logits are rounded to the weight's format before they become float32: the engine rounds there too, and agreeing with it
+matters more than the last bits.
 
 Shapes: T rows, H hidden, V vocabulary, C rows of one chunk.
 """
@@ -29,7 +29,7 @@ def token_logprobs(
         hidden_TH: rows that predict; float32 or bfloat16. T may be 0.
         head_weight_VH: the head, in the same dtype.
         targets_T: int64 token ids in [0, V).
-        temperature: > 0, the one that sampling used.
+        temperature: > 0, the sampling temperature.
         chunk_tokens: rows whose logits exist at once, >= 1.
 
     Returns:

@@ -1,4 +1,4 @@
-"""RMSNorm with transformers' order of casts, which decides the last bit in bfloat16 (trainer.kernels.rms_norm)."""
+"""RMSNorm, with the casts in transformers' order, which decides the last bit in bfloat16 (trainer.kernels.rms_norm)."""
 
 from __future__ import annotations
 

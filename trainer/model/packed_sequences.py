@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 LONG = 1024
-"""Tokens. A sequence of this length fills the device by itself."""
+"""In tokens: a sequence of this length fills the device by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """Where sequences lie in a microbatch: made once per forward, shared by all layers.
+    """Where sequences lie in a microbatch; made once per forward and shared by all layers.
 
-    Example: lengths (2, 3) give cu_seqlens [0, 2, 5] and a padded (2, 3) batch, of which the tokens are rows
-    [0, 1, 3, 4, 5] once it is flattened.
+    Example: lengths (2, 3) give cu_seqlens [0, 2, 5] and a padded (2, 3) batch. Flattened, its rows [0, 1, 3, 4, 5] are
+    the tokens.
     """
 
     cu_seqlens: Tensor
@@ -36,7 +36,7 @@ class PackedSequences:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> PackedSequences:
-        """Args: cu_seqlens int [B + 1], preferably on the CPU, because lengths decide shapes.
+        """Args: cu_seqlens int [B + 1], preferably on the CPU: the host reads the lengths, because they decide shapes.
 
         Raises:
             ValueError: it does not rise from 0 to num_tokens.
@@ -54,7 +54,7 @@ class PackedSequences:
 
     @property
     def is_long(self) -> bool:
-        """Whether sequences are long enough, on average, to take them one after the other."""
+        """Whether sequences are, on average, long enough to be computed one after the other."""
         return self.starts[-1] >= LONG * self.num_sequences > 0
 
     def pad(self, x: Tensor) -> Tensor:

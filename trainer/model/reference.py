@@ -1,9 +1,10 @@
 """The reference policy of the KL penalty: the policy before training, without a second copy of the model.
 
-Owns how the trained weights step aside for a forward pass. LoRA: adapters are switched off. Full training, and adapters
-that started from others: this rank keeps its initial shards and exchanges them with the trained ones.
+Owns how the initial weights replace the trained ones for a forward pass. LoRA: adapters are switched off. Full
+training, and adapters that started from other adapters: each rank keeps its initial shards and swaps them with the
+trained ones.
 
-Invariant: after `active()` the trained shards hold the bits they held before.
+Invariant: after `active()` the trained shards hold the same bits as before.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class ReferencePolicy:
     """Switches a decoder to the policy before training and back."""
 
     def __init__(self, decoder: Decoder, trained_shards: Sequence[Tensor] | None) -> None:
-        """Args: `trained_shards`, local tensors that alias the trained parameters; None where the policy before
-        training is the one without adapters. Copies them.
+        """Args: `trained_shards`, local tensors that alias the trained parameters, which are copied; None if the policy
+        before training is the one without adapters.
         """
         self._decoder = decoder
         self._trained = trained_shards
@@ -32,7 +33,7 @@ class ReferencePolicy:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the decoder is the reference, without gradients. Every rank enters and leaves together."""
+        """Inside, the decoder is the reference, without gradients. All ranks enter and leave together."""
         with torch.no_grad():
             if self._trained is None or self._initial is None:
                 with disabled_adapters(self._decoder):
@@ -51,7 +52,7 @@ class ReferencePolicy:
             kept = trained.clone()
             trained.copy_(initial)
             initial.copy_(kept)
-        # A unit that is still gathered would go on computing with the values of the policy that just left.
+        # A unit that stayed gathered would go on computing with the values that were just swapped out.
         for module in self._decoder.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864) and its scaled variants, as in
 transformers.
 
-Frequencies are computed on the CPU in float32 (powers differ by an ulp between devices), angles in float32, and
-cosines are cast to the compute dtype before they are used.
+Frequencies are computed on the CPU in float32, because powers differ by an ulp between devices. Angles are float32;
+cosines and sines are cast to the compute dtype before they are used.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _yarn(extrapolated: Tensor, spec: RopeSpec) -> Tensor:
     assert isinstance(yarn, YarnScaling)
 
     def dim_of(rotations: float) -> float:
-        """Which dim turns that often over the original context."""
+        """The dim that makes this many rotations over the original context."""
         return spec.dim * math.log(yarn.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     low, high = dim_of(yarn.beta_fast), dim_of(yarn.beta_slow)
@@ -66,7 +66,7 @@ def _yarn(extrapolated: Tensor, spec: RopeSpec) -> Tensor:
     if low == high:
         high += 0.001
     kept = 1 - ((torch.arange(spec.dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
-    # transformers divides the power by the factor, not the inverse frequency: one rounding.
+    # As transformers: 1 / (factor * power). The last bit of (1 / power) / factor may differ.
     exponents = torch.arange(0, spec.dim, 2, device="cpu").float() / spec.dim
     interpolated = 1.0 / (yarn.factor * spec.theta**exponents)
     return interpolated * (1 - kept) + extrapolated * kept

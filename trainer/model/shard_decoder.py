@@ -1,9 +1,9 @@
 """FSDP2 over a decoder: which module is sharded over which ranks, and which parameters train where.
 
-Invariant: gradients are summed, never averaged: the loss is divided by counts of the whole batch before backward, and
-the all-to-all already brings every row's gradient to the expert's owner. Hence every rank's local gradient shards are
-disjoint pieces of the true gradient, and its norm is sqrt(all_reduce(sum of local squares)) over all ranks, dense and
-experts alike.
+Invariant: gradients are summed, never averaged. The loss is divided by counts of the whole batch before backward, and
+the all-to-all brings every row's gradient to the expert's owner. Hence the ranks' local gradient shards are disjoint
+pieces of the true gradient, and its norm is sqrt(all_reduce(sum of local squares)) over all ranks, dense and experts
+alike.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def shard_decoder(decoder: Decoder, layout: ParallelLayout) -> None:
     def shard(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=ignored)
         assert isinstance(module, FSDPModule)
-        # Both: a factor alone would ask for a pre-multiplied sum, which gloo does not have.
+        # Both calls are needed: a factor alone asks for a pre-multiplied sum, which gloo does not have.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
@@ -51,10 +51,10 @@ def shard_decoder(decoder: Decoder, layout: ParallelLayout) -> None:
 
 
 def replicated_parameters(decoder: Decoder) -> set[nn.Parameter]:
-    """What every rank holds whole: vectors frozen beside adapters, and the routers' float32 correction biases.
+    """Parameters that every rank holds whole: LoRA mode's frozen vectors, and the routers' float32 correction biases.
 
-    A norm over 256 ranks would be shards of a few bytes, each a write of its own to every engine rank. They never
-    change, so copies that one reader filled stay equal. Correction biases are float32 in any mode: FSDP2 would gather
+    A norm sharded over 256 ranks would be shards of a few bytes, each a separate write to every engine rank. Frozen
+    vectors never change, so the ranks' copies stay equal. Correction biases are float32 in any mode: FSDP2 would gather
     them in the compute dtype, and bfloat16 moves tokens to other experts.
     """
     experts = _expert_parameter_ids(decoder)
@@ -81,8 +81,8 @@ def dense_trainable(decoder: Decoder) -> list[tuple[str, nn.Parameter]]:
 def expert_trainable(decoder: Decoder) -> list[tuple[str, nn.Parameter]]:
     """Trainable parameters of this rank's experts: plain tensors, or DTensors over the expert mesh.
 
-    Names repeat over ep ranks: `...experts.down_lora_A` is another set of experts on each. Gradients are complete as
-    they are.
+    Names repeat over ep_ranks: `...experts.down_lora_A` is another set of experts on each. Gradients need no further
+    sum.
     """
     experts = _expert_parameter_ids(decoder)
     return [(n, p) for n, p in decoder.named_parameters() if p.requires_grad and id(p) in experts]

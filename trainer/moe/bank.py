@@ -1,12 +1,12 @@
-"""Expert weights that stay packed: four bits a weight in memory, whole layers in the compute dtype while in use.
+"""Expert weights that stay packed: four bits per weight in memory, whole layers in the compute dtype while in use.
 
     layer    0      1      2      3              forward: while layer n's experts run, layer n + 1 is unpacked
     pair     a      b      a      b              beside them, on its own stream; backward: layer n - 1
 
 Owns the packed bits of one layer (PackedBank) and the two pairs of buffers for unpacked weights that all layers share
-(UnpackBuffers). Packed bits are buffers, not parameters: FSDP2 must neither cast, gather nor shard integers, and a
-checkpoint's bits are kept as they are, NaN patterns and all. Every rank of an expert mesh holds the same packed
-experts. Does not know what a product is.
+(UnpackBuffers). Packed bits are buffers, not parameters, so that FSDP2 does not cast, gather or shard integers; a
+checkpoint's bits are kept unchanged, NaN patterns included. Every rank of an expert mesh holds the same packed experts.
+Does not own products.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.kernels.dequant import GROUP, dequantize_int4, dequantize_mxfp4
 
 
 class Towards(StrEnum):
-    """Which neighbour is used next."""
+    """Which neighbouring layer is used next."""
 
     output = "output"
     """The next layer: forward."""
@@ -60,7 +60,7 @@ class PackedBank(nn.Module):
             self.register_buffer(f"{name}_scale", scale)
 
     def weights(self, towards: Towards) -> tuple[Tensor, Tensor]:
-        """gate_up (E, 2I, H) and down (E, H, I), valid until the call for another layer after the next."""
+        """gate_up (E, 2I, H) and down (E, H, I). Valid until weights are asked for the layer after the next one."""
         return self._unpacked.take(self._index, towards)
 
     def forget(self) -> None:
@@ -87,14 +87,14 @@ class _Pair:
     held: int = -1
     """Index of the layer whose weights it holds."""
     ready: torch.cuda.Event | None = None
-    """Recorded by the other stream, where that stream filled this pair."""
+    """Recorded by the unpacking stream when that stream filled this pair."""
 
 
 class UnpackBuffers:
-    """Two layers' worth of weights in the compute dtype, filled one ahead of use.
+    """Two layers' weights in the compute dtype; the next layer is filled while the present one is used.
 
-    A pair is filled again only after everything that the current stream had to do when the layer after it was taken.
-    The last kernel that reads the pair is among that.
+    A pair is filled again only after all work that the current stream had queued when the layer after it was taken.
+    That includes the last kernel that reads the pair.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -110,7 +110,7 @@ class UnpackBuffers:
         return len(self._banks) - 1
 
     def take(self, index: int, towards: Towards) -> tuple[Tensor, Tensor]:
-        """Layer `index` unpacked, for the current stream; begins to unpack its neighbour."""
+        """Return layer `index` unpacked, for use on the current stream, and begin to unpack its neighbour."""
         device = self._banks[index].get_buffer("gate_up_packed").device
         if not self._pairs:
             self._allocate(device)
@@ -125,7 +125,7 @@ class UnpackBuffers:
         neighbour = index + (1 if towards is Towards.output else -1)
         other = self._pairs[1 - here]
         if self._stream is not None and 0 <= neighbour < len(self._banks) and other.held != neighbour:
-            self._wait(other)  # two fills of one pair, in order
+            self._wait(other)  # so that two fills of one pair run in order
             self._stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(self._stream):
                 self._fill(other, neighbour)

@@ -1,7 +1,7 @@
 """The mixture-of-experts feed-forward: route tokens, send rows to their experts, add the shared experts.
 
-Owns the order, and the cut between the part that a checkpointed layer recomputes (`start`) and the part that it keeps
-(`finish`). The arithmetic of the routed experts is in routed.py.
+Owns the order, and the cut between the part that a checkpointed layer recomputes (`start`) and the part that it does
+not (`finish`). The arithmetic of the routed experts is in routed.py.
 """
 
 from __future__ import annotations

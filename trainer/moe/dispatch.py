@@ -4,9 +4,9 @@
            --by expert, then sender--> rows [R] --experts--> ... and the same way back
 
 Owns the order of rows and the exchange; does not differentiate (trainer.moe.routed does). Row counts are exact: there
-is no padding and no capacity, and a rank with zero rows still joins every collective. An expert's rows are in the
-order of senders, then of tokens, as they would be on one rank. Without an expert-parallel group nothing is sent
-and nothing waits for the device.
+is no padding and no capacity limit, and a rank with zero rows still joins every collective. An expert's rows are in the
+order of senders, then of tokens, as they would be on one rank. Without an expert-parallel group nothing is sent and the
+host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Dispatch:
     choice_of_row_S: Tensor
     """int64; row i, sorted by expert, is choice choice_of_row[i] = t * K + k."""
     token_of_row_S: Tensor
-    """int64: whose copy row i is."""
+    """int64; row i is a copy of token token_of_row[i]."""
     row_of_choice_TK: Tensor
     """The inverse, one entry per choice."""
     groups: RowGroups
@@ -57,8 +57,8 @@ class Dispatch:
     def taken_apart(self) -> tuple[list[Tensor], Callable[..., Dispatch]]:
         """Its tensors, and a function that builds it from them again.
 
-        An autograd.Function saves the tensors, because what it saves is freed when its backward ends. Anything else on
-        its ctx lives until the whole graph ends, after the backward of every other layer.
+        An autograd.Function saves these tensors, so that they are freed when its backward ends. Anything else on its
+        ctx lives until the whole graph ends, after the backward of every other layer.
         """
         (of_groups, groups_of), exchange = self.groups.taken_apart(), self.exchange
         of_exchange = [] if exchange is None else [exchange.by_expert_R, exchange.by_sender_R]
@@ -75,14 +75,14 @@ class Dispatch:
         """Bring values[source[i]] to the expert of row i.
 
         Returns:
-            A tensor, and for each row in expert order the index of its row in that tensor. A kernel that reads the rows
-            anyway does this last gather.
+            A tensor, and for each row in expert order the index of its row in that tensor. The kernel that reads the
+            rows does this last gather.
         """
         return self.sending(values, source_S)()
 
     def sending(self, values: Tensor, source_S: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Start a `send`. Returns a function that waits for it and returns what `send` would; work in between runs
-        beside the exchange."""
+        """Start a `send`. Returns a function that waits for it and returns what `send` would. Work queued before that
+        call runs during the exchange."""
         exchange = self.exchange
         if exchange is None:
             return lambda: (values, source_S)
@@ -91,7 +91,7 @@ class Dispatch:
         return lambda: (wait(), exchange.by_expert_R)
 
     def send_back(self, rows: Tensor) -> Tensor:
-        """Rows in expert order -> [S, ...] at their tokens' owner, sorted by expert as `send` took them."""
+        """Bring rows in expert order back to their tokens' rank: [S, ...], sorted by expert as `send` took them."""
         exchange = self.exchange
         if exchange is None:
             return rows
@@ -104,7 +104,7 @@ class Dispatch:
 def plan_dispatch(
     experts_TK: Tensor, num_experts: int, group: dist.ProcessGroup | None, shares: Sequence[int] | None = None
 ) -> Dispatch:
-    """Sort choices by expert and, with a group, agree on row counts (a small all-to-all, one wait for the device).
+    """Sort choices by expert and, with a group, exchange row counts (a small all-to-all, one wait for the device).
 
     Args:
         experts_TK: The expert of each choice.

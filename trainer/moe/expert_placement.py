@@ -1,9 +1,9 @@
-"""Which experts of a layer each ep_rank holds. Arithmetic alone: real ranks and plans for ranks that need not exist.
+"""Which experts of a layer each ep_rank holds. Pure arithmetic: real ranks use it, and plans without real ranks.
 
     384 experts over 256 ep_ranks     layer 0, 2, ...: 1 2 1 2 ...     layer 1, 3, ...: 2 1 2 1 ...
 
-Where experts do not divide, shares differ by one, and who has the larger one moves from layer to layer: over
-ep_size / gcd(num_experts, ep_size) layers every ep_rank holds the same number.
+If ep_size does not divide the number of experts, shares differ by one, and the larger ones move from layer to layer:
+over ep_size / gcd(num_experts, ep_size) layers every ep_rank holds the same number.
 
 Invariant: shares are ranges in order of ep_rank; they tile the experts.
 """

@@ -5,7 +5,7 @@ Parameters (E local experts, H hidden, I expert width, r rank):
     gate_up_proj (E, 2I, H)    gate_up_lora_A (E, r, H)    gate_up_lora_B (E, 2I, r)    gate_up_bias (E, 2I)
     down_proj    (E, H, I)     down_lora_A    (E, r, I)    down_lora_B    (E, H, r)     down_bias    (E, H)
 
-Gate rows come first, as in transformers 5 and in vLLM's w13 (the loader separates interleaved ones).
+Gate rows come first, as in transformers 5 and in vLLM's w13; the loader separates interleaved ones.
 Gate and up of an expert share one A, as PEFT's adapters of fused expert parameters do. Packed experts (int4, mxfp4)
 have `packed` buffers in place of the two weights. The arithmetic is trainer.moe.routed's.
 """
@@ -28,7 +28,7 @@ from trainer.moe.routed import ExpertCall, routed_experts
 
 
 class Experts(Adapted):
-    """All routed experts of a layer that this rank holds. Its forward is one FSDP2 unit where experts are sharded."""
+    """The routed experts of a layer that this rank holds. One FSDP2 unit if experts are sharded."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Experts(Adapted):
         expert_format: ExpertFormat = ExpertFormat.plain,
         unpacked: UnpackBuffers | None = None,
     ) -> None:
-        """Args as in the module's docstring; `unpacked`, shared by all layers, is needed for packed experts alone."""
+        """Args as in the module's docstring; `unpacked`, shared by all layers, is needed only for packed experts."""
         super().__init__()
         self.lora = lora
         self.first_expert = first_expert
@@ -88,7 +88,7 @@ class Experts(Adapted):
     ) -> Tensor:
         """[T, H] tokens, their routing weights and their way to the experts -> [T, H].
 
-        A rank without rows still joins every exchange and touches every parameter's gradient.
+        A rank without rows still joins every exchange and gives every parameter a gradient.
         """
         adapters: tuple[Tensor | None, ...] = (None, None, None, None)
         scale = 1.0

@@ -1,14 +1,14 @@
 """One matrix product per expert over rows sorted by expert. No autograd (routed.py has it).
 
-Owns the choice of kernel and its traps:
+Owns the choice of kernel. The kernels and their limits:
 
     grouped_mm  torch.nn.functional.grouped_mm. Every stride must be a multiple of 16 bytes; an operand with stride 0 is
-                refused; rows past the last offset are never written (there are none: row counts are exact); zero rows
-                in all are refused by some builds; the weight gradient of a group without rows is garbage on some GPUs;
-                transposed weights off Hopper and Blackwell run as a loop over experts.
+                refused; rows past the last offset are never written (there are none: row counts are exact); some builds
+                refuse zero rows in all; the weight gradient of a group without rows is garbage on some GPUs; transposed
+                weights run as a loop over experts except on Hopper and Blackwell.
     triton      trainer.kernels.grouped_gemm: any GPU of compute capability 8.0 on; the same strides. It adds an adapter
-                in its accumulator. Where grouped_mm is fast too, it makes gradients of weights, and products without
-                an adapter of fewer than LIGHT_FLOP operations.
+                in its accumulator. On GPUs where grouped_mm is fast, grouped_mm computes the gradients of weights, and
+                products without an adapter of fewer than LIGHT_FLOP operations.
     native      a loop of matrix products, one per expert; waits for the device once to learn the row counts.
 """
 
@@ -26,11 +26,11 @@ from trainer.kernels.low_rank import add_low_rank
 
 LIGHT_FLOP = 4e11
 """Operations; a product of fewer is light. On an H200 Triton's product takes up to 15 % less time on the device than
-grouped_mm's and 80 us more of the host, for which short steps wait (docs/LOG.md)."""
+grouped_mm's, but 80 us more on the host, and short steps wait for the host (docs/LOG.md)."""
 
 
 class GroupedBackend(StrEnum):
-    """Kernel of the grouped products; see above for what `triton` leaves to grouped_mm."""
+    """Kernel of the grouped products; the module's docstring says what `triton` leaves to grouped_mm."""
 
     grouped_mm = "grouped_mm"
     triton = "triton"

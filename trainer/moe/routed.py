@@ -3,7 +3,7 @@
     forward     Xp, xa = gather x, s x Agu^T                      GU  = Xp Wgu^T            (grouped product)
                 h,  ha = activation(GU + xa Bgu^T), s h Ad^T      y   = h Wd^T + ha Bd^T + bias
                 out[t] = sum_k w[t,k] y[t,k]
-    saved       x (not Xp) unless it can be computed again, the routing and the plan, xa and ha (r numbers a row), the
+    saved       x (not Xp) unless it can be computed again, the routing and the plan, xa and ha (r numbers per row), the
                 adapters in the compute dtype
     backward    g,  db = gather grad_out, s g Bd                  dh' = g Wd                (unweighted)
                 GU again from x                                   dh' += db Ad;  dw = <h, dh'>;  dh = w dh'
@@ -13,13 +13,13 @@
                 dx[t] = sum_k dXp[t,k]
 
 Owns the order and what is kept. dw, the router's gradient, is <h, dh'> because <y, g> = <h, Wd^T g> + <ha, Bd^T g>
-(+ <bias, g>): the down output is neither saved nor computed again. Weights are never merged with their adapters (no
-W + BA), and frozen ones get no gradient product. A dispatch over ranks costs two exchanges of rows forward and three
-backward (x, g, dXp), of which that of x runs beside the products of g. Since so little is kept, recomputing this
+(+ <bias, g>), so the down output is neither saved nor computed again. Weights are never merged with their adapters (no
+W + BA), and no gradient is computed for frozen weights. A dispatch over ranks costs two exchanges of rows forward and
+three backward (x, g, dXp); the exchange of x runs during the products of g. So little is kept that recomputing this
 function in a checkpointed layer would save nothing.
 
-Invariant: a token's output depends on its experts' weights alone, not on which rank holds them or on who else is in
-the batch (up to the grouped product's own choice by row count). Every sum has a fixed order.
+Invariant: a token's output depends only on the token and its experts' weights, not on which rank holds them nor on
+other tokens in the batch (except that grouped products choose kernels by row count). Every sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from trainer.moe.dispatch import Dispatch
 from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
 
 COPIED_ROWS = 128
-"""Mean rows per expert. From so many on, adapters are copied into the compute dtype before kernels read them."""
+"""Mean rows per expert. With more, adapters are copied into the compute dtype before kernels read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ExpertCall:
     backend: GroupedBackend
     mode: CombineMode
     packed: PackedBank | None
-    """Source of base weights that are not parameters."""
+    """Source of packed base weights; None: they are parameters."""
 
     def weights(
         self, gate_up: Tensor | None, down: Tensor | None, dtype: torch.dtype, towards: Towards
@@ -84,8 +84,8 @@ def routed_experts(
         x_TH: tokens, in the compute dtype.
         weights_TK: routing weights, compute dtype or float32.
         base: gate_up (E, 2I, H), down (E, H, I), gate_up_bias (E, 2I), down_bias (E, H); weights None when packed,
-            biases None where there are none.
-        adapters: gate_up A (E, r, H) and B (E, 2I, r), down A (E, r, I) and B (E, H, r); all None without.
+            biases None if the family has none.
+        adapters: gate_up A (E, r, H) and B (E, 2I, r), down A (E, r, I) and B (E, H, r); all None: no adapters.
         plan: the tokens' way to the experts.
         call: what gets no gradients.
         x_again: computes x_TH in the backward pass; None: it is saved.
@@ -128,7 +128,7 @@ class _RoutedExperts(torch.autograd.Function):
         del rows
         h, ha = activate(gu, xa, inner, gate_up_bias, groups, call.activation)
         del gu
-        y = plan.send_back(  # without a name of its own the product ends where its rows are sorted for their way
+        y = plan.send_back(  # no variable holds the product, so it is freed as soon as its rows are sorted for sending
             grouped_product(h, wd.transpose(1, 2), groups, call.backend, low_SR=ha, p_ENR=b_down, bias_EN=down_bias)
         )
         ctx.call, ctx.x_again = call, x_again
@@ -156,11 +156,11 @@ class _RoutedExperts(torch.autograd.Function):
         w_R, source = plan.send(weights_TK.flatten(), plan.choice_of_row_S)
         w_R = w_R[source]
         received_g, source = plan.send(dout_TH.contiguous(), plan.token_of_row_S)
-        receive_x = plan.sending(x_TH, plan.token_of_row_S)  # beside the products of g
+        receive_x = plan.sending(x_TH, plan.token_of_row_S)  # runs during the products of g
         db = g_dot_bias = None
         if b_down is None and down_bias is None:
             g = gather_rows(received_g, source)
-        else:  # a bias without an adapter projects on nothing
+        else:  # with a bias but no adapter, the projection has rank 0
             project = (
                 dout_TH.new_empty(groups.num_experts, 0, wd.shape[1]) if b_down is None else b_down.transpose(1, 2)
             )
@@ -186,10 +186,10 @@ class _RoutedExperts(torch.autograd.Function):
         if does_adapt:
             assert db is not None and hw is not None
             grads["a_down"] = low_rank_gradient(db, hw, groups, torch.empty_like(a_down, dtype=of_a_down))
-        hw = hw if does_down else None  # before dx exists, and dx before more gradients do: they are the largest here
+        hw = hw if does_down else None  # hw and dx are the largest: free hw before dx is made, make dx before gradients
 
         a_turned = None if a_gate_up is None else a_gate_up.transpose(1, 2)
-        dx_TH = weighted_sum(  # as above
+        dx_TH = weighted_sum(  # no variable holds the product, as in forward
             plan.send_back(grouped_product(dgu, wgu, groups, call.backend, low_SR=dba, p_ENR=a_turned)),
             None,
             plan.row_of_choice_TK,
@@ -221,7 +221,7 @@ class _RoutedExperts(torch.autograd.Function):
 
 
 def _narrowed(factor: Tensor | None, dtype: torch.dtype, groups: RowGroups) -> Tensor | None:
-    """Copy an adapter's factors into the compute dtype, where kernels read each of them more often than a copy does.
+    """Copy an adapter's factors into the compute dtype if kernels will read them often enough to pay for the copy.
 
     The values are the same either way: kernels round what they read.
     """

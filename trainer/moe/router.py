@@ -1,7 +1,6 @@
 """The router decides which experts see a token, and with what weight.
 
-Owns the numerics that decide routing; they match transformers and must, because one flipped expert is a different
-model:
+Owns the numerics that decide routing. They must match transformers, because one flipped expert is a different model:
 
     softmax   logits in the compute dtype, softmax over all experts in float32, top-k, renormalization in float32,
               weights rounded to the compute dtype (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538)
@@ -28,7 +27,7 @@ from trainer.architecture.model_spec import MoeSpec, RouterScore
 from trainer.kernels.route import route
 
 NORM_EPS = 1e-20
-"""Added to the sum of a sigmoid router's top-k scores before they are divided by it."""
+"""Added to the sum of a sigmoid router's top-k scores before the scores are divided by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class Router(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Routing:
         """Route every token."""
-        weight = self.weight.to(x_TH.dtype)  # as the engine has it; a no-op on frozen weights
+        weight = self.weight.to(x_TH.dtype)  # the engine's format; frozen weights have it already
         if self.bias is not None:
             logits_TE = F.linear(x_TH, weight, self.bias.to(x_TH.dtype))
             logits_TK, experts_TK = logits_TE.topk(self.moe.top_k, dim=-1)
@@ -77,7 +76,7 @@ class Router(nn.Module):
         return Routing(weights_TK * self.moe.scaling_factor, experts_TK)
 
     def _mask_groups(self, choice_TE: Tensor) -> Tensor:
-        """-inf outside each token's best groups; a group is as good as the sum of its best two experts."""
+        """Put -inf outside each token's best groups. A group's score is the sum of its best two experts' scores."""
         groups, kept = self.moe.num_groups, self.moe.top_groups
         if kept == groups:
             return choice_TE
@@ -88,7 +87,7 @@ class Router(nn.Module):
 
 
 def _wide_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
-    """x weight^T in float32, of which bfloat16 factors are not copied where the weight is frozen."""
+    """x weight^T in float32. If the weight is frozen, bfloat16 factors are not copied."""
     is_narrow = x_TH.dtype is weight_EH.dtype is torch.bfloat16 and not weight_EH.requires_grad and x_TH.shape[0] > 0
     if not is_narrow:
         return F.linear(x_TH.float(), weight_EH.float())
@@ -96,8 +95,8 @@ def _wide_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
 
 
 class _NarrowLogits(torch.autograd.Function):
-    """Uses tensor cores: a product of two 16-bit numbers is exact in float32, where the sums are. Float32 factors would
-    be multiplied eight times slower, three times a checkpointed layer. Engines do the same (vLLM's GateLinear)."""
+    """Multiplies 16-bit factors on tensor cores. Each product is exact in float32, and sums are float32, too. Float32
+    factors would take eight times as long, three times per checkpointed layer. vLLM's GateLinear does the same."""
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:
@@ -109,7 +108,8 @@ class _NarrowLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor, None]:
-        """The gradient is split into the bfloat16 next to it and the rest, which keeps 16 of its 24 bits."""
+        """Split the gradient into the nearest bfloat16 and a bfloat16 of the rest: together they keep 16 of its 24
+        bits."""
         (weight_EH,) = ctx.saved_tensors
         near_TE = dlogits_TE.to(weight_EH.dtype)
         rest_TE = (dlogits_TE - near_TE.float()).to(weight_EH.dtype)

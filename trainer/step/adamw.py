@@ -5,11 +5,11 @@
     int8       torchao's formats, 256 values per scale      10    (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861)
     host       float32 moments in (pinned) host memory      8 on the device; each moment crosses the bus twice a step
 
-Parameters in bfloat16 (trainer.lora.dtype) save 4 bytes more; their updates are rounded stochastically, because an
-update is mostly smaller than half a unit in the last place of a bfloat16.
+Parameters in bfloat16 (trainer.lora.dtype) save 4 bytes more. Their updates are rounded stochastically, because most
+updates are smaller than half a unit in the last place of a bfloat16.
 
 Owns the moments. Does not own the schedule, clipping, or the decision whether a step happens (optim.py).
-Invariant: state that was read with `tensors` and given back with `load` continues bitwise.
+Invariant: training continues bitwise from state that was read with `tensors` and set with `load`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Float32Moments:
     def load(self, tensors: Sequence[Mapping[str, Tensor]], num_updates: int) -> None:
         """See UpdateRule."""
         for parameter, moments in zip(self._parameters, tensors, strict=True):
-            # AdamW fills an empty state by itself at the first step, which would drop loaded moments: create it whole.
+            # Set every entry: AdamW replaces an incomplete state at its first step, and would drop loaded moments.
             self._adamw.state[parameter] = {
                 "step": torch.tensor(float(num_updates), dtype=torch.float32, device=parameter.device),
                 **{key: moments[key].to(parameter.device, torch.float32).clone() for key in MOMENTS},
@@ -99,8 +99,8 @@ class Float32Moments:
 class ReducedMoments:
     """torchao's update: float32 arithmetic, moments stored in fewer bits.
 
-    On CUDA its arithmetic is one kernel (trainer.kernels.adamw_update), launched once for all parameters of a size.
-    torchao's own, compiled, takes the host 0.3 ms per parameter: half of a short step where experts have adapters.
+    On CUDA one kernel does the arithmetic (trainer.kernels.adamw_update), launched once for all parameters of a size.
+    torchao's own, compiled, takes the host 0.3 ms per parameter: half of a short step when experts have adapters.
     """
 
     def __init__(self, parameters: Sequence[Tensor], config: OptimConfig) -> None:
@@ -121,13 +121,13 @@ class ReducedMoments:
             weight_decay=config.weight_decay,
             bf16_stochastic_round=True,
         )
-        for parameter in self._parameters:  # now, so that memory is taken before the first step and not after it
+        for parameter in self._parameters:  # takes the memory before the first step
             self._adamw.state[parameter] = {"step": torch.tensor(0.0)} | {
                 key: self._new_moment(parameter, config.state, is_signed=key == "exp_avg") for key in MOMENTS
             }
 
     def _new_moment(self, parameter: Tensor, state: OptimState, *, is_signed: bool) -> Tensor:
-        if state is OptimState.int8:  # torchao keeps tensors whole that are small or no multiple of the block
+        if state is OptimState.int8:  # torchao does not quantize tensors that are small or not a multiple of the block
             return self._adamw._new_buffer(parameter, is_signed)
         return torch.zeros_like(parameter, dtype=getattr(torch, state.value))
 
@@ -139,7 +139,7 @@ class ReducedMoments:
             return
         for group in self._adamw.param_groups:
             group["lr"].fill_(lr)
-        # Compiling for a CPU costs many seconds of C++ compiler and gains nothing at the sizes that run there.
+        # For a CPU, compiling takes many seconds and gains nothing at the sizes that run there.
         with torch.compiler.set_stance("force_eager"):
             _run(self._adamw, self._parameters, gradients)
 
@@ -183,8 +183,8 @@ class ReducedMoments:
 class HostMoments:
     """Moments in host memory, pinned for a GPU; every update brings them to the device and back.
 
-    Two streams take turns: while one updates a parameter the other copies the next one's moments. Work on one stream
-    is in order, so a stream's memory is used again at once, and the device holds two parameters' moments at most.
+    Two streams alternate: while one updates a parameter, the other copies the next one's moments. Work on one stream
+    runs in order, so its memory can be reused at once, and the device holds two parameters' moments at most.
     """
 
     def __init__(self, parameters: Sequence[Tensor], config: OptimConfig) -> None:
@@ -209,7 +209,7 @@ class HostMoments:
                 self._update(parameter, gradient, self._moments[index], lr)
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
-            stream.synchronize()  # whoever reads the moments next is the host
+            stream.synchronize()  # the host may read the moments next
 
     def _update(self, parameter: Tensor, gradient: Tensor, held: Mapping[str, Tensor], lr: float) -> None:
         moments = {key: held[key].to(parameter.device, non_blocking=True) for key in MOMENTS}

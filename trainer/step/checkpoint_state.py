@@ -3,8 +3,7 @@
 Owns the files `rank-<n>.safetensors` and `rank-<n>.json` of a state folder. Does not own which tensors go in
 (rank.py), nor the folder's atomicity and retention (orchestrator/files/run_checkpoint.py).
 
-Invariant: a state is read only by the same rank of the same layout; every difference is named before anything
-is changed.
+Invariant: only the same rank of the same layout reads a state, and any difference raises before anything is changed.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def _paths(folder: Path, rank: int) -> tuple[Path, Path]:
 def state_layout(
     model: ModelConfig, trainer: TrainerConfig, hf_config: Mapping[str, Any], device_type: str
 ) -> dict[str, Any]:
-    """Options that decide which values a rank holds and what they mean."""
+    """Options on which a rank's values and their meaning depend."""
     lora = trainer.lora if trainer.mode is TrainMode.lora else None
     return {
         "trainer.num_ranks": trainer.num_ranks,

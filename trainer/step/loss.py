@@ -8,9 +8,9 @@ With pi the trainer's policy, mu the engine's, A the advantage of token t, d = l
 sg = stop-gradient:
 
     ratio_baseline=trainer   L_t = - w_t * A * exp(log pi - sg(log pi)),   w_t = min(exp(sg(d)), tis_max)
-        The old policy of PPO is the policy before this step: with one step a batch its ratio is 1 and no clip
-        acts. What is left of the engine's mismatch and of staleness is corrected by truncated importance
-        sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
+        PPO's old policy is the policy before this step. With one step per batch its ratio is 1 and no clip acts.
+        Truncated importance sampling corrects for staleness and for the engine's mismatch (Yao et al. 2025, "Your
+        Efficient RL Framework Secretly Brings You Off-Policy RL Training",
         https://fengyao.notion.site/off-policy-rl; truncation: Ionides 2008). tis_max=0 gives w_t = 1.
     ratio_baseline=rollout   L_t = - min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r = exp(d)
         PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with DAPO's decoupled bounds (Yu et al. 2025,
@@ -20,8 +20,8 @@ sg = stop-gradient:
     sequence normalization   sum_i (1 / |o_i|) sum_t L_t / (sequences of the batch)         GRPO, eq. 3
     constant normalization   sum_t L_t / (sequences of the batch * longest possible)        Dr. GRPO (Liu et al. 2025,
                              arXiv:2503.20783)
-    mismatch KL(mu || pi)    mean of exp(d) - d - 1 ("k3", http://joschu.net/blog/kl-approx.html), apart for
-                             staleness 0 and > 0
+    mismatch KL(mu || pi)    mean of exp(d) - d - 1 ("k3", http://joschu.net/blog/kl-approx.html), reported separately
+                             for staleness 0 and > 0
 
 Every log-ratio is clamped to +-LOG_RATIO_BOUND before `exp`. Shapes: N counted tokens.
 """
@@ -44,9 +44,7 @@ update should learn from; beyond it the gradient of the ratio is zero."""
 
 @dataclass(frozen=True, slots=True)
 class CountedTokens:
-    """Facts about the N counted tokens of a microbatch that the loss needs beside the policy's own
-    log-probabilities.
-    """
+    """What the loss needs to know of a microbatch's N counted tokens, besides the policy's log-probabilities."""
 
     rollout_logprobs_N: Tensor
     """float32; log mu."""
@@ -126,7 +124,7 @@ def policy_loss(
     policy = (policy_N * share_N).sum()
     loss = policy + algorithm.kl_coef * (kl_N * share_N).sum()
 
-    exact_N = log_ratio_N.double()  # k3 of a tiny log-ratio is its square, which float32 noise would bury
+    exact_N = log_ratio_N.double()  # k3 of a tiny log-ratio is about its square, less than float32's error
     k3_N = k3(exact_N)
     stale_N = tokens.staleness_N > 0
     sums = {
@@ -177,9 +175,8 @@ def sft_loss(
 
 
 def _token_shares(sequence_lengths_N: Tensor, normalization: Normalization, denominators: Denominators) -> Tensor:
-    """The factor of each token's loss; float32. The shares of the whole batch add up to 1, constant ones to at
-    most 1.
-    """
+    """The factor of each token's loss, float32. Over the whole batch they add up to 1; with constant normalization, to
+    at most 1."""
     if normalization is Normalization.sequence:
         return 1.0 / (sequence_lengths_N.float() * denominators.num_sequences)
     is_constant = normalization is Normalization.constant
@@ -195,7 +192,7 @@ class LossAccumulator:
         self._maxima: dict[str, Tensor] = {}
 
     def add(self, part: PolicyLoss) -> None:
-        """Take one microbatch in."""
+        """Add one microbatch."""
         for name, value in part.sums.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         for name, value in part.maxima.items():

@@ -1,14 +1,14 @@
 """Samples -> microbatches -> flat arrays: which rank trains which samples together, and how they are laid end to end.
 
 Owns the assignment (`pack`) and the concatenation (`collate`). Does not own the batch itself
-(orchestrator/loop/buffer.py) nor any tensor: numpy alone, so that the controller can call it.
+(orchestrator/loop/buffer.py). Uses numpy and no torch, so that the controller can call it.
 
     lengths   5 3 3 2 1    --pack(num_ranks=2, max_tokens=8)-->   rank 0: [[0, 3]]      rank 1: [[1, 2, 4]]
                                                                           5+2                   3+3+1
 
-Invariants: every sample is in exactly one microbatch; no microbatch exceeds `max_tokens` unless one sample
-alone does; all ranks run the same number of microbatches, because FSDP2 and expert parallelism make every
-layer a collective; equal input, equal output.
+Invariants: every sample is in exactly one microbatch. No microbatch exceeds `max_tokens`, unless its only sample does.
+All ranks run the same number of microbatches, because FSDP2 and expert parallelism make every layer a collective. Equal
+input gives equal output.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ def pack(
 ) -> list[list[list[int]]]:
     """Assign samples to microbatches and microbatches to ranks.
 
-    The number of microbatches is the fewest that first-fit-decreasing finds, rounded up to a multiple of
-    `num_ranks`; samples are then spread over that many by cost. Ranks wait for each other in every layer, so a
-    step takes the sum over microbatch indices of the slowest rank's cost: microbatches of like cost share an
-    index, which minimizes that sum.
+    First-fit-decreasing gives the number of microbatches, rounded up to a multiple of `num_ranks`; samples are then
+    spread over that many by cost. Ranks wait for each other in every layer, so a step takes the sum over microbatch
+    indices of the slowest rank's cost. To minimize that sum, microbatches of similar cost get the same index.
 
     Args:
         lengths: tokens of each sample, each >= 1.
@@ -67,7 +66,7 @@ def pack(
     fewest = _first_fit(lengths, max_tokens)
     num_bins = -(-len(fewest) // num_ranks) * num_ranks
     bins = _lightest_fit(lengths, costs, max_tokens, num_bins)
-    if bins is None:  # spreading by cost got stuck where first-fit did not
+    if bins is None:  # spreading by cost found no place for a sample; first-fit did
         bins = fewest + [[] for _ in range(num_bins - len(fewest))]
     return _deal(bins, costs, num_ranks)
 
@@ -112,9 +111,7 @@ def _lightest_fit(
 
 
 def _deal(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> list[list[list[int]]]:
-    """Give each rank one bin of every run of `num_ranks` bins in falling cost; the least loaded rank takes the
-    heaviest.
-    """
+    """Take bins by falling cost, `num_ranks` at a time, and give each rank one: the least loaded gets the heaviest."""
     bin_costs = [sum(costs[sample] for sample in members) for members in bins]
     order = sorted(range(len(bins)), key=lambda index: (-bin_costs[index], index))
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
@@ -129,7 +126,7 @@ def _deal(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> list
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Samples laid end to end: T tokens of S sequences, of which N predictions count.
+    """Samples laid end to end: T tokens of S sequences, with N predictions that count.
 
     Example, two samples [7 8 9] and [4 5] whose last two and last one tokens count:
     token_ids 7 8 9 4 5, positions 0 1 2 0 1, cu_seqlens 0 3 5, predictor_rows 0 1 3, targets 8 9 5,
@@ -161,8 +158,8 @@ def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
     row t - 1.
 
     Args:
-        samples: members of one microbatch; none gives a single token 0 of which nothing counts, so that every
-            collective of a step still runs.
+        samples: members of one microbatch. Without samples, the microbatch is a single token 0 that does not count, so
+            that every collective of a step still runs.
         policy_version: the version about to be trained.
 
     Raises:

@@ -4,9 +4,9 @@ Owns the decision whether a step happens, and how large it is. Does not own the 
 (rank.py) nor where shards lie (parallel.py): it sees plain local tensors, each with the number of ranks that hold the
 same values.
 
-Invariants: every rank takes the same decision, because it is a function of one all-reduced pair of numbers;
-the norm counts each element of the model once, however dense parameters and experts are laid out; when the
-norm or a loss is not finite nothing changes, neither parameters nor moments nor the schedule.
+Invariants: all ranks take the same decision, because it depends only on one all-reduced pair of numbers. The norm
+counts each element of the model once, in any layout of dense parameters and experts. If the norm or a loss is not
+finite, nothing changes: not the parameters, the moments or the schedule.
 
     gradients (summed over ranks) -> sum of squares / copies -> ONE all-reduce -> norm -> clip -> AdamW on local shards
 """
@@ -26,11 +26,11 @@ from trainer.step.adamw import make_update_rule
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
-    """Rate of update `step` (from 0) of `num_steps`.
+    """Learning rate of update `step` (from 0) of `num_steps`.
 
-    Linear warm-up: lr * (step + 1) / (warmup_steps + 1), so that neither the first update nor a later one is
-    wasted at rate 0. After it, lr * (f + (1 - f) * (1 + cos(pi * p)) / 2) with f = final_lr_fraction and p
-    from 0 to 1 at the last step (SGDR, Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5).
+    Linear warm-up: lr * (step + 1) / (warmup_steps + 1), so no update has rate 0. After it, lr * (f + (1 - f) * (1 +
+    cos(pi * p)) / 2) with f = final_lr_fraction, and p from 0 to 1 at the last step (SGDR, Loshchilov & Hutter 2017,
+    arXiv:1608.03983, eq. 5).
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
@@ -86,11 +86,11 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor | None], local_loss: float) -> StepResult:
-        """Update every shard, or none of them anywhere. Collective.
+        """Update all shards on all ranks, or none. Collective.
 
         Args:
-            gradients: one per shard, already summed over ranks; None counts as zeros (no token reached the parameter),
-                so that moments decay alike however experts are spread.
+            gradients: one per shard, already summed over ranks. None (no token reached the parameter) counts as zeros,
+                so that moments decay in the same way in any layout of experts.
             local_loss: this rank's share of the batch's loss; only its finiteness is used.
         """
         full = [
@@ -110,9 +110,7 @@ class ShardedAdamW:
         return StepResult(grad_norm, lr, is_finite=True)
 
     def _global_norm(self, gradients: list[Tensor], local_loss: float) -> tuple[float, bool]:
-        """Norm over the whole model and whether it and every rank's loss are finite; one all-reduce of two
-        float64 numbers.
-        """
+        """Norm over the whole model, and whether it and every rank's loss are finite. One all-reduce, two float64s."""
         held = [(grad, shard.num_copies) for grad, shard in zip(gradients, self._shards, strict=True) if grad.numel()]
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         if held:
@@ -127,7 +125,7 @@ class ShardedAdamW:
         return grad_norm, math.isfinite(grad_norm) and num_bad_losses == 0
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Moments by "<parameter>.exp_avg" and "<parameter>.exp_avg_sq" (8 bits: and ".codes", ".scale" behind it)."""
+        """Moments by "<parameter>.exp_avg" and "<parameter>.exp_avg_sq" (8 bits: with ".codes" and ".scale" added)."""
         per_shard = self._rule.tensors() if self._rule is not None else []
         return {
             f"{shard.name}.{key}": tensor

@@ -1,7 +1,7 @@
-"""A microbatch of made-up tokens, as full as a run's may get, which a rank tries before there is a batch.
+"""A microbatch of made-up tokens, as full as a run's can get, that a rank tries before there is a batch.
 
-Owns its size and its contents. Does not own the trying (`TrainerRank.warm_up`). Numpy alone, so that the controller's
-process can call it.
+Owns its size and its contents. Does not own the trying (`TrainerRank.warm_up`). Uses numpy and no torch, so that the
+controller's process can call it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from trainer.types import Sample
 
 
 def full_microbatch(max_tokens: int, longest: int, num_samples: int) -> list[int]:
-    """Lengths of its sequences: as many of the longest as fit into `max_tokens`, and no more than there are samples.
+    """Lengths of its sequences: as many of the longest as fit into `max_tokens`, but no more than there are samples.
 
     A sample beyond `max_tokens` gets a microbatch of its own, which is then the fullest.
 
     Args:
         max_tokens: trainer.max_microbatch_tokens.
-        longest: tokens of the longest sample that there may be.
+        longest: tokens of the longest possible sample.
         num_samples: samples of a whole batch.
 
     Example: full_microbatch(4096, 1500, 64) gives [1500, 1500].

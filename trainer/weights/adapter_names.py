@@ -5,13 +5,13 @@ Names are those of a PEFT adapter file with one matrix per expert, which is how 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight              (R, in)
     base_model.model.model.layers.0.mlp.experts.3.gate_proj.lora_B.weight       (out, R)
 
-Gate and up of an expert share one A here: two names, one factor. R is the rank of the engine's slots: the trainer's,
-rounded up to one that engines have kernels for. Numbers beyond the trainer's rank are zeros and are sent, too, so that
-every byte of a slot is counted and hashed.
+Gate and up of an expert share one A here: two names, one factor. R is the rank of the engine's slots: the trainer's
+rank, rounded up to one that engines have kernels for. The elements beyond the trainer's rank are zeros. They are sent,
+too, so that every byte of a slot is counted and hashed.
 
-Owns: which checkpoint matrices carry an adapter that engines can serve. Those of latent attention are missing: vLLM
-folds kv_b_proj into other matrices, where no adapter reaches it. Invariant: `trainer/delivery/adapter_source.py`
-writes out exactly these.
+Owns: which checkpoint matrices have an adapter that engines can serve. Those of latent attention are missing: vLLM
+folds kv_b_proj into other matrices, so no adapter can be applied to it. Invariant: `trainer/delivery/adapter_source.py`
+writes exactly these.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def adapter_tensors(tensors: Sequence[TensorMeta], lora: LoraConfig) -> list[Ten
 
     Args:
         tensors: ModelSpec.checkpoint_tensors() in the engine's dtype.
-        lora: Which matrices are adapted, and at which rank.
+        lora: Which matrices are adapted, and with which rank.
     """
     factors: list[TensorMeta] = []
     for meta in tensors:
@@ -62,7 +62,7 @@ def is_adapted(tensor: str, lora: LoraConfig) -> bool:
 
 
 def target_modules(tensors: Sequence[TensorMeta], lora: LoraConfig) -> list[str]:
-    """Last names of the modules that an engine wraps: only these, so that nothing else pays for an adapter it lacks."""
+    """Last names of the modules that an engine wraps. Others have no adapter, and wrapping them would cost time."""
     modules: set[str] = set()
     for meta in tensors:
         if is_adapted(meta.name, lora):

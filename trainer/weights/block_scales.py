@@ -1,14 +1,14 @@
-"""Block-FP8 of merged weights: one scale for 128 x 128 values, also where ranks cut a block.
+"""Block-FP8 of merged weights: one scale per 128 x 128 values, also if a block lies on several ranks.
 
     begin()   amax of |W + s B A| of every block this rank touches, in float32     a pass over the weights
               MAX over ranks, only for blocks that several of them touch          one small all-reduce
               scale = amax / 448, and 1 for a block of zeros
     read()    weight = float8_e4m3fn((W + s B A) / scale)                          rank-local
 
-The format is DeepSeek-V3's (inference/kernel.py): value = weight * weight_scale_inv of its block, as in weight_dequant,
-and the rule of act_quant: amax / 448, divide, cast. vLLM's per_block_cast_to_fp8 and transformers' quantizer multiply
-by the reciprocal of the same scale instead, which may choose the neighbouring FP8 value; they read what is written
-here. One correctly rounded division has the same bits on every device.
+The format is DeepSeek-V3's (inference/kernel.py): value = weight * weight_scale_inv of its block, as in weight_dequant.
+The rule is act_quant's: divide by amax / 448, cast. vLLM's per_block_cast_to_fp8 and transformers' quantizer multiply
+by the reciprocal of the same scale instead, which may choose the neighbouring FP8 value; they can read what is written
+here. A correctly rounded division has the same bits on every device.
 
 Owns: scales and their lifetime between begin() and end(), and the cast. Does not own: the merge (merge.py), names
 and shapes (quantization.py), what a rank holds (shards.py).
@@ -54,7 +54,7 @@ FP8_MAX = 448.0
 class _Stack:
     """One parameter with quantized rows, and its part of the flat buffer: (num_rows + 1, num_columns) scales.
 
-    The last row takes what rows that are not quantized leave behind.
+    Rows that are not quantized write into the last row, which nobody reads.
     """
 
     run: RowRun
@@ -73,7 +73,7 @@ class _Stack:
 
 @dataclass(frozen=True, slots=True)
 class ScaleRun:
-    """Rows of scales of one parameter that one copy writes. Neighbours join, as in RowRun."""
+    """Rows of scales of one parameter that one copy writes. Neighbouring ones are joined, as in RowRun."""
 
     stack: _Stack
     rows: Rows
@@ -118,7 +118,7 @@ class BlockScales:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held from begin() to end(), the mask and the all-reduced blocks of begin() included."""
+        """Bytes held from begin() to end(), including begin()'s mask and all-reduced blocks."""
         return held_bytes(self._num_scales, self._num_shared)
 
     @property
@@ -127,7 +127,7 @@ class BlockScales:
         return scratch_bytes((stack.num_columns for stack in self._stacks.values()), self._device.type)
 
     def shards(self) -> list[SourceShard]:
-        """The scales that this rank writes out: of every block whose first row it holds."""
+        """The scales that this rank writes out: those of every block whose first row it holds."""
         return [
             SourceShard(name + SCALE_SUFFIX, Region((blocks.start, 0), (len(blocks), stack.num_columns)))
             for name, (stack, _, region) in self._place.items()
@@ -193,9 +193,9 @@ class BlockScales:
     def _merged(
         self, stack: _Stack, run: RowRun, gathered_a: dict[str, Tensor]
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Chunk by chunk, (first row, which rows of scales its rows lie in, merged values in float32 as (R, B, BLOCK)).
+        """Yield, per chunk, (first row, row of scales of each of its rows, merged values in float32 as (R, B, BLOCK)).
 
-        Zeros around the columns asked for. The caller may change the values.
+        Columns that were not asked for are zeros. The caller may change the values.
         """
         columns = run.columns
         assert columns is not None
@@ -208,7 +208,7 @@ class BlockScales:
             yield first, rows.of(stack.row_block_R).flatten().long(), merged.view(len(rows), width // BLOCK, BLOCK)
 
     def _add_stack(self, parts: list[HeldTensor], offset: int) -> int:
-        """Give each held tensor of one parameter its rows of scales. Returns the numbers they take."""
+        """Give each held tensor of one parameter its rows of scales. Returns how many scales they take."""
         first = parts[0]
         num_local, width = local_rows(first.parameter).shape
         row_block = torch.full((num_local,), -1, dtype=torch.int32)
@@ -231,7 +231,7 @@ class BlockScales:
         return (num_rows + 1) * num_columns
 
     def _share(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Number the blocks that several ranks touch, alike on every rank. Collective."""
+        """Number the blocks that several ranks touch, in the same way on every rank. Collective."""
         mine = {name: (place[2].start[0], place[2].stop[0]) for name, place in self._place.items()}
         ranks: list[dict[str, tuple[int, int]]] = [mine]
         if dist.is_initialized() and dist.get_world_size() > 1:

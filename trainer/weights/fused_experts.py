@@ -1,4 +1,4 @@
-"""Experts that a checkpoint fuses: where its elements lie in the trainer's stacks, and how an adapter merges into them.
+"""Experts that a checkpoint fuses: where their elements lie in the trainer's stacks, and how an adapter merges.
 
     checkpoint (gpt-oss)                                       trainer (trainer.moe.experts)
     gate_up_proj      (E, H, 2I)  columns gate0 up0 gate1 ..   gate_up_proj (E, 2I, H)  rows gate0 gate1 .. up0 up1 ..
@@ -6,9 +6,9 @@
     down_proj         (E, I, H)                                down_proj    (E, H, I)
     down_proj_bias    (E, H)                                   down_bias    (E, H)
 
-The trainer keeps one layout for all families, which its kernels and an engine's w13 share; the turns are undone at load
-and made again on the way out. Column c of the checkpoint is row (c % P) * R / P + c // P of R, where P parts (gate and
-up: 2, down: 1) take turns.
+The trainer has one layout for all families, as its kernels and an engine's w13 need it. Loading separates the
+alternating columns, and writing interleaves them again. Column c of the checkpoint is row (c % P) * R / P + c // P of
+R, where P is the number of alternating parts (gate and up: 2, down: 1).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class FusedRun:
                 RowRun(self.parameter, self.delta, rows, self._columns).writer_of_bands(part, gathered_a)()
 
     def fill(self, values: Tensor) -> None:
-        """Load: the other way round."""
+        """Load the rectangle: the inverse of write()."""
         for rows, part in self._parts(values):
             held = rows.of(self._held)
             (held if part.dim() == 2 else held[..., self._columns]).copy_(part)
 
     @property
     def _held(self) -> Tensor:
-        """This rank's rows, or numbers of a bias, those of all experts one below the other."""
+        """This rank's rows, or elements of a bias, of all experts one below the other."""
         return local_part(self.parameter)[0].flatten(0, 1)
 
     @property
@@ -60,7 +60,7 @@ class FusedRun:
         return slice(self.start[1], self.start[1] + self.shape[1])
 
     def _parts(self, whole: Tensor) -> Iterator[tuple[Rows, Tensor]]:
-        """Pairs of rows of the parameter, one band per expert, and the columns of `whole` that they are."""
+        """Pairs of rows of the parameter, one band per expert, and the columns of `whole` that they hold."""
         rows_an_expert = self.parameter.shape[1]
         first, count = self.start[-1], self.shape[-1]
         for part in range(self.num_parts):
@@ -113,13 +113,13 @@ def fused_experts(name: str, bank: Experts, deltas: dict[str, LoraDelta | None])
         if parameter is None:  # packed: see packed_experts.py
             continue
         local, start = local_part(parameter)
-        rest = tuple(reversed(local.shape[1:]))  # of a bias: itself
+        rest = tuple(reversed(local.shape[1:]))  # a bias has one dim here and stays as it is
         region = Region((bank.first_expert + start,) + (0,) * len(rest), (local.shape[0], *rest))
         yield FusedTensor(f"{name}.{leaf}", region, parameter, num_parts, delta)
 
 
 def interleave(rows_EN: Tensor) -> Tensor:
-    """(E, 2I, ...) rows gate first -> gate and up in turns, as the checkpoint's columns."""
+    """(E, 2I, ...) rows, gate first -> gate and up alternating, as the checkpoint's columns."""
     return torch.stack(rows_EN.chunk(2, dim=1), dim=2).flatten(1, 2)
 
 

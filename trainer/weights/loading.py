@@ -2,8 +2,8 @@
 
 Owns reading and drawing; `trainer.weights.shards` knows which rectangles a rank needs. Invariant: a value depends on
 its tensor's name, its place and the seed, never on the number of ranks. Adapters start at B = 0 and A ~ U(-1/sqrt(in),
-1/sqrt(in)), which is kaiming-uniform with a = sqrt(5), each element by a counter-based generator: a function of (seed,
-parameter, index in the whole parameter), with the same bits on every kind of device.
+1/sqrt(in)), which is kaiming-uniform with a = sqrt(5). A counter-based generator draws each element of A: a function of
+(seed, parameter, index in the whole parameter), with the same bits on every kind of device.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS_A_WORD = 8
 INT4_RMS, E2M1_RMS = 4.64, 2.93
-"""The root mean square of random codes, for each format."""
+"""The root mean square of random codes, per format."""
 E8M0_BIAS = 127
 BLOCK_ELEMENTS = 1 << 22
-"""The most elements that random weights draw from one seed (but at least one row): more than an
-expert's matrix of Qwen3-30B-A3B has."""
+"""The most elements that random weights draw from one seed (but at least one row): more than an expert's matrix of
+Qwen3-30B-A3B has."""
 CHUNK_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
-"""Adapter elements drawn together, with 16 bytes of scratch each. On a CPU so few stay in a core's cache and wake no
-other thread; on a GPU so many need few launches."""
+"""Adapter elements drawn together, with 16 bytes of scratch each: on a CPU few enough for a core's cache and for one
+thread; on a GPU so many that few launches are needed."""
 
 
 class TensorReader(Protocol):
@@ -86,7 +86,7 @@ class CheckpointReader:
         self._files: dict[Path, Any] = {}
         try:
             index = read_index(self._folder, "model.path")
-        except ConfigError as error:  # of this machine's files; those of the controller's were looked at before
+        except ConfigError as error:  # this machine's files are bad; the controller checked its own before
             raise CheckpointError(str(error)) from error
         self._file_of = {name: stored.path for name, stored in index.items()}
 
@@ -120,12 +120,12 @@ class CheckpointReader:
 
 
 class RandomReader:
-    """Normal weights of standard deviation `std`, norms 1, biases 0; packed experts of random bits, under scales that
+    """Normal weights of standard deviation `std`, norms 1, biases 0; packed experts of random bits, with scales that
     give the same deviation.
 
-    Values are drawn in blocks of whole rows, each from a seed of its own: (seed, tensor, number of the block). So a
-    slice costs its own rows and at most two blocks more, and every rank that asks for it gets the same values. They are
-    drawn on the device that will hold them; devices of another kind draw other values.
+    Values are drawn in blocks of whole rows, each from a seed of its own: (seed, tensor, number of the block). So
+    reading a slice draws its own rows and at most two more blocks, and every rank gets the same values for it. The
+    device that will hold the values draws them; devices of another kind draw other values.
     """
 
     def __init__(self, spec: ModelSpec, *, seed: int, std: float, device: torch.device | str) -> None:
@@ -208,7 +208,7 @@ def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadRe
         if values.dtype not in FLOAT_DTYPES:
             raise CheckpointError(f"{held.tensor} is stored as {values.dtype}, which cannot be read as weights")
         if values.device != held.parameter.device:
-            values = values.to(held.parameter.dtype)  # where they are: a copy from a device would cast on the host
+            values = values.to(held.parameter.dtype)  # cast before the copy, which would cast on the host
         held.fill(values)
         num_tensors, num_bytes = num_tensors + 1, num_bytes + held.region.num_elements * held.parameter.element_size()
     init_adapters(decoder, seed=seed)

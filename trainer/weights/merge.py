@@ -1,12 +1,11 @@
-"""W + scale * B @ A for rows of a weight, with the same bits in whatever rectangle a row is computed.
+"""W + scale * B @ A for rows of a weight. A row has the same bits in any rectangle in which it is computed.
 
 Owns the one formula by which an adapter merges into its base. The merged export and the weight source of a publish
 both go through it, so that an engine's bytes can be compared with an exported checkpoint's.
 
-A matrix product is not bitwise a function of its operands' values alone: BLAS libraries pick another kernel,
-and so another order of the sum over the rank, by shape and alignment (on a CPU, about half of random
-rectangles of B @ A differ in the last bit from the same rectangle of the full product). Hence there are two
-forms; the kind of device decides which one runs:
+The bits of a matrix product depend not only on its operands' values: BLAS libraries choose a kernel, and so the order
+of the sum over the rank, by shape and alignment. (On a CPU, about half of random rectangles of B @ A differ in the last
+bit from the same rectangle of the full product.) Hence there are two forms; the kind of device decides which one runs:
 
 * CUDA: the kernel of `merge_kernel.py`, which fixes that order itself. No scratch, one launch for a stack of experts.
 * elsewhere: torch. Every product has the shape (BLOCK_ROWS, r) x (r, in), row i under its A sits in row i % BLOCK_ROWS
@@ -29,7 +28,7 @@ rectangle.
 """
 
 ALIGNMENT_BYTES = 64
-"""Bytes. torch's allocators align at least so, and with it a BLAS library takes one code path."""
+"""In bytes. torch's allocators align at least to this, and for aligned operands a BLAS library takes one code path."""
 
 
 def merge_scratch_bytes(in_features: int, rank: int, device: torch.device) -> int:
@@ -53,8 +52,8 @@ def merger(
 ) -> Callable[[], object]:
     """A function that writes base + (scale * b) @ a[:, :, columns] into `out`, computed in float32, cast to out.dtype.
 
-    Weights lie one below the other, each with its own A. The rows of one band may run through several of them; each of
-    several bands lies in one. It may be called again when values changed; it holds the tensors.
+    Weights lie one below the other, each with its own A. A single band may run through several weights; each of several
+    bands lies in one weight. The function keeps the tensors, and may be called again after their values changed.
 
     Args:
         base_GRN: bands of rows of frozen weights, any float dtype.
@@ -62,10 +61,10 @@ def merger(
         a_EKN: whole factors A, in the format of B: a[0] belongs to rows 0 .. rows_a_factor - 1, a[1] to the next ones.
         scale: alpha / rank.
         out_GRN: any strides and float dtype, on the same device.
-        first_row: which row base's first one is, counted from the first row under a[0].
+        first_row: index of base's first row, counted from the first row under a[0].
         rows_a_factor: rows under one A.
         pitch: rows from a band's first one to the next band's; ignored for one band.
-        first_column: which column of A belongs to base's first one.
+        first_column: the column of A that belongs to base's first column.
     """
     num_columns = base_GRN.shape[2]
     if base_GRN.is_cuda:
@@ -104,7 +103,7 @@ def _merge_with_torch(
         count = min(BLOCK_ROWS - place, num_rows - done)
         rows, places = slice(done, done + count), slice(place, place + count)
         block.zero_()
-        block[places].copy_(b[rows]).mul_(scale)  # in float32, whatever format B has
+        block[places].copy_(b[rows]).mul_(scale)  # float32 for any format of B
         torch.mm(block, a, out=product)
         out[rows].copy_(product[places, columns].add_(base[rows]))
         done += count

@@ -1,8 +1,8 @@
 """The formula of `merge.py` as one Triton kernel, over a whole stack of adapters at once.
 
-Owns the kernel alone; `merge.py` calls it, says what it computes and holds the torch form. Every element is the same
-sequence of float32 operations wherever its tile begins: one thread block sums over the rank in a fixed order, and
-columns of zeros pad it. Hence any rectangle has the bits of the whole, and so have bands of rows at a pitch.
+Owns only the kernel; `merge.py` calls it, says what it computes and holds the torch form. An element is computed by the
+same float32 operations wherever its tile begins: one thread block sums over the rank, padded with columns of zeros, in
+a fixed order. Hence any rectangle has the bits of the whole, and so have bands of rows at a pitch.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def merger(
     block_k = min(TILE_RANK, max(16, triton.next_power_of_2(rank)))
     num_rows, skipped_rows = num_bands * band_rows, 0
     band_strides = [tensor.stride(0) for tensor in (base_GRN, b_GRK, out_GRN)]
-    if num_bands == 1:  # may lie under several A: the kernel's bands are theirs, of which the first and last are cut
+    if num_bands == 1:  # may lie under several A: the kernel gets one band per A, the first and last ones cut
         band_rows = pitch = rows_a_factor
         skipped_rows, first_row = first_row, 0
         band_strides = [rows_a_factor * tensor.stride(1) for tensor in (base_GRN, b_GRK, out_GRN)]

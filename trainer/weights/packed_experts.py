@@ -10,8 +10,8 @@
     experts.gate_up_proj_blocks | _scales  (E, 2I, H/32[, 16])      gate_up_packed | _scale; rows gate0 up0 gate1 ..
     experts.down_proj_blocks | _scales     (E, H, I/32[, 16])       down_packed | _scale     become gate first
 
-Owns that translation. Bits go from file to device without a cast: a format that is not the buffer's is refused.
-Nothing merges into packed weights, so that they are not among the rectangles of shards.py.
+Owns that translation. Bits go from file to device without a cast; a format other than the buffer's is refused. No
+adapter merges into packed weights, so they are not among the rectangles of shards.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PackedTensor:
     into: Tensor
     """A live view of region.shape; for weight_shape the sizes that the file must hold."""
     takes_turns: bool = False
-    """Rows are gate and up in turns."""
+    """Rows alternate between gate and up."""
     is_fact: bool = False
     """Not held, only compared."""
 
@@ -69,7 +69,7 @@ class PackedTensor:
 
 
 def packed_tensors(decoder: Decoder) -> Iterator[PackedTensor]:
-    """Every rectangle of packed experts that this rank holds; none where experts are plain."""
+    """Every rectangle of packed experts that this rank holds; none if experts are plain."""
     for name, module in decoder.named_modules():
         if not isinstance(module, Experts) or module.packed is None:
             continue
@@ -82,7 +82,7 @@ def is_packed(decoder: Decoder) -> bool:
 
 
 def forget_unpacked(decoder: Decoder) -> None:
-    """The packed bits changed: weights that were unpacked from them are stale."""
+    """Drop weights that were unpacked from packed bits. Call it after the bits changed."""
     for module in decoder.modules():
         if isinstance(module, Experts) and module.packed is not None:
             module.packed.forget()

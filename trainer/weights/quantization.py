@@ -1,4 +1,4 @@
-"""Which checkpoint tensors engines want in block-FP8, and under which names. Pure data, no torch.
+"""Which checkpoint tensors engines load in block-FP8, and under which names. Pure data, no torch.
 
 A Hugging Face config with `quantization_config: {quant_method: fp8, weight_block_size: [128, 128]}` (DeepSeek-V3's
 format, which vLLM and transformers read) stores a projection as two tensors:
@@ -8,7 +8,7 @@ format, which vLLM and transformers read) stores a projection as two tensors:
 
 Owns: reading that entry, the names and shapes. Does not own the arithmetic (block_scales.py).
 
-Invariant: a tensor is quantized here exactly if vLLM gives its layer FP8 parameters; where the two differ, recording an
+Invariant: a tensor is quantized here exactly if vLLM gives its layer FP8 parameters. If the two differ, recording an
 engine's layout fails and names the tensor.
 """
 
@@ -31,12 +31,12 @@ MERGE_ROWS = 256
 CUDA_CHUNK_ELEMENTS = 4 << 20
 """16 MiB as float32."""
 _NEVER = ("embed_tokens", "lm_head", "norm", "layernorm")
-"""Last part of a module's name, or its end: layers that vLLM keeps in the model's own format."""
+"""Ends of the names of modules that vLLM keeps in the model's own format."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFp8:
-    """Block-FP8 for every projection but those named."""
+    """Block-FP8 for every projection except those named."""
 
     skipped: frozenset[str] = frozenset()
     """Names of modules that stay as they are, as in quantization_config.modules_to_not_convert."""
@@ -67,7 +67,7 @@ class BlockFp8:
 
     @staticmethod
     def hf_entry(tensors: Iterable[TensorMeta]) -> dict[str, Any]:
-        """`quantization_config` for a model that has none: every projection but the head and the routers."""
+        """`quantization_config` for a model without one: every projection except the head and the routers."""
         modules = (meta.name.removesuffix(".weight") for meta in tensors)
         kept = [module for module in modules if module == "lm_head" or _is_router(module)]
         return {
@@ -93,7 +93,7 @@ class BlockFp8:
 
 
 def engine_tensors(tensors: Iterable[TensorMeta], quantization: BlockFp8 | None) -> list[TensorMeta]:
-    """The checkpoint as engines want it: each quantized tensor in FP8, followed by its scales."""
+    """The checkpoint as engines load it: each quantized tensor in FP8, followed by its scales."""
     wanted: list[TensorMeta] = []
     for meta in tensors:
         if quantization is None or not quantization.quantizes(meta.name, meta.shape):
@@ -127,17 +127,17 @@ def shared_blocks(ranges: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def held_bytes(num_scales: int, num_shared: int) -> int:
-    """Bytes that begin() takes: the scales and a mask of them, and the blocks that ranks have in common."""
+    """Bytes that begin() takes: the scales, a mask of them, and the blocks that several ranks touch."""
     return 5 * num_scales + 4 * num_shared
 
 
 def chunk_rows(num_blocks: int, device: str) -> int:
-    """Rows that are merged and cast in one step: whole products of the merge; on a GPU enough to fill it."""
+    """Rows that are merged and cast in one step: on a CPU one product of the merge, on a GPU enough to fill it."""
     return MERGE_ROWS if device != "cuda" else max(MERGE_ROWS, CUDA_CHUNK_ELEMENTS // (num_blocks * BLOCK))
 
 
 def scratch_bytes(num_blocks: Iterable[int], device: str) -> int:
-    """Scratch of the largest step over matrices so many blocks wide, whole or a part of their columns."""
+    """Scratch of the largest step over matrices of these widths, in blocks, or over parts of their columns."""
     widest = max(num_blocks, default=0)
     sizes = {1, widest} if widest else set()
     # Merged values, a scale for every block of a row, and the numbers of the rows.

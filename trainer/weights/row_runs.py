@@ -1,8 +1,8 @@
 """Rows of one parameter on this rank: what one merge or one copy writes.
 
 Owns the coordinates inside a parameter: its rows are counted through its whole stack (row r of matrix e of a stack of
-(n, in) matrices is row e * n + r), and rows that follow each other there merge in one go, as do equal bands of them at
-equal distances. Does not know checkpoint names.
+(n, in) matrices is row e * n + r). Rows that follow each other there are merged by one call, and so are equal bands of
+rows at equal distances. Does not know checkpoint names.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Rows:
     """Rows of a band."""
     num_bands: int = 1
     pitch: int = 0
-    """Rows from where a band starts to where the next one does; means nothing for one band."""
+    """Rows from one band's start to the next one's; not used for one band."""
 
     def __len__(self) -> int:
         return self.num_bands * self.height
@@ -59,7 +59,7 @@ class Rows:
         return replace(self, num_bands=self.num_bands + 1, pitch=pitch) if is_next else None
 
     def parts(self, max_rows: int) -> Iterator[tuple[int, Rows]]:
-        """Cut into parts of at most so many rows, each as (rows before it, part); whole bands, unless one has more."""
+        """Cut into parts of at most max_rows rows, each as (rows before it, part). Cuts a band only if it is longer."""
         count, cut = max(1, max_rows // self.height), min(max_rows, self.height)
         for band in range(0, self.num_bands, count):
             bands = replace(self, start=self.start + band * self.pitch, num_bands=min(count, self.num_bands - band))
@@ -68,7 +68,7 @@ class Rows:
                 yield band * self.height + first, replace(bands, start=bands.start + first, height=height)
 
     def of(self, whole: Tensor) -> Tensor:
-        """A live view of these rows of `values`: (num_bands, height, ...)."""
+        """A live view of these rows of `whole`: (num_bands, height, ...)."""
         stop = self.start + (self.num_bands - 1) * self.pitch + self.height
         rows = whole[self.start : stop]
         return rows[None] if self.num_bands == 1 else rows.unfold(0, self.height, self.pitch).movedim(-1, 1)
@@ -79,7 +79,7 @@ class LoraDelta:
     """The factors that merge into this rank's rows of one parameter: rows W[i] += scale * B[i] @ A."""
 
     key: str
-    """Name of the parameter A, under which `gather_lora_a` files the whole of it."""
+    """Name of the parameter A; `gather_lora_a` stores the whole A under this key."""
     a_parameter: nn.Parameter
     """(r, in), or a stack (E, r, in) of which this rank holds all that its rows need."""
     b_parameter: nn.Parameter
@@ -103,11 +103,11 @@ class LoraDelta:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """A, where it is this rank's own, and B."""
+        """A, if this rank holds all that it needs of it, and B."""
         return (self.b_parameter,) if self.is_gathered else (self.a_parameter, self.b_parameter)
 
     def a(self, gathered_a: dict[str, Tensor]) -> Tensor:
-        """(E, r, in): this rank's own, else the gathered one as a stack of one."""
+        """(E, r, in): this rank's own A, or the gathered one as a stack of one."""
         if self.is_gathered:
             return gathered_a[self.key][None]
         local = local_part(self.a_parameter)[0]
@@ -121,7 +121,7 @@ class RowRun:
     parameter: nn.Parameter
     delta: LoraDelta | None
     rows: Rows
-    """Where there are several bands, each lies under one A."""
+    """If there are several bands, each lies under one A."""
     columns: slice | None
     """None for a parameter of one dim."""
 
@@ -154,7 +154,7 @@ class RowRun:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """All that write() reads here."""
+        """All parameters that write() reads."""
         return (self.parameter,) if self.delta is None else (self.parameter, *self.delta.parameters)
 
     def write(self, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
@@ -162,11 +162,11 @@ class RowRun:
         self.writer(out, gathered_a)()
 
     def writer(self, out: Tensor, gathered_a: dict[str, Tensor]) -> Callable[[], object]:
-        """A function that does what write() does, as often as wanted while parameters and gathered A do not move."""
+        """A function that does what write() does, callable as long as parameters and gathered A stay where they are."""
         return self.writer_of_bands(out.view(self.rows.num_bands, self.rows.height, *out.shape[1:]), gathered_a)
 
     def writer_of_bands(self, out: Tensor, gathered_a: dict[str, Tensor]) -> Callable[[], object]:
-        """As writer(), into bands that lie anywhere: `out` has one dim more, its first."""
+        """As writer(), but the bands of `out` may have any distance: its first dim counts bands."""
         base = self.rows.of(local_rows(self.parameter))
         if self.columns is not None:
             base = base[..., self.columns]

@@ -1,9 +1,9 @@
 """What this rank holds, in checkpoint coordinates, and how an adapter merges into it.
 
 Owns the one translation between module parameters (stacked experts, FSDP2 row shards, adapters beside their base) and
-checkpoint tensors. Loading, merged export and the weight source all go through `local_shards`; nobody else knows that
+checkpoint tensors. Loading, merged export and the weight source all go through `local_shards`; nothing else knows that
 rows 0..I-1 of `mlp.experts.gate_up_proj[3]` are `mlp.experts.3.gate_proj.weight`. A parameter's rows are counted
-through its whole stack: that row is row 3 * 2I, and rows that follow each other there merge in one go (`RowRun`).
+through its whole stack: the first of these is row 3 * 2I. One call merges rows that follow each other (`RowRun`).
 
 Invariant: over all ranks, the regions of one checkpoint tensor are disjoint and cover it, or every rank holds all of it
 (model.shard_decoder.replicated_parameters). No function here communicates, except `gather_lora_a`.
@@ -42,13 +42,13 @@ class HeldTensor:
     tensor: str
     """Name in the checkpoint."""
     region: Region
-    """Where the rectangle lies in that tensor; all of it in every dim but the first."""
+    """Where the rectangle lies in that tensor. It is cut only in the first dim."""
     parameter: nn.Parameter
     """The parameter whose rows these are."""
     first_row: int
     """Index of its first row among this rank's rows of the parameter."""
     delta: LoraDelta | None = None
-    """None where nothing merges into this tensor."""
+    """None if nothing merges into this tensor."""
 
     @property
     def base(self) -> Tensor:
@@ -77,10 +77,10 @@ class HeldTensor:
 
 
 def local_shards(decoder: Decoder) -> list[HeldTensor | FusedTensor]:
-    """Every non-empty rectangle that this rank holds, in the order of the module's parameters. Packed experts, into
-    which nothing merges, are in packed_experts.py.
+    """Every non-empty rectangle that this rank holds, in the order of the module's parameters; packed experts are in
+    packed_experts.py.
 
-    Views are live: they follow the optimizer.
+    Views are live: they see the optimizer's updates.
     """
     held: list[HeldTensor | FusedTensor] = []
     for name, module in decoder.named_modules():
@@ -144,9 +144,9 @@ def _linear_delta(name: str, module: Linear) -> LoraDelta | None:
 def _held_experts(name: str, bank: Experts) -> Iterator[HeldTensor | FusedTensor]:
     width = bank.intermediate_size
     parts = (("gate_proj", "gate_up", 0, width), ("up_proj", "gate_up", width, width), ("down_proj", "down", 0, None))
-    # An expert is held whole, with its own A and B: nothing to gather.
+    # A rank holds an expert whole, with its A and B, so nothing is gathered.
     deltas = {stack: _stack_delta(name, bank, stack) for stack in ("gate_up", "down")}
-    if bank.gate_up_bias is not None:  # every family with biases fuses its experts
+    if bank.gate_up_bias is not None:  # every family whose experts have biases fuses them
         yield from fused_experts(name, bank, deltas)
         return
     if bank.down_proj is None:  # packed: see packed_experts.py
