@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerRank:
-    """One rank. Every public method but `policy_version` is collective over the trainer's ranks."""
+    """One rank. Every public method is collective over the trainer's ranks."""
 
     def __init__(
         self,
@@ -117,6 +117,11 @@ class TrainerRank:
     def policy_version(self) -> int:
         """Updates that were applied since the run began."""
         return self._policy_version
+
+    @property
+    def decoder(self) -> Decoder:
+        """This rank's part of the policy; after load()."""
+        return self._loaded()
 
     # ------------------------------------------------------------------------------------------------------------ load
 
@@ -184,7 +189,7 @@ class TrainerRank:
         Raises:
             TrainerError: the device is too small; the message names options that need less memory.
         """
-        samples = made_up_samples(lengths, self._loaded().spec.vocab_size, self._policy_version)
+        samples = made_up_samples(lengths, self.decoder.spec.vocab_size, self._policy_version)
         num_counted = sum(sample.num_valid_tokens for sample in samples)
         denominators = Denominators(num_counted, len(lengths), self._policy_version, num_possible_tokens=num_counted)
         started = time.perf_counter()
@@ -233,7 +238,7 @@ class TrainerRank:
             return self._over(microbatches, denominators, learn=False)
 
     def _over(self, microbatches: list[list[Sample]], denominators: Denominators, *, learn: bool) -> LossStats:
-        decoder = self._loaded()
+        decoder = self.decoder
         self._control.agree("microbatches and denominators", (len(microbatches), denominators))
         if denominators.policy_version != self._policy_version:
             raise TrainerError(
@@ -321,11 +326,11 @@ class TrainerRank:
 
     def save_adapter(self, folder: str | Path) -> None:
         """Write the adapter in PEFT's format."""
-        save_adapter(self._loaded(), folder, self._model.path if self._model.init is Init.checkpoint else None)
+        save_adapter(self.decoder, folder, self._model.path if self._model.init is Init.checkpoint else None)
 
     def save_merged(self, folder: str | Path) -> None:
         """Write the merged model as a Hugging Face checkpoint."""
-        save_merged(self._loaded(), folder, self._hf_config)
+        save_merged(self.decoder, folder, self._hf_config)
 
     def save_state(self, folder: str | Path) -> None:
         """Write what an exact resume needs. Every rank writes its own file; returns when all ranks have."""

@@ -8,11 +8,13 @@ import hashlib
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from cases.processes import run_processes
@@ -27,10 +29,12 @@ from conf.schema import (
     TrainMode,
     WeightSyncConfig,
 )
+from trainer.parallel import sharded_rows
 from trainer.rank import TrainerRank
 from trainer.types import Denominators, Sample
 
 VOCAB = 40
+LORA = LoraConfig(rank=4, alpha=8.0)
 SYNC_KEY = b"0123456789abcdef-test-key"
 MOE_CONFIG = {
     "model_type": "qwen3_moe",
@@ -61,24 +65,25 @@ def make_rank(
     lora_dtype: DType = DType.float32,
     hf_config: dict[str, Any] | None = None,
     init_from: Path | None = None,
+    weight_sync: WeightSyncConfig | None = None,
+    num_ranks: int | None = None,
+    is_loaded: bool = True,
 ) -> TrainerRank:
-    """A loaded rank of the tiny policy."""
+    """A rank of the tiny policy."""
     hf_config = dict(hf_config or MOE_CONFIG)
     made = TrainerRank(
         model=ModelConfig(init=Init.random, hf_config=hf_config, init_std=0.2, dtype=dtype),
         trainer=TrainerConfig(
-            num_ranks=world_size,
+            num_ranks=num_ranks or world_size,
             ep_size=ep_size,
             mode=mode,
-            lora=LoraConfig(
-                rank=4, alpha=8.0, dtype=lora_dtype, init_from=None if init_from is None else str(init_from)
-            ),
+            lora=replace(LORA, dtype=lora_dtype, init_from=None if init_from is None else str(init_from)),
             optim=optim or OptimConfig(lr=1e-2),
             logprob_chunk_tokens=5,
         ),
         algorithm=algorithm or AlgorithmConfig(),
         sampling_temperature=0.9,
-        weight_sync=WeightSyncConfig(),
+        weight_sync=weight_sync or WeightSyncConfig(),
         seed=3,
         num_steps=10,
         rank=rank,
@@ -88,8 +93,32 @@ def make_rank(
         hf_config=hf_config,
         sync_key=SYNC_KEY,
     )
-    made.load()
+    if is_loaded:
+        made.load()
     return made
+
+
+def trained(rank: TrainerRank) -> list[tuple[str, torch.nn.Parameter]]:
+    """What this rank trains, by name."""
+    return [(name, param) for name, param in rank.decoder.named_parameters() if param.requires_grad]
+
+
+def values_of(rank: TrainerRank) -> dict[str, torch.Tensor]:
+    """A copy of what this rank trains."""
+    return {name: sharded_rows(name, param).detach().clone() for name, param in trained(rank)}
+
+
+def draw(rank: TrainerRank, seed: int, std: float) -> None:
+    """Give everything that this rank trains other values."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in trained(rank):
+        values = sharded_rows(name, param).detach()
+        values.copy_(torch.randn(values.shape, generator=generator) * std)
+
+
+def are_equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    """The same names, the same values to the bit."""
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
 def make_samples(count: int = 5, version: int = 0) -> list[Sample]:
@@ -127,7 +156,8 @@ def shard_dim(param: torch.Tensor) -> int:
 
 def fill_adapters(rank: TrainerRank, world_size: int) -> None:
     """Give every B values that depend on its name and place alone, so that A has gradients too, in any layout."""
-    for (name, param), shard in zip(rank._trainable, rank._shards, strict=True):
+    number = dist.get_rank() if world_size > 1 else 0
+    for name, param in trained(rank):
         dim = shard_dim(param)
         shape = list(param.shape)
         if not isinstance(param, DTensor):
@@ -136,14 +166,14 @@ def fill_adapters(rank: TrainerRank, world_size: int) -> None:
         full = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         if "lora" in name:
             parts = torch.chunk(full, world_size, dim) if world_size > 1 else (full,)
-            if rank._rank < len(parts):  # a short dim leaves the last ranks nothing
-                shard.values.copy_(parts[rank._rank])
+            if number < len(parts):  # a short dim leaves the last ranks nothing
+                sharded_rows(name, param).detach().copy_(parts[number])
 
 
 def local_gradients(rank: TrainerRank) -> dict[str, tuple[int, torch.Tensor]]:
     """Name -> (dim along which ranks concatenate, this rank's gradient)."""
     gradients = {}
-    for name, param in rank._trainable:
+    for name, param in trained(rank):
         grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
         assert grad is not None, name
         gradients[name] = (shard_dim(param), grad.clone())

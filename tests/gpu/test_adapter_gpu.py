@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.rank_helpers import draw
 from fakes.vllm_oracle import vllm_serves_adapter
 from safetensors.torch import save_file
 
@@ -64,7 +65,7 @@ def slots_of(config: RunConfig) -> AdapterSlotsSpec:
 
 def save_for_vllm(trainer: TrainerRank, lora: LoraConfig, targets: tuple[str, ...], folder: Path) -> None:
     """A PEFT adapter with one matrix an expert: float32, not scaled, at the trainer's rank."""
-    raw = AdapterSource(trainer._decoder, 0, lora)
+    raw = AdapterSource(trainer.decoder, 0, lora)
     tensors = {}
     for meta in raw.layout().tensors:
         whole = torch.empty(meta.shape, device="cuda")
@@ -77,13 +78,6 @@ def save_for_vllm(trainer: TrainerRank, lora: LoraConfig, targets: tuple[str, ..
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(targets)}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-
-
-def draw(trainer: TrainerRank, version: int) -> None:
-    torch.manual_seed(1000 + version)
-    for _, parameter in trainer._trainable:
-        parameter.data.normal_(0, 0.3)
-    trainer._policy_version = version
 
 
 def engine_options(config: RunConfig) -> dict[str, Any]:
@@ -135,11 +129,9 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
         trainer.load()
         trainer.save_merged(tmp_path / "base")  # B is still zero: the merged model is the base
         await asyncio.to_thread(trainer.delivery.connect, [address], None, [await worker.adapter_endpoint()])
-        draw(trainer, 1)
+        draw(trainer, 1001, std=0.3)
         save_for_vllm(trainer, config.trainer.lora, slots.target_modules, tmp_path / "adapter")
-        report = await asyncio.to_thread(
-            trainer.delivery.publish, trainer.policy_version
-        )  # it probes that adapters act
+        report = await asyncio.to_thread(trainer.delivery.publish, 1)  # it probes that adapters act
         assert report.replicas[0].error is None
         (first,) = await worker.generate_group(PROMPT, 1, sampling=SHORT, seed=5)
         ours = [[slot for slot in rank if rank.count(slot) == 1] for rank in await _slots(worker)]
@@ -151,7 +143,7 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
         while worker._engine.num_generated_tokens < 20:
             await asyncio.sleep(0.002)
         for version in (2, 3, 4):
-            draw(trainer, version)
+            draw(trainer, 1000 + version, std=0.3)
             assert (await asyncio.to_thread(trainer.delivery.publish, version)).replicas[0].error is None
         was_in_flight = not task.done()
         (newest,) = await worker.generate_group(PROMPT, 1, sampling=SHORT, seed=5)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-import torch
+from cases.rank_helpers import draw
 from fakes.vllm_oracle import vllm_serves_adapter
 
 from conf.load import load_run_config
@@ -31,6 +31,7 @@ from rollout.worker import RolloutWorker
 from trainer.architecture.families import read_config
 from trainer.rank import TrainerRank
 from trainer.weights.adapter_names import adapter_tensors, target_modules
+from weight_sync.publish.publisher import Publisher
 from weight_sync.publish.report import PublishReport
 from weight_sync.transport.mooncake import MooncakeTransport
 
@@ -101,16 +102,14 @@ class Setup:
 
     def draw(self, version: int) -> None:
         """Give the trainer another adapter."""
-        generator = torch.Generator().manual_seed(1000 + version)
-        for _, parameter in self.trainer._trainable:
-            parameter.data.normal_(0, 0.3, generator=generator)
-        self.trainer._policy_version = self.version = version
+        draw(self.trainer, 1000 + version, std=0.3)
+        self.version = version
 
     async def publish(self) -> PublishReport:
         """The next version: drawn, kept on disk, published."""
         self.draw(self.version + 1)
         self.trainer.save_adapter(self.adapter(self.version))
-        return await asyncio.to_thread(self.trainer.delivery.publish, self.trainer.policy_version)
+        return await asyncio.to_thread(self.trainer.delivery.publish, self.version)
 
     def adapter(self, version: int) -> Path:
         """Where a version is on disk."""
@@ -199,10 +198,9 @@ async def test_an_engine_that_loads_its_base_from_disk_serves_like_one_that_was_
         device=Device.cpu, seed=2, tensors=(), key=KEY,
         adapters=dataclasses.replace(slots_of(config), base=setup.folder / "base"),
     )  # fmt: skip
-    source, transport = setup.trainer._delivery.source, setup.trainer._delivery._transport
+    source = setup.trainer.delivery.source
     assert source is not None
-    assert transport is not None
-    publisher = setup.trainer._delivery._make_publisher(source, transport)
+    publisher = Publisher(source, setup.transport, rank=0, world_size=1, group=None, config=config.weight_sync, key=KEY)
     await worker.start()
     try:
         with pytest.raises(ReplicaNotServing, match="no adapter yet"):

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
-import torch
+from cases.rank_helpers import draw
 from system.test_adapter_mode import KEY, PROMPT, SHORT, config_of, slots_of
 
 from conf.schema import Device
@@ -67,13 +67,8 @@ class Setup:
     async def publish(self, exclude: list[int] | None = None) -> PublishReport:
         """The next version, drawn at random."""
         self.version += 1
-        generator = torch.Generator().manual_seed(1000 + self.version)
-        for _, parameter in self.trainer._trainable:
-            parameter.data.normal_(0, 0.3, generator=generator)
-        self.trainer._policy_version = self.version
-        return await asyncio.to_thread(
-            self.trainer.delivery.publish, self.trainer.policy_version, exclude=exclude or []
-        )
+        draw(self.trainer, 1000 + self.version, std=0.3)
+        return await asyncio.to_thread(self.trainer.delivery.publish, self.version, exclude=exclude or [])
 
     async def kill_and_start_again(self, base: Path | None = None) -> RolloutWorker:
         """Worker 0 is lost; a publish finds it so, and the other one goes on."""

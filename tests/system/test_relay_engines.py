@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import psutil
 import pytest
 import pytest_asyncio
-import torch
+from cases.rank_helpers import draw
 from system.test_adapter_recovery import engines
 
 from conf.load import load_run_config
@@ -92,13 +92,10 @@ class Setup:
     async def publish(self) -> PublishReport:
         """The next version, drawn at random, as the controller publishes it."""
         self.version += 1
-        generator = torch.Generator().manual_seed(1000 + self.version)
-        for _, parameter in self.trainer._trainable:
-            parameter.data.normal_(0, 0.3, generator=generator)
-        self.trainer._policy_version = self.version
+        draw(self.trainer, 1000 + self.version, std=0.3)
 
         async def write(exclude: Sequence[int], _number: int) -> PublishReport:
-            return await asyncio.to_thread(self.trainer.delivery.publish, self.trainer.policy_version, exclude=exclude)
+            return await asyncio.to_thread(self.trainer.delivery.publish, self.version, exclude=exclude)
 
         await self.supervisor.hold()
         report = await publish_by_relay(write, self.supervisor, timeout_s=TIMEOUT_S + 2)

@@ -36,8 +36,7 @@ def config_of(model: str) -> RunConfig:
 
 def run_rank(rank: int, model: str, rendezvous: str, pipe: Connection) -> None:
     """One trainer rank: obeys (method, arguments) until told to stop."""
-    import torch
-    from torch.distributed.tensor import DTensor
+    from cases.rank_helpers import draw
 
     from trainer.rank import TrainerRank
 
@@ -49,10 +48,7 @@ def run_rank(rank: int, model: str, rendezvous: str, pipe: Connection) -> None:
         device="cpu", hf_config=config.model.hf_config, sync_key=KEY,
     )  # fmt: skip
     trainer.load()
-    generator = torch.Generator().manual_seed(11 + rank)
-    for _, parameter in trainer._trainable:  # adapters start at B = 0, which would merge to nothing
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.data.normal_(0, 0.05, generator=generator)
+    draw(trainer, 11 + rank, std=0.05)  # adapters start at B = 0, which would merge to nothing
     while (call := pipe.recv()) is not None:
         match call:
             case "connect", endpoints:

@@ -4,6 +4,7 @@ change nothing.
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases.rank_helpers import count, fill_adapters, join_ranks, local_gradients, make_rank, make_samples, spawn
+from cases.rank_helpers import (
+    SYNC_KEY,
+    are_equal,
+    count,
+    fill_adapters,
+    join_ranks,
+    local_gradients,
+    make_rank,
+    make_samples,
+    spawn,
+    trained,
+    values_of,
+)
 from fakes import publish
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 
@@ -28,6 +41,7 @@ from conf.schema import (
 from trainer.errors import CheckpointError, LayoutError, TrainerError
 from trainer.rank import TrainerRank
 from trainer.types import Denominators
+from weight_sync.publish.packing import Packet
 
 LAYOUTS = {
     "uneven": [[[0], [3, 1]], [[2], [4]]],
@@ -53,15 +67,13 @@ def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int
     for name, assignments in LAYOUTS.items():
         stats, gradients = train_once(trainer, assignments[rank])
         result[name] = (stats.sums, stats.maxima, gradients)
-        for _, param in trainer._trainable:
-            param.grad = None
-    before = [shard.values.clone() for shard in trainer._shards]
+        trainer.decoder.zero_grad()
+    before = values_of(trainer)
     train_once(trainer, LAYOUTS["uneven"][rank])
     if rank == 1:
-        next(p for _, p in trainer._trainable if p.grad is not None).grad.mul_(float("nan"))
+        next(p for _, p in trained(trainer) if p.grad is not None).grad.mul_(float("nan"))
     refused = trainer.optimizer_step()
-    is_unchanged = all(torch.equal(a, s.values) for a, s in zip(before, trainer._shards, strict=True))
-    result["refused"] = (refused.is_finite, refused.policy_version, is_unchanged)
+    result["refused"] = (refused.is_finite, refused.policy_version, are_equal(before, values_of(trainer)))
 
     train_once(trainer, LAYOUTS["uneven"][rank])
     result["norm"] = trainer.optimizer_step().grad_norm
@@ -72,8 +84,8 @@ def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int
         samples = make_samples(version=1)
         trainer.forward_backward([[samples[i] for i in m] for m in LAYOUTS["uneven"][rank]], count(samples, 1))
         trainer.optimizer_step()
-        states.append([shard.values.clone() for shard in trainer._shards])
-    result["resumed alike"] = all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+        states.append(values_of(trainer))
+    result["resumed alike"] = are_equal(*states)
 
     try:  # rank 1 brings one microbatch less
         samples = make_samples(version=2)
@@ -130,21 +142,20 @@ def test_bfloat16_adapters_learn_with_8_bit_moments_and_resume_exactly(tmp_path)
         losses.append(stats.sums["loss/total_sum"])
         assert rank.optimizer_step().is_finite
     assert losses[-1] < losses[0]
-    after = [shard.values.clone() for shard in rank._shards]
+    after = values_of(rank)
     rank.load_state(tmp_path)
     for step in range(4, 8):
         samples = make_samples(version=step)
         rank.forward_backward([samples], count(samples, step))
         rank.optimizer_step()
-    assert all(torch.equal(a, shard.values) for a, shard in zip(after, rank._shards, strict=True))
+    assert are_equal(after, values_of(rank))
 
 
 def test_loss_and_gradients_do_not_depend_on_the_microbatch_split():
     rank = make_rank()
     fill_adapters(rank, 1)
     whole_stats, whole = train_once(rank, [[0, 1, 2, 3, 4]])
-    for _, param in rank._trainable:
-        param.grad = None
+    rank.decoder.zero_grad()
     split_stats, split = train_once(rank, [[4], [], [1, 0], [3, 2]])
     assert split_stats.sums == pytest.approx(whole_stats.sums, rel=1e-5, abs=1e-5)
     for name, (_, grad) in whole.items():
@@ -160,11 +171,11 @@ def test_the_reference_is_the_policy_before_training(mode):
     stats, _ = train_once(rank, [[0, 1], [2, 3, 4]])
     assert stats.sums["kl/ref_k3_sum"] == pytest.approx(0.0, abs=1e-5)
     rank.optimizer_step()
-    before = [shard.values.clone() for shard in rank._shards]
+    before = values_of(rank)
     samples = make_samples(version=1)
     stats = rank.forward_backward([samples], count(samples, 1))
     assert stats.sums["kl/ref_k3_sum"] > 1e-3
-    assert all(torch.equal(a, shard.values) for a, shard in zip(before, rank._shards, strict=True))
+    assert are_equal(before, values_of(rank))
 
 
 def test_training_goes_on_from_an_adapter_and_its_penalty_pulls_back_to_it(tmp_path):
@@ -173,8 +184,7 @@ def test_training_goes_on_from_an_adapter_and_its_penalty_pulls_back_to_it(tmp_p
     first.optimizer_step()
     first.save_adapter(tmp_path)
     rank = make_rank(algorithm=AlgorithmConfig(kl_coef=0.1), init_from=tmp_path)
-    for mine, theirs in zip(rank._shards, first._shards, strict=True):
-        assert torch.equal(mine.values, theirs.values)
+    assert are_equal(values_of(rank), values_of(first))
     stats, _ = train_once(rank, [[0, 1], [2, 3, 4]])
     assert stats.sums["kl/ref_k3_sum"] == pytest.approx(0.0, abs=1e-5)
     assert rank.optimizer_step().policy_version == 1
@@ -196,11 +206,11 @@ def test_staleness_is_counted_from_the_version_that_is_trained():
 def test_an_infinite_loss_refuses_the_step_and_the_next_one_is_clean():
     rank, samples = make_rank(), make_samples()
     bad = replace(samples[0], advantages=np.full_like(samples[0].advantages, np.inf))
-    before = [shard.values.clone() for shard in rank._shards]
+    before = values_of(rank)
     rank.forward_backward([[bad]], count(samples))
     stats = rank.optimizer_step()
     assert (stats.is_finite, stats.policy_version) == (False, 0)
-    assert all(torch.equal(a, shard.values) for a, shard in zip(before, rank._shards, strict=True))
+    assert are_equal(before, values_of(rank))
     rank.forward_backward([samples], count(samples))
     assert rank.optimizer_step().is_finite
 
@@ -221,8 +231,7 @@ def test_resume_continues_bitwise_in_a_new_rank(tmp_path):
     resumed.load_state(tmp_path)
     assert resumed.policy_version == 2
     step(resumed)
-    for a, b in zip(straight._shards, resumed._shards, strict=True):
-        assert torch.equal(a.values, b.values), a.name
+    assert are_equal(values_of(straight), values_of(resumed))
 
 
 def test_a_state_of_another_layout_is_refused_before_anything_changes(tmp_path):
@@ -230,13 +239,13 @@ def test_a_state_of_another_layout_is_refused_before_anything_changes(tmp_path):
     with pytest.raises(CheckpointError, match=r"rank-0\.json is missing"):
         rank.load_state(tmp_path)
     rank.save_state(tmp_path)
-    before = [shard.values.clone() for shard in rank._shards]
+    before = values_of(rank)
     meta = json.loads((tmp_path / "rank-0.json").read_text())
     meta["layout"]["trainer.num_ranks"] = 4
     (tmp_path / "rank-0.json").write_text(json.dumps(meta))
     with pytest.raises(CheckpointError, match=r"trainer\.num_ranks=4, this run has 1"):
         rank.load_state(tmp_path)
-    assert all(torch.equal(a, shard.values) for a, shard in zip(before, rank._shards, strict=True))
+    assert are_equal(before, values_of(rank))
     (tmp_path / "rank-0.json").write_text("{")
     with pytest.raises(CheckpointError, match="not valid JSON"):
         rank.load_state(tmp_path)
@@ -270,12 +279,12 @@ def test_values_of_tokens_that_do_not_count_are_never_read():
 def test_a_batch_without_a_sample_changes_no_weight():
     """Every reward of a batch may fail: the ranks get no microbatch, and the step is one of zero gradient."""
     rank = make_rank()
-    before = [shard.values.clone() for shard in rank._shards]
+    before = values_of(rank)
     stats = rank.forward_backward([], Denominators(num_valid_tokens=0, num_sequences=0, policy_version=0))
     result = rank.optimizer_step()
     assert stats.sums == {}
     assert (result.is_finite, result.grad_norm, result.policy_version) == (True, 0.0, 1)
-    assert all(torch.equal(a, shard.values) for a, shard in zip(before, rank._shards, strict=True))
+    assert are_equal(before, values_of(rank))
 
 
 def test_peak_memory_is_the_steps_own(monkeypatch):
@@ -292,65 +301,51 @@ def test_calls_out_of_order_are_refused():
     rank = make_rank()
     with pytest.raises(TrainerError, match="before connect"):
         rank.delivery.publish(rank.policy_version)
-    rank._decoder = None
     with pytest.raises(TrainerError, match=r"call load\(\) first"):
-        rank.optimizer_step()
+        make_rank(is_loaded=False).optimizer_step()
 
 
-def test_a_base_that_is_sent_again_has_the_watermark_for_itself(monkeypatch):
+class CountingTransport(MemoryTransport):
+    """Knows how many tensors were registered at once, at the most."""
+
+    most = 0
+
+    def register(self, tensors):
+        super().register(tensors)
+        self.most = max(self.most, len(self._held))
+
+
+def is_a_packet_collected() -> bool:
+    return any(isinstance(one, Packet) for one in gc.get_objects())
+
+
+def test_a_base_that_is_sent_again_has_the_watermark_for_itself():
     """Real publishers over the memory link, of small tensors: a base and adapters that differ in nothing else."""
-    fabric, most = MemoryFabric(), 0
-    transport, rank = MemoryTransport(fabric), make_rank()
-    register = transport.register
-
-    def count(tensors):
-        nonlocal most
-        register(tensors)
-        most = max(most, len(transport._held))
-
-    monkeypatch.setattr(transport, "register", count)
-    delivery = rank._delivery
-    delivery._config = WeightSyncConfig(mode=SyncMode.adapter, watermark_bytes=1 << 16, timeout_s=10.0)
-    delivery._key = publish.KEY
+    fabric = MemoryFabric()
+    transport = CountingTransport(fabric)
+    sync = WeightSyncConfig(mode=SyncMode.adapter, watermark_bytes=1 << 16, timeout_s=10.0)
+    rank = make_rank(weight_sync=sync)
+    delivery = rank.delivery
     delivery.source, delivery.base_source = (publish.DictSource(0, num_ranks=1) for _ in range(2))  # type: ignore[assignment]
     engines = [publish.PlainEngine([MemoryTransport(fabric) for _ in range(2)]) for _ in range(2)]
-    endpoints = [publish.EndpointThread(engine) for engine in engines]
+    endpoints = [publish.EndpointThread(engine, SYNC_KEY) for engine in engines]
     base, slots = (endpoint.address for endpoint in endpoints)
     try:
-        frozen: list[bool] = []
-        monkeypatch.setattr(
-            "trainer.delivery.delivery.freeze_heap", lambda: frozen.append(delivery._publisher._is_connected)
-        )
         rank.delivery.connect([base], transport, [slots])
-        assert frozen == [True], "once the plan is there"
+        assert not is_a_packet_collected(), "the plan is frozen"
+        gc.unfreeze()
+        assert is_a_packet_collected()
         assert rank.delivery.publish(rank.policy_version).num_committed == 1
         rank.delivery.reconnect(0, slots, base)
-        rank._policy_version = 2
-        assert rank.delivery.publish(rank.policy_version).num_committed == 1
+        assert rank.delivery.publish(2).num_committed == 1
         assert [engine.wrong_params(version) for engine, version in zip(engines, (0, 2), strict=True)] == [[], []]
     finally:
         rank.shutdown()
         for endpoint in endpoints:
             endpoint.close()
-    assert most == 1, "staging of one publisher at a time"
+    assert transport.most == 1, "staging of one publisher at a time"
 
 
 def test_a_world_of_another_size_is_refused():
-    from cases import rank_helpers
-
     with pytest.raises(LayoutError, match=r"world of 2, but trainer\.num_ranks=1"):
-        TrainerRank(
-            model=rank_helpers.ModelConfig(init=rank_helpers.Init.random, hf_config=rank_helpers.MOE_CONFIG),
-            trainer=rank_helpers.TrainerConfig(),
-            algorithm=AlgorithmConfig(),
-            sampling_temperature=1.0,
-            weight_sync=rank_helpers.WeightSyncConfig(),
-            seed=0,
-            num_steps=1,
-            rank=0,
-            world_size=2,
-            rendezvous="",
-            device="cpu",
-            hf_config=rank_helpers.MOE_CONFIG,
-            sync_key=b"",
-        )
+        make_rank(world_size=2, num_ranks=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.rank_helpers import MOE_CONFIG, fill_adapters, make_rank, spawn
+from cases.rank_helpers import LORA, MOE_CONFIG, fill_adapters, make_rank, spawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -24,7 +24,7 @@ from trainer.weights.adapter_names import PREFIX, adapter_tensors, target_module
 from weight_sync.layout import Region
 from weight_sync.publish.packing import PackedRead
 
-RANK, SLOT_RANK = 4, 8
+RANK, SLOT_RANK = LORA.rank, 8
 EXPERTS = 4
 
 
@@ -62,8 +62,8 @@ def expected(folder: Path, scale: float, dtype: torch.dtype) -> dict[str, torch.
     return slots
 
 
-def source_of(rank: TrainerRank) -> AdapterSource:
-    return AdapterSource(rank._decoder, rank._rank, rank._trainer.lora)
+def source_of(rank: TrainerRank, number: int = 0) -> AdapterSource:
+    return AdapterSource(rank.decoder, number, LORA)
 
 
 def read_all(source: AdapterSource, dtype: torch.dtype) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
@@ -79,8 +79,8 @@ def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int
     trainer = make_rank(rank, world_size, rendezvous, ep_size=ep_size, dtype=dtype)
     fill_adapters(trainer, world_size)
     trainer.save_adapter(folder / "adapter")
-    source = source_of(trainer)
-    result = (source.layout(), read_all(source, trainer._decoder.dtype))
+    source = source_of(trainer, rank)
+    result = (source.layout(), read_all(source, trainer.decoder.dtype))
     trainer.shutdown()
     return result
 
@@ -158,7 +158,7 @@ def test_a_slot_is_filled_with_the_factors_of_today_wherever_they_lie():
         offset += reads[-1].num_bytes
     slots = [torch.empty(offset, dtype=torch.uint8) for _ in range(2)]
     fills = [*map(source.compile_reads(reads), slots)]
-    parameters = [p for name, p in rank._decoder.named_parameters() if "lora_" in name]
+    parameters = [p for name, p in rank.decoder.named_parameters() if "lora_" in name]
     for step in range(6):
         with torch.no_grad():
             for parameter in parameters:
@@ -190,7 +190,7 @@ def test_a_scale_that_is_no_power_of_two_is_applied_as_vllm_does(tmp_path: Path)
     rank = make_rank(dtype=DType.bfloat16)
     fill_adapters(rank, 1)
     rank.save_adapter(tmp_path)
-    for module in rank._decoder.modules():
+    for module in rank.decoder.modules():
         if isinstance(module, Adapted) and module.lora is not None:
             module.lora = LoraConfig(rank=RANK, alpha=10.0)
     read = read_all(source_of(rank), torch.bfloat16)

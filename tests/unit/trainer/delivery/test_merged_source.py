@@ -37,11 +37,11 @@ def load_export(folder: Path) -> dict[str, torch.Tensor]:
 
 def read_all(rank: TrainerRank) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
     """Every shard of this rank, by (tensor, start)."""
-    source = rank._delivery.source
+    source = rank.delivery.source
     source.begin(version=0)
     read = {}
     for shard in source.layout().shards:
-        out = torch.empty(shard.region.shape, dtype=rank._decoder.dtype)
+        out = torch.empty(shard.region.shape, dtype=rank.decoder.dtype)
         source.read(shard.tensor, shard.region, out)
         read[shard.tensor, shard.region.start] = out
     source.end()
@@ -54,7 +54,7 @@ def work(
     trainer = make_rank(rank, world_size, rendezvous, ep_size=ep_size, mode=mode, dtype=dtype)
     fill_adapters(trainer, world_size)
     trainer.save_merged(folder / "merged")
-    result = (trainer._delivery.source.layout(), read_all(trainer))
+    result = (trainer.delivery.source.layout(), read_all(trainer))
     trainer.shutdown()
     return result
 
@@ -94,7 +94,7 @@ def merged(request, tmp_path_factory) -> tuple[TrainerRank, dict[str, torch.Tens
     rank = make_rank(dtype=request.param)
     fill_adapters(rank, 1)
     rank.save_merged(folder)
-    rank._delivery.source.begin(version=0)
+    rank.delivery.source.begin(version=0)
     return rank, load_export(folder)
 
 
@@ -110,7 +110,7 @@ def test_any_region_is_bitwise_a_slice_of_the_export(merged, data):
         shape.append(data.draw(st.integers(1, size - first)))
     region = Region(tuple(start), tuple(shape))
     out = torch.empty(shape[::-1], dtype=export[name].dtype).permute(*reversed(range(len(shape))))
-    rank._delivery.source.read(name, region, out)
+    rank.delivery.source.read(name, region, out)
     window = tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
     assert torch.equal(out, export[name][window])
 
@@ -122,7 +122,7 @@ def test_joined_reads_are_bitwise_slices_of_the_export(merged, data):
     shape are cut alike, as by TP.
     """
     rank, export = merged
-    metas = rank._delivery.source.layout().tensors
+    metas = rank.delivery.source.layout().tensors
     first = data.draw(st.integers(0, len(metas) - 1))
     reads, offset = [], 0
     is_kept = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
@@ -136,7 +136,7 @@ def test_joined_reads_are_bitwise_slices_of_the_export(merged, data):
                 reads.append(PackedRead(meta.name, region, axes, meta.dtype, offset))
                 offset += reads[-1].num_bytes + data.draw(st.sampled_from([0, 0, 0, 64]))
     slot = torch.zeros(offset, dtype=torch.uint8)
-    rank._delivery.source.compile_reads(reads)(slot)()
+    rank.delivery.source.compile_reads(reads)(slot)()
     for read in reads:
         window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
         assert torch.equal(read.view(slot), export[read.tensor][window])
@@ -145,24 +145,24 @@ def test_joined_reads_are_bitwise_slices_of_the_export(merged, data):
 @torch.no_grad()
 def test_a_compiled_load_reads_what_the_parameters_hold_now_wherever_they_are():
     rank = make_rank()
-    metas = {meta.name: meta for meta in rank._delivery.source.layout().tensors}
+    metas = {meta.name: meta for meta in rank.delivery.source.layout().tensors}
     reads, offset = [], 0
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.1.down_proj.weight"):
         reads.append(PackedRead(name, Region((0, 0), metas[name].shape), (0, 1), metas[name].dtype, offset))
         offset += reads[-1].num_bytes
     slot = torch.zeros(offset, dtype=torch.uint8)
-    fill = rank._delivery.source.compile_reads(reads)(slot)
+    fill = rank.delivery.source.compile_reads(reads)(slot)
     for version, does_move in enumerate((False, False, True)):
-        for parameter in rank._decoder.parameters():
+        for parameter in rank.decoder.parameters():
             if does_move:
                 parameter.data = parameter.data.clone()
             parameter.normal_()
-        rank._delivery.source.begin(version)
+        rank.delivery.source.begin(version)
         fill()
         for read in reads:
-            rank._delivery.source.read(read.tensor, read.region, wanted := torch.empty(read.region.shape))
+            rank.delivery.source.read(read.tensor, read.region, wanted := torch.empty(read.region.shape))
             assert torch.equal(read.view(slot), wanted.to(getattr(torch, read.dtype)))
-        rank._delivery.source.end()
+        rank.delivery.source.end()
     with pytest.raises(LayoutError, match=r"outside begin\(\) and end\(\)"):
         fill()
 
@@ -171,16 +171,16 @@ def test_an_a_that_is_not_gathered_anew_is_refused():
     """A layer that FSDP2 has whole shows no shard of it; what was gathered before is of another version."""
     a = torch.zeros(4, 64)
     with pytest.raises(KeyError, match="q_proj"):
-        gather_lora_a(make_rank()._decoder, {"model.layers.0.self_attn.q_proj.lora_A": a})
+        gather_lora_a(make_rank().decoder, {"model.layers.0.self_attn.q_proj.lora_A": a})
 
 
 @pytest.mark.parametrize("end", [Pipeline.allocate, Pipeline.release, Pipeline.close])
 def test_staging_ends_though_the_plan_is_kept(end):
     """What fills a slot names its addresses; torch must not find it in use when it is asked to give memory back."""
     rank, transport = make_rank(), MemoryTransport(MemoryFabric())
-    layout = MirrorEngine(rank._delivery.source.layout().tensors, transport).receivers[0].describe().layout
-    pipeline = Pipeline(rank._delivery.source, transport, device="cpu", watermark_bytes=1 << 20, verify_hashes=True)
-    plan = build_plan([rank._delivery.source.layout()], [[layout]], max_task_bytes=pipeline.max_task_bytes)
+    layout = MirrorEngine(rank.delivery.source.layout().tensors, transport).receivers[0].describe().layout
+    pipeline = Pipeline(rank.delivery.source, transport, device="cpu", watermark_bytes=1 << 20, verify_hashes=True)
+    plan = build_plan([rank.delivery.source.layout()], [[layout]], max_task_bytes=pipeline.max_task_bytes)
     pipeline.load(plan.tasks[0])
     pipeline.prepare(0)
     assert pipeline._prepared.filled
@@ -195,7 +195,7 @@ def test_staging_ends_though_the_plan_is_kept(end):
 def test_runs_are_as_many_as_layers_parameters_and_destinations_whatever_the_experts(merged, tp_size):
     """A TP rank's w13 takes bands of gate_up_proj, its w2 columns of down_proj; both are one run, and right."""
     rank, export = merged
-    source = rank._delivery.source
+    source = rank.delivery.source
     shapes = {meta.name: meta.shape for meta in source.layout().tensors}
     reads, offset = [], 0
     for tp_rank in range(tp_size):
@@ -221,12 +221,12 @@ def test_runs_are_as_many_as_layers_parameters_and_destinations_whatever_the_exp
 
 def test_adapters_really_merge(merged):
     rank, export = merged
-    base = dict(rank._decoder.named_parameters())["model.layers.0.mlp.experts.down_proj"][1]
+    base = dict(rank.decoder.named_parameters())["model.layers.0.mlp.experts.down_proj"][1]
     assert not torch.equal(export["model.layers.0.mlp.experts.1.down_proj.weight"], base)
 
 
 def test_reading_outside_a_publish_or_a_shard_is_refused():
-    source = make_rank()._delivery.source
+    source = make_rank().delivery.source
     region = Region((0, 0), (1, 1))
     with pytest.raises(LayoutError, match=r"outside begin\(\) and end\(\)"):
         source.read("lm_head.weight", region, torch.empty(1, 1))
@@ -270,7 +270,7 @@ class MirrorEngine(PlainEngine):
 
 def test_each_publish_brings_the_merged_policy_to_an_engine_bitwise(tmp_path):
     rank, fabric = make_rank(dtype=DType.bfloat16), MemoryFabric()
-    engine = MirrorEngine(rank._delivery.source.layout().tensors, MemoryTransport(fabric))
+    engine = MirrorEngine(rank.delivery.source.layout().tensors, MemoryTransport(fabric))
     endpoint = EndpointThread(engine, key=SYNC_KEY)
     try:
         summary = rank.delivery.connect([endpoint.address], MemoryTransport(fabric))

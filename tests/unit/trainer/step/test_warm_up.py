@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cases.rank_helpers import VOCAB, count, fill_adapters, make_rank, make_samples
+from cases.rank_helpers import VOCAB, are_equal, count, fill_adapters, make_rank, make_samples, trained, values_of
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from conf.schema import AlgorithmConfig, Normalization, TrainMode
+from conf.schema import AlgorithmConfig, Normalization, TrainerConfig, TrainMode
 from trainer.errors import TrainerError
 from trainer.rank import TrainerRank
 from trainer.step.microbatches import pack
@@ -20,27 +21,31 @@ from trainer.step.warm_up import full_microbatch, made_up_samples
 KL = AlgorithmConfig(kl_coef=0.1)
 
 
-def updated(rank: TrainerRank) -> list[torch.Tensor]:
+def updated(rank: TrainerRank) -> dict[str, torch.Tensor]:
     """The rank's values after one step."""
     samples = make_samples()
     rank.forward_backward([samples], count(samples))
     assert rank.optimizer_step().policy_version == 1
-    return [shard.values.clone() for shard in rank._shards]
+    return values_of(rank)
+
+
+def state_of(rank: TrainerRank, folder: Path) -> dict[str, torch.Tensor]:
+    """Parameters, moments and random state, as a resume would find them."""
+    rank.save_state(folder)
+    return load_file(folder / "rank-0.safetensors")
 
 
 @pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
-def test_a_warm_up_changes_nothing_that_lasts(mode: TrainMode) -> None:
+def test_a_warm_up_changes_nothing_that_lasts(mode: TrainMode, tmp_path: Path) -> None:
     rank, other = (make_rank(mode=mode, algorithm=KL) for _ in range(2))
     for one in (rank, other):
         fill_adapters(one, 1)
-    before = {name: tensor.clone() for name, tensor in rank._state_tensors().items()}
+    before = state_of(rank, tmp_path / "before")
     assert rank.warm_up([7, 7, 7])["seconds"] > 0
-    after = rank._state_tensors()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert (rank.policy_version, rank._local_loss) == (0, 0.0)
-    assert all(param.grad is None for _, param in rank._trainable)
-    assert all(torch.equal(a, b) for a, b in zip(updated(rank), updated(other), strict=True))
+    assert are_equal(before, state_of(rank, tmp_path / "after"))
+    assert rank.policy_version == 0
+    assert all(param.grad is None for _, param in trained(rank))
+    assert are_equal(updated(rank), updated(other))
 
 
 def test_a_warm_up_divides_by_what_there_is() -> None:
@@ -48,21 +53,24 @@ def test_a_warm_up_divides_by_what_there_is() -> None:
     assert make_rank(algorithm=AlgorithmConfig(normalization=Normalization.constant)).warm_up([7])["seconds"] > 0
 
 
-def test_what_does_not_fit_is_refused_with_the_options_that_need_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused_with_the_options_that_need_less() -> None:
+    """Memory ends late in backward, when most gradients are there."""
     rank = make_rank()
+    met: list[bool] = []
 
-    def full(*_: Any) -> None:
-        rank._trainable[0][1].grad = torch.zeros_like(rank._trainable[0][1])
+    def full(_: torch.Tensor) -> None:
+        met.append(any(param.grad is not None for _, param in trained(rank)))
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated ...")
 
-    monkeypatch.setattr(rank, "forward_backward", full)
+    trained(rank)[0][1].register_hook(full)
     with pytest.raises(TrainerError) as raised:
         rank.warm_up([7, 7])
     text = str(raised.value)
     assert "a microbatch of 14 tokens does not fit cpu" in text
-    assert f"trainer.max_microbatch_tokens, which is {rank._trainer.max_microbatch_tokens}" in text
+    assert f"trainer.max_microbatch_tokens, which is {TrainerConfig().max_microbatch_tokens}" in text
     assert "Tried to allocate 2.00 GiB" in text and "reserved" not in text
-    assert all(param.grad is None for _, param in rank._trainable)
+    assert met == [True]
+    assert all(param.grad is None for _, param in trained(rank))
 
 
 @given(st.integers(1, 500), st.integers(1, 700), st.integers(1, 40))

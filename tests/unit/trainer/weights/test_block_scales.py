@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.rank_helpers import MOE_CONFIG, fill_adapters, make_rank, spawn
+from cases.rank_helpers import LORA, MOE_CONFIG, fill_adapters, make_rank, spawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from conf.errors import ConfigError
-from conf.schema import Device, DType, TrainMode
+from conf.schema import Device, DType, TrainerConfig, TrainMode
 from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.delivery.planned_layouts import source_layouts, temporary_bytes
 from trainer.errors import LayoutError
@@ -31,6 +31,7 @@ from trainer.weights.quantization import (
     shared_blocks,
     touched_blocks,
 )
+from trainer.weights.shards import local_shards
 from weight_sync.layout import Region, TensorMeta
 from weight_sync.publish.packing import PackedRead
 
@@ -77,14 +78,9 @@ def quantized_by_hand(weight: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 def merged_in_float32(rank: TrainerRank) -> dict[str, torch.Tensor]:
     """Every weight before it is quantized."""
     values: dict[str, torch.Tensor] = {}
-    source = rank._delivery.source
-    assert isinstance(source, TrainerWeightSource)
-    source.begin(0)
-    for name, held in source._held.items():
-        (one,) = held
-        values[name] = torch.empty(one.region.shape, dtype=torch.float32)
-        one.run(one.region).write(values[name], source._gathered_a)
-    source.end()
+    for held in local_shards(rank.decoder):
+        values[held.tensor] = torch.empty(held.region.shape, dtype=torch.float32)
+        held.read(held.region, values[held.tensor], {})
     return values
 
 
@@ -99,8 +95,8 @@ def exported(request, tmp_path_factory) -> tuple[TrainerRank, dict[str, torch.Te
     rank = make_rank(dtype=request.param, hf_config=QUANTIZED)
     fill_adapters(rank, 1)
     with torch.no_grad():
-        rank._decoder.get_parameter("model.layers.0.mlp.up_proj.weight")[128:256, 128:].zero_()
-        rank._decoder.get_parameter("model.layers.0.mlp.up_proj.lora_B")[128:256].zero_()
+        rank.decoder.get_parameter("model.layers.0.mlp.up_proj.weight")[128:256, 128:].zero_()
+        rank.decoder.get_parameter("model.layers.0.mlp.up_proj.lora_B")[128:256].zero_()
     rank.save_merged(folder)
     return rank, load_file(folder / "model.safetensors")
 
@@ -108,12 +104,12 @@ def exported(request, tmp_path_factory) -> tuple[TrainerRank, dict[str, torch.Te
 def test_weights_and_scales_are_those_of_float64(exported):
     rank, export = exported
     merged = merged_in_float32(rank)
-    metas = rank._decoder.spec.checkpoint_tensors(str(rank._decoder.dtype).removeprefix("torch."))
+    metas = rank.decoder.spec.checkpoint_tensors(str(rank.decoder.dtype).removeprefix("torch."))
     kept = {meta.name for meta in metas if not BlockFp8.from_hf_config(QUANTIZED).quantizes(meta.name, meta.shape)}
     assert {"lm_head.weight", "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.gate.weight"} < kept
     for name in kept:
-        assert export[name].dtype == rank._decoder.dtype
-        assert torch.equal(export[name], merged[name].to(rank._decoder.dtype)), name
+        assert export[name].dtype == rank.decoder.dtype
+        assert torch.equal(export[name], merged[name].to(rank.decoder.dtype)), name
     checked = 0
     for meta in metas:
         if meta.name in kept:
@@ -124,7 +120,7 @@ def test_weights_and_scales_are_those_of_float64(exported):
         checked += 1
     assert checked == 2 * 3 + 1 + 3 + 4 * 3
     assert export["model.layers.0.mlp.up_proj.weight_scale_inv"][1, 1] == 1.0  # a block of zeros
-    base = rank._decoder.get_parameter("model.layers.1.mlp.experts.down_proj")[1].float()
+    base = rank.decoder.get_parameter("model.layers.1.mlp.experts.down_proj")[1].float()
     assert not torch.equal(merged["model.layers.1.mlp.experts.1.down_proj.weight"], base)
 
 
@@ -158,7 +154,7 @@ def test_vllm_reads_it_as_its_own_format(exported):
 @given(data=st.data())
 def test_any_rectangle_and_any_join_is_bitwise_a_slice_of_the_export(exported, data):
     rank, export = exported
-    metas = rank._delivery.source.layout().tensors
+    metas = rank.delivery.source.layout().tensors
     first = data.draw(st.integers(0, len(metas) - 1))
     reads: list[PackedRead] = []
     offset = 0
@@ -176,9 +172,9 @@ def test_any_rectangle_and_any_join_is_bitwise_a_slice_of_the_export(exported, d
                 reads.append(PackedRead(meta.name, region, axes, meta.dtype, offset))
                 offset += -(-reads[-1].num_bytes // 4) * 4
     slot = torch.zeros(offset, dtype=torch.uint8)
-    rank._delivery.source.begin(0)
-    rank._delivery.source.compile_reads(reads)(slot)()
-    rank._delivery.source.end()
+    rank.delivery.source.begin(0)
+    rank.delivery.source.compile_reads(reads)(slot)()
+    rank.delivery.source.end()
     for read in reads:
         window = tuple(slice(a, b) for a, b in zip(read.region.start, read.region.stop, strict=True))
         assert np.array_equal(as_bytes(read.view(slot)), as_bytes(export[read.tensor][window])), read
@@ -190,17 +186,17 @@ def test_values_and_scales_of_a_stack_of_experts_are_one_run_each(exported, tp_s
     for suffix in ("_proj.weight", "_proj.weight_scale_inv"):
         reads: list[PackedRead] = []
         offset = 0
-        for meta in rank._delivery.source.layout().tensors:
+        for meta in rank.delivery.source.layout().tensors:
             if ".mlp.experts." in meta.name and "down" not in meta.name and meta.name.endswith(suffix):
                 region = Region((0, 0), (meta.shape[0] // tp_size, meta.shape[1]))
                 reads.append(PackedRead(meta.name, region, (0, 1), meta.dtype, offset))
                 offset += reads[-1].num_bytes
         assert len(reads) == 8
-        assert len(rank._delivery.source.joined(reads)) == 1
+        assert len(rank.delivery.source.joined(reads)) == 1
         slot = torch.zeros(offset, dtype=torch.uint8)
-        rank._delivery.source.begin(0)
-        rank._delivery.source.compile_reads(reads)(slot)()
-        rank._delivery.source.end()
+        rank.delivery.source.begin(0)
+        rank.delivery.source.compile_reads(reads)(slot)()
+        rank.delivery.source.end()
         for read in reads:
             wanted = export[read.tensor][: read.region.shape[0]]
             assert np.array_equal(as_bytes(read.view(slot)), as_bytes(wanted)), read
@@ -209,25 +205,25 @@ def test_values_and_scales_of_a_stack_of_experts_are_one_run_each(exported, tp_s
 def test_what_an_engine_keeps_in_another_format_is_refused(exported):
     rank, _ = exported
     name = "model.layers.0.mlp.up_proj.weight"
-    rank._delivery.source.begin(0)
+    rank.delivery.source.begin(0)
     with pytest.raises(LayoutError, match="does not hold it in FP8"):
-        rank._delivery.source.read(name, Region((0, 0), (1, 1)), torch.empty(1, 1))
-    rank._delivery.source.end()
+        rank.delivery.source.read(name, Region((0, 0), (1, 1)), torch.empty(1, 1))
+    rank.delivery.source.end()
     with pytest.raises(LayoutError, match=r"outside begin\(\) and end\(\)"):
-        rank._delivery.source.read(name + SCALE_SUFFIX, Region((0, 0), (1, 1)), torch.empty(1, 1))
+        rank.delivery.source.read(name + SCALE_SUFFIX, Region((0, 0), (1, 1)), torch.empty(1, 1))
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
 def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int, mode: TrainMode) -> tuple:
+    config = TrainerConfig(num_ranks=world_size, ep_size=ep_size, mode=mode, lora=LORA)
     made = make_rank(
         rank, world_size, rendezvous, ep_size=ep_size, mode=mode, dtype=DType.bfloat16, hf_config=QUANTIZED
     )
     fill_adapters(made, world_size)
     made.save_merged(folder / "merged")
-    merged = {} if world_size > 1 else merged_in_float32(made)
-    source = made._delivery.source
+    source = made.delivery.source
     assert isinstance(source, TrainerWeightSource)
     held = source.begin(0)
     read = {}
@@ -236,7 +232,7 @@ def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int
         read[shard.tensor, shard.region.start] = torch.empty(shard.region.shape, dtype=getattr(torch, dtype))
         source.read(shard.tensor, shard.region, read[shard.tensor, shard.region.start])
     source.end()
-    facts = (source.layout(), read, held, source.temporary_bytes, source._scales._num_shared, made._trainer, merged)
+    facts = (source.layout(), read, held, source.temporary_bytes, config)
     made.shutdown()
     return facts
 
@@ -257,8 +253,9 @@ def test_ranks_cover_the_export_bitwise_and_blocks_that_they_share_have_one_scal
     for export, parts in ranks:
         assert {meta.name: meta.shape for meta in parts[0][0].tensors} == {n: tuple(t.shape) for n, t in export.items()}
         seen = {name: np.zeros(tensor.shape, dtype=int) for name, tensor in export.items()}
-        for _, read, held, declared, num_shared, *_ in parts:
-            assert num_shared > 0
+        for index, (_, read, held, declared, _) in enumerate(parts):
+            is_cut_inside_a_block = any(start[0] % BLOCK for name, start in read if name + SCALE_SUFFIX in export)
+            assert is_cut_inside_a_block == (index > 0)
             assert held <= declared
             for (name, start), values in read.items():
                 window = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))
@@ -266,7 +263,7 @@ def test_ranks_cover_the_export_bitwise_and_blocks_that_they_share_have_one_scal
                 seen[name][window] += 1
         for name, times in seen.items():
             # Vectors are frozen in LoRA mode, and then every rank has them whole.
-            is_whole = times.ndim == 1 and parts[0][5].mode is TrainMode.lora
+            is_whole = times.ndim == 1 and parts[0][4].mode is TrainMode.lora
             assert (times == (len(parts) if is_whole else 1)).all(), name
 
 
@@ -277,7 +274,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_ranks(ranks, tmp_path):
     rank.save_merged(tmp_path)
     alone = load_file(tmp_path / "model.safetensors")
     export, parts = ranks[0]
-    assert parts[0][5].mode is TrainMode.lora
+    assert parts[0][4].mode is TrainMode.lora
     for name, tensor in alone.items():
         assert np.array_equal(as_bytes(tensor), as_bytes(export[name])), name
 
@@ -288,7 +285,7 @@ def test_layouts_and_temporary_bytes_are_foretold(ranks):
 
     spec = read_config(QUANTIZED)
     for _, parts in ranks:
-        trainer = parts[0][5]
+        trainer = parts[0][4]
         foretold = source_layouts(spec, "bfloat16", trainer, quantization)
         for part, layout in zip(parts, foretold, strict=True):
 
