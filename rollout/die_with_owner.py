@@ -1,8 +1,9 @@
-"""Ends this process when its owner ends, in whatever way the owner ends and whatever this process is doing then.
+"""Ends this process when its owner ends, however the owner ends and whatever this process is doing then.
 
 Owns one small process that watches both through pidfds. The simpler ways fail: a busy process does not notice that its
 parent was killed; a thread in it does not run while native code holds the interpreter (a regular expression that
-backtracks for ever); PR_SET_PDEATHSIG fires when the *thread* that started the child ends, which may be a pool's.
+backtracks forever); PR_SET_PDEATHSIG fires when the *thread* that started the child ends, and that may be a pool's
+thread.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import sys
 from collections.abc import Sequence
 
 OWNER_VARIABLE = "SLIPSTREAM_OWNER_PID"
-"""Environment variable through which an engine's processes learn whom to live with; not an option."""
+"""Environment variable that tells an engine's processes the pid of their owner; not an option."""
 
 
 def end_with(owner_pid: int, also_kill: Sequence[int] = ()) -> None:
     """End this process by SIGKILL as soon as process `owner_pid` is gone.
 
     Args:
-        owner_pid: The process to live with. This one itself: nothing is watched.
-        also_kill: Processes to kill first: an intermediate parent that does not watch for itself.
+        owner_pid: The owner. If it is this process itself, nothing is watched.
+        also_kill: Processes to kill first: an intermediate parent that does not watch the owner itself.
     """
     if owner_pid == os.getpid():
         return
@@ -42,7 +43,7 @@ def end_with(owner_pid: int, also_kill: Sequence[int] = ()) -> None:
             stderr=subprocess.DEVNULL,
             pass_fds=(owner, *watched),
             start_new_session=True,
-        ).returncode = 0  # nobody waits for it: without this Popen would warn
+        ).returncode = 0  # nobody waits for it, and without this Popen would warn
 
 
 def _open(pid: int, opened: contextlib.ExitStack) -> int | None:

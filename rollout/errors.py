@@ -10,7 +10,7 @@
           SlotsBusy                        requests of older versions read every adapter slot
         ReplicaNotServing(ReplicaDirty)    asked to sample while the weights are not of one committed version
 
-DataError and RewardError are the user's to repair: their message says what to change. Each class is built from one
+The user can repair what raises DataError and RewardError: the message says what to change. Each class is built from one
 message, so that it unpickles on the other side of a Ray call.
 """
 
@@ -53,5 +53,5 @@ class ReplicaNotServing(RolloutError, ReplicaDirty):
 
 
 def error_class(name: str) -> type[Exception]:
-    """The class of an error that crossed from an engine rank by name; one that is not Slipstream's is EngineError."""
+    """The class of an error whose name an engine rank sent; EngineError if the name is not one of Slipstream's."""
     return named_error(name, SlipstreamError) or EngineError

@@ -1,8 +1,8 @@
 """Prompts: from a JSONL or Parquet file to tokenized `Prompt`s, in a seeded order that a resumed run continues.
 
-Owns: reading and checking the file (every row, before the run starts) and the order of epochs. Does not own tokenizers
-(an `Encoder` is passed in) nor what is done with a prompt. No torch.
-Invariant: the order is a function of (seed, epoch) and the number of rows alone, so that a cursor is two integers.
+Owns: reading and checking the file (every row, before the run starts) and the order of prompts in each epoch. Does not
+own tokenizers (an `Encoder` is passed in) nor what is done with a prompt. No torch.
+Invariant: the order depends only on seed, epoch and the number of rows, so a cursor is two integers.
 
 A row is an object with a `prompt` column (text, or a list of chat messages) and any further columns, which rewards see:
 
@@ -27,7 +27,7 @@ from rollout.errors import DataError
 from rollout.types import Prompt
 
 _HEAD_CHARACTERS_PER_TOKEN = 16
-"""A text of more characters a token is not tokenized whole before its beginning was."""
+"""A text with more characters per allowed token is tokenized only after its beginning alone was not too long."""
 PACKAGED = "pkg://"
 """Prefix of prompt files that ship in conf/data."""
 
@@ -108,19 +108,19 @@ def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def encode_up_to(limit: int, text: str, encode: Callable[[str], list[int]]) -> tuple[list[int], bool]:
-    """(token ids, whether they are of the whole text). Of a text that is far longer than the limit only the beginning
-    is tokenized, because megabytes take minutes.
+    """(token ids, whether they are the whole text's). If a text is far longer than the limit, only its beginning is
+    tokenized, because megabytes take minutes.
     """
     head = text[: _HEAD_CHARACTERS_PER_TOKEN * (limit + 1)]
     if len(head) < len(text):
         token_ids = encode(head)
-        if len(token_ids) > limit + 1:  # the cut may have made one token more
+        if len(token_ids) > limit + 1:  # the cut may have added one token
             return token_ids, False
     return encode(text), True
 
 
 def check_text(text: str, where: str) -> None:
-    """Refuse what JSON can say and text does not have: half of a surrogate pair, which tokenizers do not take, and NUL.
+    """Refuse what JSON allows but a text cannot contain: half of a surrogate pair, which tokenizers refuse, and NUL.
 
     Raises:
         DataError: Names the place and the character.
@@ -137,7 +137,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def _check_plain(fields: dict[str, Any], where: str) -> None:
-    """Rewards and checkpoints get a row's columns as JSON; Parquet has types that JSON lacks."""
+    """Refuse columns that JSON cannot hold: rewards and checkpoints get a row as JSON, and Parquet has more types."""
     for name, value in fields.items():
         try:
             json.dumps(value)
@@ -149,7 +149,7 @@ def _check_plain(fields: dict[str, Any], where: str) -> None:
 
 
 class Tokenized(Protocol):
-    """An item of a stream: its order's digest is over these."""
+    """An item of a stream. The digest of the stream's order is computed from its token ids."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
@@ -165,7 +165,7 @@ class Shuffled(Generic[Item]):
 
     Args:
         items: At least one.
-        seed: With the epoch it decides the order.
+        seed: Together with the epoch, it decides the order.
         shuffle: False keeps the file's order in every epoch.
     """
 
@@ -242,7 +242,7 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise DataError(f"{file} is not UTF-8 text: line {number} looks like UTF-16; save the file as UTF-8")
             try:
                 row = json.loads(line.decode("utf-8-sig").rstrip(), object_pairs_hook=_without_duplicates)
-            except json.JSONDecodeError as e:  # its own line number is of the row, not of the file
+            except json.JSONDecodeError as e:  # its own line number counts within the row
                 raise DataError(f"{where}: not a JSON object: {e.msg} at character {e.pos + 1}") from e
             except UnicodeDecodeError as e:
                 raise DataError(f"{where}: byte {e.start + 1} of the line is not UTF-8; save the file as UTF-8") from e
@@ -256,7 +256,7 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; json itself would keep the last value of a key that is there twice."""
+    """A JSON object, refused if a key is there twice; json itself would keep the last value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -1,13 +1,14 @@
 """Calls methods in an engine rank's process while it samples, in a thread of that process.
 
 vLLM's own collective_rpc runs between two steps of the engine: each call waits for one step and delays the next, and a
-publish into an adapter slot makes three calls. They need not wait, because no request reads the slot that is written.
+publish into an adapter slot makes three calls. These need not wait, because no request reads the slot that is written.
 
     RolloutWorker's process                          engine rank's process
       SlotClients.call(method, args) -- unix socket --> SlotServer's thread -> handler(*args) -> (error, text, result)
 
-Owns the sockets, which live in a folder that only this user may enter (so nothing is signed), request numbers, and the
-deadline of a call. Does not own what a call does (rollout/in_vllm/adapter_slots.py). Values are msgpack, never pickle.
+Owns the sockets, request numbers, and the deadline of a call. The sockets are in a folder that only this user may
+enter, so nothing is signed. Does not own what a call does (rollout/in_vllm/adapter_slots.py). Values are msgpack, never
+pickle.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from rollout.errors import EngineDied, error_class
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""How often a call that waits looks whether the engine lives."""
+"""How often a waiting call checks whether the engine still runs."""
 SWITCH_S = 0.0005
-"""sys.setswitchinterval() of an engine's process that has a server. Python's 5 ms, which are waited at every call and
-after every wait for the device, would be most of a publish."""
+"""sys.setswitchinterval() in an engine process with a server. With Python's 5 ms, which pass at every call and after
+every wait for the device, waiting would be most of a publish."""
 
 
 def socket_address(folder: str, rank: int) -> str:
@@ -62,7 +63,7 @@ class SlotServer:
         self._socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)
-        # Set for the process's life, not per call: the thread needs the interpreter to learn that there is a call.
+        # Set once and not per call: the thread needs the interpreter even to see that there is a call.
         sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
         threading.Thread(target=self._serve, args=(context,), name="adapter-slots", daemon=True).start()
 
@@ -91,7 +92,7 @@ class SlotClients:
         folder: Where the sockets are.
         num_ranks: Ranks of the engine.
         timeout_s: Longest that all ranks together may take for one call.
-        is_alive: Whether the engine runs. A Unix socket stays silent when the process behind it dies.
+        is_alive: Whether the engine runs: a ZMQ socket does not say when the process behind it dies.
     """
 
     def __init__(self, folder: str, num_ranks: int, timeout_s: float, is_alive: Callable[[], bool]) -> None:
@@ -99,8 +100,8 @@ class SlotClients:
         self._is_alive = is_alive
         self._numbers = itertools.count()
         self._turn = asyncio.Lock()
-        """One call at a time. A recovering peer asks for an offer during a publish; side by side, each of the two calls
-        would drop the other's answer."""
+        """One call at a time. A recovering peer may ask for an offer during a publish, and two calls at the same time
+        would each drop the other's answer."""
         self._context = zmq.asyncio.Context()
         self._sockets: list[zmq.asyncio.Socket] = []
         for rank in range(num_ranks):
@@ -113,7 +114,7 @@ class SlotClients:
         """Call a method on every rank at once. Results by rank.
 
         Args:
-            timeout_s: Instead of the usual deadline.
+            timeout_s: Used instead of the usual deadline.
 
         Raises:
             SlipstreamError: The first rank's error, as its own class.
@@ -141,7 +142,7 @@ class SlotClients:
                 if not self._is_alive():
                     raise EngineDied("the engine's process died; this rollout worker must be restarted")
             answered, error, text, result = msgpack.unpackb(await socket.recv())
-            if answered == number:  # an older one belongs to a call that was given up
+            if answered == number:  # an older number belongs to a call that was given up
                 return error, text, result
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from weight_sync.layout import TensorMeta
 
 PROBE = -1
-"""Version of an adapter that is not a policy: noise, to see whether the engine applies it."""
+"""Version of an adapter that is noise and not a policy: it shows whether the engine applies adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Adapter:
 
     @property
     def name(self) -> str:
-        """Part of the key of prefix blocks: versions never share one, although they share slots."""
+        """Part of the key of prefix blocks. Versions share slots but never a name, and so never a prefix block."""
         return f"{self.purpose} {self.version}"
 
     @property
@@ -36,11 +36,11 @@ class AdapterSlotsSpec:
     """The adapters that an engine is to serve from slots (weight_sync.mode=adapter)."""
 
     num_slots: int
-    """Versions that can be held at once, the one being written included."""
+    """Versions that can be held at once, including the one being written."""
     rank: int
     """Rank of the slots; one of conf.schema.ENGINE_LORA_RANKS."""
     target_modules: tuple[str, ...]
-    """Last names of the modules that carry an adapter."""
+    """Last names of the modules that have an adapter."""
     tensors: tuple[TensorMeta, ...]
     """Every factor of the adapter, padded to the slots' rank."""
     base: Path | None = None
@@ -70,7 +70,7 @@ class Rollout:
     policy_versions: list[int]
     """Policy version that sampled each token; non-decreasing."""
     text: str
-    """What rewards judge. It holds special tokens only if reward.keep_special_tokens is set."""
+    """What rewards judge. It contains special tokens only if reward.keep_special_tokens is set."""
     finish_reason: str
     """"stop" (end of sequence) or "length"."""
     num_evictions: int = 0
@@ -84,7 +84,7 @@ class Group:
     prompt: Prompt
     rollouts: list[Rollout]
     rewards: list[float | None]
-    """One per rollout; None where the reward raised or timed out (its sample is left out)."""
+    """One per rollout; None if the reward raised or timed out, and then its sample is left out."""
 
     @property
     def oldest_version(self) -> int:

@@ -4,12 +4,12 @@ Owns: when the engine may sample (only while every rank holds one committed vers
 publish, seeds, and text. Does not own the engine's mechanics (`engine.py`), the proof of the bytes
 (`weight_sync.replica.receiver`, in the engine's processes) nor the control socket (`control_server.py`,
 which calls the handler methods below one at a time).
-Invariant: generate_group() starts requests in phase CLEAN only; tokens are stamped with the version that sampled them.
+Invariant: generate_group() starts requests only in phase CLEAN; tokens are stamped with the version that sampled them.
 
     pause(v)     no new groups; the engine stands still
     begin(v)     every rank DIRTY -> addresses to write to; KV blocks are dropped while bytes arrive
     verify       every rank proves its bytes
-    commit(v)    every rank CLEAN(v); outputs of before the pause are stamped; the version moves; the engine resumes
+    commit(v)    every rank CLEAN(v); outputs from before the pause are stamped; the version moves; the engine resumes
     abort        stays paused and DIRTY until a later begin..commit succeeds; requests in flight stay frozen
 
 and of its recovery from another worker, which gives its offer() and goes on sampling:
@@ -18,9 +18,9 @@ and of its recovery from another worker, which gives its offer() and goes on sam
     adopt(v)     every rank CLEAN(v); the version moves; the engine resumes
     release      every rank closes its link to the peer
 
-With adapter slots, the above moves the base weights, and adapter_replica.py moves the versions of the adapter: pull()
+With adapter slots, these steps move the base weights, and adapter_replica.py moves the versions of the adapter: pull()
 then also reads the peer's newest version into a slot, and adopt(v) puts that slot in service. A base that the engine
-loaded from disk is CLEAN from the start; nobody writes it, offers it or asks for it.
+loaded from disk is CLEAN from the start and is never written, offered or asked for.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from weight_sync.typed_msgpack import pack, unpack
 logger = logging.getLogger(__name__)
 
 CALL_SLACK_S = 5.0
-"""The engine counts as dead when a rank takes this much longer than weight_sync.timeout_s, at which the publisher gives
-the replica up."""
+"""The publisher gives a replica up after weight_sync.timeout_s. If a rank takes this much longer, the engine counts as
+dead."""
 
 
 class RolloutWorker:
@@ -67,13 +67,13 @@ class RolloutWorker:
         weight_sync: Link, pause mode, deadlines.
         dtype: Format of weights and activations.
         device: cpu or cuda.
-        seed: Of this worker's sampling; another one for every worker.
+        seed: Seed of this worker's sampling; another one for every worker.
         tensors: Every checkpoint tensor of the model (ModelSpec.checkpoint_tensors()).
         key: The run's key, shared with the publisher.
-        host: Address under which trainer ranks reach this worker.
+        host: Address at which trainer ranks reach this worker.
         adapters: Slots of the engine, when weight_sync.mode=adapter. Base weights then come once, over endpoint() or
             from disk, and policy versions over adapter_endpoint().
-        keep_special_tokens: In the text of responses.
+        keep_special_tokens: Whether the text of responses contains special tokens.
         make_engine: Called with Engine's arguments.
 
     Raises:
@@ -127,7 +127,7 @@ class RolloutWorker:
         Raises:
             EngineError: The engine did not come up, lacks the base that it must load, or stores a parameter in a form
                 that cannot be published.
-            WeightSyncError: The layout cannot be recorded, or the link cannot be had.
+            WeightSyncError: The layout cannot be recorded, or the link cannot be opened.
         """
         base = None if self._adapters is None else self._adapters.base
         if base is not None and not base.is_dir():
@@ -137,7 +137,7 @@ class RolloutWorker:
             link = str(self._sync.transport), self._host, self._sync.timeout_s
             if base is not None:
                 await self._engine.call_ranks("slipstream_open_link", *link)
-                self._endpoint.adopt(VersionState(Phase.clean, 0))  # the engine loaded it, and nobody changes it
+                self._endpoint.adopt(VersionState(Phase.clean, 0))  # the engine loaded it, and it never changes
             else:
                 replies = await self._engine.call_ranks("slipstream_describe", self._tensors, *link)
                 self._ranks = [unpack(EngineRank, reply) for reply in replies]
@@ -167,14 +167,14 @@ class RolloutWorker:
         await self._adapter_endpoint.start()
 
     async def adapter_endpoint(self) -> str:
-        """Address of the control endpoint of the adapter slots; after start(), with slots."""
+        """Address of the control endpoint of the adapter slots. Call it after start(), with slots."""
         if self._adapter_endpoint is None:
             raise EngineError("this rollout worker has no adapter slots")
         return self._adapter_endpoint.address
 
     @property
     def state(self) -> VersionState:
-        """Which version the engine's own weights hold. The endpoint owns it; it samples while `state.is_serving`."""
+        """Which version the engine's own weights hold. The endpoint owns it; this worker samples if it `is_serving`."""
         return self._endpoint.state
 
     def endpoint(self) -> str:
@@ -184,13 +184,13 @@ class RolloutWorker:
     async def generate_group(
         self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, *, seed: int | None = None
     ) -> list[Rollout]:
-        """Sample `n` responses to one prompt. A publish on the way freezes and resumes them (or, by pause mode, starts
-        them anew).
+        """Sample `n` responses to one prompt. A publish meanwhile freezes and resumes them or, depending on the pause
+        mode, starts them anew.
 
         Args:
             prompt: The prompt.
-            n: Siblings.
-            sampling: Instead of rollout.sampling; for evaluation.
+            n: Number of responses.
+            sampling: Used instead of rollout.sampling, for evaluation.
             seed: Makes the responses repeatable. None: the engine's own stream of random numbers.
 
         Raises:
@@ -214,12 +214,12 @@ class RolloutWorker:
                 raise EngineError(
                     f"the engine aborted requests of prompt {prompt.prompt_id} although nobody asked it to"
                 )
-            # pause_mode=abort ended the group; its siblings should be of one version, so all of them start anew.
+            # pause_mode=abort ended the group. Siblings should have one version, so all of them start anew.
             await self._serving.wait()
 
     async def offer(self) -> list[Offer]:
-        """What every rank lets its counterpart in a restarted worker read: its weights, and then, with adapter slots,
-        every rank's slot of the newest version.
+        """What every rank lets the same rank of a restarted worker read: first all ranks' weights, then, with adapter
+        slots, all ranks' slots of the newest version.
 
         Raises:
             ReplicaNotServing: There is no committed version here right now.
@@ -238,7 +238,8 @@ class RolloutWorker:
             Bytes of all ranks, seconds of the slowest.
 
         Raises:
-            WeightSyncError: Layouts differ, the bytes did not come, or are not the peer's. DIRTY; a publish is next.
+            WeightSyncError: Layouts differ, or bytes did not arrive or are not the peer's. This worker is DIRTY then,
+                and needs a publish.
         """
         weights, slots = offers[: len(self._ranks)], offers[len(self._ranks) :]
         num_slots = 0 if self._replica is None else self._replica.num_ranks
@@ -252,7 +253,7 @@ class RolloutWorker:
         if not weights:  # it loaded its base itself
             return await self._replica.pull(slots)
         pulled = await self._pull_weights(weights)
-        await self._adopt_weights(weights[0].version, weights[0].epoch)  # no publish changes a base that has arrived
+        await self._adopt_weights(weights[0].version, weights[0].epoch)  # no publish will change this base
         return pulled.then(await self._replica.pull(slots))
 
     async def _pull_weights(self, offers: Sequence[Offer]) -> Pulled:
@@ -264,7 +265,7 @@ class RolloutWorker:
         replies = await self._engine.call_ranks(
             "slipstream_pull",
             pack(list(offers)),
-            self._sync.timeout_s,  # of the read, which ends before the wait for it
+            self._sync.timeout_s,  # limits the read, which must end before the wait for it
             timeout_s=2 * self._limit_s,
         )
         self._endpoint.adopt(self.state.verified(version, epoch, plan))
@@ -277,10 +278,10 @@ class RolloutWorker:
         self._endpoint.adopt(committed)
 
     async def adopt(self, version: int, epoch: int) -> None:
-        """Serve what was pulled. The caller has seen that the peer did not move meanwhile.
+        """Serve what was pulled. The caller has checked that the peer's version did not change meanwhile.
 
         Args:
-            version, epoch: Of the last offer.
+            version, epoch: Those of the last offer.
         """
         if self._replica is None:
             await self._adopt_weights(version, epoch)
@@ -288,14 +289,14 @@ class RolloutWorker:
             await self._replica.adopt(version, epoch)
 
     async def release(self, offers: Sequence[Offer]) -> None:
-        """Close the links to a peer that was pulled from; without adapter slots, about a second without sampling."""
+        """Close the links to the peer of pull(). Without adapter slots, this stops sampling for about a second."""
         if self._replica is None:
             await self._call_ranks("slipstream_release", pack(list(offers)))
         else:
             await self._replica.release(offers[len(self._ranks) :])
 
     async def base_wanted_at(self) -> str:
-        """Where the base must be sent before any version of the adapter; "" if it has arrived, or without slots."""
+        """Address to which the base must be sent before any adapter; "" if the base has arrived, or without slots."""
         return "" if self._replica is None or self.state.is_serving else self._endpoint.address
 
     async def stop(self) -> None:
@@ -318,7 +319,8 @@ class RolloutWorker:
         return self._ranks
 
     async def pause(self, version: int, epoch: int, digest: str) -> None:
-        """Stop serving, then the engine; begin() lets the bytes change. In this order nobody samples from a mixture."""
+        """Stop serving, then pause the engine. Only begin(), which comes later, lets bytes change, so no request
+        samples from a mixture of versions."""
         self._serving.clear()
         hold_collections()
         await self._engine.pause(self._sync.pause_mode, timeout_s=self._limit_s)
@@ -338,8 +340,8 @@ class RolloutWorker:
         await self._put_in_service("slipstream_commit", version, epoch)
 
     async def _put_in_service(self, method: str, version: int, epoch: int) -> None:
-        """Every rank CLEAN, then resume. The stamp moves before the engine: no token of new weights may carry the old
-        version.
+        """Make every rank CLEAN, then resume. The stamp changes before the engine resumes, so that no token of new
+        weights gets the old version.
         """
         if self._clearing is not None:
             await self._clearing
@@ -350,7 +352,7 @@ class RolloutWorker:
         self._serving.set()
 
     def _clear_cache(self) -> None:
-        """Start dropping KV blocks. It takes milliseconds, during which bytes already arrive."""
+        """Start to drop KV blocks. That takes milliseconds, and bytes already arrive meanwhile."""
         if not self._sync.keep_kv:
             self._clearing = asyncio.create_task(self._engine.clear_cache(timeout_s=self._limit_s))
 
@@ -360,7 +362,7 @@ class RolloutWorker:
         await self._call_ranks("slipstream_abort", epoch, reason)
 
     async def _call_ranks(self, method: str, *args: Any) -> list[Any]:
-        """Call all ranks, with a deadline: the endpoint waits here and must be able to answer a later publisher."""
+        """Call all ranks, with a deadline: the endpoint waits here, and must be free again for a later publisher."""
         return await self._engine.call_ranks(method, *args, timeout_s=self._limit_s)
 
     def _decode(self, rollout: Rollout) -> str:
@@ -368,7 +370,7 @@ class RolloutWorker:
 
 
 def _read_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer of a model folder. Without one rewards would judge empty texts."""
+    """The tokenizer of a model folder. Without one, rewards would judge empty texts."""
     try:
         return Tokenizer.from_file(str(file))
     except Exception as e:  # the only class that `tokenizers` raises

@@ -4,21 +4,20 @@
                 (none is free: wait, or end the requests of the oldest version, as weight_sync.on_busy_slot says)
     verify      every rank proves the slot's bytes
     commit(v)   requests that start from here on read the slot
-    abort       the slot is empty; the version before goes on serving
+    abort       the slot is empty; the earlier version goes on serving
 
 A restarted worker takes the newest version from another worker's slot instead, once it has the base:
 
     pull(offers) a free slot; every rank reads the peer's newest slot and proves the bytes
     adopt(v)     what commit does
-    release      every rank closes its link to the peer, over which the base came, too
+    release      every rank closes its link to the peer (the base came over the same link)
 
 Owns: that order, the policy for busy slots, and the probe: before the first version, noise in the factors of each kind
-of module must change the engine's log-probabilities. (The commonest fault of this mode is an engine that silently
-ignores the adapters of experts; no hash shows that.) Does not own: the table (slot_leases.py), the engine (engine.py),
+of module must change the engine's log-probabilities. (The most common fault of this mode is an engine that silently
+ignores the adapters of experts, which no hash shows.) Does not own: the table (slot_leases.py), the engine (engine.py),
 the proof of the bytes (weight_sync).
-Invariants: the engine is never paused; one request reads one slot from its first token to its last, unless its version
-was evicted; a group ends however often it is evicted; a publish that fails costs the version that was being written and
-nothing else.
+Invariants: the engine is never paused. A request reads one slot from its first token to its last, unless its version is
+evicted. Every group ends, however often it is evicted. A publish that fails loses only the version that it was writing.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)
 MAX_RESTARTS = 2
-"""How often a group starts anew because its version was evicted; after that its responses go on under newer ones."""
+"""How often a group starts anew because its version was evicted; later its responses go on under newer versions."""
 EVICT_RETRY_S = 0.02
-"""Time between two tries to end a version's requests: some reach the engine after a try."""
+"""Time between two tries to end a version's requests. Some requests reach the engine only after a try."""
 
 
 class AdapterReplica:
@@ -78,7 +77,7 @@ class AdapterReplica:
         self._writing: int | None = None
         self._is_probed = False
         self.num_evicted_requests = 0
-        """Requests ended because a publish needed their slot, and sampled anew or on under a newer version."""
+        """Requests that ended because a publish needed their slot; they started anew or went on under a newer one."""
 
     @property
     def num_ranks(self) -> int:
@@ -104,9 +103,9 @@ class AdapterReplica:
             is_evicted = [rollout.finish_reason == ABORTED for rollout in rollouts]
             self._count_evicted(sum(is_evicted))
             num_evictions = [before + more for before, more in zip(num_evictions, is_evicted, strict=True)]
-            if not any(is_evicted):  # else all of them start anew: siblings are of one version
+            if not any(is_evicted):  # otherwise all start anew, so that siblings have one version
                 break
-        # A group that is evicted again each time would never end, so its responses now go on from where they are.
+        # A group that is evicted every time would never end, so its responses now go on from where they are.
         parts = [replace(part, num_evictions=count) for part, count in zip(rollouts, num_evictions, strict=True)]
         seeds = [None if seed is None else seed + index for index in range(n)]
         calls = [self._continue(token_ids, sampling, own, part) for own, part in zip(seeds, parts, strict=True)]
@@ -183,7 +182,7 @@ class AdapterReplica:
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
         """Fill a free slot from a peer's newest one. No request reads it before adopt(). Arguments as Worker.pull."""
         slot = await self._take_slot(offers[0].version)
-        limit_s = self._config.timeout_s  # of the read, which ends before the wait for it
+        limit_s = self._config.timeout_s  # limits the read, which must end before the wait for it
         replies = await self._clients.call("pull", slot, pack(list(offers)), limit_s, timeout_s=2 * limit_s)
         return slowest([unpack(Pulled, reply) for reply in replies])
 
@@ -192,7 +191,7 @@ class AdapterReplica:
         await self._flip("adopt", version, epoch)
 
     async def release(self, offers: Sequence[Offer]) -> None:
-        """Close the links to a peer, over the slot channel: vLLM's own calls would stop sampling meanwhile."""
+        """Close the links to a peer, over the slot channel, because vLLM's own calls would interrupt sampling."""
         await self._clients.call("release", pack(list(offers)))
 
     # -- both --------------------------------------------------------------------------------------------------------
@@ -256,5 +255,5 @@ class AdapterReplica:
 
 
 def seed_of_part(seed: int, num_tokens: int) -> int:
-    """Seed with which a response goes on after `num_tokens` tokens. The first seed would repeat its random numbers."""
+    """Seed with which a response goes on after `num_tokens` tokens. The first seed would repeat the random numbers."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{num_tokens}".encode()).digest()[:4], "little") >> 1

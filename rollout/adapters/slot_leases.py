@@ -22,7 +22,7 @@ class SlotTable:
     """See the module's docstring.
 
     Args:
-        num_slots: At least 2: one serves while another is written.
+        num_slots: At least 2: one serves while the other is written.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -31,7 +31,8 @@ class SlotTable:
         self._held: list[Adapter | None] = [None] * num_slots
         self._readers = [0] * num_slots
         self._order: list[int] = []
-        """Slots that hold a version, in the order of their commits. Versions may go back, commits do not."""
+        """Slots that hold a version, in the order of their commits, not of their versions: a version may be older than
+        the one before it."""
         self._changed = asyncio.Event()
 
     @property
@@ -41,7 +42,7 @@ class SlotTable:
 
     @property
     def num_readers(self) -> dict[int, int]:
-        """Version -> requests in flight on it, of versions that have any."""
+        """Version -> requests in flight on it, for versions that have any."""
         return {held.version: n for held, n in zip(self._held, self._readers, strict=True) if held is not None and n}
 
     @contextmanager
@@ -58,17 +59,17 @@ class SlotTable:
             self._changed.set()
 
     def free(self) -> int | None:
-        """A slot that may be written: an empty one, else the one committed longest ago that nobody reads."""
+        """A slot that may be written: an empty one, or else, of the slots without readers, the one committed first."""
         empty = [slot for slot, held in enumerate(self._held) if held is None]
         older = [slot for slot in self._order[:-1] if not self._readers[slot]]
         return next(iter([*empty, *older]), None)
 
     def oldest_read(self) -> Adapter | None:
-        """The version, other than the newest, that was committed longest ago and that requests still read."""
+        """Of the versions that requests still read, except the newest, the one that was committed first."""
         return next((self._held[slot] for slot in self._order[:-1] if self._readers[slot]), None)
 
     def write(self, slot: int) -> None:
-        """Note that a publish overwrites the slot: what it held is gone."""
+        """Note that a publish overwrites the slot, which then holds no version."""
         if self._readers[slot] or (self._order and self._order[-1] == slot):
             raise AssertionError(f"slot {slot} is read")
         self._held[slot] = None
@@ -76,12 +77,12 @@ class SlotTable:
             self._order.remove(slot)
 
     def commit(self, slot: int, version: int) -> None:
-        """The slot holds `version`, which new requests use from here on."""
+        """Note that the slot holds `version`. New requests use it from here on."""
         self._held[slot] = Adapter(slot, version)
         self._order.append(slot)
         self._changed.set()
 
     async def wait_changed(self) -> None:
-        """Return after the next lease that ends, or commit."""
+        """Return after the next end of a lease, or the next commit."""
         self._changed.clear()
         await self._changed.wait()

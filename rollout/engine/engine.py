@@ -11,12 +11,11 @@ Invariant: a token's stamp is the version whose weights sampled it. Why no stamp
 
     1. Weights change only between pause() and resume(), and no step runs between the two.
     2. Queue, socket and socket task keep order: when pause() returns, all earlier outputs are in outputs_queue.
-    3. An output is stamped as it leaves outputs_queue, with no await in between: once it is empty, all are stamped.
+    3. An output is stamped as it leaves outputs_queue, with no await in between: once that is empty, all are stamped.
     4. set_version() waits for that, and only then changes the version that new stamps get.
 
 Processes: this one, and the EngineCore with the model in it (tp_size=1) or with tp_size workers below it. vLLM's
-outlive a parent that is killed; ours end with it, however it ends (`die_with_owner.py`, which
-in_vllm/engine_process.py starts).
+processes would outlive a parent that is killed. in_vllm/engine_process.py makes them end with it (`die_with_owner.py`).
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ CALL_TIMEOUT_S = 1800.0
 """Longest that a call to the engine may take if the caller sets no deadline; recording a large model takes minutes."""
 WAIT_LOG_S = 30.0
 SHUTDOWN_TIMEOUT_S = 1.0
-"""How long the engine's processes get after SIGTERM. They hold nothing that must be saved."""
+"""How long the engine's processes get to end after SIGTERM. They hold nothing that must be saved."""
 DRAIN_TIMEOUT_S = 30.0
-"""Longest that outputs which have arrived may wait for vLLM's own handler."""
+"""Longest wait until vLLM's own handler has taken the outputs that have arrived."""
 ABORTED = "abort"
 """finish_reason of a request that a pause, an eviction or a shutdown ended."""
 NUM_PROBE_LOGPROBS = 16
@@ -73,9 +72,9 @@ class Engine:
         folder: config.json (and generation_config.json) of the model; weights are not read.
         config: Sizes and parallelism.
         dtype: Format of weights and activations.
-        device: cpu or cuda (`auto` must be decided by now).
-        seed: Of the engine's own random numbers; give every worker another one.
-        adapters: Slots for adapters; None: requests name none.
+        device: cpu or cuda; the caller has resolved `auto`.
+        seed: Seed of the engine's own random numbers; give every worker another one.
+        adapters: Slots for adapters; None: requests use no adapters.
     """
 
     def __init__(
@@ -94,22 +93,22 @@ class Engine:
         self._arguments = engine_arguments(folder, config, dtype=dtype, device=device, seed=seed, adapters=adapters)
         self._llm: AsyncLLM | None = None
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
-        """Folder for the sockets between vLLM's processes. vLLM does not remove them; without it they stay in /tmp."""
+        """Folder for the sockets between vLLM's processes. vLLM does not remove them, and would leave them in /tmp."""
         self._request_numbers = itertools.count()
         self._stamps: dict[str, list[int]] = {}
         self._adapters: dict[str, Adapter] = {}
-        """Adapter of each request in flight that names one; its version stamps all tokens of the request."""
+        """The adapter of each request in flight that names one. All of that request's tokens get its version."""
         self._stop_token_ids = stop_token_ids(folder)
         self._hangs = False
-        """Whether a call passed its deadline. From then on nobody knows what the engine's ranks hold."""
+        """Whether a call passed its deadline. From then on it is unknown what the engine's ranks hold."""
         self.version = -1
         """Policy version that stamps new tokens; -1 while the weights are dummies."""
         self.num_generated_tokens = 0
-        """Since the start, unfinished responses included."""
+        """Tokens since the start, including those of unfinished responses."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine's process runs, answers, and its outputs are handled."""
+        """Whether the engine's process runs and answers, and its outputs are handled."""
         return self._llm is not None and not self._llm.errored and not self._hangs
 
     @property
@@ -126,7 +125,7 @@ class Engine:
         for name, value in engine_environment(self._device).items():
             os.environ.setdefault(name, value)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
-        # In a thread: the event loop stays responsive, and vLLM's output handler starts after watch_outputs().
+        # In a thread, so that the event loop goes on, and vLLM's output handler starts only after watch_outputs().
         self._llm = await asyncio.to_thread(self._build)
         watch_outputs(self._llm, self._stamp)
 
@@ -151,11 +150,11 @@ class Engine:
             self._drop_sockets()
             raise EngineError(f"the engine did not start: {why_it_failed(e, output.read())}") from e
         finally:
-            if own:  # another engine of this process has a folder of its own
+            if own:  # the next engine of this process makes a folder of its own
                 del os.environ[SOCKETS_VARIABLE]
 
     def _stamp(self, output: Any) -> None:
-        """Note the current version for each token at the moment its output leaves the queue (step 3 of the proof)."""
+        """Note the current version for each token of an output that leaves the queue (step 3 of the proof)."""
         request_id, _, _ = output.request_id.rpartition("-")  # vLLM appends 8 random characters
         if request_id in self._stamps:
             adapter = self._adapters.get(request_id)
@@ -164,11 +163,10 @@ class Engine:
             self.num_generated_tokens += len(output.new_token_ids)
 
     async def warm_up(self, adapter: Adapter | None = None) -> None:
-        """Sample once at every batch size whose kernels vLLM's start leaves uncompiled, with an adapter where they are
-        served.
+        """Sample once at every batch size whose kernels vLLM has not compiled at its start; with an adapter, if given.
 
-        vLLM runs its largest batch and those that it captures. A batch in between (a prefill) meets kernels that are
-        compiled while it waits, most of a second each; a publish that comes then waits for that step to end.
+        vLLM itself runs its largest batch and those that it captures. The first batch of a size in between (a prefill)
+        waits for kernels to be compiled, most of a second each, and a publish that comes then waits for that step.
         """
         config: Any = self._running().vllm_config
         if self._device is not Device.cuda:
@@ -180,13 +178,13 @@ class Engine:
         sampling = SamplingConfig(max_tokens=1, stop_at_eos=False)
         num_tokens = config.model_config.get_vocab_size()
         for length in lengths:
-            # No two prompts share a first block: it would not be computed again.
+            # No two prompts share a first block, because a shared one would not be computed again.
             prompt = [(length + index) % num_tokens for index in range(length)]
             try:
                 await self.generate_group(prompt, 1, sampling, adapter=adapter)
             except EngineDied:
                 raise
-            except EngineError as e:  # with dummy weights anything may come out; the kernels have run
+            except EngineError as e:  # dummy weights may give any output; the kernels have run
                 logger.info("the warm-up at %d tokens returned no sample: %s", length, e)
         self.num_generated_tokens = 0
 
@@ -203,13 +201,13 @@ class Engine:
 
         Args:
             prompt_token_ids: The prompt.
-            n: Siblings; each is a request of its own and shares the prompt's KV blocks with the others.
+            n: Number of responses; each is a request of its own, and they share the prompt's KV blocks.
             sampling: Temperature, bounds and end of a response.
-            seed: Of the first sibling; the others follow. None: the engine's own stream (much faster on GPUs).
+            seed: The first response's seed; the others' follow it. None: the engine's own stream (much faster on GPUs).
             adapter: Applied to all of them, from first token to last. The caller holds a lease on its slot.
 
         Returns:
-            Rollouts in order; finish_reason "stop", "length", or ABORTED where a pause or abort_version() ended a
+            Rollouts in order; finish_reason is "stop", "length", or ABORTED if a pause or abort_version() ended the
             request.
 
         Raises:
@@ -221,7 +219,7 @@ class Engine:
         try:
             return await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # one failed, or the caller gave up: end the others inside the engine too
+            for task in tasks:  # one failed, or the caller gave up: end the others inside the engine, too
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -238,8 +236,8 @@ class Engine:
             stop_token_ids=self._stop_token_ids if sampling.stop_at_eos else [],
             ignore_eos=not sampling.stop_at_eos,
             seed=seed,
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,  # lists of numbers; a dict and an object a token make full collections long
+            logprobs=0,  # only the sampled token's
+            flat_logprobs=True,  # lists of numbers; a dict and an object per token make full garbage collections long
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -254,18 +252,17 @@ class Engine:
     async def _run(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str, adapter: Adapter | None
     ) -> Any:
-        """One request to its end: vLLM's last output."""
+        """Run one request to its end. Returns vLLM's last output."""
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        # The salt keeps prefix blocks of one version from requests that start under another, whether or not they were
-        # dropped.
+        # The salt keeps requests from using prefix blocks of another version that were not dropped.
         salt = f"policy version {self.version}" if adapter is None else adapter.name
         prompt: Any = {"prompt_token_ids": list(prompt_token_ids), "cache_salt": salt}
         lora = None
         if adapter is not None:
             self._adapters[request_id] = adapter
-            lora = LoRARequest(adapter.name, adapter.lora_id, "slot")  # loaded long ago: the path is never read
+            lora = LoRARequest(adapter.name, adapter.lora_id, "slot")  # it is loaded already: vLLM never reads the path
         try:
             final = None
             async for output in self._running().generate(prompt, params, request_id, lora_request=lora):
@@ -292,7 +289,7 @@ class Engine:
         return {token: entry.logprob for token, entry in final.outputs[0].logprobs[0].items()}
 
     async def abort_version(self, version: int) -> None:
-        """End the requests in flight that use this version's adapter; each returns what it has so far, ABORTED."""
+        """End the requests in flight that use this version's adapter. Each returns what it has so far, as ABORTED."""
         requests = [request for request, adapter in self._adapters.items() if adapter.version == version]
         await self._running().abort(requests)
 
@@ -318,14 +315,14 @@ class Engine:
 
         Args:
             mode: keep freezes requests in flight; wait lets them finish; abort ends them.
-            timeout_s: Longest that the step in flight may take; with `wait`, that the requests may.
+            timeout_s: Longest wait for the step in flight; with `wait`, for the requests.
 
         Raises:
             EngineDied: The step took longer.
-            EngineError: Requests took longer. They go on, and a later pause() waits for what is left of them.
+            EngineError: Requests took longer. They go on, and a later pause() waits for the rest of them.
         """
-        # AsyncLLM.pause_generation() is this call and then a sleep of 20 ms, in the hope that outputs are handled
-        # meanwhile; set_version() waits for exactly that.
+        # AsyncLLM.pause_generation() makes this call and then sleeps for 20 ms, in the hope that outputs are handled
+        # meanwhile. Here set_version() waits until they are.
         core: Any = self._running().engine_core
         call = core.pause_scheduler_async(mode=str(mode), clear_cache=False)
         if mode is not PauseMode.wait:
@@ -339,7 +336,7 @@ class Engine:
             ) from e
 
     async def clear_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Drop all KV blocks. Requests that pause() froze are prefilled again, under the weights they resume with."""
+        """Drop all KV blocks. Requests that pause() froze are prefilled again, with the weights that resume() finds."""
         call = self._running().reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         if not await self._in_time(call, "clear_cache", timeout_s):
             raise EngineError("the engine did not drop its KV blocks: they are of weights that are gone")
@@ -370,7 +367,7 @@ class Engine:
         """Call a method of the worker extension on every rank of the engine.
 
         Args:
-            method: Of WeightReceiver.
+            method: A method of WeightReceiver.
             args: Plain values and bytes.
             timeout_s: Longest that all ranks together may take.
 
@@ -383,7 +380,7 @@ class Engine:
             EngineError: The call itself failed.
         """
         try:
-            # vLLM's own timeout is not used: answers that come after it would be taken for those of the next call.
+            # vLLM's own timeout is not used: the next call would take a late answer for its own.
             replies = await self._in_time(self._running().collective_rpc(method, args=args), method, timeout_s)
         except EngineError:
             raise
@@ -428,7 +425,7 @@ class Engine:
 
 
 async def _within(call: Awaitable[T], what: str, timeout_s: float) -> T:
-    """The call's result, or TimeoutError. Every WAIT_LOG_S it logs what it waits for."""
+    """Return the call's result, or raise TimeoutError. Logs every WAIT_LOG_S what it waits for."""
     task, began = asyncio.ensure_future(call), time.monotonic()
     try:
         while (left_s := began + timeout_s - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""What vLLM is told: environment and arguments of an engine on either device, its stop tokens, its warm-up.
+"""What an engine is started with on either device: environment, arguments, stop tokens, warm-up lengths.
 
 Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Pure: starts nothing and imports no vLLM.
 """
@@ -18,22 +18,23 @@ SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 
 
 def engine_environment(device: Device) -> dict[str, str]:
-    """Environment of a rollout worker's process, best set before torch is imported there. Values that are set win.
+    """Environment of a rollout worker's process; set it before torch is imported there. Variables that are already set
+    keep their values.
 
     CPU: with VLLM_ENABLE_V1_MULTIPROCESSING=0 the model lives inside the EngineCore process instead of a third one,
     which saves one import of everything (6 s of a core). TORCHDYNAMO_DISABLE=1 saves the C++ compilation of one
-    function of the sampler, 16 s at the first token. One thread: workers and trainer ranks share the cores.
+    function of the sampler, 16 s at the first token. One thread, because workers and trainer ranks share the cores.
     """
     common = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # Requests that end in one chunk of outputs are answered, and followed by others, in one turn of the event loop,
-        # on which a publish waits four times: 6.7 ms (p99) with 256 requests at vLLM's 128 outputs a chunk, 2.2 at 16.
+        # In one turn of the event loop, all requests that end in a chunk of outputs are answered, and others follow. A
+        # publish waits for four such turns: 6.7 ms (p99) with 256 requests at vLLM's 128 outputs per chunk, 2.2 at 16.
         "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "16",
     }
     if device is Device.cuda:
         return common | {
-            # Sampled log-probabilities are those of PyTorch's own softmax, and flashinfer need not be installed.
+            # PyTorch's own softmax computes the sampled log-probabilities, and flashinfer need not be installed.
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             # DeepGEMM would requantize block-FP8 weights to scales that are powers of two, after loading.
             "VLLM_USE_DEEP_GEMM": "0",
@@ -59,14 +60,14 @@ def engine_arguments(
     is_cpu = device is not Device.cuda
     arguments: dict[str, Any] = {
         "model": str(folder),
-        "load_format": "dummy",  # version 0 comes by publish, as every other version
+        "load_format": "dummy",  # a publish brings version 0, as every other version
         "skip_tokenizer_init": True,  # token ids in, token ids out
-        "generation_config": "vllm",  # no sampling default of a checkpoint may slip in
+        "generation_config": "vllm",  # ignore the checkpoint's sampling defaults
         "dtype": str(dtype),
-        "seed": seed % (1 << 32),  # numpy, which vLLM seeds too, takes no more
+        "seed": seed % (1 << 32),  # vLLM also seeds numpy, which takes no more
         "tensor_parallel_size": config.tp_size,
         "enable_expert_parallel": config.enable_expert_parallel,
-        # Said explicitly: inside a Ray placement group vLLM would otherwise choose Ray.
+        # Without this, vLLM would choose Ray inside a Ray placement group.
         "distributed_executor_backend": "mp" if config.tp_size > 1 else "uni",
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
@@ -75,9 +76,9 @@ def engine_arguments(
         "kv_cache_memory_bytes": config.kv_cache_bytes or (CPU_KV_CACHE_BYTES if is_cpu else None),
         "enforce_eager": is_cpu or config.enforce_eager,
         "enable_prefix_caching": True,  # siblings share their prompt
-        "logprobs_mode": "processed_logprobs",  # of what was sampled from: temperature and top_p applied
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: temperature and top_p applied
         # The Triton kernels read weights and block scales in checkpoint order; others reorder, swizzle or requantize
-        # them after loading. (What was really chosen is checked in post_load.py.)
+        # them after loading. (post_load.py checks which kernels vLLM chose.)
         "moe_backend": "auto" if is_cpu else "triton",
         "linear_backend": "auto" if is_cpu else "triton",
         "worker_extension_cls": "rollout.in_vllm.engine_process.WeightReceiver",
@@ -98,18 +99,18 @@ def engine_arguments(
             "fully_sharded_loras": False,  # has no form with expert parallelism
         }
         if adapters.base is not None:
-            # In whatever form its kernels want. Of vLLM's kernels for INT4 experts, Marlin's alone add adapters.
+            # vLLM chooses the form of the base. Of its kernels for INT4 experts, only Marlin's add adapters.
             arguments |= {"model": str(adapters.base), "load_format": "auto"}
             arguments["moe_backend"] = "auto" if is_cpu else "marlin"
         if config.enable_expert_parallel:
-            arguments["all2all_backend"] = "allgather_reducescatter"  # the only one that adapters of experts work with
+            arguments["all2all_backend"] = "allgather_reducescatter"  # the only one that works with adapters of experts
     return arguments
 
 
 def stop_token_ids(folder: Path) -> list[int]:
-    """End-of-sequence tokens of a model folder, which vLLM without a tokenizer does not know.
+    """End-of-sequence tokens of a model folder. vLLM, which runs without a tokenizer, does not know them.
 
-    generation_config.json, else config.json.
+    Read from generation_config.json, or else from config.json.
     """
     for name in ("generation_config.json", "config.json"):
         file = folder / name
@@ -122,12 +123,12 @@ def stop_token_ids(folder: Path) -> list[int]:
 def warm_up_lengths(captured: int, largest: int) -> list[int]:
     """Prompt lengths that make Triton compile every kernel a batch may need, above the captured sizes.
 
-    vLLM's tuned MoE kernels change at batch sizes between these (halfway between powers of two and the sizes in the
-    middle of those), and Triton compiles a kernel anew where a count stops being a multiple of 16, hence the odd
-    lengths.
+    vLLM's tuned MoE kernels change at batch sizes between these lengths (halfway between powers of two and the sizes in
+    the middle of those). The lengths are odd because Triton compiles another kernel for counts that are not multiples
+    of 16.
 
     Args:
-        captured: Largest batch with a CUDA graph; smaller ones are padded to one.
+        captured: Largest batch with a CUDA graph; smaller batches are padded to a captured size.
         largest: Most tokens of one batch.
     """
     bases = [size for power in range(4, 31) for size in (1 << power, 3 << (power - 1))]

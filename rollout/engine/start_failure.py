@@ -1,6 +1,6 @@
 """Finds out why an engine did not come up, from what its processes wrote before they ended.
 
-An engine fails in a process of its own, which writes the reason and ends; the process that waits for it only gets an
+An engine fails in a process of its own, which writes the reason and ends. The process that waits for it gets only the
 error "See root cause above".
 Owns: reading what was written where stdout and stderr are files, and choosing the line that gives the reason. Does not
 own these files (they are Ray's, or a served engine's log).
@@ -14,15 +14,15 @@ import stat
 from collections.abc import Sequence
 
 MAX_BYTES = 1 << 18
-"""Most that is read of one file, from its end."""
+"""The most bytes that are read of one file, from its end."""
 REFERRAL = "root cause"
-"""Words in those of vLLM's errors that only point at another one."""
+"""Words in vLLM errors that only refer to another error."""
 
 
 def cause_in(log: str) -> str:
-    """The line of a log that gives the reason: that of the last error which does not point at another one.
+    """The line of a log that gives the reason: the last error that does not refer to another one.
 
-    A validation error of pydantic has its text in the next line, which is added.
+    A validation error of pydantic has its text in the next line, so that line is added.
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [at for at, line in enumerate(lines) if re.search(r"\w(Error|Exception)\b", line)]
@@ -34,21 +34,21 @@ def cause_in(log: str) -> str:
 
 
 def why_it_failed(error: Exception, log: str) -> str:
-    """An engine's error; where it refers to the log, also what that says."""
+    """An engine's error; if it refers to the log, with the reason from the log."""
     told = f"{type(error).__name__}: {error}"
     return f"{told}; the engine's process said: {cause_in(log)}" if REFERRAL in told and log.strip() else told
 
 
 class OutputSince:
-    """Reads what this process and those that it starts write from now on, where that goes to files.
+    """Reads what this process and its children write from now on, if they write to files.
 
     Args:
-        descriptors: Of stdout, then stderr. An error that is in both is plainer in stderr, and the last one counts.
+        descriptors: stdout, then stderr: the last error counts, and if both have it, stderr says it more plainly.
     """
 
     def __init__(self, descriptors: Sequence[int] = (1, 2)) -> None:
         self._starts: dict[int, int] = {}
-        """Descriptor -> size of its file now. One of two descriptors of the same file."""
+        """Descriptor -> size of its file at the start. If both descriptors are of one file, only one is here."""
         files: set[tuple[int, int]] = set()
         for descriptor in descriptors:
             try:
@@ -60,7 +60,7 @@ class OutputSince:
                 self._starts[descriptor] = found.st_size
 
     def read(self) -> str:
-        """What was written since; "" where it cannot be read."""
+        """What was written since; "" if it cannot be read."""
         parts: list[str] = []
         for descriptor, start in self._starts.items():
             try:

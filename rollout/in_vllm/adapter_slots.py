@@ -1,7 +1,7 @@
 """Inside a vLLM worker process: the engine's adapter slots, and the layout that vLLM's own loading gives a slot.
 
-Slot i is entry i of every stacked LoRA tensor of the engine. At start each slot gets an adapter of its own number,
-which is never unloaded: requests name the number, and the slot holds whatever was last written into it, one-sided.
+Slot i is entry i of every stacked LoRA tensor of the engine. At start each slot gets an adapter with a number of its
+own, which is never unloaded. Requests name that number; the slot holds what a one-sided write last left there.
 
     slot  LoRA id   stacked tensors                                    who may read it
     0     1         layers.0.self_attn.qkv_proj.lora_a.0[0], ...       requests that name id 1
@@ -9,8 +9,8 @@ which is never unloaded: requests name the number, and the slot holds whatever w
 
 Owns: recording one slot's layout (vLLM's LoRA loader runs over recording tensors, once per slot, and must do the same
 in each), one Receiver per slot, the copy of what gate and up share, and noise for the probe. Does not own: which slot
-is free or which version it holds (rollout/adapters/slot_leases.py, in the rollout worker). Nobody pauses the engine.
-Invariant: after a commit a slot holds the bytes that vLLM would have left there, had it loaded the adapter from disk.
+is free or which version it holds (rollout/adapters/slot_leases.py, in the rollout worker). The engine is not paused.
+Invariant: after a commit a slot holds the same bytes as if vLLM had loaded the adapter from disk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _EXPERT_BUFFERS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacke
 _LINEAR_BUFFERS = ("lora_a_stacked", "lora_b_stacked")
 _GATE_A, _UP_A = ".w13_lora_a.0", ".w13_lora_a.1"
 _NOISE_STD = 0.5
-"""Far above any trained factor, so that the probe shows through small norms and bfloat16."""
+"""Standard deviation of the probe's noise: far above any trained factor, so that it shows despite small norms and
+bfloat16."""
 
 
 class AdapterSlots:
@@ -99,7 +100,7 @@ class AdapterSlots:
 
     @torch.inference_mode()
     def _fill(self, slot: int, kind: str, seed: int) -> None:
-        """Noise in the factors of one kind of module, zeros in all others; kind "" zeroes the slot."""
+        """Put noise into the factors of one kind of module and zeros into all others; kind "" zeroes the slot."""
         for name, tensor in self._params(slot).items():
             if _kind(name) == kind:
                 generator = torch.Generator(tensor.device).manual_seed(seed)
@@ -114,8 +115,8 @@ class AdapterSlots:
 def with_shared_a(layout: DestLayout) -> DestLayout:
     """The layout with one A for the gate and up projections of an expert, so that it crosses the link once.
 
-    vLLM keeps an A for each of the two; this product's trainer has one for both (trainer/weights/adapter_names.py). The
-    second A, a quarter of an expert adapter's bytes, is copied from the first in device memory at commit.
+    vLLM keeps an A for each of the two; the trainer has one for both (trainer/weights/adapter_names.py). A commit
+    copies the second A, a quarter of an expert adapter's bytes, from the first in device memory.
     """
     names = {param.name: param for param in layout.params}
     shared = {
@@ -136,7 +137,7 @@ def copy_shared_a(params: Mapping[str, Tensor], layout: DestLayout) -> None:
     derived = [param.name for param in layout.params if param.post_load is PostLoad.derived]
     if derived:
         torch._foreach_copy_([params[name] for name in derived], [params[_gate_a(name)] for name in derived])
-    # As soon as the commit is known, requests on another stream may read the slot.
+    # Wait for the copy: as soon as the commit is known, requests on another stream may read the slot.
     if any(tensor.is_cuda for tensor in params.values()):
         torch.cuda.current_stream().synchronize()
 
@@ -174,20 +175,20 @@ def slot_buffers(modules: Mapping[str, Any], num_slots: int) -> dict[str, Tensor
 
 
 def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[TensorMeta], rank: int) -> DestLayout:
-    """Let vLLM load an adapter of recording tensors into every slot, and pin it there. The slots stay as they are.
+    """Let vLLM load an adapter of recording tensors into every slot, and pin it there. The slots' bytes do not change.
 
     Args:
         manager: vLLM's WorkerLoRAManager, with no adapter loaded.
         buffers: `slot_buffers`.
         tensors: Every factor.
-        rank: Of the engine.
+        rank: This engine rank.
 
     Raises:
         UnsupportedWeights: Slots differ, or vLLM put an adapter into another slot.
         RecordError: vLLM's loader does something that one-sided writes cannot replay.
     """
     num_slots = manager.lora_config.max_loras
-    manager.remove_all_adapters()  # of the warm-up
+    manager.remove_all_adapters()  # vLLM's warm-up left some
     params = {f"{slot}/{name}": stacked[slot] for name, stacked in buffers.items() for slot in range(num_slots)}
 
     def load(stream: Iterable[tuple[str, Tensor]]) -> None:
@@ -219,9 +220,9 @@ def _only_slot(whole: DestLayout, slot: int) -> DestLayout:
 
 @contextlib.contextmanager
 def without_adapters(worker: Any) -> Iterator[None]:
-    """While the block runs, the model's layers are without LoRA wrappers, and names of parameters are plain.
+    """While the block runs, the model's layers have no LoRA wrappers, and parameters have their plain names.
 
-    vLLM's load_weights does not find a wrapped layer's parameters under their checkpoint names.
+    vLLM's load_weights cannot find a wrapped layer's parameters under their checkpoint names.
     """
     runner_manager = getattr(getattr(worker, "model_runner", None), "lora_manager", None)
     if runner_manager is None:
@@ -249,7 +250,7 @@ def without_adapters(worker: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """This thread's device work runs beside the engine's, not between its steps.
+    """While the block runs, this thread's device work runs beside the engine's, not between its steps.
 
     It has priority: it takes a millisecond per publish, and would otherwise queue behind the kernels of vLLM's steps.
     """

@@ -1,7 +1,8 @@
 """What vLLM imports into each process of an engine before it loads the model: the product's worker_extension_cls.
 
-This is the one module of the product that acts when it is imported. vLLM offers no call at this point, and both acts
-must come before the model is loaded. (vLLM's own plugins are called there, but only where the package is installed.)
+This is the only module of the product that acts when it is imported: vLLM calls nothing of ours at this point, and both
+actions must come before the model is loaded. (vLLM calls its plugins there, but finds them only if the package is
+installed.)
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ __all__ = ["WeightReceiver"]
 def _end_with_the_owner() -> None:
     """End this process with the rollout worker, even if that is killed while the engine starts.
 
-    With tp_size > 1 the EngineCore process sits in between and watches nobody. Its pid comes from multiprocessing, not
-    from getppid(), which names a stranger once the parent is gone.
+    With tp_size > 1 the EngineCore process is in between and watches nobody. Its pid comes from multiprocessing, not
+    from getppid(), which names another process once the parent is gone.
     """
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     parent = multiprocessing.parent_process()

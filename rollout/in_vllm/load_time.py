@@ -1,18 +1,17 @@
-"""Gives a live model, for a while, the parameters with which vLLM loaded it: same memory, with their loader methods.
+"""Gives a live model, for a time, the parameters with which vLLM loaded it: same memory, with their loader methods.
 
     constructor    ModelWeightParameter(load_row_parallel_weight, weight_loader, ...)   vLLM records class, attributes
     loading        process_weights_after_loading: replace_parameter(layer, "weight", ...)
     live           plain Parameter, without what load_weights calls
 
-Block-FP8 layers lose their loader methods in this way, bf16 layers do not. For its own reload of weights vLLM restores
-them from a record that every model's constructor leaves (`model_loader.reload`); this module reads the same record, for
-all models alike.
+Block-FP8 layers lose their loader methods in this way, bf16 layers do not. When vLLM reloads weights, it restores them
+from a record that every model's constructor leaves (`model_loader.reload`); this module reads the same record.
 
 Owns: putting such parameters into a model while its layout is recorded. Does not own: the recording
-(weight_sync/record/recorder.py), nor the question whether kernels read the bytes as loaded (post_load.py answers it).
+(weight_sync/record/recorder.py), nor whether kernels read the bytes as loaded (post_load.py).
 
-Invariant: a parameter under this context is the memory of the live one, with its dtype, shape and strides at load time,
-which are those of the live one; a live parameter is never changed.
+Invariant: inside this context a parameter has the live one's memory, dtype, shape and strides; the live one is never
+changed.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from rollout.errors import UnsupportedWeights
 
 @contextlib.contextmanager
 def load_time_parameters(model: nn.Module) -> Iterator[None]:
-    """`model.load_weights` finds the parameters that it found at start, while the block runs.
+    """While the block runs, `model.load_weights` finds the parameters that it found at start.
 
     Args:
         model: Live, without LoRA's wrappers.
 
     Raises:
-        UnsupportedWeights: A parameter was loaded as something else than it is now.
+        UnsupportedWeights: A parameter was loaded with another dtype, shape or strides than it has now.
     """
     live: list[tuple[nn.Module, str, nn.Parameter]] = []
-    made: dict[int, Tensor] = {}  # by the live one, so that tied parameters stay one
+    made: dict[int, Tensor] = {}  # keyed by the live parameter, so that tied ones stay one
     for name, module in model.named_modules():
         loaded, _ = get_layerwise_info(module).restore_metadata
         for leaf, param in module._parameters.items():
-            if param is not None and leaf in loaded:  # vLLM records only those that lose something
+            if param is not None and leaf in loaded:  # vLLM records only parameters that lose something
                 live.append((module, leaf, param))
                 if id(param) not in made:
                     made[id(param)] = _as_loaded(f"{name}.{leaf}", param, loaded[leaf], module)

@@ -7,18 +7,18 @@
     experts, Triton kernels               identity: (E, 2I, H) with gate rows first, and (E, H, I); block-FP8 alike
     experts, CPU kernels ("vec", "amx")   repack: cpu_prepack_moe_weight permutes each parameter in place
     experts, other kernels                refused, with the reason
-    MLA's W_UK_T and W_UV                 views of kv_b_proj.weight where that is not quantized: nothing to do. Else
+    MLA's W_UK_T and W_UV                 if kv_b_proj.weight is not quantized, views of it: nothing to do. Otherwise
                                           derived: vLLM's own process_weights_after_loading computes them again, and
                                           the result is copied to where CUDA graphs read it
     any other quantization (INT4, ...)    refused: these engines accept adapters only
     empty parameters                      refused: the bytes are somewhere else
 
-Owns: that table, for a live model (`Forms.of`) and for one on meta, which no kernel was chosen for (`Forms.on_meta`);
+Owns: that table, for a live model (`Forms.of`) and for one on meta, for which no kernels were chosen (`Forms.on_meta`);
 and which engine options rule out writing in place. Does not own recording (weight_sync/record/recorder.py) nor the
 commit (weight_sync/replica/receiver.py). Uses what vLLM 0.25.1 and 0.32 have in common.
 
-Invariant: after a commit that followed these forms, a parameter holds the bytes that vLLM's own loading of the same
-checkpoint would have left there, at the address it always had.
+Invariant: after a commit that followed these forms, a parameter holds the same bytes as if vLLM had loaded the same
+checkpoint, at an unchanged address.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Forms:
     """Every weight of one engine rank that a publish fills or a commit derives, and what a commit does to it."""
 
     params: dict[str, Tensor]
-    """By vLLM's name. Where several weights share memory (tied, or views of another) only the first is here."""
+    """By vLLM's name. Of weights that share memory (tied, or views of another), only the first is here."""
     post_load: dict[str, PostLoad] = field(default_factory=dict)
-    """What a commit does, by name; a parameter that is missing here is left as it was written."""
+    """What a commit does, by name. A parameter that is missing here is left as it was written."""
     _repacks: dict[str, Callable[[Tensor], None]] = field(default_factory=dict)
     _recomputes: list[Callable[[], None]] = field(default_factory=list)
 
@@ -69,7 +69,7 @@ class Forms:
 
         Args:
             model: As vLLM serves it.
-            act_dtype: model_config.dtype, which vLLM derives MLA's matrices in.
+            act_dtype: model_config.dtype; vLLM derives MLA's matrices in it.
 
         Raises:
             UnsupportedWeights: A weight is in a form that a one-sided write cannot fill. Names it and the reason.
@@ -95,9 +95,9 @@ class Forms:
     def on_meta(model: nn.Module, act_dtype: torch.dtype, device: Device) -> Forms:
         """The forms that `of` would find in a live engine on this kind of device, started by engine_options.py.
 
-        A model on meta has chosen no kernels and derived no weights, so the kind of device decides: experts are
+        vLLM chose no kernels and derived no weights for a model on meta, so the kind of device decides: experts are
         repacked on CPUs, and left as written on GPUs, where engine_arguments asks for Triton's kernels. (`of` refuses a
-        live engine that chose others.)
+        live engine with others.)
 
         Raises:
             UnsupportedWeights: As `of`.
@@ -136,7 +136,7 @@ class Forms:
 
     @torch.no_grad()
     def recompute(self) -> None:
-        """Compute every PostLoad.derived tensor again from what is loaded, in place. The receiver's hook."""
+        """Compute every PostLoad.derived tensor again, in place, from the loaded weights. The receiver's hook."""
         for one in self._recomputes:
             one()
 
@@ -194,7 +194,7 @@ def _fillable(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_linear(name: str, module: nn.Module) -> None:
-    """Refuse a quantized layer whose weights are not read as they were loaded. Experts have their own check."""
+    """Refuse a quantized layer unless its kernels read weights as they were loaded. Experts have their own check."""
     method = getattr(module, "quant_method", None)
     if method is None or hasattr(module, "w13_weight"):
         return
@@ -225,9 +225,9 @@ def _check_linear(name: str, module: nn.Module) -> None:
 
 
 def _expert_method(name: str, module: nn.Module) -> tuple[Any, str]:
-    """How the experts of a layer are quantized, and the name of the kernels that were chosen."""
+    """The quantization method of a layer's experts, and the name of their kernels."""
     method: Any = getattr(module, "quant_method", None)
-    method = getattr(method, "old_quant_method", method)  # LoRA puts a method of its own around it
+    method = getattr(method, "old_quant_method", method)  # LoRA wraps it in a method of its own
     if isinstance(method, Fp8MoEMethod):
         if not method.block_quant:
             raise UnsupportedWeights(
@@ -276,7 +276,7 @@ def _reordered(name: str, method: Any, kernels: str) -> UnsupportedWeights:
 
 
 def _mla_layers(model: nn.Module, *, is_loaded: bool = True) -> Iterator[tuple[str, Any]]:
-    """Multi-head latent attention layers; those that have derived their matrices, or (not is_loaded) all of them."""
+    """Multi-head latent attention layers: those with derived matrices or, if not `is_loaded`, all of them."""
     for name, module in model.named_modules():
         for leaf in _MLA_UNKNOWN:
             if getattr(module, leaf, None) is not None:
@@ -290,7 +290,7 @@ def _mla_layers(model: nn.Module, *, is_loaded: bool = True) -> Iterator[tuple[s
 
 
 def _derive_again(module: Any, act_dtype: torch.dtype) -> None:
-    """Let vLLM derive the matrices again, and copy them to where the old ones are: CUDA graphs read them there."""
+    """Let vLLM derive the matrices again, and copy them over the old ones, because CUDA graphs read them there."""
     places = {leaf: getattr(module, leaf) for leaf in _MLA_DERIVED}
     module.process_weights_after_loading(act_dtype)
     for leaf, place in places.items():

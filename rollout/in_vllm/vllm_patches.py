@@ -11,14 +11,14 @@
                                           Until a layer can be built without choosing a kernel.
     be_rank                        both   Process groups that talk to nobody. Until vLLM's groups can be made so.
 
-"Both" releases are 0.25.1 (GPUs) and 0.32 (CPUs). The first patch acts on every engine on a CPU, the next three on the
-objects of one engine; the last two run in a process that computes nothing (rollout/layouts/meta_engine.py). While a
-layout is recorded, two more modules swap attributes of a model and put them back: load_time.py (parameters as they were
-at load time) and adapter_slots.py (layers without their LoRA wrappers).
+"Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first patch
+acts on every engine on a CPU, the next three on the objects of one engine; the last two run in a process that computes
+nothing (rollout/layouts/meta_engine.py). While a layout is recorded, two more modules swap attributes of a model and
+put them back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without LoRA wrappers).
 
-Owns these changes. Does not own when they are made: each is one call, from where it is needed. vLLM is imported inside
-the functions: engine.py imports this file and must stay cheap to import.
-Invariant: a patch whose target is not there raises; none is skipped silently.
+Owns these changes. Does not own when they are made: each is one call, made by the code that needs it. vLLM is imported
+inside the functions, because engine.py imports this file and must stay cheap to import.
+Invariant: a patch raises if its target is missing; none is skipped silently.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ if TYPE_CHECKING:
 
 
 def keep_linear_weights_in_place() -> None:
-    """Linear layers on CPUs compute from their parameters. Call it before a model is loaded; again is harmless.
+    """Make linear layers on CPUs compute from their parameters. Call it before a model is loaded; a second call is
+    harmless.
 
     With oneDNN (float32, AVX512) or the AMX kernels vLLM moves linear weights into private packed copies while it
-    loads: their parameters become empty, or (lm_head) stay and are read no more, so that a write into live memory would
+    loads. Their parameters become empty, or (lm_head) stay but are no longer read, so a write into live memory would
     change nothing.
     """
     import vllm._custom_ops
@@ -58,8 +59,8 @@ def watch_outputs(llm: AsyncLLM, see: Callable[[Any], None]) -> None:
     """Call `see` with each output of the engine, as it leaves the engine's queue and before vLLM handles it.
 
     Args:
-        llm: Built, and not yet asked for anything: its handler takes the method when the first request comes.
-        see: Gets vLLM's EngineCoreOutput; no await lies between the queue and this call.
+        llm: Built, but without any request yet: its handler takes the method at the first request.
+        see: Gets vLLM's EngineCoreOutput; there is no await between the queue and this call.
     """
     client: Any = llm.engine_core
     get_output = client.get_output_async
@@ -74,19 +75,19 @@ def watch_outputs(llm: AsyncLLM, see: Callable[[Any], None]) -> None:
 
 
 def end_for_good(llm: AsyncLLM, timeout_s: float) -> None:
-    """Shut the engine down; no second time.
+    """Shut the engine down, and prevent a second shutdown.
 
-    AsyncLLM's __del__ would shut it down again when this process ends, with modules that are gone by then.
+    AsyncLLM's __del__ would shut it down again when this process ends, after its modules are gone.
     """
     owned: Any = llm
-    owned.engine_core.__dict__.pop("get_output_async", None)  # watch_outputs(): a cycle that keeps the engine alive
+    owned.engine_core.__dict__.pop("get_output_async", None)  # watch_outputs() made a cycle that keeps the engine alive
     owned.shutdown(timeout=timeout_s)
     owned.shutdown = lambda: None
 
 
 @contextlib.contextmanager
 def adapters_from_memory(manager: Any, factors: Mapping[str, Tensor]) -> Iterator[str]:
-    """While the block runs, vLLM's LoRA manager takes these tensors for the content of every adapter's file.
+    """While the block runs, vLLM's LoRA manager reads these tensors instead of an adapter's file.
 
     Args:
         manager: vLLM's WorkerLoRAManager.
@@ -114,11 +115,11 @@ def adapters_from_memory(manager: Any, factors: Mapping[str, Tensor]) -> Iterato
 
 @contextlib.contextmanager
 def kernels_of_gpus() -> Iterator[None]:
-    """While the block runs, FP8 layers choose the kernels that engine_arguments asks for on GPUs, whatever this host
-    could run.
+    """While the block runs, FP8 layers choose the kernels that engine_arguments asks for on GPUs, even if this host
+    cannot run them.
 
-    A layer chooses when it is built, and its parameters do not depend on the choice; nothing is computed here. A live
-    engine that chose others is refused by post_load.py.
+    A layer chooses when it is built, its parameters do not depend on the choice, and nothing is computed here.
+    post_load.py refuses a live engine that chose others.
     """
     from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
@@ -133,10 +134,10 @@ def kernels_of_gpus() -> Iterator[None]:
 
 
 def be_rank(rank: int, tp_size: int) -> None:
-    """Make this process one rank of a tensor-parallel engine, alone: torch's fake process group, and vLLM's over it.
+    """Make this process one rank of a tensor-parallel engine without other ranks, on torch's fake process group.
 
-    vLLM's own constructors would meet the other ranks through gloo and shared memory; a model's constructor asks its
-    groups for sizes and ranks alone. The caller ends the process group.
+    vLLM's own constructors would connect to other ranks through gloo and shared memory. A model's constructor asks its
+    groups only for sizes and ranks. The caller ends the process group.
     """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -147,7 +148,7 @@ def be_rank(rank: int, tp_size: int) -> None:
     for name in ("_WORLD", "_TP", "_EP"):
         _replace(parallel_state, name, _group(everyone, rank, name))
     for name in ("_PP", "_DP", "_DCP", "_PCP", "_EPLB"):
-        if hasattr(parallel_state, name):  # releases differ in these; a model that asks for one that is not set fails
+        if hasattr(parallel_state, name):  # releases differ in these; a model that needs a missing one fails
             _replace(parallel_state, name, _group([rank], rank, name))
 
 
@@ -188,7 +189,7 @@ def _replaced(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _replace(target: Any, name: str, value: Any) -> Any:
-    """Set an attribute that must be there. Returns what it was."""
+    """Set an attribute that must exist. Returns its old value."""
     if not hasattr(target, name):
         where = getattr(target, "__name__", type(target).__name__)
         raise EngineError(

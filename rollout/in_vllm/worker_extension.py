@@ -1,11 +1,11 @@
-"""Inside a vLLM worker process: the live parameters, what vLLM's loader makes of a checkpoint, and their Receiver.
+"""Inside a vLLM worker process: records where vLLM's loader writes, and gives the live parameters to a Receiver.
 
 vLLM mixes `WeightReceiver` into its worker class (worker_extension_cls, by way of engine_process.py);
 `Engine.call_ranks` calls its methods on all ranks.
 Owns: recording the layout of a live engine rank, and handing its memory and hooks to a Receiver. Does not own the
 protocol (`weight_sync/replica/receiver.py`), what vLLM does to a weight after loading, nor the refusal of forms that
 one-sided writes cannot fill (`post_load.py`).
-Invariant: a parameter that is accepted holds, after a commit, the bytes that vLLM's own loader would have left there.
+Invariant: after a commit, an accepted parameter holds the bytes that vLLM's own loader would have left there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 def _replies(method: Callable[..., Any]) -> Callable[..., tuple[str, str, Any]]:
-    """Return (error class name, text, result): vLLM's RPC would flatten an exception into one string."""
+    """Return (error class name, text, result), because vLLM's RPC would flatten an exception into one string."""
 
     @functools.wraps(method)
     def call(*args: Any) -> tuple[str, str, Any]:
@@ -60,7 +60,7 @@ def _replies(method: Callable[..., Any]) -> Callable[..., tuple[str, str, Any]]:
 
 
 class WeightReceiver:
-    """Methods that vLLM's worker gains. `self` is the worker: rank, device, vllm_config and get_model() are vLLM's."""
+    """Methods added to vLLM's worker. `self` is the worker: rank, device, vllm_config and get_model() are vLLM's."""
 
     _slipstream: Receiver
     _slipstream_transport: MooncakeTransport
@@ -78,18 +78,18 @@ class WeightReceiver:
         timeout_s: float,
         expected: str = "",
     ) -> bytes:
-        """Record the layout and register the memory. Once, after start.
+        """Record the layout and register the memory. Call it once, after start.
 
-        Without `expected` every layer is recorded. With it, only two layers of each kind are, and the rest is repeated
-        from them. If the result is the expected layout, which was recorded layer by layer from the same model's loader,
-        it is this engine's, too; if not, every layer is recorded.
+        Without `expected` every layer is recorded. With it, two layers of each kind are, and the others are derived
+        from them. If the result equals the expected layout, which was recorded layer by layer from the same model's
+        loader, it is this engine's, too; otherwise every layer is recorded.
 
         Args:
             tensors: (name, shape, dtype) of every checkpoint tensor.
             transport: weight_sync.transport.
-            host: Address under which trainer ranks reach this process.
+            host: Address at which trainer ranks reach this process.
             timeout_s: Longest that a native transfer may take without progress.
-            expected: layout_wire.layouts_digest of a layout that was recorded elsewhere over all layers.
+            expected: layout_wire.layouts_digest of a layout that was recorded elsewhere, over all layers.
 
         Returns:
             weight_sync.replica.messages.EngineRank, packed.
@@ -125,7 +125,8 @@ class WeightReceiver:
 
     @_replies
     def slipstream_open_link(self, transport: str, host: str, timeout_s: float) -> None:
-        """Open the link of an engine whose own weights nobody writes or reads. Arguments: see slipstream_describe."""
+        """Open the link of an engine whose own weights are neither written nor read. Arguments: see
+        slipstream_describe."""
         self._open_link(transport, host, timeout_s)
 
     def _open_link(self, transport: str, host: str, timeout_s: float) -> None:
@@ -136,7 +137,7 @@ class WeightReceiver:
 
     @_replies
     def slipstream_open_slots(self, tensors: Sequence[tuple[str, Sequence[int], str]], folder: str) -> bytes:
-        """Record the layout of an adapter slot, register all slots, and serve them. Once, after the link is open.
+        """Record the layout of an adapter slot, register all slots, and serve them. Call it once, with the link open.
 
         Args:
             tensors: (name, shape, dtype) of every factor of the adapter.
@@ -200,13 +201,13 @@ class WeightReceiver:
 
     @_replies
     def slipstream_read_params(self) -> dict[str, str]:
-        """sha256 of every weight's bytes as the kernels read them. For tests, and to find the cause of a mismatch."""
+        """sha256 of every weight's bytes as the kernels read them. For tests, and for debugging a mismatch."""
         worker: Any = self
         return {name: _sha256(tensor) for name, tensor in readable(worker.get_model()).items()}
 
     @_replies
     def slipstream_read_slots(self) -> list[dict[str, str]]:
-        """sha256 of every adapter buffer, by slot. For tests, and to find the cause of a mismatch."""
+        """sha256 of every adapter buffer, by slot. For tests, and for debugging a mismatch."""
         worker: Any = self
         manager = worker.model_runner.lora_manager
         num_slots = manager.lora_config.max_loras
@@ -215,7 +216,7 @@ class WeightReceiver:
 
     @_replies
     def slipstream_zero_params(self) -> None:
-        """Set every weight to zero, to show that a publish leaves nothing of what was there before. For tests."""
+        """Set every weight to zero, to show that a publish replaces all of them. For tests."""
         worker: Any = self
         with torch.no_grad():
             for tensor in readable(worker.get_model()).values():

@@ -1,8 +1,8 @@
-"""Records the layouts of an engine without one: its model class on meta, rank after rank. A process of its own.
+"""Records an engine's layouts without starting it: builds its model class on meta, rank by rank, in its own process.
 
     python -m rollout.layouts.meta_engine REQUEST.json LAYOUTS   started by offline_layout.py, which says what both hold
 
-Owns: standing in for the processes of a tensor-parallel engine, with process groups that talk to nobody and weights
+Owns: standing in for the processes of a tensor-parallel engine, with process groups that do not communicate and weights
 without memory. Does not own the recording (weight_sync/record/recorder.py) nor the cache (offline_layout.py).
 
 Invariant: the layout of a rank equals the one that `worker_extension.py` reports inside a live engine of the same
@@ -61,7 +61,7 @@ def record_all(request: dict[str, Any]) -> tuple[DestLayout, ...]:
     """Record every rank of the engine that a request of offline_layout.py describes."""
     tensors = [TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in request["tensors"]]
     dtype, tp_size = DType(request["dtype"]), int(request["tp_size"])
-    rollout = RolloutConfig(  # lengths and batch sizes have no part in a layout
+    rollout = RolloutConfig(  # a layout does not depend on lengths and batch sizes
         tp_size=tp_size,
         enable_expert_parallel=bool(request["enable_expert_parallel"]),
         max_model_len=16,
@@ -103,9 +103,9 @@ def _record_rank(
 
 @contextlib.contextmanager
 def as_rank(config: VllmConfig, dtype: DType, rank: int, tp_size: int, device: Device) -> Iterator[None]:
-    """While the block runs, models are built and load as on this rank of an engine on such a device.
+    """While the block runs, models are built and loaded as on this rank of an engine on such a device.
 
-    The process group is left to the caller to destroy.
+    The caller destroys the process group.
     """
     be_rank(rank, tp_size)
     config.parallel_config.rank = rank
@@ -116,7 +116,7 @@ def as_rank(config: VllmConfig, dtype: DType, rank: int, tp_size: int, device: D
 
 
 def main(request_file: str, layouts_file: str) -> int:
-    """Entry point; offline_layout.py reads the last line of the error output."""
+    """Entry point. offline_layout.py reads the last line of the error output."""
     try:
         layouts = record_all(json.loads(Path(request_file).read_text()))
     except Exception as e:  # noqa: BLE001 - the boundary of this process

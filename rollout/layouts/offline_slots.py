@@ -1,6 +1,6 @@
 """Computes the layout of an adapter slot of an engine that does not run; adapter_slots.py records it in one that does.
 
-vLLM's stacked LoRA tensors follow from the factors and the parallel sizes alone, so they are computed (vLLM 0.25.1,
+The factors and the parallel sizes determine vLLM's stacked LoRA tensors, so they are computed (after vLLM 0.25.1,
 `lora/layers`), for the modules that trainer/weights/adapter_names.py adapts:
 
     q, k, v; gate, up    one A each, whole; B's rows as the layer's outputs are split, k and v repeated
@@ -8,9 +8,10 @@ vLLM's stacked LoRA tensors follow from the factors and the parallel sizes alone
     experts, split       whole factors of this rank's experts, stacked
     experts, not split   all experts; B of gate and up by rows, A of down by columns
 
-Gate and up of an expert share one A in this product: the second copy is derived, as in adapter_slots.py.
+Gate and up of an expert share one A in this product, so the second copy is derived, as in adapter_slots.py.
 
-Owns: those rules. Does not own the shapes of factors (the caller gives them). A publish uses the live engine's layout.
+Owns: those rules. Does not own the shapes of factors (the caller gives them). Only plans use these layouts; a publish
+uses the live engine's.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def offline_slots(
         tensors: Factors, as trainer.adapter_names.adapter_tensors lists them.
         tp_size: rollout.tp_size.
         enable_expert_parallel: rollout.enable_expert_parallel.
-        num_kv_heads: Of the model; if there are fewer than tp_size, ranks share them.
+        num_kv_heads: The model's key/value heads; if there are fewer than tp_size, ranks share them.
 
     Raises:
-        EngineError: A factor is of no module that engines adapt, or does not divide over the ranks.
+        EngineError: A factor belongs to a module that engines do not adapt, or does not divide over the ranks.
     """
     return tuple(
         offline_slot(
@@ -66,7 +67,7 @@ def offline_slot(
     is_split = enable_expert_parallel and tp_size > 1
     params: dict[str, Param] = {}
     loads: list[Load] = []
-    base, extra = divmod(experts, tp_size)  # the first ranks have one more, where experts do not divide
+    base, extra = divmod(experts, tp_size)  # if tp_size does not divide experts, the first ranks have one more
     first = rank * base + min(rank, extra) if is_split else 0
     num_local = base + (rank < extra) if is_split else experts
     for meta in tensors:

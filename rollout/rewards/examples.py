@@ -14,8 +14,8 @@ from typing import Any
 def share_of_answer(prompt: str, response: str, fields: dict[str, Any]) -> float:
     """Share of the response's characters that equal the one-character answer.
 
-    Partial credit, so that a random policy learns from nothing. Example: answer "e", response "ee3e" -> 0.75. An empty
-    response scores 0.
+    It gives partial credit, so that a random policy gets rewards to learn from. Example: answer "e", response "ee3e"
+    -> 0.75. An empty response scores 0.
     """
     characters = response.replace(" ", "")
     return characters.count(str(fields["answer"])) / len(characters) if characters else 0.0

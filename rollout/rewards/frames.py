@@ -1,7 +1,7 @@
 """One message between the run and a reward process: four bytes of length, then that many bytes of JSON.
 
 Owns the framing, the limit on a message's size and the deadline of a whole message. Does not own what a message says.
-JSON, because whatever a reward writes to its descriptor must stay data: nothing that is read here can run.
+The format is JSON, because whatever a reward writes to its descriptor must stay data: reading it must run nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ LENGTH = struct.Struct(">I")
 
 
 class BadFrame(ValueError):
-    """What arrived is no message: it is too long, or it is not JSON."""
+    """What arrived is not a message: it is too long, or not JSON."""
 
 
 def send(connection: socket.socket, message: object, *, deadline: float = math.inf) -> None:
     """Write one message.
 
     Args:
-        deadline: Of time.monotonic().
+        deadline: A time of time.monotonic().
 
     Raises:
         TimeoutError: The other end did not read it in time; part of it may have been sent.
@@ -39,7 +39,7 @@ def receive(connection: socket.socket, *, max_bytes: int, deadline: float = math
 
     Args:
         max_bytes: A message that announces more is refused before it is read.
-        deadline: Of time.monotonic().
+        deadline: A time of time.monotonic().
 
     Raises:
         BadFrame: It is too long, or not JSON.

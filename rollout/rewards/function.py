@@ -24,7 +24,7 @@ from rollout.rewards.regex import regex_match
 Reward = Callable[[str, str, dict[str, Any]], Any]
 """(prompt text, response text, fields) -> number. Fields: the row's other columns, and FINISH_REASON."""
 FINISH_REASON = "finish_reason"
-"""Field with the rollout's: "stop" or "length"."""
+"""Field that holds the rollout's finish_reason: "stop" or "length"."""
 
 
 def load_reward(config: RewardConfig) -> Reward:
@@ -49,7 +49,7 @@ def load_reward(config: RewardConfig) -> Reward:
 
 
 def source_file(function: Reward) -> str:
-    """Path of the file that defines the function; "" for what no file defines."""
+    """Path of the file that defines the function; "" if no file does."""
     try:
         return inspect.getsourcefile(inspect.unwrap(function)) or ""
     except TypeError:  # a built-in, or an object that can be called
@@ -94,7 +94,7 @@ def import_function(kind: str) -> Reward:
 
 
 def _load_file(file: Path) -> ModuleType:
-    """The file as a module of its own name. It can import its neighbours, and hides no installed module."""
+    """Import the file as a module. It can import files beside it, and does not hide an installed module."""
     sys.path.append(str(file.absolute().parent))
     spec = importlib.util.spec_from_file_location(file.stem, file.absolute())
     assert spec is not None and spec.loader is not None

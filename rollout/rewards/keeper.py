@@ -4,11 +4,11 @@
                                                               ^  output of all of them            |
                                                               +-----------------------------------+
 
-Owns: the reward process's children, also those that left its session or whose parents have ended (the kernel hands
-orphans to the nearest ancestor that calls itself a subreaper, which this process is; no right is needed for that), and
-the size of the log. Does not own what a reward is, nor the connection FD over which it answers, which is passed on.
+Owns: the reward process's descendants, also those that left its session or whose parents have ended, and the size of
+the log. (The kernel hands orphans to the nearest ancestor that called itself a subreaper, as this process does; that
+needs no privilege.) Does not own what a reward is, nor the connection FD over which it answers, which is passed on.
 Invariant: this process ends only when no process that the reward started is left, except those of another user.
-Standard library alone, and no import of the package: one of these stands beside every reward process.
+Uses only the standard library and does not import the package, because every reward process has a keeper.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 REAP_S = 1
-"""How often orphans that have ended are waited for while the reward runs."""
+"""How often ended orphans are reaped while the reward runs."""
 RETRY_S = 0.01
-"""Between two rounds of killing: a killed process takes a moment to hand its children on."""
+"""Time between two rounds of killing: a killed process takes a moment to hand on its children."""
 
 
 def keep(fd: int, max_log_bytes: int, command: list[str]) -> int:
     """Run the command until it ends or stdin closes, then end all that it left. Returns its exit status, 128 + N after
-    signal N. What it prints goes to stdout, a file, until that has `max_log_bytes`.
+    signal N. What it prints goes to stdout, a file, until that has `max_log_bytes` bytes.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
@@ -70,14 +70,14 @@ def keep(fd: int, max_log_bytes: int, command: list[str]) -> int:
 
 
 def end_children(reward: subprocess.Popen[bytes]) -> None:
-    """SIGKILL every child, take over the children of those, and so on until none is left but another user's.
+    """SIGKILL every child, take over their children, and so on, until only processes of another user are left.
 
-    Only own children are signalled: their numbers cannot come to name a stranger before _reap() has waited for them.
+    Only own children are signalled: their pids cannot be reused before _reap() has waited for them.
     """
     while _reap(reward):
         can_end = False
         for child in _children():
-            with contextlib.suppress(PermissionError):  # it changed its user, as sudo does
+            with contextlib.suppress(PermissionError):  # it runs as another user, as under sudo
                 os.kill(child, signal.SIGKILL)
                 can_end = True
         if not can_end:
@@ -116,7 +116,7 @@ class CappedLog:
         self._max_bytes = max_bytes
 
     def copy(self, source: int) -> bool:
-        """Append what one read of `source` gives; drop what is over the size. False: nothing is there."""
+        """Append what one read of `source` gives, and drop what exceeds the size. False: there was nothing to read."""
         try:
             data = os.read(source, 1 << 16)
         except BlockingIOError:
@@ -125,7 +125,7 @@ class CappedLog:
         if data and room > 0:
             if len(data) > room:
                 data = data[:room] + b"\n[cut here: this file has reached its %d bytes]\n" % self._max_bytes
-            with contextlib.suppress(OSError):  # a full disk costs words, not the reward
+            with contextlib.suppress(OSError):  # on a full disk the output is lost, but the reward goes on
                 os.write(self._fd, data)
         return bool(data)
 

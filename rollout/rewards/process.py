@@ -1,8 +1,8 @@
 """One reward process: `python -m rollout.rewards.process FD`. Reads samples from a socket, writes scores back.
 
 Owns the loop and the report of a failure. Speaks to `rollout.rewards.runner` over an inherited socket in frames of
-JSON (`frames.py`), so that whatever a reward prints cannot disturb the exchange. Every answer repeats its sample's
-number: one that a reward wrote itself is followed by one too many, which the runner notices. No torch, no vLLM.
+JSON (`frames.py`), so that what a reward prints cannot disturb the exchange. Every answer repeats its sample's number:
+if a reward writes an answer itself, the real one follows as one too many, which the runner notices. No torch, no vLLM.
 
     runner -> RewardConfig's fields                 process -> [0, "ready", source file] | [0, "refused", reason]
     runner -> [number, prompt, response, fields]    process -> [number, "score", value] | [number, kind, report, place]
@@ -26,7 +26,7 @@ from rollout.rewards.function import Reward, load_reward, source_file
 RAISED = "raised"
 NOT_A_NUMBER = "not_a_number"
 MAX_FRAMES = 10
-"""Parts of a traceback that are told: its last ones, the exception's own line included."""
+"""Parts of a traceback that are reported: the last ones, including the exception's own line."""
 MAX_PART = 600
 """Longest part, in characters. An exception's message may hold a whole response."""
 

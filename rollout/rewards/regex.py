@@ -1,4 +1,4 @@
-"""Reward 1 for a response that contains the answer where a pattern says it is."""
+"""Reward 1 for a response that contains the answer at the place that a pattern finds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def regex_match(response: str, fields: dict[str, Any], *, pattern: re.Pattern[str], answer_key: str) -> float:
-    """1.0 if the first group of the pattern's first match equals the answer, white space around both aside.
+    """1.0 if the first group of the pattern's first match equals the answer; white space around both is ignored.
 
     Example: pattern `answer: (\\d+)`, response "so the answer: 42." and answer 42 give 1.0.
 

@@ -1,16 +1,16 @@
-"""Rewards in processes of their own, so that a user's function can fail in every way and cost one sample each time.
+"""Rewards in processes of their own, so that a user's function can fail in any way and cost only one sample each time.
 
 Owns: the reward processes, their deadlines and replacement, their environment, and what a reward is told. Does not own
 what a reward is (`function.py`), the end of what it starts (`keeper.py`), nor what a missing reward means (the
 advantage leaves the sample out).
 Invariants: score_group() returns one entry per rollout, in order, whatever the reward does. What a reward process
-writes is data here: JSON of a bounded size, and it runs nothing.
+writes is treated as data: JSON of a bounded size, which runs nothing.
 
     score_group --sample--> free process --> score
                               |  raised, not_a_number:    the process goes on
                               +- timeout, died, garbled:  the process is killed and replaced by the next call
 
-No wait is without a deadline: reward.timeout_s for what is sent and received, END_TIMEOUT_S for the end of a process.
+Every wait has a deadline: reward.timeout_s for what is sent and received, END_TIMEOUT_S for the end of a process.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ GARBLED = "garbled"
 START_TIMEOUT_S = 120.0
 """Longest import of a reward's module, in seconds; some import a whole framework."""
 END_TIMEOUT_S = 1.0
-"""How long a process may take to end: after its connection closed, before it is killed; and once it is killed."""
+"""How long a process may take to end after its connection closed, before it is killed; and again after the kill."""
 MAX_ANSWER_BYTES = 1 << 16
-"""Largest answer that is read: the report of a failure, by far (rollout.rewards.process)."""
+"""Largest answer that is read. Reports of failures are the largest (rollout.rewards.process)."""
 MAX_LOG_BYTES = 64 << 20
 """Size at which rewards.log is cut."""
 PASSED_ON = (
     *("PATH", "HOME", "USER", "TMPDIR", "TZ", "LANG", "LC_ALL", "LC_CTYPE"),  # what any program expects
     *("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"),  # what its libraries and GPUs are
 )
-"""Variables that a reward gets beside those of reward.env; PYTHONPATH is made of this process's sys.path."""
+"""Variables that a reward gets in addition to reward.env; its PYTHONPATH is made from this process's sys.path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ class Outcome:
     value: float | None = None
     report: str = ""
     place: str = ""
-    """Class of an exception and where it was raised, without its words, which may hold the response."""
+    """Class of an exception and where it was raised, without its message, which may contain the response."""
 
 
 def check_reward(config: RewardConfig) -> None:
-    """Set the reward up once, in a process of its own, to tell before a run starts whether it can.
+    """Set the reward up once, in a process of its own, to find out before a run starts whether that works.
 
     Raises:
         RewardError: It cannot; the message names the option and the reason.
@@ -86,8 +86,8 @@ class RewardRunner:
 
     Args:
         config: Which reward, how many processes, how long one sample may take.
-        log_path: File that receives whatever rewards print; beside it goes a copy of the file that defines the reward.
-            None: neither is kept.
+        log_path: File for what rewards print; a copy of the file that defines the reward goes beside it. None: neither
+            is kept.
         max_log_bytes: Size at which the file is cut.
     """
 
@@ -118,7 +118,7 @@ class RewardRunner:
             self._free.put_nowait(process)
 
     async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float | None]:
-        """Rewards of the siblings of one prompt; None where the reward failed, and the log says how."""
+        """Rewards of one prompt's rollouts; None for each whose reward failed, and the log says how."""
         outcomes = await asyncio.gather(*(self._score(prompt, rollout) for rollout in rollouts))
         for outcome in outcomes:
             if outcome.kind != SCORE:
@@ -132,20 +132,20 @@ class RewardRunner:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _score(self, prompt: Prompt, rollout: Rollout) -> Outcome:
-        fields = {FINISH_REASON: rollout.finish_reason, **prompt.fields}  # a column of that name stays what it is
+        fields = {FINISH_REASON: rollout.finish_reason, **prompt.fields}  # a column of that name wins
         process = await self._free.get()
         try:
             future = self._threads.submit(process.score, prompt.text, rollout.text, fields)
         except RuntimeError as e:
             raise RewardError("the reward runner is closed") from e
-        # The process is free when its thread is done, not when the waiter is: a cancelled waiter must not hand out a
-        # busy one.
+        # The process is free when its thread is done, not when the waiter is: if the waiter is cancelled, the process
+        # is still busy.
         call = asyncio.wrap_future(future)
         call.add_done_callback(lambda _: self._free.put_nowait(process))
         return await asyncio.shield(call)
 
     def _report_once(self, outcome: Outcome, prompt: Prompt) -> None:
-        """Log the first failure of each kind in full (of exceptions: of each class and place); the rest are counted."""
+        """Log the first failure of each kind in full (for exceptions: of each class and place). Count the others."""
         key = f"{outcome.kind}: {outcome.place or outcome.report}"
         if key not in self._reported:
             self._reported.add(key)
@@ -160,7 +160,7 @@ class RewardRunner:
         """Copy the file that defines the reward into the run folder, and log its hash."""
         try:
             source = file.read_bytes()
-        except OSError as e:  # its process could read it: only the copy is missing
+        except OSError as e:  # the reward's process could read it, so only the copy is missing
             logger.warning("reward.kind=%s: %s was not copied into the run folder: %s", self._kind, file, e)
             return
         logger.info("reward.kind=%s: %s, sha256 %s", self._kind, file, hashlib.sha256(source).hexdigest())
@@ -198,7 +198,7 @@ class _RewardProcess:
                 stderr=output,
                 pass_fds=(theirs.fileno(),),
                 env=environment,
-                start_new_session=True,  # a signal to our group, as Ctrl-C, is not for it
+                start_new_session=True,  # a signal to our group, such as Ctrl-C, does not reach it
             )
         kind, *values = self._exchange(asdict(self._config), START_TIMEOUT_S)
         if kind == "ready" and len(values) == 1:
@@ -212,12 +212,12 @@ class _RewardProcess:
         )
 
     def score(self, prompt: str, response: str, fields: Mapping[str, object]) -> Outcome:
-        """What became of one sample. Restarts the process if the last sample took it down."""
+        """What became of one sample. Starts the process again if the last sample ended it."""
         if self._connection is None:
             try:
                 self._number = 0
                 self.start()
-            except RewardError as e:  # when the run began it could be set up: costs this sample, the next one tries
+            except RewardError as e:  # it could be set up when the run began: this sample is lost, the next one tries
                 return Outcome(DIED, report=f"the reward process could not be replaced: {e}")
         self._number += 1
         outcome = _outcome(self._exchange([self._number, prompt, response, fields], self._config.timeout_s))
@@ -230,7 +230,7 @@ class _RewardProcess:
         if self._keeper is not None:
             assert self._keeper.stdin is not None
             self._keeper.stdin.close()
-            if _wait(self._keeper) is None:  # a device or a file system holds one; its successor need not wait
+            if _wait(self._keeper) is None:  # a device or a file system holds it; its successor need not wait
                 logger.warning("a reward was killed and has not ended yet; process %d waits for it", self._keeper.pid)
             self._keeper = None
         if self._connection is not None:
@@ -238,10 +238,10 @@ class _RewardProcess:
             self._connection = None
 
     def _exchange(self, message: object, timeout_s: float) -> list[object]:
-        """One message and its answer, without the number, or [kind of failure, report]. No part of it can last: not a
-        process that reads nothing, nor half an answer.
+        """Send one message and return its answer, without the number, or [kind of failure, report]. Every part has a
+        deadline: a process that reads nothing, or sends half an answer, cannot block.
         """
-        connection, process = self._connection, self._keeper  # kill() may come from close() meanwhile
+        connection, process = self._connection, self._keeper  # close() may call kill() meanwhile
         assert connection is not None and process is not None
         deadline = time.monotonic() + timeout_s
         is_sent = False
@@ -265,7 +265,7 @@ class _RewardProcess:
 
 
 def reward_environment(config: RewardConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a reward process: PASSED_ON and reward.env of `environ`, and where modules are found.
+    """The environment of a reward process: the variables of PASSED_ON and reward.env, and PYTHONPATH.
 
     Raises:
         RewardError: reward.env names a variable that is not set.
@@ -280,7 +280,7 @@ def reward_environment(config: RewardConfig, environ: Mapping[str, str]) -> dict
 
 
 def _outcome(answer: Sequence[object]) -> Outcome:
-    """The answer checked: a reward process may have written anything."""
+    """Check the answer: a reward process may have written anything."""
     match answer:
         case ["score", float() as value] if math.isfinite(value):
             return Outcome(SCORE, value)
@@ -293,7 +293,7 @@ def _outcome(answer: Sequence[object]) -> Outcome:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int | None:
-    """Exit status; None if the process goes on."""
+    """Exit status; None if the process still runs."""
     try:
         return process.wait(END_TIMEOUT_S)
     except subprocess.TimeoutExpired:

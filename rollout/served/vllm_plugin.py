@@ -1,6 +1,6 @@
 """vLLM's plugin entry point: makes `--weight-transfer-config '{"backend": "slipstream"}'` known to every vLLM process.
 
-Owns the registration alone: a name, and where the class is. vLLM calls register() in each of its processes, also in
+Owns only the registration: a name, and where the class is. vLLM calls register() in each of its processes, also in
 those of engines that use another backend, so nothing else is imported or changed here.
 """
 
@@ -14,7 +14,7 @@ BACKEND = "slipstream"
 
 
 def register() -> None:
-    """Register the backend; a second call changes nothing. A vLLM without weight transfer is logged and left alone."""
+    """Register the backend; a second call changes nothing. If vLLM has no weight transfer, this is only logged."""
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError as e:
