@@ -9,6 +9,9 @@ JOBS := 2
 CPU_zen := OPENBLAS_CORETYPE=Zen ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 DNNL_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2
 CPU_old := OPENBLAS_CORETYPE=Nehalem ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 DNNL_MAX_CPU_ISA=SSE41
 
+# vLLM's own CPU kernels need AVX2.
+ENGINE_CPU = $(CPU_$(PERSONALITY):ATEN_CPU_CAPABILITY=default=ATEN_CPU_CAPABILITY=avx2)
+
 LOCKED := -q --generate-hashes --no-header --no-annotate
 
 .PHONY: help setup quickstart test unit contract system lint lock tensorboard
@@ -32,10 +35,10 @@ unit: setup       ## No GPU, network or Ray; 2 min on two cores
 	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/unit -q -n $(JOBS) --dist loadfile
 
 contract: setup   ## Real Mooncake, real vLLM loaders, real processes
-	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/contract -q -n $(JOBS) --dist loadfile --durations=10
+	@$(TEST_ENV) $(ENGINE_CPU) $(PY) -m pytest tests/contract -q -n $(JOBS) --dist loadfile --durations=10
 
 system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
-	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/system -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -o timeout=600 --durations=10
+	@$(TEST_ENV) $(ENGINE_CPU) $(PY) -m pytest tests/system -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -o timeout=600 --durations=10
 
 lint: setup       ## What pre-commit and CI check
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/lint-imports && .venv/bin/codespell && .venv/bin/hadolint docker/*.Dockerfile && .venv/bin/basedpyright
