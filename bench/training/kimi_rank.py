@@ -128,7 +128,7 @@ class ForcedRouting:
 
 
 def _forced(forward: Callable[[Tensor], Routing], experts_TK: Tensor) -> Callable[[Tensor], Routing]:
-    return lambda x_TH: Routing(forward(x_TH).weights_TK, experts_TK[: x_TH.shape[0]])
+    return lambda x_TH, recorded=None: Routing(forward(x_TH).weights_TK, experts_TK[: x_TH.shape[0]])
 
 
 # ---- one rank ----

@@ -23,7 +23,7 @@ from trainer.kernels.rms_norm import (
     rms_norm_triton,
     rotate_torch,
 )
-from trainer.kernels.route import route_backward_triton, route_torch, route_triton
+from trainer.kernels.route import route_backward_triton, route_torch, route_triton, weigh_torch, weigh_triton
 from trainer.weights import merge
 from trainer.weights.merge_kernel import merger
 from trainer.weights.row_runs import Rows
@@ -181,7 +181,8 @@ def case_adamw(device: str) -> None:
 
 
 def case_route(device: str) -> None:
-    """Choice and weights, with ties (coarse logits), with a row that is not a number; the gradient is autograd's."""
+    """Choice and weights, with ties (coarse logits), with a row that is not a number; the gradient is autograd's. Given
+    experts get the bits that chosen ones get."""
     for dtype in dtypes_of(device):
         for num_tokens, num_experts, top_k in ((37, 128, 8), (5, 12, 2), (3, 20, 20)):
             logits = draw(num_tokens, num_experts, device=device, dtype=dtype).mul_(2)
@@ -196,6 +197,13 @@ def case_route(device: str) -> None:
                 (grad,) = torch.autograd.grad(wanted, exact, dweights)
                 mine = route_backward_triton(logits, wanted_experts, dweights, does_normalize)
                 assert_near(mine, grad, f"gradient {dtype}")
+                assert torch.equal(weigh_triton(logits, experts, does_normalize), weights)
+                given = draw(num_tokens, num_experts, device=device, seed=2).argsort()[:, :top_k]
+                wanted = weigh_torch(exact, given, does_normalize)
+                assert_near(weigh_triton(logits, given, does_normalize), wanted.detach(), f"given {dtype}")
+                (grad,) = torch.autograd.grad(wanted, exact, dweights)
+                mine = route_backward_triton(logits, given, dweights, does_normalize)
+                assert_near(mine, grad, f"gradient of given {dtype}")
     coarse = draw(9, 16, device=device).round()
     coarse[4] = torch.nan
     _, experts = route_triton(coarse, 4, True)

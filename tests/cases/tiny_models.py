@@ -14,7 +14,9 @@ from trainer.architecture.families import read_config
 from trainer.architecture.model_spec import ModelSpec
 from trainer.model.build_decoder import build_decoder
 from trainer.model.decoder import Decoder
+from trainer.moe.replay import RecordedRoutes
 from trainer.parallel import ParallelLayout, local_part
+from trainer.weights.fused_experts import interleave
 from trainer.weights.loading import RandomReader, TensorReader, load_weights, named_generator
 from weight_sync.layout import Region
 
@@ -248,9 +250,9 @@ def packed(lengths: tuple[int, ...] = LENGTHS, *, seed: int = 0, vocab_size: int
     return token_ids, positions, torch.tensor([0, *lengths]).cumsum(0)
 
 
-def logits_of(decoder: Decoder, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def logits_of(decoder: Decoder, batch: tuple[Tensor, Tensor, Tensor], routes: RecordedRoutes | None = None) -> Tensor:
     """[T, V]."""
-    return decoder.apply_head(lambda hidden, weight: F.linear(hidden, weight), decoder(*batch))
+    return decoder.apply_head(lambda hidden, weight: F.linear(hidden, weight), decoder(*batch, routes))
 
 
 def probe_loss(logits_TV: Tensor, token_ids_T: Tensor) -> Tensor:
@@ -309,3 +311,18 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     """|actual - expected| / |expected|, Frobenius."""
     actual, expected = actual.detach().double(), expected.detach().double()
     return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def gradients_under_checkpoint_names(decoder: Decoder) -> dict[str, Any]:
+    """As transformers names them. gpt-oss: its router's name, and its experts as transformers keeps them."""
+    grads = {name: p.grad for name, p in decoder.named_parameters() if p.requires_grad}
+    if decoder.spec.moe is None or not decoder.spec.moe.is_fused:
+        return grads
+    fused = {}
+    for name, grad in grads.items():
+        if ".mlp.experts." in name:
+            grad = interleave(grad) if "gate_up" in name else grad
+            grad = grad.transpose(1, 2) if grad.dim() == 3 else grad
+        name = name.replace(".mlp.gate.", ".mlp.router.")
+        fused[name.replace("up_bias", "up_proj_bias").replace("down_bias", "down_proj_bias")] = grad
+    return fused

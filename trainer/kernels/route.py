@@ -2,6 +2,8 @@
 
     s = softmax(logits) in float32;  (w, e) = top K of s;  w / sum(w) where normalized;  rounded to logits' dtype
 
+`weigh` is the same for experts that are given: w = s at e.
+
 Owns the casts, which are transformers'. Of equal scores, the expert with the lower id comes first. Only logits and
 choice are kept for backward. The torch form, differentiated by autograd, defines the result, and runs on devices other
 than CUDA.
@@ -39,6 +41,21 @@ def route(logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, 
     return _Route.apply(logits_TE, top_k, does_normalize)
 
 
+def weigh_torch(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool) -> Tensor:
+    """The definition of `weigh`."""
+    weights_TK = logits_TE.softmax(-1, dtype=torch.float32).gather(1, experts_TK)
+    if does_normalize:
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+    return weights_TK.to(logits_TE.dtype)
+
+
+def weigh(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool) -> Tensor:
+    """The weights that `route` would give to these experts (int64, no expert twice in a row)."""
+    if not is_for_triton(logits_TE):
+        return weigh_torch(logits_TE, experts_TK, does_normalize)
+    return _Weigh.apply(logits_TE, experts_TK, does_normalize)
+
+
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, Tensor]:
@@ -56,17 +73,41 @@ class _Route(torch.autograd.Function):
         return route_backward_triton(logits_TE, experts_TK, dweights_TK, ctx.does_normalize), None, None
 
 
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool) -> Tensor:
+        ctx.save_for_backward(logits_TE, experts_TK)
+        ctx.does_normalize = does_normalize
+        return weigh_triton(logits_TE, experts_TK, does_normalize)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor, None, None]:
+        logits_TE, experts_TK = ctx.saved_tensors
+        return route_backward_triton(logits_TE, experts_TK, dweights_TK, ctx.does_normalize), None, None
+
+
 def route_triton(logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, Tensor]:
     """The same as route_torch, by a kernel."""
+    experts_TK = logits_TE.new_empty(logits_TE.shape[0], top_k, dtype=torch.int64)
+    return _weights(logits_TE, experts_TK, does_normalize, is_given=False), experts_TK
+
+
+def weigh_triton(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool) -> Tensor:
+    """The same as weigh_torch, by route_triton's kernel: equal choices get equal bits."""
+    return _weights(logits_TE, experts_TK.contiguous(), does_normalize, is_given=True)
+
+
+def _weights(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool, *, is_given: bool) -> Tensor:
+    """Experts that are not given are written to experts_TK."""
     logits_TE = logits_TE.contiguous()
     num_tokens, num_experts = logits_TE.shape
-    weights_TK = logits_TE.new_empty(num_tokens, top_k)
-    experts_TK = logits_TE.new_empty(num_tokens, top_k, dtype=torch.int64)
-    rows, shape = _shape(num_experts, top_k, does_normalize)
+    weights_TK = logits_TE.new_empty(experts_TK.shape)
+    rows, shape = _shape(num_experts, experts_TK.shape[1], does_normalize)
     programs(_route, (triton.cdiv(num_tokens, rows),))(
-        logits_TE, weights_TK, experts_TK, num_tokens, num_experts, **shape
+        logits_TE, weights_TK, experts_TK, num_tokens, num_experts, IS_GIVEN=is_given, **shape
     )
-    return weights_TK, experts_TK
+    return weights_TK
 
 
 def route_backward_triton(logits_TE: Tensor, experts_TK: Tensor, dweights_TK: Tensor, does_normalize: bool) -> Tensor:
@@ -76,7 +117,7 @@ def route_backward_triton(logits_TE: Tensor, experts_TK: Tensor, dweights_TK: Te
     num_tokens, num_experts = logits_TE.shape
     rows, shape = _shape(num_experts, experts_TK.shape[1], does_normalize)
     programs(_route_backward, (triton.cdiv(num_tokens, rows),))(
-        logits_TE, experts_TK, dweights_TK.contiguous(), dlogits_TE, num_tokens, num_experts, **shape
+        logits_TE, experts_TK.contiguous(), dweights_TK.contiguous(), dlogits_TE, num_tokens, num_experts, **shape
     )
     return dlogits_TE
 
@@ -103,6 +144,7 @@ def _exponentials(logits_ptr, tokens, experts, num_tokens, num_experts):
 def _route(
     logits_ptr, weights_ptr, experts_ptr, num_tokens, num_experts,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, DOES_NORMALIZE: tl.constexpr,
+    IS_GIVEN: tl.constexpr,
 ):  # fmt: skip
     """The choice is made among logits: exp keeps their order but may make neighbouring ones equal."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -112,14 +154,18 @@ def _route(
     total = tl.sum(exponentials, 1)
     weights = tl.zeros([ROWS, CHOICES], dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
-        best = tl.max(left, 1)
-        expert = tl.min(tl.where(left == best[:, None], experts[None, :], EXPERTS), 1)
-        expert = tl.minimum(
-            expert, num_experts - 1
-        )  # NaN equals nothing and gets a valid id all the same; the step is refused later
-        left = tl.where(experts[None, :] == expert[:, None], float("-inf"), left)
+        if IS_GIVEN:
+            expert = tl.load(experts_ptr + tokens * TOP_K + choice, mask=is_token, other=0)
+            best = tl.sum(tl.where(experts[None, :] == expert[:, None], left, 0.0), 1)
+        else:
+            best = tl.max(left, 1)
+            expert = tl.min(tl.where(left == best[:, None], experts[None, :], EXPERTS), 1)
+            expert = tl.minimum(
+                expert, num_experts - 1
+            )  # NaN equals nothing and gets a valid id all the same; the step is refused later
+            left = tl.where(experts[None, :] == expert[:, None], float("-inf"), left)
+            tl.store(experts_ptr + tokens * TOP_K + choice, expert.to(tl.int64), mask=is_token)
         weights = tl.where(choices[None, :] == choice, tl.div_rn(tl.exp(best - peak), total)[:, None], weights)
-        tl.store(experts_ptr + tokens * TOP_K + choice, expert.to(tl.int64), mask=is_token)
     if DOES_NORMALIZE:
         weights = tl.div_rn(weights, tl.broadcast_to(tl.sum(weights, 1)[:, None], [ROWS, CHOICES]))
     inside = is_token[:, None] & (choices < TOP_K)[None, :]

@@ -33,6 +33,7 @@ from trainer.model.rope import RotaryEmbedding
 from trainer.moe.bank import UnpackBuffers
 from trainer.moe.block import MoeBlock
 from trainer.moe.experts import Experts
+from trainer.moe.replay import LayerRoutes, RecordedRoutes
 from trainer.moe.router import Router
 from trainer.parallel import ParallelLayout
 from trainer.recompute import Recomputed
@@ -122,6 +123,7 @@ class DecoderLayer(nn.Module):
             spec.hidden_size, eps=spec.rms_norm_eps, weight_dtype=build.weight_dtype
         )
         self.mlp = _moe_block(build, layer) if spec.is_moe_layer(layer) else DenseMlp(build, spec.intermediate_size)
+        self._moe_index = sum(map(spec.is_moe_layer, range(layer)))
         rest: Callable[..., Any] = DecoderLayer._feed_forward
         owners = [self.post_attention_layernorm, self.mlp]
         if isinstance(self.mlp, MoeBlock):
@@ -132,7 +134,13 @@ class DecoderLayer(nn.Module):
             Recomputed(rest, owners),
         )
 
-    def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences) -> Tensor:
+    def forward(
+        self,
+        x_TH: Tensor,
+        rope: tuple[Tensor, Tensor],
+        sequences: PackedSequences,
+        routes: RecordedRoutes | None = None,
+    ) -> Tensor:
         """[T, H] -> [T, H]."""
         is_recomputed = self.checkpointing and torch.is_grad_enabled()
         kept = KeptAttention() if is_recomputed else None
@@ -141,8 +149,11 @@ class DecoderLayer(nn.Module):
         delta_TH = self.self_attn.get_submodule("o_proj")(heads_TO)
         if not isinstance(self.mlp, MoeBlock):
             return rest(self, x_TH, delta_TH)
-        residual_TH, y_TH, weights_TK, experts_TK, shared_TH = rest(self, x_TH, delta_TH)
-        return residual_TH + self.mlp.finish(y_TH, weights_TK, experts_TK, shared_TH)
+        recorded = None if routes is None else routes.of_layer(self._moe_index)
+        residual_TH, *started, num_flipped = rest(self, x_TH, delta_TH, recorded)
+        if routes is not None:
+            routes.flipped.append(num_flipped)
+        return residual_TH + self.mlp.finish(*started)
 
     def _attend(
         self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences, kept: KeptAttention | None
@@ -153,11 +164,13 @@ class DecoderLayer(nn.Module):
         residual_TH, y_TH = self.post_attention_layernorm.after_sum(x_TH, delta_TH)
         return residual_TH + self.mlp(y_TH)
 
-    def _until_experts(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """The residual stream, and what `MoeBlock.finish` takes."""
+    def _until_experts(
+        self, x_TH: Tensor, delta_TH: Tensor, recorded: LayerRoutes | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The residual stream, and what `MoeBlock.start` returns."""
         assert isinstance(self.mlp, MoeBlock)
         residual_TH, y_TH = self.post_attention_layernorm.after_sum(x_TH, delta_TH)
-        return (residual_TH, *self.mlp.start(y_TH))
+        return (residual_TH, *self.mlp.start(y_TH, recorded))
 
 
 class Trunk(nn.Module):
@@ -187,7 +200,9 @@ class Decoder(nn.Module):
         self.lm_head = None if build.spec.tie_embeddings else VocabTable(build)
         self._rotary = RotaryEmbedding(build.spec.rope)
 
-    def forward(self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, routes: RecordedRoutes | None = None
+    ) -> Tensor:
         """Run the decoder over one microbatch.
 
         Args:
@@ -196,6 +211,7 @@ class Decoder(nn.Module):
             positions_T: int64 [T], position of each token in its own sequence.
             cu_seqlens: int [num_sequences + 1], start of each sequence and T at the end; [0] when T = 0. Pass it on the
                 CPU if you can: it decides shapes, and the host waits to read it from a GPU.
+            routes: experts to use instead of the routers' own choice. Each layer appends to its `flipped`.
 
         Returns:
             hidden_TH in the compute dtype.
@@ -205,7 +221,7 @@ class Decoder(nn.Module):
         is_on_host = self.model.embed_tokens.weight.device != token_ids_T.device
         x_TH = self.model.embed_tokens(_rows_of_host if is_on_host else F.embedding, token_ids_T)
         for layer in self.model.layers:
-            x_TH = layer(x_TH, rope, sequences)
+            x_TH = layer(x_TH, rope, sequences, routes)
         return self.model.norm(x_TH)
 
     def apply_head(self, use: Callable[[Tensor, Tensor], Out], hidden_TH: Tensor) -> Out:

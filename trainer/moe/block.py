@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.experts import Experts
+from trainer.moe.replay import LayerRoutes
 from trainer.moe.router import Router
 from trainer.recompute import recomputation
 
@@ -45,13 +46,17 @@ class MoeBlock(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        return self.finish(*self.start(x_TH))
+        x_TH, weights_TK, experts_TK, shared_TH, _ = self.start(x_TH)
+        return self.finish(x_TH, weights_TK, experts_TK, shared_TH)
 
-    def start(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The part that a layer may recompute: tokens, their weights and experts, the shared experts' output."""
-        routing = self.gate(x_TH)
+    def start(
+        self, x_TH: Tensor, recorded: LayerRoutes | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The part that a layer may recompute: tokens, their weights and experts, the shared experts' output; and with
+        recorded routes, how many of them the router would not have chosen."""
+        routing = self.gate(x_TH, recorded)
         shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH)
-        return x_TH, routing.weights_TK, routing.experts_TK, shared_TH
+        return x_TH, routing.weights_TK, routing.experts_TK, shared_TH, routing.num_flipped
 
     def finish(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, shared_TH: Tensor | None) -> Tensor:
         """Run the routed experts, which keep little for backward, and add the shared experts' output."""

@@ -10,7 +10,8 @@ Owns the numerics that decide routing. They must match transformers, because one
 
     softmax_of_top  logits with a bias, top-k, softmax over those, all in the compute dtype (gpt-oss)
 
-The softmax router's arithmetic is trainer.kernels.route's.
+The softmax router's arithmetic is trainer.kernels.route's. A recorded choice (trainer.moe.replay) replaces the router's
+own, and gets the weights that the router would have given to it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer.architecture.model_spec import MoeSpec, RouterScore
-from trainer.kernels.route import route
+from trainer.kernels.route import route, weigh
+from trainer.moe.replay import LayerRoutes
 
 NORM_EPS = 1e-20
 """Added to the sum of a sigmoid router's top-k scores before the scores are divided by it."""
@@ -38,6 +40,8 @@ class Routing:
     """Compute dtype (softmax) or float32 (sigmoid); differentiable."""
     experts_TK: Tensor
     """int64, ids in the whole model."""
+    num_flipped: Tensor | None = None
+    """With recorded routes: how many of them the router would not have chosen."""
 
 
 class Router(nn.Module):
@@ -58,22 +62,32 @@ class Router(nn.Module):
         if moe.score is RouterScore.softmax_of_top:
             self.bias = nn.Parameter(torch.empty(moe.num_experts, dtype=weight_dtype))
 
-    def forward(self, x_TH: Tensor) -> Routing:
-        """Route every token."""
+    def forward(self, x_TH: Tensor, recorded: LayerRoutes | None = None) -> Routing:
+        """Route every token: where a route is recorded, by that."""
+        scores_TE = self._scores(x_TH)
+        if recorded is None:
+            return self._choose(scores_TE)
+        own_TK = self._choose(scores_TE.detach()).experts_TK
+        experts_TK, num_flipped = recorded.instead_of(own_TK)
+        return Routing(weights_of(self.moe, scores_TE, experts_TK), experts_TK, num_flipped)
+
+    def _scores(self, x_TH: Tensor) -> Tensor:
+        """What experts are chosen and weighed by: sigmoids, or logits where a softmax follows."""
         weight = self.weight.to(x_TH.dtype)  # the engine's format; frozen weights have it already
-        if self.bias is not None:
-            logits_TE = F.linear(x_TH, weight, self.bias.to(x_TH.dtype))
-            logits_TK, experts_TK = logits_TE.topk(self.moe.top_k, dim=-1)
-            return Routing(logits_TK.softmax(-1), experts_TK)
+        if self.moe.score is RouterScore.sigmoid:
+            return _wide_logits(x_TH, weight).sigmoid()
+        return F.linear(x_TH, weight, None if self.bias is None else self.bias.to(x_TH.dtype))
+
+    def _choose(self, scores_TE: Tensor) -> Routing:
+        """The best experts and their weights."""
+        if self.moe.score is RouterScore.softmax:
+            return Routing(*route(scores_TE, self.moe.top_k, self.moe.norm_topk_prob))
         if self.e_score_correction_bias is None:
-            return Routing(*route(F.linear(x_TH, weight), self.moe.top_k, self.moe.norm_topk_prob))
-        scores_TE = _wide_logits(x_TH, weight).sigmoid()
+            logits_TK, experts_TK = scores_TE.topk(self.moe.top_k, dim=-1)
+            return Routing(logits_TK.softmax(-1), experts_TK)
         choice_TE = self._mask_groups(scores_TE.detach() + self.e_score_correction_bias)
         experts_TK = choice_TE.topk(self.moe.top_k, dim=-1).indices
-        weights_TK = scores_TE.gather(1, experts_TK)
-        if self.moe.norm_topk_prob:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + NORM_EPS)
-        return Routing(weights_TK * self.moe.scaling_factor, experts_TK)
+        return Routing(weights_of(self.moe, scores_TE, experts_TK), experts_TK)
 
     def _mask_groups(self, choice_TE: Tensor) -> Tensor:
         """Put -inf outside each token's best groups. A group's score is the sum of its best two experts' scores."""
@@ -84,6 +98,18 @@ class Router(nn.Module):
         best_TG = choice_TGM.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
         allowed_TG = torch.zeros_like(choice_TGM[..., 0], dtype=torch.bool).scatter(1, best_TG, True)
         return choice_TGM.masked_fill(~allowed_TG[..., None], -torch.inf).flatten(1)
+
+
+def weights_of(moe: MoeSpec, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    """The weights that a router with these scores gives to these experts, whether or not it would choose them."""
+    if moe.score is RouterScore.softmax:
+        return weigh(scores_TE, experts_TK, moe.norm_topk_prob)
+    scores_TK = scores_TE.gather(1, experts_TK)
+    if moe.score is RouterScore.softmax_of_top:
+        return scores_TK.softmax(-1)
+    if moe.norm_topk_prob:
+        scores_TK = scores_TK / (scores_TK.sum(-1, keepdim=True) + NORM_EPS)
+    return scores_TK * moe.scaling_factor
 
 
 def _wide_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from cases.tiny_models import (
     LLAMA,
     MIXED,
     MOE,
+    gradients_under_checkpoint_names,
     hf_logits,
     hf_model,
     logits_of,
@@ -30,7 +31,6 @@ from conf.errors import ConfigError
 from conf.schema import MlaNormEps, TrainMode
 from trainer.model.attend import AttentionBackend, attend
 from trainer.model.packed_sequences import PackedSequences
-from trainer.weights.fused_experts import interleave
 
 CONFIGS = {
     "dense": DENSE,
@@ -72,21 +72,6 @@ CONFIGS = {
     },
 }
 FULL = trainer_config(TrainMode.full, train_router=True)
-
-
-def gradients_under_checkpoint_names(decoder):
-    """gpt-oss: its router's name, and its experts as transformers keeps them."""
-    grads = {name: p.grad for name, p in decoder.named_parameters() if p.requires_grad}
-    if decoder.spec.moe is None or not decoder.spec.moe.is_fused:
-        return grads
-    fused = {}
-    for name, grad in grads.items():
-        if ".mlp.experts." in name:
-            grad = interleave(grad) if "gate_up" in name else grad
-            grad = grad.transpose(1, 2) if grad.dim() == 3 else grad
-        name = name.replace(".mlp.gate.", ".mlp.router.")
-        fused[name.replace("up_bias", "up_proj_bias").replace("down_bias", "down_proj_bias")] = grad
-    return fused
 
 
 @pytest.mark.parametrize("name", CONFIGS)

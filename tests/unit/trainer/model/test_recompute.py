@@ -156,7 +156,7 @@ def test_later_layers_leave_nothing_but_gradients(hf_config: dict[str, Any], che
 def test_experts_keep_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have them again from the part before them, which is computed again once, for both."""
     starts, refs, start = [], [], MoeBlock.start
-    monkeypatch.setattr(MoeBlock, "start", lambda self, x: starts.append(self) or start(self, x))
+    monkeypatch.setattr(MoeBlock, "start", lambda self, *given: starts.append(self) or start(self, *given))
     decoder, batch = make_decoder(MOE, trainer_config(activation_checkpointing=True)), packed()
     for layer in decoder.model.layers:
         layer.get_submodule("mlp.experts").register_forward_pre_hook(

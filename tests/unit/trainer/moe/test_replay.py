@@ -1,0 +1,241 @@
+"""Promise of trainer/moe/replay.py: recorded experts are used, in every layer and every pass over it, with the weights
+that the trainer's own router gives to them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases.parallel_worker import Scenario, gradients
+from cases.processes import run_processes
+from cases.route_cases import drawn_routes, own_routes, recorded
+from cases.tiny_models import (
+    DEEPSEEK,
+    GLM,
+    GPT_OSS,
+    MIXED,
+    MOE,
+    gradients_under_checkpoint_names,
+    hf_logits,
+    hf_model,
+    logits_of,
+    make_decoder,
+    packed,
+    probe_loss,
+    relative_error,
+    trainer_config,
+)
+from torch import Tensor, nn
+
+from conf.schema import MlaNormEps, TrainMode
+from trainer.architecture.model_spec import MoeSpec, RouterScore
+from trainer.model.decoder import Decoder
+from trainer.moe.replay import RecordedRoutes
+from trainer.parallel import ParallelLayout
+
+FAMILIES = {
+    "qwen3": MOE,
+    "qwen3_not_renormalized": {**MOE, "norm_topk_prob": False},
+    "qwen3_with_a_dense_layer": MIXED,
+    "glm": GLM,
+    "deepseek": DEEPSEEK,
+    "deepseek_not_renormalized": {**DEEPSEEK, "norm_topk_prob": False},
+    "gpt_oss": GPT_OSS,
+}
+MODES = {
+    "lora": trainer_config(),
+    "lora_keeping_activations": trainer_config(activation_checkpointing=False),
+    "full": trainer_config(TrainMode.full, train_router=True),
+    "full_keeping_activations": trainer_config(TrainMode.full, train_router=True, activation_checkpointing=False),
+}
+
+
+def step(decoder: Decoder, batch: Any, routes: RecordedRoutes | None = None) -> dict[str, Tensor]:
+    """Logits and every gradient."""
+    for parameter in decoder.parameters():
+        parameter.grad = None
+    logits = logits_of(decoder, batch, routes)
+    probe_loss(logits, batch[0]).backward()
+    if dist.is_initialized():
+        return {"logits": logits.detach(), **gradients(decoder)}
+    grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach(), **grads}
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replay_of_its_own_choice_changes_no_bit(family, mode, dtype):
+    decoder, batch = make_decoder(FAMILIES[family], MODES[mode], dtype=dtype), packed()
+    with own_routes(decoder) as layers:
+        free = step(decoder, batch)
+    routes = recorded(layers)
+    assert differing(step(decoder, batch, routes), free) == []
+    assert [int(count) for count in routes.flipped] == [0] * len(layers)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_without_a_route_choose_for_themselves(family, mode):
+    """The recorded half changes what the decoder computes; with no token recorded, nothing changes it."""
+    decoder, batch = make_decoder(FAMILIES[family], MODES[mode]), packed()
+    num_tokens = len(batch[0])
+    layers = drawn_routes(decoder.spec, num_tokens)
+    free = step(decoder, batch)
+    nobody, half = torch.zeros(num_tokens, dtype=torch.bool), torch.arange(num_tokens) % 2 == 0
+    assert differing(step(decoder, batch, recorded(layers, nobody)), free) == []
+    with own_routes(decoder) as used:
+        step(decoder, batch, recorded(layers, half))
+    with own_routes(decoder) as own:
+        step(decoder, batch)
+    for wanted, found in zip(layers, used, strict=True):
+        assert torch.equal(found[half], wanted[half])
+    assert torch.equal(used[0][~half], own[0][~half])  # the first such layer sees what it sees without replay
+
+
+def test_a_layer_counts_the_recorded_experts_that_it_would_not_have_chosen():
+    decoder, batch = make_decoder(MIXED), packed()
+    with own_routes(decoder) as own:
+        step(decoder, batch)
+    first = own[0].clone()
+    first[2] = torch.tensor([e for e in range(8) if e not in first[2].tolist()])[:2]  # both flipped
+    first[5, 1] = next(e for e in range(8) if e not in first[5].tolist())  # one flipped
+    first[7] = first[7].flip(0)  # another order is the same choice
+    routes = recorded([first, own[1]])
+    step(decoder, batch, routes)
+    assert int(routes.flipped[0]) == 3
+    assert len(routes.flipped) == 2  # one per layer: recomputation does not count again
+
+
+# --------------------------------------------------------------------------------------- against transformers' models
+
+
+def plain_weights(moe: MoeSpec, logits_TE: Tensor, mask_TE: Tensor) -> Tensor:
+    """Equations of the papers, dense: the mask is R3's I, zero outside."""
+    if moe.score is RouterScore.sigmoid:
+        scores_TE = logits_TE.sigmoid() * mask_TE
+        return moe.scaling_factor * (scores_TE / scores_TE.sum(-1, keepdim=True) if moe.norm_topk_prob else scores_TE)
+    exponentials_TE = logits_TE.exp()
+    is_over_chosen = moe.norm_topk_prob or moe.score is RouterScore.softmax_of_top
+    total_T = (exponentials_TE * mask_TE if is_over_chosen else exponentials_TE).sum(-1, keepdim=True)
+    return exponentials_TE * mask_TE / total_T
+
+
+def force(model: nn.Module, moe: MoeSpec, layers: list[Tensor]) -> None:
+    """Give transformers' routers these experts; sequences come one after the other."""
+    routers = [module for module in model.modules() if type(module).__name__.endswith(("TopKRouter", "TopkRouter"))]
+    assert len(routers) == len(layers)
+    for router, experts_TK in zip(routers, layers, strict=True):
+
+        def forward(hidden: Tensor, router: Any = router, rest: list[Tensor] = [experts_TK]) -> tuple[Tensor, ...]:  # noqa: B006
+            x_TH = hidden.reshape(-1, hidden.shape[-1])
+            chosen_TK, rest[0] = rest[0][: len(x_TH)], rest[0][len(x_TH) :]
+            logits_TE = x_TH @ router.weight.t() + getattr(router, "bias", 0.0)
+            mask_TE = torch.zeros_like(logits_TE).scatter(1, chosen_TK, 1.0)
+            return logits_TE, plain_weights(moe, logits_TE, mask_TE).gather(1, chosen_TK), chosen_TK
+
+        router.forward = forward
+
+
+@pytest.mark.parametrize("mode", ["full", "full_keeping_activations"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forced_experts_give_the_logits_and_gradients_of_transformers(family, mode):
+    batch = packed()
+    decoder = make_decoder(FAMILIES[family], MODES[mode], mla_norm_eps=MlaNormEps.hf)
+    oracle, layers = hf_model(FAMILIES[family]), drawn_routes(decoder.spec, len(batch[0]))
+    free = logits_of(decoder, batch).detach()
+    assert decoder.spec.moe is not None
+    force(oracle, decoder.spec.moe, layers)
+    wanted = hf_logits(oracle, batch)
+    mine = logits_of(decoder, batch, recorded(layers))
+    assert relative_error(mine, wanted) < 1e-5
+    assert relative_error(mine, free) > 1e-2  # the forced experts are others
+
+    probe_loss(mine, batch[0]).backward()
+    probe_loss(wanted, batch[0]).backward()
+    expected = {name: parameter.grad for name, parameter in oracle.named_parameters()}
+    found = gradients_under_checkpoint_names(decoder)
+    errors = {name: relative_error(found[name], expected[name]) for name in found}
+    assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+    routers = [name for name in found if ".gate.weight" in name or ".router." in name]
+    assert routers and all(float(found[name].norm()) > 0 for name in routers)
+
+
+def test_a_frozen_router_gets_no_gradient():
+    decoder, batch = make_decoder(MOE), packed()
+    step(decoder, batch, recorded(drawn_routes(decoder.spec, len(batch[0]))))
+    frozen = [p for name, p in decoder.named_parameters() if ".mlp.gate." in name]
+    assert frozen and not any(p.requires_grad or p.grad is not None for p in frozen)
+
+
+# ------------------------------------------------------------------------------------------------- expert parallelism
+
+SCENARIOS = [
+    Scenario(
+        f"{family}_{mode}", 2, ((0, 1), (2, 3)), mode=mode, hf_config=FAMILIES[family], checkpointing=checkpointing
+    )
+    for family, mode, checkpointing in (
+        ("qwen3", TrainMode.lora, True),
+        ("qwen3_with_a_dense_layer", TrainMode.full, False),
+        ("deepseek", TrainMode.lora, False),
+        ("deepseek", TrainMode.full, True),
+        ("gpt_oss", TrainMode.full, True),
+    )
+]
+
+
+def forced(scenario: Scenario, decoder: Decoder, sequences: tuple[int, ...]) -> RecordedRoutes:
+    """Routes drawn by sequence, so that every layout sees the same."""
+    parts = [drawn_routes(decoder.spec, scenario.lengths[index], seed=index) for index in sequences]
+    return recorded([torch.cat(layer) for layer in zip(*parts, strict=True)])
+
+
+def on_a_rank(rank: int, world_size: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    try:
+        results = {}
+        for scenario in SCENARIOS:
+            decoder = scenario.decoder(ParallelLayout.create(world_size, scenario.ep_size, rank, torch.device("cpu")))
+            sequences = scenario.sequences[rank]
+            batch = scenario.batch(sequences)
+            with own_routes(decoder) as layers:
+                free = step(decoder, batch)
+            again = step(decoder, batch, recorded(layers))
+            other = step(decoder, batch, forced(scenario, decoder, sequences))
+            results[scenario.name] = {"differing": differing(again, free), "forced": other}
+        torch.save(results, f"{folder}/rank{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    run_processes(on_a_rank, (2, str(folder)), 2)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=[scenario.name for scenario in SCENARIOS])
+def test_two_ranks_that_share_the_experts_replay_as_one_does(ranks, scenario):
+    assert [rank[scenario.name]["differing"] for rank in ranks] == [[], []]
+    decoder = scenario.decoder()
+    alone = step(decoder, scenario.batch((0, 1, 2, 3)), forced(scenario, decoder, (0, 1, 2, 3)))
+    free = step(decoder, scenario.batch((0, 1, 2, 3)))
+    logits = torch.cat([rank[scenario.name]["forced"]["logits"] for rank in ranks])
+    assert relative_error(logits, alone["logits"]) < 1e-6
+    assert relative_error(logits, free["logits"]) > 1e-2
+    for rank in ranks:
+        found = rank[scenario.name]["forced"]
+        errors = {name: relative_error(found[name], alone[name]) for name in alone if name != "logits"}
+        assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
