@@ -1,8 +1,8 @@
 """Rules between options of several sections: one function per rule, each raises one ConfigError.
 
 Rules of one section are in conf/schema/, rules between options and the model's config.json in conf/model_checks.py,
-options that have no effect beside others in conf/ignored.py. Everything here is pure: it sees a RunConfig and no
-machine, no file. What needs a machine or a file is checked by orchestrator/inputs/preflight.py.
+options that have no effect because of others in conf/ignored.py. Everything here is pure: it sees a RunConfig and no
+machine, no file. orchestrator/inputs/preflight.py checks what needs a machine or a file.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     SlipstreamError            every error that Slipstream raises on purpose
       ConfigError(ValueError)  an option, or a combination of options, that cannot run
 
-Each class is built from one message string, so that it unpickles on the other side of a Ray call. Where there is no
-pickle an error crosses as its class name and its text: named_error makes it again.
+Each class is built from one message string, so that it unpickles on the other side of a Ray call. Over connections
+without pickle an error is sent as its class name and its text, and named_error finds the class.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ E = TypeVar("E", bound=SlipstreamError)
 
 
 def named_error(name: str, base: type[E]) -> type[E] | None:
-    """`base`, or the class below it, of this name; None where this process knows none."""
+    """The class of this name: `base` or a subclass of it. None if this process knows none."""
     if base.__name__ == name:
         return base
     return next((found for below in base.__subclasses__() if (found := named_error(name, below))), None)

@@ -1,7 +1,7 @@
 """A table of options that have no effect in a run: one row per reason.
 
 Presets may set what a run does not use; a user may not. Pure: it sees a RunConfig, the names that a user typed, and
-config.json where it is known: rows about an architecture wait for it.
+config.json. While config.json is not read yet, rows about an architecture are not checked.
 Does not own options that contradict each other (`conf/checks.py`).
 """
 
@@ -52,11 +52,11 @@ class Ignored(NamedTuple):
     """One reason. Example: Ignored("trainer.lora.", True, "trainer.mode=full", "remove it")."""
 
     subject: str | Sequence[str]
-    """Options, and sections with a dot at their end."""
+    """Options, and sections with a dot at the end."""
     applies: bool
-    """Whether this run is of that kind."""
+    """Whether the reason applies to this run."""
     by_what: str
-    """The choice because of which they are ignored, as the user reads it."""
+    """The user's choice that makes the run ignore them, as text for a message."""
     cure: str
 
 
@@ -71,7 +71,7 @@ def check_no_override_is_ignored(
         hf_config: config.json of the model; None: not read yet.
 
     Raises:
-        ConfigError: One has none.
+        ConfigError: An option has no effect.
     """
     reasons = [reason for reason in reasons_of(config, hf_config) if reason.applies]
     for name in names:
@@ -92,7 +92,7 @@ def reasons_of(config: RunConfig, hf_config: Mapping[str, Any] | None) -> tuple[
 
 
 def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
-    """Reasons about what is learnt, and from what."""
+    """Reasons about the algorithm, data and the trainer."""
     model, algorithm, reward = config.model, config.algorithm, config.reward
     is_sft = algorithm.objective is Objective.sft
     return (
@@ -164,7 +164,7 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
 
 
 def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
-    """Reasons about engines, what they are sent, and the machines."""
+    """Reasons about engines, publishes and machines."""
     cluster = config.cluster
     return (
         Ignored("cluster.dashboard_port", not cluster.dashboard, "cluster.dashboard=false", "remove one of the two"),

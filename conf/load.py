@@ -7,9 +7,9 @@
                                                                                                  effect (ignored.py)
 
 Every arrow can refuse, always with a ConfigError that says which option, what was given, what is allowed and what to
-do. Overrides are checked one by one before Hydra sees them, because only then is it known which word an error belongs
-to. What Hydra still refuses comes from YAML files, and its errors are translated. Nothing is read but conf/ and the
-user's config folder, nothing is written, and the working directory stays.
+do. Overrides are checked one by one before Hydra sees them, so that an error can name the word that caused it. What
+Hydra still refuses comes from YAML files, and its errors are translated. Only conf/ and the user's config folder are
+read, nothing is written, and the working directory does not change.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def load_run_config(overrides: Sequence[str], config_dir: Path | None = None) ->
         config = OmegaConf.to_object(tree)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain_foreign(error)) from error
-    except UnicodeDecodeError as error:  # a file of the user's: Hydra does not say which
+    except UnicodeDecodeError as error:  # one of the user's files; Hydra does not say which
         raise ConfigError(f"{_not_utf8(config_dir)} is not UTF-8 text; save the file as UTF-8") from error
     assert isinstance(config, RunConfig)
     return _checked(config, parsed)
 
 
 def check_model_reads_overrides(config: RunConfig, overrides: Sequence[str], hf_config: Mapping[str, Any]) -> None:
-    """Refuse overrides without an effect on a model on disk, whose config.json `load_run_config` did not read.
+    """Refuse overrides that have no effect on a model on disk. (`load_run_config` does not read its config.json.)
 
     Raises:
         ConfigError: An override has no effect on such a model.
@@ -99,7 +99,7 @@ def load_resolved_yaml(text: str, overrides: Sequence[str] = (), subject: str = 
     Args:
         text: The YAML.
         overrides: `section.option=value`.
-        subject: Stands before an error in the text, "FILE: ".
+        subject: Put before an error about the text, "FILE: ".
 
     Raises:
         ConfigError: The text is not a configuration of this version's schema, or an override or the result cannot run.
@@ -123,7 +123,7 @@ def load_resolved_yaml(text: str, overrides: Sequence[str] = (), subject: str = 
 
 
 def _checked(config: RunConfig, overrides: Sequence[Override]) -> RunConfig:
-    """The same configuration, once its options contradict nothing and every override has an effect."""
+    """Return the configuration once it is checked: no options contradict each other, every override has an effect."""
     is_model_known = config.model.init is Init.random and config.model.path is None
     names = [override.key_or_group for override in overrides]
     check_no_override_is_ignored(config, names, config.model.hf_config if is_model_known else None)
@@ -132,7 +132,7 @@ def _checked(config: RunConfig, overrides: Sequence[Override]) -> RunConfig:
 
 
 def _read_override(text: str, config_dir: Path | None) -> Override:
-    """Parse one word of the command line and check all that can be known about it alone."""
+    """Parse one word of the command line, and check all that can be checked about it alone."""
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException as error:
@@ -155,7 +155,7 @@ def _read_override(text: str, config_dir: Path | None) -> Override:
 
 
 def _for_hydra(override: Override) -> str:
-    """The word as Hydra takes it: users may set known names with or without `+`, Hydra insists on the right one."""
+    """The word as Hydra takes it: users may set known names with or without `+`, but Hydra takes only one of these."""
     if override.type is OverrideType.DEL:
         return override.input_line or ""
     text = (override.input_line or "").lstrip("+")
@@ -179,10 +179,10 @@ def _check_choice(text: str, group: str, value: Any, config_dir: Path | None) ->
 
 
 def _check_type(option: Option, override: Override) -> None:
-    """Refuse a value of another type: it is set in a fresh tree of the schema, which takes only what fits."""
+    """Refuse a value of the wrong type, by setting it in a fresh tree of the schema, which takes only what fits."""
     value = override.value()
     if isinstance(value, str) and "${" in value:
-        return  # an interpolation gets its value, and its check, when all is composed
+        return  # an interpolation is resolved and checked after everything is composed
     if override.value_type is ValueType.ELEMENT and value == "" and option.type is not str:
         raise ConfigError(f"{option.name} must be {_with_article(option.type_label)}, got nothing after the '='")
     try:
@@ -197,7 +197,7 @@ def _check_type(option: Option, override: Override) -> None:
 
 
 def _in_bytes(option: Option, text: str) -> str:
-    """What to write in place of a size with a unit, `1GiB`; empty for anything else."""
+    """The number of bytes for a size with a unit, `1GiB`; empty for anything else."""
     size = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B?", text, re.IGNORECASE)
     if size is None or not option.name.endswith("_bytes"):
         return ""
@@ -215,9 +215,7 @@ def _check_removable(text: str, name: str) -> None:
 
 
 def _open_dict_above(name: str) -> Option | None:
-    """The option below which any key may be set, when `name` lies below one: model.hf_config for
-    model.hf_config.vocab_size.
-    """
+    """The option above `name` that takes any key, if there is one: model.hf_config for model.hf_config.vocab_size."""
     for option in options_by_name().values():
         if option.is_open_dict and name.startswith(f"{option.name}."):
             return option
@@ -246,7 +244,7 @@ def _explain_syntax(text: str) -> str:
 
 
 def _explain_foreign(error: BaseException) -> str:
-    """One line for an error of Hydra, OmegaConf or PyYAML: by now it comes from a YAML file or an interpolation."""
+    """One line for an error of Hydra, OmegaConf or PyYAML, which by now comes from a YAML file or an interpolation."""
     where = ""
     if isinstance(error, HydraException) and str(error).startswith("In '"):
         where = str(error).split("'")[1] + ".yaml: "
@@ -273,7 +271,7 @@ def _explain_foreign(error: BaseException) -> str:
 
 
 def _not_utf8(folder: Path | None) -> Path | None:
-    """The first YAML file of the folder that is not UTF-8; the folder, where none is found."""
+    """The first YAML file of the folder that is not UTF-8; the folder if none is found."""
     for path in sorted(folder.rglob("*.yaml")) if folder is not None else ():
         try:
             path.read_bytes().decode()

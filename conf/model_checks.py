@@ -61,8 +61,8 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_adapters_beside_experts_have_gpu_engines(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """In adapter mode a model with experts needs GPU engines: with adapters enabled vLLM computes every expert, adapted
-    or not, in Triton kernels, which a CPU lacks.
+    """In adapter mode a model with experts needs GPU engines: with adapters enabled, vLLM computes every expert,
+    adapted or not, with Triton kernels, which need a GPU.
     """
     is_adapter = config.weight_sync.mode is SyncMode.adapter
     if is_adapter and config.cluster.device is Device.cpu and num_experts_of(hf_config):
@@ -98,7 +98,7 @@ def check_ep_size_fits_experts(config: RunConfig, hf_config: Mapping[str, Any]) 
 
 
 def check_sequence_fits_model(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """The longest sequence fits the positions that the model has."""
+    """The longest sequence is at most the model's max_position_embeddings."""
     is_sft = config.algorithm.objective is Objective.sft
     option = "data.max_sequence_tokens" if is_sft else "rollout.max_model_len"
     longest = config.data.max_sequence_tokens if is_sft else config.rollout.max_model_len
@@ -111,7 +111,7 @@ def check_sequence_fits_model(config: RunConfig, hf_config: Mapping[str, Any]) -
 
 
 def check_head_dim_on_cpu(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """The CPU engine has attention kernels for some head sizes only."""
+    """The CPU engine has attention kernels only for some head sizes."""
     if config.cluster.device is not Device.cpu:
         return
     latent, turning = hf_config.get("kv_lora_rank"), hf_config.get("qk_rope_head_dim")
@@ -156,8 +156,8 @@ def check_packed_experts_stay_frozen(config: RunConfig, hf_config: Mapping[str, 
 
 
 def check_engine_takes_merged_weights(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """Engines with four-bit weights need adapter mode: they hold packed words and a scale per group, to which merged
-    weights would have to be quantized.
+    """Engines with four-bit weights need adapter mode: merged weights would have to be quantized to their packed words
+    and scales at every publish.
     """
     packing = packing_of(hf_config)
     if packing is not None and config.weight_sync.mode is SyncMode.merged:
@@ -189,8 +189,8 @@ def check_packed_base_reaches_engines(config: RunConfig, hf_config: Mapping[str,
 
 
 def check_int4_kernels_add_adapters(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """INT4 experts need a shape whose kernels add adapters: vLLM computes other shapes with kernels that ignore
-    adapters, or pads the experts and not the adapters.
+    """INT4 experts need a shape for which vLLM's kernels add adapters: for other shapes, its kernels ignore adapters,
+    or it pads the experts but not the adapters.
     """
     hidden, width = int(hf_config["hidden_size"]), int(hf_config["moe_intermediate_size"])
     parts = 1 if config.rollout.enable_expert_parallel else config.rollout.tp_size
@@ -204,7 +204,7 @@ def check_int4_kernels_add_adapters(config: RunConfig, hf_config: Mapping[str, A
 
 
 def check_fp8_engine_has_gpus(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """Engines with FP8 weights need GPUs: vLLM's CPU kernels repack such weights, or do not exist."""
+    """Engines with FP8 weights need GPUs: vLLM has no CPU kernels for them, or ones that repack the weights."""
     if config.cluster.device is not Device.cpu:
         return
     if config.model.engine_format is EngineFormat.block_fp8 or hf_config.get("quantization_config"):
@@ -226,7 +226,7 @@ def check_fp8_engine_computes_in_two_bytes(config: RunConfig, hf_config: Mapping
 
 
 def check_lora_adapts_something(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """The model has a part that adapters are asked for."""
+    """The model has a part that trainer.lora adapts."""
     lora, is_moe = config.trainer.lora, num_experts_of(hf_config) > 0
     if config.trainer.mode is TrainMode.full or lora.attention:
         return
@@ -240,7 +240,7 @@ def check_lora_adapts_something(config: RunConfig, hf_config: Mapping[str, Any])
 
 
 def check_expert_rank_has_kernels(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """Adapters of routed experts have a bounded rank: the trainer's kernels hold a whole row of it."""
+    """Adapters of routed experts have a bounded rank: the trainer's kernels hold all of it in one tile."""
     lora = config.trainer.lora.for_experts
     if config.trainer.mode is TrainMode.full or lora is None or lora.rank <= MAX_EXPERT_RANK:
         return

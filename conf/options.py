@@ -1,8 +1,8 @@
 """Lists what can be set: every option with its type, default and meaning, and every choice of every config group.
 
-One source each: options come from the dataclasses of conf/schema/ (their docs are the strings under the fields),
-choices from the YAML files under conf/ (their description is the first comment line). `slipstream train --help`, the
-"did you mean" of error messages and docs/options.md are all written from these lists.
+Options come from the dataclasses of conf/schema/ (their docs are the strings under the fields), choices from the YAML
+files under conf/ (their description is the first comment line). `slipstream train --help`, the "did you mean" of error
+messages and docs/options.md are all written from these lists.
 
 Regenerate the page with `python -m conf.options > docs/options.md`.
 """
@@ -45,7 +45,7 @@ class Option:
     """One leaf of RunConfig. Example: Option("trainer.ep_size", int, "integer", 1, "Expert-parallel ...", ())."""
 
     name: str
-    """Dotted, as on the command line."""
+    """With dots, as on the command line."""
     type: Any
     """Resolved annotation."""
     type_label: str
@@ -53,7 +53,7 @@ class Option:
     default: Any
     doc: str
     choices: tuple[str, ...]
-    """Allowed values of an enumeration, else empty."""
+    """Allowed values of an enumeration; empty for other types."""
 
     @property
     def section(self) -> str:
@@ -62,7 +62,7 @@ class Option:
 
     @property
     def is_open_dict(self) -> bool:
-        """True where any key may be set below the option (model.hf_config)."""
+        """Whether any key may be set below the option (model.hf_config)."""
         return get_origin(self.type) is dict
 
 
@@ -94,17 +94,17 @@ def section_docs() -> Mapping[str, str]:
 
 
 def group_choices(group: str, extra_dir: Path | None = None) -> tuple[Choice, ...]:
-    """Choices of one group, those of a user's own config folder included, by name."""
+    """Choices of one group, by name, including those of a user's own config folder."""
     folders = [CONF_DIR / group] + ([extra_dir / group] if extra_dir is not None else [])
     files = {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
     return tuple(Choice(group, name, _first_comment(path)) for name, path in sorted(files.items()))
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Known names that `name` was probably meant to be, best first; empty when nothing is near.
+    """Known names that `name` was probably meant to be, best first; empty if none is similar.
 
-    A dotted name is compared as a whole and by its last part, so that `num_rank` finds `trainer.num_ranks`;
-    a name that is part of a known one is near to it.
+    A dotted name is compared as a whole and by its last part, so that `num_rank` finds `trainer.num_ranks`. A name that
+    is part of a known one counts as similar.
     """
     leaf = name.rsplit(".", 1)[-1]
 
@@ -117,7 +117,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     scored = sorted(((score(candidate), candidate) for candidate in set(known)), key=lambda pair: (-pair[0], pair[1]))
     if not scored or scored[0][0] < 0.6:
         return []
-    # Only those about as near as the best one: a clear winner stands alone.
+    # Return only those about as near as the best one: one, if it is clearly the best.
     return [candidate for value, candidate in scored[:count] if value >= max(0.6, scored[0][0] - 0.1)]
 
 
@@ -150,7 +150,7 @@ def render_markdown() -> str:
         "",
         "Every option of `slipstream train`, from `conf/schema/`. Set one with `section.option=value`; choose a "
         "preset of a",
-        "section with `group=choice`; see what comes out of it all with `--cfg job`.",
+        "section with `group=choice`; see the resulting options with `--cfg job`.",
         "",
         "## Groups and their choices",
         "",

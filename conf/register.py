@@ -18,10 +18,9 @@ SCHEMA_NAME = "schema"
 
 
 def open_for_overrides(node: DictConfig) -> DictConfig:
-    """Clear the read-only mark, which OmegaConf puts on every frozen dataclass, so that YAML and overrides may set
-    values.
+    """Clear the read-only mark, which OmegaConf puts on every frozen dataclass, so that YAML and overrides set values.
 
-    The objects built from the node in the end are frozen all the same.
+    The objects that are built from the node are frozen nevertheless.
     """
     OmegaConf.set_readonly(node, None)
     for key in node:
@@ -33,8 +32,8 @@ def open_for_overrides(node: DictConfig) -> DictConfig:
 def schema_node() -> DictConfig:
     """RunConfig as an editable tree of defaults that refuses unknown options and wrong types."""
     tree = open_for_overrides(OmegaConf.structured(RunConfig))
-    # RunConfig's own default names an architecture, so that RunConfig() is complete. In a composed run the model is a
-    # choice: starting from the bare section keeps that default's hf_config out of it.
+    # RunConfig's default names an architecture, so that RunConfig() is complete. In a composed run the user chooses the
+    # model, so start from an empty section, without that default's hf_config.
     tree.model = open_for_overrides(OmegaConf.structured(ModelConfig))
     return tree
 

@@ -1,4 +1,4 @@
-"""What the tensor-parallel size of an engine can be: what vLLM cuts over an engine's ranks, and how evenly it must.
+"""Which tensor-parallel sizes an engine can have: what vLLM divides over an engine's ranks, and when that must be even.
 
     heads            tp divides num_attention_heads
     key/value heads  tp divides num_key_value_heads, or is a multiple of them: ranks then hold copies. gpt-oss: divides.
@@ -6,12 +6,12 @@
     feed-forwards    tp divides their width: dense layers, shared experts, and routed experts unless ranks hold whole
                      ones (expert parallel; gpt-oss: all the same)
     vocabulary       tp divides vocab_size, padded to multiples of 64
-    block-FP8        what one rank holds of each of these is whole blocks of 128, apart from the vocabulary, and what
-                     conversion left out
+    block-FP8        one rank's part of each of these is whole blocks of 128, except of the vocabulary and of modules
+                     that the conversion left out
 
 Owns these rules, as vLLM 0.32 asserts them when it builds a model (`QKVParallelLinear`, `FusedMoEConfig`,
-`VocabParallelEmbedding`, `validate_fp8_block_shape`): late there, and some without a word. Does not own what an
-architecture is: fields of the wrong type are passed over here, trainer/architecture/families.py refuses them.
+`VocabParallelEmbedding`, `validate_fp8_block_shape`). vLLM checks late, and sometimes without a message. Does not own
+what an architecture is: fields of the wrong type are ignored here, and trainer/architecture/families.py refuses them.
 Pure.
 """
 
@@ -29,7 +29,10 @@ FP8_BLOCK = 128
 
 
 class Width(NamedTuple):
-    """Columns that ranks share. Example: Width("intermediate_size=18432", 18432, 16, ("gate_proj", "up_proj"))."""
+    """Columns that are divided over ranks.
+
+    Example: Width("intermediate_size=18432", 18432, 16, ("gate_proj", "up_proj")).
+    """
 
     what: str
     """Name and value, as the user reads them."""
@@ -47,7 +50,7 @@ def check_tp_size_fits_model(
     is_expert_parallel: bool = False,
     can_split_experts: bool = True,
 ) -> None:
-    """The engine can build its ranks of this model.
+    """Check that the engine can build its ranks of this model.
 
     Args:
         option: How the size was given: "rollout.tp_size", "--tp".
@@ -57,7 +60,7 @@ def check_tp_size_fits_model(
         can_split_experts: Whether that may be proposed; a CPU's engines cannot.
 
     Raises:
-        ConfigError: It cannot; says which size could.
+        ConfigError: It cannot; the message says which sizes work.
     """
     problem = tp_problem(tp_size, hf_config, is_expert_parallel=is_expert_parallel)
     if problem is None:
@@ -75,7 +78,7 @@ def check_tp_size_fits_model(
 
 
 def tp_problem(tp_size: int, hf_config: Mapping[str, Any], *, is_expert_parallel: bool) -> str | None:
-    """The first rule that this size breaks, as the rest of a sentence; None when it breaks none."""
+    """The first rule that this size breaks, as the rest of a sentence; None if it breaks none."""
     heads, kv_heads = _size(hf_config, "num_attention_heads"), num_kv_heads_of(hf_config)
     if heads is not None and heads % tp_size:
         return f"does not divide the model's {heads} attention heads"
@@ -112,14 +115,14 @@ def num_experts_of(hf_config: Mapping[str, Any]) -> int:
 
 
 def num_kv_heads_of(hf_config: Mapping[str, Any]) -> int | None:
-    """Key/value heads of grouped-query attention; None for latent attention, and where it is not known."""
+    """Key/value heads of grouped-query attention; None for latent attention, and if they are unknown."""
     if hf_config.get("kv_lora_rank") is not None:
         return None
     return _size(hf_config, "num_key_value_heads") or _size(hf_config, "num_attention_heads")
 
 
 def fp8_skipped(hf_config: Mapping[str, Any]) -> Sequence[str] | None:
-    """Modules that block-FP8 leaves out; None for engines in another format."""
+    """Modules that block-FP8 leaves out; None if engines have another format."""
     quantization: Mapping[str, Any] = hf_config.get("quantization_config") or {}
     if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
         return None
@@ -132,7 +135,7 @@ def one_of(values: Sequence[int]) -> str:
 
 
 def has_dense_layers(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a layer has one feed-forward for all tokens in place of routed experts."""
+    """Whether some layer has one feed-forward for all tokens instead of routed experts."""
     if not num_experts_of(hf_config):
         return True
     return any(
@@ -146,7 +149,7 @@ def has_dense_layers(hf_config: Mapping[str, Any]) -> bool:
 
 def _feed_forwards(hf_config: Mapping[str, Any], tp_size: int, *, is_expert_parallel: bool) -> Iterator[Width]:
     dense, width = _size(hf_config, "intermediate_size"), _size(hf_config, "moe_intermediate_size")
-    if hf_config.get("model_type") == "gpt_oss":  # its only width is the experts', and is cut in any case
+    if hf_config.get("model_type") == "gpt_oss":  # its only width is the experts', which is always cut
         if dense is not None:
             yield Width(f"the experts' intermediate_size={dense}", dense, tp_size, (".experts",))
         return
@@ -164,7 +167,7 @@ def _feed_forwards(hf_config: Mapping[str, Any], tp_size: int, *, is_expert_para
 
 
 def _projections(hf_config: Mapping[str, Any], tp_size: int) -> Iterator[Width]:
-    """Widths of attention projections, which tp_size divides already, and which may not be whole blocks of FP8."""
+    """Widths of attention projections. tp_size divides them, but a rank's part may not be whole blocks of FP8."""
     heads, kv_heads = _size(hf_config, "num_attention_heads"), num_kv_heads_of(hf_config)
     if heads is None:
         return
@@ -185,7 +188,7 @@ def _projections(hf_config: Mapping[str, Any], tp_size: int) -> Iterator[Width]:
 
 
 def head_dim_of(hf_config: Mapping[str, Any]) -> int | None:
-    """Elements of a head of grouped-query attention, where the config says enough."""
+    """Elements of a head of grouped-query attention; None if the config does not say."""
     if (given := _size(hf_config, "head_dim")) is not None:
         return given
     if hf_config.get("model_type") == "qwen3":

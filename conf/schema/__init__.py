@@ -3,9 +3,9 @@
 Each section is a frozen dataclass. YAML files under `conf/<group>/` choose values and never types; `conf/load.py`
 composes them and is the only place that sees a DictConfig. A rule about one section is checked in that section's
 `__post_init__`; a rule across sections is a `check_<rule>` in `conf/checks.py` or `conf/model_checks.py`; options that
-have no effect beside others are a row in `conf/ignored.py`. Derived values are properties that carry their formula.
+have no effect because of others are a row in `conf/ignored.py`. Derived values are properties that carry their formula.
 
-Everybody else imports from here: `from conf.schema import RunConfig`.
+All other code imports from here: `from conf.schema import RunConfig`.
 """
 
 from conf.schema.algorithm import AdvantageScale, AlgorithmConfig, Normalization, Objective, RatioBaseline

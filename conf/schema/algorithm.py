@@ -9,7 +9,7 @@ from conf.schema.rules import above, at_least, require
 
 
 class Objective(StrEnum):
-    """What the trainer minimizes: the policy-gradient loss of sampled and judged rollouts, or the negative
+    """What the trainer minimizes: the policy-gradient loss of rollouts that were sampled and judged, or the negative
     log-likelihood of given conversations.
     """
 
@@ -18,8 +18,8 @@ class Objective(StrEnum):
 
 
 class Normalization(StrEnum):
-    """What one token's loss is divided by: the tokens of the whole batch; first its own sequence's, then the
-    sequences'; or what the batch's sequences may hold at most.
+    """What one token's loss is divided by: the tokens of the batch; the tokens of its sequence, and then the sequences
+    of the batch; or the most tokens that the batch's sequences may have.
     """
 
     token = "token"
@@ -55,35 +55,35 @@ class AlgorithmConfig:
     sequences_per_step: int = 64
     """Conversations that make one optimizer step. Ignored when objective=policy."""
     group_size: int = 16
-    """Rollouts sampled for one prompt; the advantage compares them with each other."""
+    """Rollouts per prompt; the advantage compares them with each other."""
     groups_per_step: int = 16
     """Groups that make one batch, hence one optimizer step."""
     max_staleness_steps: int = 1
-    """Oldest policy version that a sample may contain, counted back from the trainer's at consumption. 0 is strictly
-    on-policy.
+    """How many optimizer steps old a sample may be when the trainer uses it: the trainer's policy version minus the
+    oldest version in the sample. 0 is strictly on-policy.
     """
     advantage_scale: AdvantageScale = AdvantageScale.std
-    """std: (r - mean) / (std + 1e-6). none: r - mean (Dr. GRPO, arXiv:2503.20783). leave_one_out: r - mean of the
-    siblings' rewards without its own (RLOO, arXiv:2402.14740), which is n / (n - 1) * (r - mean).
+    """std: (r - mean) / (std + 1e-6). none: r - mean (Dr. GRPO, arXiv:2503.20783). leave_one_out: r - the mean of the
+    group's other rewards (RLOO, arXiv:2402.14740), which is n / (n - 1) * (r - mean).
     """
     shuffle_advantages: bool = False
     """Permute advantages within each group: a control that must not learn."""
     normalization: Normalization = Normalization.token
-    """token: every response token of the batch weighs the same (DAPO, arXiv:2503.14476). sequence: every response
-    weighs the same. constant: as token, divided by responses * rollout.sampling.max_tokens, so that a batch of short
-    responses makes no larger a step (Dr. GRPO); not with objective=sft.
+    """token: every response token of the batch has the same weight (DAPO, arXiv:2503.14476). sequence: every response
+    has the same weight. constant: as token, but divided by responses * rollout.sampling.max_tokens, so that short
+    responses do not make the step larger (Dr. GRPO); not with objective=sft.
     """
     mask_truncated: bool = False
-    """Responses that end by length keep their reward in the group's mean and deviation, and are not trained on (DAPO's
-    overlong filtering): no loss divides by them. Needs rollout.sampling.stop_at_eos.
+    """Do not train on responses that end by length (DAPO's overlong filtering): the loss is not divided by their tokens
+    either. Their rewards still count in the group's mean and deviation. Needs rollout.sampling.stop_at_eos.
     """
     clip_low: float = 0.2
     """Lower clip of the importance ratio: 1 - clip_low. Ignored when ratio_baseline=trainer, whose ratio is 1."""
     clip_high: float = 0.28
     """Upper clip of the importance ratio: 1 + clip_high (clip-higher, DAPO). Ignored when ratio_baseline=trainer."""
     ratio_baseline: RatioBaseline = RatioBaseline.trainer
-    """trainer: the ratio starts at 1 each step and the engine's mismatch is corrected by `tis_max`. rollout: the ratio
-    is taken against the engine's log-probabilities and clipped.
+    """trainer: the ratio is 1 at the start of each step, and truncated importance sampling (`tis_max`) corrects for the
+    engine's mismatch. rollout: the ratio is taken to the engine's log-probabilities and clipped.
     """
     tis_max: float = 2.0
     """Truncated importance sampling: a token's weight is min(exp(trainer - rollout), tis_max). 0 turns it off; must be
@@ -96,8 +96,8 @@ class AlgorithmConfig:
     drop_zero_variance_groups: bool = False
     """Drop groups whose rewards are all equal and sample others in their place (dynamic sampling, DAPO)."""
     max_uninformative_batches: int = 10
-    """End the run, its state saved, once this many times groups_per_step groups in a row were dropped for equal
-    rewards: the prompts are solved, or out of reach. 0: go on for ever. Ignored when drop_zero_variance_groups=false.
+    """Save the state and end the run after this many times groups_per_step groups in a row were dropped for equal
+    rewards: the prompts are solved, or too hard. 0: go on forever. Ignored when drop_zero_variance_groups=false.
     """
 
     def __post_init__(self) -> None:

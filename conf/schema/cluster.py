@@ -1,4 +1,4 @@
-"""Section `cluster`: devices, Ray, and the sizes that `slipstream plan` carries a run to."""
+"""Section `cluster`: devices, Ray, and the sizes for which `slipstream plan` computes a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from conf.schema.rules import above, at_least_or_null, require
 
 
 class Device(StrEnum):
-    """Kind of device that trainer ranks and rollout workers run on. `auto` takes GPUs when this machine has any."""
+    """Kind of device that trainer ranks and rollout workers run on. `auto`: GPUs if this machine has any."""
 
     auto = "auto"
     cpu = "cpu"
@@ -23,23 +23,23 @@ class ClusterConfig:
     device: Device = Device.auto
     """Kind of device for trainer ranks and rollout workers."""
     trainer_gpus: int | None = None
-    """`slipstream plan` alone: carry the trainer to so many GPUs, a multiple of trainer.ep_size. null:
+    """Only for `slipstream plan`: plan for a trainer on this many GPUs, a multiple of trainer.ep_size. null:
     trainer.num_ranks.
     """
     rollout_gpus: int | None = None
-    """`slipstream plan` alone: carry the rollout workers to so many GPUs, a multiple of rollout.tp_size. null:
+    """Only for `slipstream plan`: plan for rollout workers on this many GPUs, a multiple of rollout.tp_size. null:
     rollout.num_workers x rollout.tp_size.
     """
     ray_address: str | None = None
-    """Address of a running Ray cluster, of one machine or several, or `auto` for the one that this machine belongs to.
+    """Address of a running Ray cluster of one or more machines; `auto`: the cluster to which this machine belongs.
     null: start one on this machine, bound to loopback, and stop it at the end.
     """
     dashboard: bool = True
-    """Start the Ray dashboard with a cluster of our own."""
+    """Start the Ray dashboard, if the run starts its own cluster."""
     dashboard_port: int = 8265
     """Port of that dashboard."""
     object_store_bytes: int = 512 << 20
-    """Size of Ray's object store with a cluster of our own; batches pass through it, weights never do."""
+    """Size of Ray's object store, if the run starts its own cluster. Batches pass through it, weights never do."""
     start_timeout_s: float = 900.0
     """Longest wait for trainer ranks and engines to come up."""
 
@@ -50,7 +50,7 @@ class ClusterConfig:
             f"cluster.dashboard_port must lie in [1024, 65535], got {self.dashboard_port}",
         )
         require(
-            self.object_store_bytes >= 80 << 20,  # Ray refuses less than 75 MiB, after it has started
+            self.object_store_bytes >= 80 << 20,  # Ray refuses less than 75 MiB, but only after it has started
             f"cluster.object_store_bytes must be >= {80 << 20}, got {self.object_store_bytes}",
         )
         above(0, "cluster", start_timeout_s=self.start_timeout_s)

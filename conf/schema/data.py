@@ -22,19 +22,21 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Name of the prompt column."""
     response_key: str = "response"
-    """algorithm=sft: name of the column with the answer to `prompt_key`, where a row is not a list of messages."""
+    """algorithm=sft: name of the column with the answer to `prompt_key`, for rows without a list of messages."""
     messages_key: str = "messages"
-    """algorithm=sft: name of the column with a conversation, a list of {role, content}. Its assistant turns are taught.
+    """algorithm=sft: name of the column with a conversation, a list of {role, content}. The model learns its assistant
+    turns.
     """
     max_sequence_tokens: int | None = None
-    """algorithm=sft: longer conversations are refused before the run starts, with the line number. null: any length.
+    """algorithm=sft: longest conversation. A longer one is refused before the run starts, with its line number. null:
+    any length.
     """
     max_prompt_tokens: int | None = None
-    """Longer prompts are refused before the run starts, with the line number. null: what rollout.max_model_len leaves
-    beside rollout.sampling.max_tokens.
+    """Longest prompt. A longer one is refused before the run starts, with its line number. null:
+    rollout.max_model_len - rollout.sampling.max_tokens.
     """
     shuffle: bool = True
-    """Draw prompts in an order seeded by run.seed, a new one each epoch; false keeps the file's order."""
+    """Take prompts in a random order, seeded by run.seed and new in each epoch. false: in the file's order."""
     add_special_tokens: bool = True
     """Let the tokenizer add its special tokens to plain-text prompts. Chat prompts always go through the chat
     template.
@@ -49,7 +51,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
-    """What a response is worth: the same kind of reward for every row."""
+    """How responses are judged: the same kind of reward for every row."""
 
     kind: str = "exact_match"
     """exact_match, regex, or a function (prompt, response, fields) -> float: `FILE.py:function`, or
@@ -60,16 +62,16 @@ class RewardConfig:
     pattern: str = r"(.+)"
     """regex: the first group of the first match in the response is compared with the answer."""
     keep_special_tokens: bool = False
-    """Leave special tokens in the response that rewards see: the marks of channels and tool calls, and the end of
-    sequence. false: text alone.
+    """Keep special tokens in the response that rewards see: the marks of channels and tool calls, and the end of
+    sequence. false: only text.
     """
     timeout_s: float = 10.0
-    """A reward that takes longer costs its sample: the sample gets no gradient and is counted."""
+    """If a reward takes longer, its sample is left out of training and counted."""
     num_processes: int = 1
     """Processes that run rewards, apart from the controller."""
     env: tuple[str, ...] = ()
-    """Names of environment variables that a reward function is given, such as [JUDGE_API_KEY]; the values never enter
-    the run folder. Beside these it gets PATH, HOME, the locale and what its libraries need, and none of your secrets.
+    """Names of environment variables that a reward function gets, such as [JUDGE_API_KEY]; their values are never
+    written into the run folder. It also gets PATH, HOME, the locale and what its libraries need, but no other variable.
     """
 
     def __post_init__(self) -> None:

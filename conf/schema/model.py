@@ -31,7 +31,7 @@ class EngineFormat(StrEnum):
 
 
 class MlaNormEps(StrEnum):
-    """Which eps the norms of latent attention's low-rank projections take."""
+    """Which eps the norms of latent attention's low-rank projections use."""
 
     rollout = "rollout"
     hf = "hf"
@@ -44,10 +44,10 @@ class ModelConfig:
     path: str | None = None
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer). Required when init=checkpoint."""
     init: Init = Init.checkpoint
-    """checkpoint: read weights from `path`. random: draw them from `run.seed`, for any layout alike."""
+    """checkpoint: read weights from `path`. random: draw them from `run.seed`; they are the same for any layout."""
     hf_config: dict[str, Any] = field(default_factory=dict)
-    """Hugging Face config fields (model_type, hidden_size, ...). With init=random: the whole config when path is null,
-    else overrides of path's config.json.
+    """Hugging Face config fields (model_type, hidden_size, ...). With init=random: the whole config if path is null,
+    otherwise overrides of path's config.json.
     """
     init_std: float = 0.02
     """Standard deviation of random weights. Ignored when init=checkpoint."""
@@ -55,16 +55,16 @@ class ModelConfig:
     """Format of the frozen weights, of the engine's weights and of activations."""
     mla_norm_eps: MlaNormEps = MlaNormEps.rollout
     """eps of q_a_layernorm and kv_a_layernorm (DeepSeek-V3, Kimi-K2). rollout: rms_norm_eps of the config, as vLLM.
-    hf: 1e-6, as transformers. Read by no other architecture.
+    hf: 1e-6, as transformers. Other architectures do not use it.
     """
     engine_format: EngineFormat = EngineFormat.checkpoint
-    """checkpoint: engines' weights are as config.json says: block-FP8 where its quantization_config asks for it, else
-    `dtype`. block_fp8: block-FP8 (128 x 128, DeepSeek-V3's) although config.json has none. The trainer's base has
-    `dtype` in any case, and a publish quantizes what it merged.
+    """Format of the engines' weights. checkpoint: block-FP8 if the quantization_config of config.json asks for it,
+    otherwise `dtype`. block_fp8: block-FP8 (128 x 128, DeepSeek-V3's) even if config.json has none. The trainer's base
+    always has `dtype`, and a publish quantizes the merged weights.
     """
     tokenizer: str | None = None
-    """Folder with tokenizer.json, or `characters`: one token per printable character, made on the spot. null: the one
-    in `path`.
+    """Folder with tokenizer.json, or `characters`: one token per printable character, made by Slipstream. null: the
+    tokenizer in `path`.
     """
 
     def __post_init__(self) -> None:

@@ -14,11 +14,12 @@ class SamplingConfig:
     temperature: float = 1.0
     """Softmax temperature, above 0; the trainer's log-probabilities use the same one."""
     top_p: float = 1.0
-    """Nucleus bound. Below 1 the engine's log-probabilities are of the truncated distribution: keep 1 for training."""
+    """Nucleus bound. Below 1, the engine's log-probabilities are those of the truncated distribution, so keep it at 1
+    for training."""
     max_tokens: int = 256
     """Longest response, in tokens."""
     stop_at_eos: bool = True
-    """End a response at the end-of-sequence token; false samples exactly max_tokens."""
+    """End a response at the end-of-sequence token. false: sample exactly max_tokens."""
 
     def __post_init__(self) -> None:
         at_least(0, "rollout.sampling", temperature=self.temperature)
@@ -33,22 +34,22 @@ class RolloutConfig:
     num_workers: int = 1
     """Engines (replicas)."""
     tp_size: int = 1
-    """Tensor-parallel size of one engine; a replica uses tp_size devices. Divides attention heads, feed-forwards and
-    the vocabulary padded to a multiple of 64; divides key/value heads, or is a multiple of them. With block-FP8 a rank
-    holds whole blocks.
+    """Tensor-parallel size of one engine; an engine uses tp_size devices. It must divide attention heads, feed-forwards
+    and the vocabulary padded to a multiple of 64, and divide the key/value heads or be a multiple of them. With
+    block-FP8, a rank's part must be whole blocks.
     """
     enable_expert_parallel: bool = False
-    """Split experts, not their rows, over the tensor-parallel ranks. GPU only."""
+    """Give each tensor-parallel rank whole experts instead of rows of every expert. GPU only."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eval_temperature: float | None = None
-    """Softmax temperature of evaluations, with a top_p of 1. 0: the likeliest token. null: as rollout.sampling."""
+    """Softmax temperature of evaluations, with top_p 1. 0: the likeliest token. null: as rollout.sampling."""
     max_model_len: int = 4096
     """Longest prompt plus response, in tokens."""
     max_num_seqs: int = 256
-    """Requests that one engine decodes at once."""
+    """The most requests that one engine decodes at once."""
     max_num_batched_tokens: int = 8192
-    """Most tokens of one engine step, at least max_num_seqs. What is prefilled at once, also by all requests that a
-    publish of merged weights froze. A publish waits for the steps in flight.
+    """The most tokens of one engine step, at least max_num_seqs. It limits what is prefilled at once, also for the
+    requests that a publish of merged weights froze. A publish waits for the steps in flight.
     """
     gpu_memory_utilization: float = 0.85
     """Share of a GPU that the engine may take. Ignored on a CPU."""
@@ -57,16 +58,17 @@ class RolloutConfig:
     enforce_eager: bool = False
     """Skip CUDA graphs and torch.compile. Always on for CPU engines."""
     max_concurrent_groups: int = 64
-    """Groups in flight over all workers; the buffer's back-pressure may hold fewer."""
+    """The most groups in flight over all workers; the buffer's back-pressure may permit fewer."""
     request_timeout_s: float = 600.0
-    """A group that takes longer is given up, counted and sampled again on another worker; its own leaves service."""
+    """If a group takes longer, it is given up, counted and sampled again on another worker, and its worker is taken out
+    of service."""
     max_restarts: int = 3
-    """How often one worker that failed is started again in a run; 0: it stays out of service. Ignored when
+    """How often a worker that failed is started again in a run; 0: it stays out of service. Ignored when
     weight_sync.enabled=false.
     """
     restart_backoff_s: float = 1.0
-    """Pause before the first restart of a worker, also before one that was asked for; doubles with every further one.
-    Ignored when weight_sync.enabled=false.
+    """Pause before a worker's first restart, also if you asked for it; it doubles with every further restart. Ignored
+    when weight_sync.enabled=false.
     """
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ def require(ok: bool, message: str) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """All divisors of `number`, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
@@ -25,7 +25,7 @@ def at_least(minimum: float, section: str, **values: float) -> None:
 
 
 def at_least_or_null(minimum: float, section: str, **values: float | None) -> None:
-    """The same for options that may be left out."""
+    """The same for options that may be null."""
     for name, value in values.items():
         require(value is None or value >= minimum, f"{section}.{name} must be >= {minimum} or null, got {value}")
 

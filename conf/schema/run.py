@@ -22,20 +22,20 @@ class RunSection:
     name: str = "run"
     """Prefix of the run folder's name."""
     dir: str = "runs"
-    """Folder that holds run folders. One run: <dir>/<name>-<date>-<time>."""
+    """Folder of the run folders. A run writes to <dir>/<name>-<date>-<time>."""
     resume: str | None = None
-    """A run folder to continue from its newest checkpoint."""
+    """Run folder whose newest checkpoint this run continues."""
     seed: int = 0
     """Seed of weights, prompt order and sampling."""
     num_steps: int = 100
     """Optimizer steps."""
     checkpoint_every_steps: int = 50
-    """Write the run's state this often, and at the end. 0: at the end only."""
+    """Save the run's state after every this many steps, and at the end. 0: only at the end."""
     keep_checkpoints: int = 2
-    """Older checkpoints are removed."""
+    """How many of the newest checkpoints to keep; older ones are removed."""
     eval_every_steps: int = 20
-    """Evaluate on data.eval_path before the first step, this often, and at the end. 0: only first and last. As often,
-    responses of training go to samples.jsonl, with data.eval_path or without.
+    """Evaluate on data.eval_path before the first step, after every this many steps, and at the end. 0: only before the
+    first step and at the end. Responses of training are written to samples.jsonl as often, also without data.eval_path.
     """
     eval_samples_per_prompt: int = 1
     """Responses per held-out prompt."""
@@ -60,13 +60,13 @@ class RunSection:
         at_least(1, "run", keep_checkpoints=self.keep_checkpoints, eval_samples_per_prompt=self.eval_samples_per_prompt)
 
     def is_due(self, every_steps: int, step: int) -> bool:
-        """Whether something that happens every so many steps, and after the last one, happens now. 0: last one only."""
+        """Whether `step` is the last one or a multiple of every_steps. With every_steps=0: only the last one."""
         return step == self.num_steps or (every_steps > 0 and step % every_steps == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything one run needs. Built by `conf.load.load_run_config`; classes take their own section of it."""
+    """All options of one run. Built by `conf.load.load_run_config`; classes take their own section of it."""
 
     run: RunSection = field(default_factory=RunSection)
     model: ModelConfig = field(

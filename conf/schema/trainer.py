@@ -34,9 +34,9 @@ class OptimState(StrEnum):
 
 
 ENGINE_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""max_lora_rank of vLLM 0.25 to 0.33 (`MaxLoRARanks`)."""
+"""Values that vLLM 0.25 to 0.33 takes as max_lora_rank (`MaxLoRARanks`)."""
 MAX_EXPERT_RANK = 512
-"""Rank of experts' adapters up to which trainer/kernels has tilings that fit a GPU."""
+"""The highest rank of experts' adapters for which trainer/kernels has tilings that fit a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +44,11 @@ class LoraConfig:
     """Low-rank adapters: W + (alpha / rank) * B @ A on every projection, routed experts included."""
 
     rank: int = 16
-    """Rank of A and B. Experts: one rank-`rank` A is shared by gate and up of an expert, as in PEFT's fused expert
-    parameters.
-    """
+    """Rank of A and B. Gate and up of an expert share one A of this rank, as in PEFT's fused expert parameters."""
     attention_rank: int | None = None
     """Rank in the attention; null: `rank`. The scale is alpha / `rank` everywhere."""
     expert_rank: int | None = None
-    """Rank in routed experts, whose adapters are by far the most: their memory grows with it. At most 512.
+    """Rank in routed experts. They have by far the most adapters, whose memory grows with this rank. At most 512.
     null: `rank`.
     """
     alpha: float = 32.0
@@ -61,13 +59,13 @@ class LoraConfig:
     attention: bool = True
     """Adapt every projection of the attention: q, k, v and o, or q_a, q_b, kv_a, kv_b and o of latent attention."""
     mlp: bool = True
-    """Adapt gate, up and down of the dense feed-forwards, shared experts among them, where a layer has one."""
+    """Adapt gate, up and down of dense feed-forwards and of shared experts."""
     experts: bool = True
     """Adapt gate, up and down of every routed expert."""
     init_from: str | None = None
-    """Folder of an adapter in PEFT format to start from, such as runs/NAME/adapter of a fine-tuning run, with these
-    ranks and this alpha. It is the policy before training, hence the reference of algorithm.kl_coef. null: A random, B
-    zero.
+    """Folder of an adapter in PEFT format from which training starts, such as runs/NAME/adapter of a fine-tuning run.
+    It must have these ranks and this alpha. It is the policy before training, and so algorithm.kl_coef's reference.
+    null: A random, B zero.
     """
 
     def __post_init__(self) -> None:
@@ -89,7 +87,7 @@ class LoraConfig:
 
     @property
     def for_attention(self) -> LoraConfig | None:
-        """Rank of attention projections' adapters, with the alpha that keeps the scale; None where not adapted."""
+        """Rank of the adapters of attention projections, with the alpha that keeps the scale; None if not adapted."""
         return self._of_rank(self.attention_rank) if self.attention else None
 
     @property
@@ -108,8 +106,8 @@ class LoraConfig:
 
     @property
     def slot_rank(self) -> int:
-        """Rank of an engine's adapter slots: the smallest that vLLM has kernels for and that holds every kind's; 0:
-        none.
+        """Rank of an engine's adapter slots: the smallest that vLLM has kernels for and that no adapter's rank exceeds.
+        0: vLLM has none that large.
         """
         largest = max(kind.rank for kind in (self.for_attention, self.for_mlp, self.for_experts) if kind is not None)
         return next((rank for rank in ENGINE_LORA_RANKS if rank >= largest), 0)
@@ -130,14 +128,15 @@ class OptimConfig:
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     final_lr_fraction: float = 1.0
-    """Rate at the last step as a fraction of `lr`, reached along a cosine; 1.0 keeps the rate constant."""
+    """Learning rate at the last step as a fraction of `lr`, reached along a cosine. 1.0: the rate is constant."""
     state: OptimState = OptimState.float32
-    """Where AdamW's two moments are kept. float32: 8 bytes a parameter. bfloat16: 4; the second moment loses changes
-    below 1/256, which 0.999 makes most of them. int8: 2, quantized in blocks of 256. host: float32 in pinned host
-    memory, none on the GPU; each step moves 16 bytes a parameter over the bus.
+    """Where and in which format AdamW's two moments are kept. float32: 8 bytes per parameter. bfloat16: 4 bytes; the
+    second moment loses relative changes below 1/256, which are most of them with a beta of 0.999. int8: 2 bytes,
+    quantized in blocks of 256. host: float32 in pinned host memory, none on the GPU; each step moves 16 bytes per
+    parameter over the bus.
     """
     max_grad_norm: float = 1.0
-    """Clip the global gradient norm (all ranks, experts counted once) to this value. 0 turns clipping off."""
+    """Clip the global gradient norm (over all ranks; experts count once) to this value. 0 turns clipping off."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))  # OmegaConf builds the object with a list
@@ -166,36 +165,38 @@ class TrainerConfig:
     num_ranks: int = 1
     """Processes, one device each. Dense parameters are sharded over all of them by FSDP2."""
     ep_size: int = 1
-    """Expert-parallel group size; divides num_ranks, and is at most the number of experts. Each ep_rank holds
-    num_experts / ep_size experts, FSDP2-sharded over num_ranks / ep_size ranks; where they do not divide, shares differ
-    by one expert, and the larger ones move from layer to layer.
+    """Expert-parallel group size. It must divide num_ranks, and be at most the number of experts. Each ep_rank holds
+    num_experts / ep_size experts, FSDP2-sharded over num_ranks / ep_size ranks. If ep_size does not divide the number
+    of experts, shares differ by one expert, and the larger ones move from layer to layer.
     """
     mode: TrainMode = TrainMode.lora
     """lora: train adapters on a frozen base. full: train every weight (kept in float32)."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """Ignored when mode=full."""
+    """The adapters. Ignored when mode=full."""
     train_router: bool = False
     """Let the optimizer change MoE router weights (mode=full only). Frozen routers keep RL stable and routing
     replayable.
     """
     optim: OptimConfig = field(default_factory=OptimConfig)
     max_microbatch_tokens: int = 16384
-    """Upper bound on the tokens that one rank packs into one forward-backward. A longer sample gets a microbatch of
-    its own.
+    """The most tokens that one rank packs into one forward and backward pass. A longer sample gets a microbatch of its
+    own.
     """
     activation_checkpointing: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
     embedding_on_host: bool = False
-    """Keep the frozen table of input embeddings in page-locked host memory; a microbatch reads its own rows over the
-    bus. Saves vocabulary x hidden x 2 bytes on the GPU. mode=lora with one rank, and a head of its own.
+    """Keep the frozen table of input embeddings in page-locked host memory; a microbatch reads the rows that it needs
+    over the bus. Saves vocabulary x hidden x 2 bytes on the GPU. Needs mode=lora, one rank, and a model whose head is
+    not its embedding table.
     """
     combine: CombineMode = CombineMode.fp32_once
-    """How a token's expert outputs are summed, to agree with an engine to the last bits. fp32_once: products and sum in
-    float32 over slots, one rounding. vllm_like: products rounded to model.dtype first; for 2, 3 or 4 experts a token,
-    partial sums too. hf_eager: both rounded, experts in ascending order, as transformers' eager experts.
+    """How a token's expert outputs are summed, so that the last bits can agree with an engine's. fp32_once: products
+    and sum in float32, rounded once. vllm_like: products are rounded to model.dtype first and, with 2, 3 or 4 experts
+    per token, partial sums, too. hf_eager: both are rounded, and experts are summed in ascending order, as
+    transformers' eager experts.
     """
     logprob_chunk_tokens: int = 1024
-    """Tokens whose logits exist at once in the head; bounds its memory to chunk x vocabulary x 4 bytes."""
+    """Tokens whose logits exist at once in the head. It limits their memory to this x vocabulary x 4 bytes."""
 
     def __post_init__(self) -> None:
         at_least(

@@ -1,4 +1,4 @@
-"""Section `weight_sync`: what a publish carries, over which link, within what bounds."""
+"""Section `weight_sync`: what a publish sends, over which link, and within which limits."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from conf.schema.rules import above, at_least, require
 
 
 class SyncMode(StrEnum):
-    """What a publish carries: whole weights with the adapter merged in, or the adapter alone, into a slot."""
+    """What a publish sends: whole weights with the adapter merged in, or only the adapter, into a slot."""
 
     merged = "merged"
     adapter = "adapter"
 
 
 class BusySlot(StrEnum):
-    """What a publish does when requests of older versions read every adapter slot: wait for them, sample them anew
-    under the newest version (a group twice at most; then it goes on), or go on with what they have so far under the
-    newest version.
+    """What a publish does when requests of older versions read every adapter slot: wait for them; end them, so that
+    they start anew under the newest version (a group at most twice, then it goes on); or end them, so that they go on
+    under the newest version with what they have.
     """
 
     wait = "wait"
@@ -27,8 +27,8 @@ class BusySlot(StrEnum):
 
 
 class TransportKind(StrEnum):
-    """Link that carries the weights. `auto` takes nvlink when both ends are GPUs of this host, rdma when a NIC is
-    found, else tcp.
+    """Link that carries the weights. `auto`: nvlink if both ends are GPUs of this host, otherwise rdma if there is a
+    NIC for it, otherwise tcp.
     """
 
     auto = "auto"
@@ -46,7 +46,8 @@ class PauseMode(StrEnum):
 
 
 class Relay(StrEnum):
-    """Who sends a version to a replica: the trainer to every one, or to one a node, which the node's others read."""
+    """Who sends a version to a replica: always the trainer, or the trainer to one replica per node, from which the
+    node's other replicas read."""
 
     none = "none"
     node = "node"
@@ -54,49 +55,51 @@ class Relay(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncConfig:
-    """The path of new weights from trainer ranks into live engines."""
+    """How new weights get from trainer ranks into running engines."""
 
     enabled: bool = True
-    """false: publish version 0 only. For experiments that show what publishing is worth."""
+    """false: publish only version 0, for experiments that show what publishing is worth."""
     mode: SyncMode = SyncMode.merged
-    """merged: W + (alpha / rank) * B @ A replaces the engine's weights, while it is paused. adapter: the base is sent
-    once (INT4: loaded by engines from model.path), then only A and B, into a free slot of the running engine, which is
-    never paused; requests finish on the version that they started with. Needs trainer.mode=lora, and GPU engines where
-    the model has experts.
+    """merged: W + (alpha / rank) * B @ A replaces the weights of the paused engine. adapter: the base is sent once
+    (INT4: engines load it from model.path), then only A and B, into a free slot of the engine, which is never paused;
+    requests finish with the version with which they started. adapter needs trainer.mode=lora and, for a model with
+    experts, GPU engines.
     """
     on_busy_slot: BusySlot = BusySlot.wait
-    """When requests of older versions read every slot (there are algorithm.max_staleness_steps + 2). `wait` gives up
-    after half of timeout_s. Ignored when mode=merged.
+    """What to do when requests of older versions read every slot (there are algorithm.max_staleness_steps + 2 slots).
+    wait: until they end, at most half of timeout_s. requeue: end them; they start anew under the newest version, a
+    group at most twice. re_prefill: end them; they go on under the newest version. Ignored when mode=merged.
     """
     transport: TransportKind = TransportKind.auto
-    """Link that must carry the weights; one that is really another link is an error, never a fallback."""
+    """Link that must carry the weights. If the connection turns out to be another one, that is an error; there is no
+    fallback."""
     watermark_bytes: int = 1 << 30
-    """Most temporary device memory that a publish may hold on one rank at once, every kind counted. A single transfer
-    is cut to at most half of it.
+    """The most temporary device memory that a publish may hold on one rank at once, of all kinds together. A single
+    transfer is at most half of it.
     """
     pause_mode: PauseMode = PauseMode.keep
-    """What happens to requests in flight while weights change. With `wait` the longest response must fit timeout_s.
-    Ignored when mode=adapter.
+    """What happens to requests in flight while weights change. keep: they are frozen and go on. wait: they finish
+    first, so the longest response must fit into timeout_s. abort: they start anew. Ignored when mode=adapter.
     """
     keep_kv: bool = False
-    """true: requests in flight go on with KV entries of older weights. false: they are prefilled again under the new
+    """true: requests in flight go on with KV entries of older weights. false: they are prefilled again with the new
     weights. Ignored when mode=adapter.
     """
     verify_hashes: bool = True
     """Compare a position-dependent 64-bit hash of every parameter at both ends before a version is committed."""
     timeout_s: float = 60.0
-    """Deadline of one publish to one replica. A replica that misses it is out of service; the others commit."""
+    """Deadline of one publish to one replica. A replica that misses it is taken out of service; the others commit."""
     publish_waves: int = 1
-    """Groups in which replicas are updated, one after the other. Above 1 a trainer that dies during a publish leaves
-    replicas that serve; a publish takes that many times as long.
+    """Number of groups in which replicas are updated, one group after the other. With more than one, some replicas
+    still serve if the trainer dies during a publish, but a publish takes that many times as long.
     """
     relay: Relay = Relay.none
-    """node: the trainer writes to one replica of every node, and the node's others read the version from its memory
-    before they serve it. For a trainer that is short of links towards many replicas; `slipstream plan` compares both.
-    Needs mode=merged.
+    """none: the trainer writes to every replica. node: it writes to one replica per node, and the node's others read
+    the version from that one's memory. Use node if the trainer has few links for many replicas; `slipstream plan`
+    compares both. Needs mode=merged.
     """
     trace_every_steps: int = 0
-    """Write the timeline of every publish whose version is a multiple of this to traces/ in the run folder, for
+    """Write a timeline of every publish whose version is a multiple of this to traces/ in the run folder; open it in
     ui.perfetto.dev. 0: never.
     """
 
