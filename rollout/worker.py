@@ -97,16 +97,16 @@ class RolloutWorker:
         make_engine: Callable[..., Engine] = Engine,
     ) -> None:
         self._sampling = config.sampling
-        self._sync = weight_sync
+        self.weight_sync = weight_sync
         self._tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in tensors]
         self._host = host
         self._key = key
         self._adapters = adapters
-        self._replica: AdapterReplica | None = None
+        self.adapter_replica: AdapterReplica | None = None
         self._adapter_endpoint: ReplicaEndpoint | None = None
         self._sockets = contextlib.ExitStack()
         """The folder of the slots' sockets, and our ends of them."""
-        self._engine = make_engine(folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters)
+        self.engine = make_engine(folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters)
         self._endpoint = ReplicaEndpoint(self, key, host=host)
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._skip_special_tokens = not keep_special_tokens
@@ -132,38 +132,38 @@ class RolloutWorker:
         base = None if self._adapters is None else self._adapters.base
         if base is not None and not base.is_dir():
             raise EngineError(f"model.path={base}: no such folder on this machine, whose engine must load it (INT4)")
-        await self._engine.start()
+        await self.engine.start()
         try:
-            link = str(self._sync.transport), self._host, self._sync.timeout_s
+            link = str(self.weight_sync.transport), self._host, self.weight_sync.timeout_s
             if base is not None:
-                await self._engine.call_ranks("slipstream_open_link", *link)
+                await self.engine.call_ranks("slipstream_open_link", *link)
                 self._endpoint.adopt(VersionState(Phase.clean, 0))  # the engine loaded it, and it never changes
             else:
-                replies = await self._engine.call_ranks("slipstream_describe", self._tensors, *link)
+                replies = await self.engine.call_ranks("slipstream_describe", self._tensors, *link)
                 self._ranks = [unpack(EngineRank, reply) for reply in replies]
             if self._adapters is not None:
                 await self._open_slots(self._adapters)
-            await self._engine.warm_up(None if self._adapters is None else Adapter(0, PROBE, "warm-up"))
+            await self.engine.warm_up(None if self._adapters is None else Adapter(0, PROBE, "warm-up"))
             freeze_heap()
-            num_ranks = len(self._ranks) if self._replica is None else self._replica.num_ranks
-            logger.info("the engine is up: %d ranks, %d KV blocks", num_ranks, self._engine.num_kv_blocks)
+            num_ranks = len(self._ranks) if self.adapter_replica is None else self.adapter_replica.num_ranks
+            logger.info("the engine is up: %d ranks, %d KV blocks", num_ranks, self.engine.num_kv_blocks)
             return await self._endpoint.start()
         except BaseException:
             self._sockets.close()
-            self._engine.shutdown()
+            self.engine.shutdown()
             raise
 
     async def _open_slots(self, adapters: AdapterSlotsSpec) -> None:
         folder = self._sockets.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-slots-"))
         tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in adapters.tensors]
-        replies = await self._engine.call_ranks("slipstream_open_slots", tensors, folder)
+        replies = await self.engine.call_ranks("slipstream_open_slots", tensors, folder)
         ranks = [unpack(EngineRank, reply) for reply in replies]
-        clients = SlotClients(folder, len(ranks), self._sync.timeout_s, lambda: self._engine.is_alive)
+        clients = SlotClients(folder, len(ranks), self.weight_sync.timeout_s, lambda: self.engine.is_alive)
         self._sockets.callback(clients.close)
-        self._replica = AdapterReplica(
-            self._engine, ranks, clients, adapters.num_slots, self._sync, has_base=lambda: self.state.is_serving
+        self.adapter_replica = AdapterReplica(
+            self.engine, ranks, clients, adapters.num_slots, self.weight_sync, has_base=lambda: self.state.is_serving
         )
-        self._adapter_endpoint = ReplicaEndpoint(self._replica, self._key, host=self._host, pauses=False)
+        self._adapter_endpoint = ReplicaEndpoint(self.adapter_replica, self._key, host=self._host, pauses=False)
         await self._adapter_endpoint.start()
 
     async def adapter_endpoint(self) -> str:
@@ -203,14 +203,14 @@ class RolloutWorker:
                 ": it samples only from a committed version"
             )
         sampling = sampling or self._sampling
-        if self._replica is not None:
-            rollouts = await self._replica.sample(prompt.token_ids, n, sampling, seed=seed)
+        if self.adapter_replica is not None:
+            rollouts = await self.adapter_replica.sample(prompt.token_ids, n, sampling, seed=seed)
             return [replace(rollout, text=self._decode(rollout)) for rollout in rollouts]
         while True:
-            rollouts = await self._engine.generate_group(prompt.token_ids, n, sampling, seed=seed)
+            rollouts = await self.engine.generate_group(prompt.token_ids, n, sampling, seed=seed)
             if not any(rollout.finish_reason == ABORTED for rollout in rollouts):
                 return [replace(rollout, text=self._decode(rollout)) for rollout in rollouts]
-            if self._sync.pause_mode is not PauseMode.abort:
+            if self.weight_sync.pause_mode is not PauseMode.abort:
                 raise EngineError(
                     f"the engine aborted requests of prompt {prompt.prompt_id} although nobody asked it to"
                 )
@@ -229,7 +229,7 @@ class RolloutWorker:
         offers: list[Offer] = []
         if self._ranks:
             offers = [unpack(Offer, reply) for reply in await self._call_ranks("slipstream_offer")]
-        return offers if self._replica is None else [*offers, *await self._replica.offer()]
+        return offers if self.adapter_replica is None else [*offers, *await self.adapter_replica.offer()]
 
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
         """Fill this worker from a peer's ranks. It does not serve before adopt().
@@ -242,30 +242,30 @@ class RolloutWorker:
                 and needs a publish.
         """
         weights, slots = offers[: len(self._ranks)], offers[len(self._ranks) :]
-        num_slots = 0 if self._replica is None else self._replica.num_ranks
+        num_slots = 0 if self.adapter_replica is None else self.adapter_replica.num_ranks
         if (len(weights), len(slots)) != (len(self._ranks), num_slots):
             raise PlanMismatch(
                 f"this engine reads {len(self._ranks)} ranks' weights and {num_slots} ranks' adapter slots; its peer"
                 f" makes {len(offers)} offers"
             )
-        if self._replica is None:
+        if self.adapter_replica is None:
             return await self._pull_weights(weights)
         if not weights:  # it loaded its base itself
-            return await self._replica.pull(slots)
+            return await self.adapter_replica.pull(slots)
         pulled = await self._pull_weights(weights)
         await self._adopt_weights(weights[0].version, weights[0].epoch)  # no publish will change this base
-        return pulled.then(await self._replica.pull(slots))
+        return pulled.then(await self.adapter_replica.pull(slots))
 
     async def _pull_weights(self, offers: Sequence[Offer]) -> Pulled:
         version, epoch, plan = offers[0].version, offers[0].epoch, offers[0].plan
         self._endpoint.adopt(self.state.begin(version, epoch, plan))
         self._serving.clear()
-        await self._engine.pause(self._sync.pause_mode, timeout_s=self._limit_s)
+        await self.engine.pause(self.weight_sync.pause_mode, timeout_s=self._limit_s)
         self._clear_cache()
-        replies = await self._engine.call_ranks(
+        replies = await self.engine.call_ranks(
             "slipstream_pull",
             pack(list(offers)),
-            self._sync.timeout_s,  # limits the read, which must end before the wait for it
+            self.weight_sync.timeout_s,  # limits the read, which must end before the wait for it
             timeout_s=2 * self._limit_s,
         )
         self._endpoint.adopt(self.state.verified(version, epoch, plan))
@@ -283,21 +283,21 @@ class RolloutWorker:
         Args:
             version, epoch: Those of the last offer.
         """
-        if self._replica is None:
+        if self.adapter_replica is None:
             await self._adopt_weights(version, epoch)
         else:
-            await self._replica.adopt(version, epoch)
+            await self.adapter_replica.adopt(version, epoch)
 
     async def release(self, offers: Sequence[Offer]) -> None:
         """Close the links to the peer of pull(). Without adapter slots, this stops sampling for about a second."""
-        if self._replica is None:
+        if self.adapter_replica is None:
             await self._call_ranks("slipstream_release", pack(list(offers)))
         else:
-            await self._replica.release(offers[len(self._ranks) :])
+            await self.adapter_replica.release(offers[len(self._ranks) :])
 
     async def base_wanted_at(self) -> str:
         """Address to which the base must be sent before any adapter; "" if the base has arrived, or without slots."""
-        return "" if self._replica is None or self.state.is_serving else self._endpoint.address
+        return "" if self.adapter_replica is None or self.state.is_serving else self._endpoint.address
 
     async def stop(self) -> None:
         """Close the endpoint and end the engine. Idempotent."""
@@ -310,7 +310,7 @@ class RolloutWorker:
         if self._adapter_endpoint is not None:
             await self._adapter_endpoint.close()
         self._sockets.close()
-        await asyncio.to_thread(self._engine.shutdown)
+        await asyncio.to_thread(self.engine.shutdown)
 
     # -- weight_sync.replica.control_server.ReplicaHandler -----------------------------------------------------------
 
@@ -323,7 +323,7 @@ class RolloutWorker:
         samples from a mixture of versions."""
         self._serving.clear()
         hold_collections()
-        await self._engine.pause(self._sync.pause_mode, timeout_s=self._limit_s)
+        await self.engine.pause(self.weight_sync.pause_mode, timeout_s=self._limit_s)
 
     async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
         """Let the publisher write into every rank, and start to drop KV blocks."""
@@ -346,15 +346,15 @@ class RolloutWorker:
         if self._clearing is not None:
             await self._clearing
         await self._call_ranks(method, version, epoch)
-        await self._engine.set_version(version)
-        await self._engine.resume(timeout_s=self._limit_s)
+        await self.engine.set_version(version)
+        await self.engine.resume(timeout_s=self._limit_s)
         allow_collections()
         self._serving.set()
 
     def _clear_cache(self) -> None:
         """Start to drop KV blocks. That takes milliseconds, and bytes already arrive meanwhile."""
-        if not self._sync.keep_kv:
-            self._clearing = asyncio.create_task(self._engine.clear_cache(timeout_s=self._limit_s))
+        if not self.weight_sync.keep_kv:
+            self._clearing = asyncio.create_task(self.engine.clear_cache(timeout_s=self._limit_s))
 
     async def abort(self, epoch: int, reason: str) -> None:
         """Stay paused and DIRTY."""
@@ -363,7 +363,7 @@ class RolloutWorker:
 
     async def _call_ranks(self, method: str, *args: Any) -> list[Any]:
         """Call all ranks, with a deadline: the endpoint waits here, and must be free again for a later publisher."""
-        return await self._engine.call_ranks(method, *args, timeout_s=self._limit_s)
+        return await self.engine.call_ranks(method, *args, timeout_s=self._limit_s)
 
     def _decode(self, rollout: Rollout) -> str:
         return self._tokenizer.decode(rollout.token_ids, skip_special_tokens=self._skip_special_tokens)

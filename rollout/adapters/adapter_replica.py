@@ -71,7 +71,7 @@ class AdapterReplica:
         self._engine = engine
         self._ranks = list(ranks)
         self._clients = clients
-        self._config = config
+        self.config = config
         self._has_base = has_base
         self._table = SlotTable(num_slots)
         self._writing: int | None = None
@@ -97,7 +97,7 @@ class AdapterReplica:
         if self._table.newest is None:
             raise ReplicaNotServing("this rollout worker has no adapter yet: it samples only from a committed version")
         num_evictions, rollouts = [0] * n, []
-        for _ in range(1 if self._config.on_busy_slot is BusySlot.re_prefill else 1 + MAX_RESTARTS):
+        for _ in range(1 if self.config.on_busy_slot is BusySlot.re_prefill else 1 + MAX_RESTARTS):
             with self._table.lease() as adapter:
                 rollouts = await self._engine.generate_group(token_ids, n, sampling, seed=seed, adapter=adapter)
             is_evicted = [rollout.finish_reason == ABORTED for rollout in rollouts]
@@ -137,7 +137,7 @@ class AdapterReplica:
         return so_far
 
     def _count_evicted(self, num_requests: int) -> None:
-        if num_requests and self._config.on_busy_slot is BusySlot.wait:
+        if num_requests and self.config.on_busy_slot is BusySlot.wait:
             raise EngineError("the engine aborted requests although nobody asked it to")
         self.num_evicted_requests += num_requests
 
@@ -182,7 +182,7 @@ class AdapterReplica:
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
         """Fill a free slot from a peer's newest one. No request reads it before adopt(). Arguments as Worker.pull."""
         slot = await self._take_slot(offers[0].version)
-        limit_s = self._config.timeout_s  # limits the read, which must end before the wait for it
+        limit_s = self.config.timeout_s  # limits the read, which must end before the wait for it
         replies = await self._clients.call("pull", slot, pack(list(offers)), limit_s, timeout_s=2 * limit_s)
         return slowest([unpack(Pulled, reply) for reply in replies])
 
@@ -216,7 +216,7 @@ class AdapterReplica:
 
     async def _free_slot(self, version: int) -> int:
         """Wait for a slot that no request reads; weight_sync.on_busy_slot says how."""
-        policy, limit_s = self._config.on_busy_slot, self._config.timeout_s / 2
+        policy, limit_s = self.config.on_busy_slot, self.config.timeout_s / 2
         try:
             async with asyncio.timeout(limit_s):
                 while (slot := self._table.free()) is None:

@@ -28,7 +28,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,6 +65,24 @@ ABORTED = "abort"
 NUM_PROBE_LOGPROBS = 16
 
 
+def make_llm(arguments: dict[str, Any]) -> AsyncLLM:
+    """vLLM's engine, started.
+
+    Raises:
+        EngineError: This vLLM does not know an argument.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    unknown = set(arguments) - {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    if unknown:
+        raise EngineError(
+            f"this vLLM does not know the engine arguments {', '.join(sorted(unknown))}; "
+            "supported releases are 0.25.1 and 0.32.0"
+        )
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+
 class Engine:
     """See the module's docstring. All methods belong to one event loop.
 
@@ -75,6 +93,7 @@ class Engine:
         device: cpu or cuda; the caller has resolved `auto`.
         seed: Seed of the engine's own random numbers; give every worker another one.
         adapters: Slots for adapters; None: requests use no adapters.
+        make_llm: Called with the arguments of AsyncEngineArgs.
     """
 
     def __init__(
@@ -86,11 +105,13 @@ class Engine:
         device: Device,
         seed: int,
         adapters: AdapterSlotsSpec | None = None,
+        make_llm: Callable[[dict[str, Any]], AsyncLLM] = make_llm,
     ) -> None:
         self._folder = folder
         self._config = config
         self._device = device
         self._arguments = engine_arguments(folder, config, dtype=dtype, device=device, seed=seed, adapters=adapters)
+        self._make_llm = make_llm
         self._llm: AsyncLLM | None = None
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
         """Folder for the sockets between vLLM's processes. vLLM does not remove them, and would leave them in /tmp."""
@@ -130,24 +151,17 @@ class Engine:
         watch_outputs(self._llm, self._stamp)
 
     def _build(self) -> AsyncLLM:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        unknown = set(self._arguments) - {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-        if unknown:
-            raise EngineError(
-                f"this vLLM does not know the engine arguments {', '.join(sorted(unknown))}; "
-                "supported releases are 0.25.1 and 0.32.0"
-            )
         own = SOCKETS_VARIABLE not in os.environ
         if own:
             self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
             os.environ[SOCKETS_VARIABLE] = self._sockets.name
         output = OutputSince()
         try:
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+            return self._make_llm(self._arguments)
         except Exception as e:  # the edge to vLLM: pydantic, ValueError, RuntimeError, EngineDeadError
             self._drop_sockets()
+            if isinstance(e, EngineError):
+                raise
             raise EngineError(f"the engine did not start: {why_it_failed(e, output.read())}") from e
         finally:
             if own:  # the next engine of this process makes a folder of its own

@@ -69,14 +69,14 @@ async def publish_twice(
         return await read()
 
     async def read() -> list[list[dict[str, str]]]:
-        return [await worker._engine.call_ranks("slipstream_read_params") for worker in workers]
+        return [await worker.engine.call_ranks("slipstream_read_params") for worker in workers]
 
     try:
         addresses = [await worker.start() for worker in workers]
         await asyncio.to_thread(publisher.connect, addresses)
         first = await publish()
         for worker in workers:
-            await worker._engine.call_ranks("slipstream_zero_params")
+            await worker.engine.call_ranks("slipstream_zero_params")
         zeroed, again = await read(), await publish()
         prompts = prompts_for(config, device)
         greedy = SamplingConfig(max_tokens=NUM_TOKENS, top_p=ONLY_THE_LIKELIEST, stop_at_eos=False)

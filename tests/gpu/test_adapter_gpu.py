@@ -140,7 +140,7 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
         task = asyncio.create_task(
             worker.generate_group(PROMPT, 1, sampling=SamplingConfig(max_tokens=400, stop_at_eos=False), seed=3)
         )
-        while worker._engine.num_generated_tokens < 20:
+        while worker.engine.num_generated_tokens < 20:
             await asyncio.sleep(0.002)
         for version in (2, 3, 4):
             draw(trainer, 1000 + version, std=0.3)
@@ -171,4 +171,4 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
 
 async def _slots(worker: Any) -> list[list[dict[str, str]]]:
     """sha256 of every buffer, by rank and slot."""
-    return await worker._engine.call_ranks("slipstream_read_slots")
+    return await worker.engine.call_ranks("slipstream_read_slots")

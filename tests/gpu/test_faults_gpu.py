@@ -123,9 +123,9 @@ async def serve(utilization: float, folder: str, pipe: Connection) -> None:
         method, *args = await asyncio.to_thread(pipe.recv)
         try:
             if method == "num_kv_blocks":
-                pipe.send(worker._engine.num_kv_blocks)
+                pipe.send(worker.engine.num_kv_blocks)
             elif method == "digests":
-                pipe.send((await worker._engine.call_ranks("slipstream_read_params"))[0])
+                pipe.send((await worker.engine.call_ranks("slipstream_read_params"))[0])
             elif method == "sample":
                 pipe.send(await worker.generate_group(Prompt(0, (1, 2, 3, 4), ""), 4))
             else:

@@ -89,6 +89,20 @@ def slots_of(config: RunConfig) -> AdapterSlotsSpec:
     )
 
 
+class WatchedEngine(Engine):
+    """May ignore adapters; counts its pauses."""
+
+    ignores_adapters = False
+    num_pauses = 0
+
+    async def next_logprobs(self, prompt_token_ids, adapter):
+        return await super().next_logprobs(prompt_token_ids, None if self.ignores_adapters else adapter)
+
+    async def pause(self, mode, **limit):
+        self.num_pauses += 1
+        await super().pause(mode, **limit)
+
+
 @dataclass
 class Setup:
     """One trainer rank, one worker."""
@@ -97,7 +111,10 @@ class Setup:
     trainer: TrainerRank
     worker: RolloutWorker
     transport: FlippingTransport
+    engine: WatchedEngine
     refusal: Exception | None = None
+    deaf_error: str | None = None
+    """What a publish met while the engine ignored adapters."""
     version: int = 0
 
     def draw(self, version: int) -> None:
@@ -117,19 +134,19 @@ class Setup:
 
     def use(self, policy: BusySlot) -> None:
         """Choose on_busy_slot."""
-        replica = self.worker._replica
+        replica = self.worker.adapter_replica
         assert replica is not None
-        replica._config = dataclasses.replace(replica._config, on_busy_slot=policy, timeout_s=60.0)
+        replica.config = dataclasses.replace(replica.config, on_busy_slot=policy, timeout_s=60.0)
 
     async def slots(self) -> list[dict[str, str]]:
         """sha256 of every buffer of every slot."""
-        return (await self.worker._engine.call_ranks("slipstream_read_slots"))[0]
+        return (await self.worker.engine.call_ranks("slipstream_read_slots"))[0]
 
     async def start_long(self, n: int = 1) -> asyncio.Task[list[Rollout]]:
         """A group that is being sampled when this returns."""
-        before = self.worker._engine.num_generated_tokens
+        before = self.worker.engine.num_generated_tokens
         task = asyncio.create_task(self.worker.generate_group(PROMPT, n, sampling=LONG, seed=3))
-        while self.worker._engine.num_generated_tokens < before + 5:
+        while self.worker.engine.num_generated_tokens < before + 5:
             await asyncio.sleep(0.005)
         return task
 
@@ -145,7 +162,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
     tensors = tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
     worker = RolloutWorker(
         model_folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
-        device=Device.cpu, seed=1, tensors=tensors, key=KEY, adapters=slots_of(config),
+        device=Device.cpu, seed=1, tensors=tensors, key=KEY, adapters=slots_of(config), make_engine=WatchedEngine,
     )  # fmt: skip
     trainer = TrainerRank(
         model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
@@ -154,7 +171,8 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
     )  # fmt: skip
     trainer.load()
     transport = FlippingTransport(timeout_s=20)
-    made = Setup(folder, trainer, worker, transport)
+    assert isinstance(worker.engine, WatchedEngine)
+    made = Setup(folder, trainer, worker, transport, worker.engine)
     address = await worker.start()
     try:
         slots = await worker.adapter_endpoint()
@@ -163,6 +181,9 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
             await worker.generate_group(PROMPT, 1)
         except ReplicaNotServing as e:
             made.refusal = e
+        made.engine.ignores_adapters = True
+        made.deaf_error = (await asyncio.to_thread(trainer.delivery.publish, 1)).replicas[0].error
+        made.engine.ignores_adapters = False
         trainer.save_merged(folder / "base")  # B is still zero: the merged model is the base
         yield made
     finally:
@@ -172,6 +193,10 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
 
 async def test_a_worker_refuses_to_sample_before_the_first_adapter(setup: Setup):
     assert "no adapter yet" in str(setup.refusal)
+
+
+async def test_an_engine_that_ignores_adapters_is_refused_by_name(setup: Setup):
+    assert "ignores adapters of attention, feed-forward" in str(setup.deaf_error)
 
 
 async def test_a_slot_holds_what_vllm_loads_from_disk_and_samples_the_same(setup: Setup):
@@ -282,9 +307,9 @@ async def test_a_publish_waits_for_a_busy_slot(setup: Setup):
 
 async def test_waiting_for_a_busy_slot_ends_with_an_error_that_names_the_readers(setup: Setup):
     setup.use(BusySlot.wait)
-    replica = setup.worker._replica
+    replica = setup.worker.adapter_replica
     assert replica is not None
-    replica._config = dataclasses.replace(replica._config, timeout_s=0.02)
+    replica.config = dataclasses.replace(replica.config, timeout_s=0.02)
     tasks = await fill_all_slots(setup)
     report = await setup.publish()
     assert "no adapter slot became free" in str(report.replicas[0].error)
@@ -304,8 +329,8 @@ async def test_a_busy_slots_requests_are_sampled_anew(setup: Setup):
             # The evicted group restarts at once, on the newest version that is committed by then.
             assert set(rollout.policy_versions) <= {expected, setup.version - 1}
             assert len(set(rollout.policy_versions)) == 1
-    assert setup.worker._replica is not None
-    assert setup.worker._replica.num_evicted_requests
+    assert setup.worker.adapter_replica is not None
+    assert setup.worker.adapter_replica.num_evicted_requests
 
 
 async def test_a_busy_slots_requests_go_on_under_the_newest_version(setup: Setup):
@@ -321,25 +346,7 @@ async def test_a_busy_slots_requests_go_on_under_the_newest_version(setup: Setup
     await asyncio.gather(*tasks[1:])
 
 
-async def test_no_publish_pauses_the_engine(setup: Setup, monkeypatch: pytest.MonkeyPatch):
-    async def refuse(*_, **__):
-        raise AssertionError("adapter mode paused the engine")
-
-    monkeypatch.setattr(Engine, "pause", refuse)
+async def test_no_publish_pauses_the_engine(setup: Setup):
+    before = setup.engine.num_pauses  # the base came while it stood still
     assert (await setup.publish()).replicas[0].error is None
-
-
-async def test_an_engine_that_ignores_adapters_is_refused_by_name(setup: Setup, monkeypatch: pytest.MonkeyPatch):
-    replica = setup.worker._replica
-    assert replica is not None
-    asked = replica._engine.next_logprobs
-
-    async def without(tokens, adapter):
-        return await asked(tokens, None)
-
-    monkeypatch.setattr(replica._engine, "next_logprobs", without)
-    monkeypatch.setattr(replica, "_is_probed", False)
-    report = await setup.publish()
-    assert "ignores adapters of attention, feed-forward" in str(report.replicas[0].error)
-    (served,) = await setup.worker.generate_group(PROMPT, 1, sampling=SHORT)
-    assert served.policy_versions == [setup.version - 1] * 8
+    assert setup.engine.num_pauses == before

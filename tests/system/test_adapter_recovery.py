@@ -94,7 +94,7 @@ class Setup:
         assert [one.policy_versions for one in sampled] == [[self.version] * SHORT.max_tokens] * 2
         assert sampled[0].token_ids == sampled[1].token_ids
         assert sampled[0].logprobs == sampled[1].logprobs
-        weights = [await worker._engine.call_ranks("slipstream_read_params") for worker in self.workers]
+        weights = [await worker.engine.call_ranks("slipstream_read_params") for worker in self.workers]
         assert weights[0] == weights[1]
 
 
@@ -142,8 +142,8 @@ async def test_a_killed_worker_reads_base_and_newest_version_from_its_peer(setup
     sampling = asyncio.create_task(sample(peer))
     offers = await peer.offer()
     pulled = await fresh.pull(offers)
-    assert fresh._replica is not None
-    ranks = [*await fresh.describe(), *await fresh._replica.describe()]
+    assert fresh.adapter_replica is not None
+    ranks = [*await fresh.describe(), *await fresh.adapter_replica.describe()]
     assert pulled.num_bytes == sum(param.num_bytes for rank in ranks for param in rank.layout.params)
     with pytest.raises(ReplicaNotServing, match="no adapter yet"):
         await sample(fresh)
@@ -200,8 +200,8 @@ async def test_a_worker_that_loads_its_base_from_disk_reads_the_newest_version_a
     with pytest.raises(PlanMismatch, match="0 ranks' weights and 1 ranks' adapter slots; its peer makes 2 offers"):
         await fresh.pull([*weights, slot])
     pulled = await fresh.pull([slot])
-    assert fresh._replica is not None
-    (rank,) = await fresh._replica.describe()
+    assert fresh.adapter_replica is not None
+    (rank,) = await fresh.adapter_replica.describe()
     assert pulled.num_bytes == sum(param.num_bytes for param in rank.layout.params)
     await refuses(fresh, "no adapter yet")
     await fresh.adopt(slot.version, slot.epoch)

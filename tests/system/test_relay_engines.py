@@ -105,7 +105,7 @@ class Setup:
     async def assert_equal(self, handles: Sequence[Handle]) -> None:
         """They serve the present version, from the same bytes, with the same log-probabilities."""
         sampled = [await sample(handle.worker) for handle in handles]
-        weights = [await handle.worker._engine.call_ranks("slipstream_read_params") for handle in handles]
+        weights = [await handle.worker.engine.call_ranks("slipstream_read_params") for handle in handles]
         for one, held in zip(sampled, weights, strict=True):
             assert one.policy_versions == [self.version] * SHORT.max_tokens
             assert (one.token_ids, one.logprobs) == (sampled[0].token_ids, sampled[0].logprobs)
@@ -161,11 +161,11 @@ async def test_every_version_is_written_once_and_all_replicas_hold_the_same_byte
     first = await setup.publish()
     assert first.num_relayed == NUM_WORKERS - 1
     await setup.assert_equal(setup.handles)
-    before = [handle.worker._engine.num_generated_tokens for handle in setup.handles]
+    before = [handle.worker.engine.num_generated_tokens for handle in setup.handles]
     flying = [
         asyncio.create_task(handle.worker.generate_group(PROMPT, 1, sampling=LONG, seed=7)) for handle in setup.handles
     ]
-    while any(h.worker._engine.num_generated_tokens < n + 5 for h, n in zip(setup.handles, before, strict=True)):
+    while any(h.worker.engine.num_generated_tokens < n + 5 for h, n in zip(setup.handles, before, strict=True)):
         await asyncio.sleep(0.002)
     for _ in range(3):
         report = await setup.publish()

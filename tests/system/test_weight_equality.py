@@ -119,12 +119,12 @@ async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(model: str
         address = await worker.start()
         await asyncio.to_thread(trainer.call, "connect", [address])
         assert await asyncio.to_thread(trainer.call, "publish") == [None]
-        (first,) = await worker._engine.call_ranks("slipstream_read_params")
-        await worker._engine.call_ranks("slipstream_zero_params")
-        (zeroed,) = await worker._engine.call_ranks("slipstream_read_params")
+        (first,) = await worker.engine.call_ranks("slipstream_read_params")
+        await worker.engine.call_ranks("slipstream_zero_params")
+        (zeroed,) = await worker.engine.call_ranks("slipstream_read_params")
         assert not set(zeroed.items()) & set(first.items()), "zeroing left a parameter as it was"
         assert await asyncio.to_thread(trainer.call, "publish") == [None]
-        (again,) = await worker._engine.call_ranks("slipstream_read_params")
+        (again,) = await worker.engine.call_ranks("slipstream_read_params")
         await asyncio.to_thread(trainer.call, "save_merged", tmp_path / "merged")
     finally:
         await worker.stop()

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +47,15 @@ PROMPT = Prompt(0, (1, 5), "a")
 EXPECTED = Expected("9f", bytes(8), bytes(8))
 BINDING = Binding("session", {"w": 4096})
 OFFER = Offer(3, 7, "digest", "layout", "tcp", BINDING, {"w": (1 << 64) - 1})
+DESCRIBED = EngineRank(DestLayout(0, (Param("w", (2,), "float32"),), ()), BINDING, "tcp")
+REPLIES = {
+    "slipstream_describe": pack(DESCRIBED),
+    "slipstream_begin": pack(Bound.of(BINDING)),
+    "slipstream_open_slots": pack(DESCRIBED),
+    "slipstream_offer": pack(OFFER),
+    "slipstream_pull": pack(Pulled(100, 0.5, 0.25)),
+}
+"""What a rank of an engine answers."""
 
 
 class ModelEngine:
@@ -106,15 +118,7 @@ class ModelEngine:
             raise IntegrityError("rank 1: w does not hold what was sent")
         if method in ("slipstream_commit", "slipstream_adopt"):
             self.is_written = False
-        layout = DestLayout(0, (Param("w", (2,), "float32"),), ())
-        replies = {
-            "slipstream_describe": pack(EngineRank(layout, BINDING, "tcp")),
-            "slipstream_begin": pack(Bound.of(BINDING)),
-            "slipstream_open_slots": pack(EngineRank(layout, BINDING, "tcp")),
-            "slipstream_offer": pack(OFFER),
-            "slipstream_pull": pack(Pulled(100, 0.5, 0.25)),
-        }
-        return [replies.get(method)] * 2
+        return [REPLIES.get(method)] * 2
 
     async def generate_group(
         self, token_ids: Any, n: int, sampling: SamplingConfig, *, seed: int | None
@@ -260,17 +264,24 @@ class HangingLlm:
     """vLLM whose ranks answer nothing from `hangs` on."""
 
     errored = False
+    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=1))
 
     def __init__(self, hangs: str) -> None:
         self.engine_core = self
         self._hangs = hangs
+
+    async def get_output_async(self) -> None:
+        await asyncio.Event().wait()
+
+    def shutdown(self, timeout: float = 0.0) -> None:
+        pass
 
     async def pause_scheduler_async(self, **_: Any) -> None:
         await self._answer("pause")
 
     async def collective_rpc(self, method: str, args: Any) -> list[Any]:
         await self._answer(method)
-        return [("", "", pack(Bound.of(BINDING)))] * 2
+        return [("", "", REPLIES.get(method))] * 2
 
     async def _answer(self, method: str) -> None:
         if method == self._hangs:
@@ -282,13 +293,11 @@ class HangingLlm:
 async def test_a_rank_that_hangs_costs_one_begin_and_the_endpoint_answers_on(monkeypatch, tmp_path, hangs, caplog):
     monkeypatch.setattr(rollout.worker, "CALL_SLACK_S", 0.1)
     monkeypatch.setattr(rollout.engine.engine, "WAIT_LOG_S", 0.05)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     save_character_tokenizer(tmp_path, vocab_size=64)
-    worker = RolloutWorker(
-        tmp_path, config=RolloutConfig(), weight_sync=WeightSyncConfig(timeout_s=0.1), dtype=DType.float32,
-        device=Device.cpu, seed=0, tensors=[], key=b"k" * 16,
-    )  # fmt: skip
-    monkeypatch.setattr(worker._engine, "_llm", HangingLlm(hangs))
-    address = await worker._endpoint.start()
+    hanging: Any = HangingLlm(hangs)
+    worker = worker_of(tmp_path, make_engine=partial(Engine, make_llm=lambda _: hanging), timeout_s=0.1)
+    address = await worker.start()
     clients = ReplicaClients([address], b"k" * 16)
 
     def ask(kind: Any, **fields: Any) -> Any:
@@ -300,17 +309,21 @@ async def test_a_rank_that_hangs_costs_one_begin_and_the_endpoint_answers_on(mon
         assert "did not answer" in str(error)
         assert "must be restarted" in str(error)
         assert gc.isenabled()
-        assert not worker._engine.is_alive
+        assert not worker.engine.is_alive
         assert "for the engine's" in caplog.text
         assert isinstance(await asyncio.to_thread(ask, Describe), Described)
     finally:
         clients.close()
-        await worker._endpoint.close()
+        await worker.stop()
 
 
 async def test_requests_that_outlast_a_pause_for_them_do_not_end_the_engine(monkeypatch, tmp_path):
-    engine = Engine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
-    monkeypatch.setattr(engine, "_llm", HangingLlm("pause"))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    hanging: Any = HangingLlm("pause")
+    engine = Engine(
+        tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0, make_llm=lambda _: hanging
+    )
+    await engine.start()
     with pytest.raises(EngineError, match=r"requests in flight did not end within 0\.1 s"):
         await engine.pause(PauseMode.wait, timeout_s=0.1)
     assert engine.is_alive

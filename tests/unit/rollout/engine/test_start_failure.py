@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import make_dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -78,42 +75,36 @@ def stderr_at(path: str) -> Iterator[None]:
         os.close(opened)
 
 
-def engine_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path, log: bytes, error: Exception) -> Engine:
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's start sets variables for its processes."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+
+def engine_that_fails(folder: Path, log: bytes, error: Exception) -> Engine:
     """Its start writes `log` to stderr and raises."""
 
-    class AsyncLLM:
-        @staticmethod
-        def from_engine_args(_: Any) -> None:
-            os.write(2, log)
-            raise error
+    def fails(_: dict[str, Any]) -> NoReturn:
+        os.write(2, log)
+        raise error
 
-    arguments = ModuleType("vllm.engine.arg_utils")
-    arguments.__dict__["AsyncEngineArgs"] = make_dataclass("AsyncEngineArgs", [])
-    client = ModuleType("vllm.v1.engine.async_llm")
-    client.__dict__["AsyncLLM"] = AsyncLLM
-    for name in ("vllm", "vllm.engine", "vllm.v1", "vllm.v1.engine"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for module in (arguments, client):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    engine = Engine(folder, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
-    engine._arguments = {}
-    return engine
+    return Engine(folder, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0, make_llm=fails)
 
 
 @pytest.mark.parametrize("is_file", [True, False])
-def test_an_engine_that_fails_in_another_process_is_quoted_where_stderr_is_a_file(monkeypatch, tmp_path, is_file):
+async def test_an_engine_that_fails_in_another_process_is_quoted_where_stderr_is_a_file(tmp_path, is_file):
     (tmp_path / "stderr").write_text("RuntimeError: of the engine before\n")
     log = b"Process EngineCore:\nValueError: No available memory for the cache blocks.\n"
-    engine = engine_that_fails(monkeypatch, tmp_path, log, RuntimeError(REFERRAL))
+    engine = engine_that_fails(tmp_path, log, RuntimeError(REFERRAL))
     with stderr_at(str(tmp_path / "stderr") if is_file else os.devnull), pytest.raises(EngineError) as caught:
-        engine._build()
+        await engine.start()
     told = "; the engine's process said: ValueError: No available memory for the cache blocks." if is_file else ""
     assert str(caught.value) == f"the engine did not start: RuntimeError: {REFERRAL}{told}"
 
 
-def test_an_error_that_says_why_itself_is_not_joined_by_a_line_of_the_log(monkeypatch, tmp_path):
+async def test_an_error_that_says_why_itself_is_not_joined_by_a_line_of_the_log(tmp_path):
     error = ValueError("max_model_len (100000) is greater than the model's")
-    engine = engine_that_fails(monkeypatch, tmp_path, b"ImportError: of an optional package\n", error)
+    engine = engine_that_fails(tmp_path, b"ImportError: of an optional package\n", error)
     with stderr_at(str(tmp_path / "stderr")), pytest.raises(EngineError) as caught:
-        engine._build()
+        await engine.start()
     assert str(caught.value) == f"the engine did not start: ValueError: {error}"
