@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from conf.schema import Device, RunConfig
-from orchestrator.machine import count_gpus
+from orchestrator.machine import HERE, Machine
 
 _LINK_PREFIXES = ("NCCL_", "GLOO_", "MC_", "UCX_")
 RunDevice = Literal["cpu", "cuda"]
@@ -125,8 +125,8 @@ def apply(chosen: Sequence[Variable], environ: MutableMapping[str, str] | None =
     return notes
 
 
-def resolve_device(device: Device, environ: Mapping[str, str] | None = None) -> RunDevice:
-    """`auto` is cuda when this machine has a GPU that this process may use, else cpu."""
+def resolve_device(device: Device, machine: Machine = HERE) -> RunDevice:
+    """`auto` is cuda when the machine has a GPU that this process may use, else cpu."""
     if device is not Device.auto:
         return "cuda" if device is Device.cuda else "cpu"
-    return "cuda" if count_gpus(environ) > 0 else "cpu"
+    return "cuda" if machine.count_gpus() > 0 else "cpu"

@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -207,10 +207,30 @@ def running_ray_cluster(record: Path = Path("/tmp/ray/ray_current_cluster")) -> 
     return address if port.isdigit() and answers(host or "127.0.0.1", int(port)) else None
 
 
-def next_free_port(after: int, host: str = "127.0.0.1") -> int | None:
-    """The first free port of the hundred after `after`."""
-    last = min(after + 100, 65535)
-    return next((port for port in range(after + 1, last + 1) if is_port_free(port, host)), None)
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The readers that judgements ask; by default they read this machine.
+
+    Example: Machine(count_gpus=lambda: 2) is this machine with two GPUs.
+    """
+
+    count_gpus: Callable[[], int] = count_gpus
+    list_gpus: Callable[[], list[Gpu]] = list_gpus
+    read_topology: Callable[[], Topology | None] = read_topology
+    list_rdma_nics: Callable[[], list[Nic]] = list_rdma_nics
+    count_cpus: Callable[[], int] = count_cpus
+    memory_bytes: Callable[[], tuple[int, int]] = memory_bytes
+    free_bytes: Callable[[Path], int] = free_bytes
+    is_port_free: Callable[[int], bool] = is_port_free
+    running_ray_cluster: Callable[[], str | None] = running_ray_cluster
+
+    def next_free_port(self, after: int) -> int | None:
+        """The first free port of the hundred after `after`."""
+        last = min(after + 100, 65535)
+        return next((port for port in range(after + 1, last + 1) if self.is_port_free(port)), None)
+
+
+HERE = Machine()
 
 
 def _output(command: list[str], environ: Mapping[str, str] | None = None, timeout_s: float = 20.0) -> str:

@@ -17,14 +17,15 @@ import resource
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from conf.schema import ClusterConfig
-from orchestrator import environment, machine
+from orchestrator import environment
 from orchestrator.cluster.private_folder import private_folders
+from orchestrator.machine import HERE, Machine, list_interfaces
 
 CHILD_TIMEOUT_S = 60.0
 
@@ -81,7 +82,11 @@ PACKAGES = (
 
 def run_doctor(*, as_json: bool) -> int:
     """Print all findings; 0 when a run can work here, 1 when something required is missing or broken."""
-    findings = list(gather())
+    return print_findings(list(gather(HERE, trouble_in_child)), as_json=as_json)
+
+
+def print_findings(findings: list[Finding], *, as_json: bool) -> int:
+    """The findings on standard output, and the exit code that they make."""
     failed = any(finding.status is Status.fail for finding in findings)
     if as_json:
         print(json.dumps({"usable": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
@@ -90,19 +95,21 @@ def run_doctor(*, as_json: bool) -> int:
     return 1 if failed else 0
 
 
-def gather() -> Iterator[Finding]:
-    """Every finding, in the order of the table."""
-    for area in (
-        python_and_packages,
-        processors_and_memory,
-        gpus_and_links,
-        networks,
-        limits,
-        ports_and_ray,
-        mooncake_library,
-        environment_variables,
-    ):
-        yield from area()
+def gather(machine: Machine, trouble_in_child: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Every finding, in the order of the table.
+
+    Args:
+        machine: What is judged.
+        trouble_in_child: Runs Python code in a process of its own; what is wrong with it.
+    """
+    yield from python_and_packages()
+    yield from processors_and_memory(machine)
+    yield from gpus_and_links(machine)
+    yield from networks(machine)
+    yield from limits(machine)
+    yield from ports_and_ray(machine)
+    yield from mooncake_library(trouble_in_child)
+    yield from environment_variables(machine)
 
 
 def python_and_packages() -> Iterator[Finding]:
@@ -148,7 +155,7 @@ def judge_package(package: Supported, installed: Mapping[str, str]) -> Finding:
     return Finding("python", package.label, value, Status.warn, f"tested with {wanted}; `make setup` installs it")
 
 
-def processors_and_memory() -> Iterator[Finding]:
+def processors_and_memory(machine: Machine) -> Iterator[Finding]:
     """Cores, memory and shared memory."""
     cores = machine.count_cpus()
     few = "the quick start wants 2 or more" if cores < 2 else ""
@@ -170,7 +177,7 @@ def processors_and_memory() -> Iterator[Finding]:
     )
 
 
-def gpus_and_links() -> Iterator[Finding]:
+def gpus_and_links(machine: Machine) -> Iterator[Finding]:
     """GPUs, how many CUDA may use, and what joins them."""
     gpus, usable = machine.list_gpus(), machine.count_gpus()
     if not gpus and not usable:
@@ -207,7 +214,7 @@ def gpus_and_links() -> Iterator[Finding]:
         )
 
 
-def networks() -> Iterator[Finding]:
+def networks(machine: Machine) -> Iterator[Finding]:
     """RDMA devices and network interfaces."""
     nics = machine.list_rdma_nics()
     for nic in nics:
@@ -221,12 +228,12 @@ def networks() -> Iterator[Finding]:
         )
     if not nics:
         yield Finding("network", "RDMA devices", "none", Status.note, "weights cross hosts over TCP")
-    up_interfaces = [name for name, state in machine.list_interfaces().items() if state == "up" or name == "lo"]
+    up_interfaces = [name for name, state in list_interfaces().items() if state == "up" or name == "lo"]
     loopback = "" if "lo" in up_interfaces else "a run on one machine talks over lo: ip link set lo up"
     yield Finding("network", "interfaces", ", ".join(up_interfaces), Status.fail if loopback else Status.ok, loopback)
 
 
-def limits() -> Iterator[Finding]:
+def limits(machine: Machine) -> Iterator[Finding]:
     """What the kernel lets a process have."""
     has_rdma = bool(machine.list_rdma_nics())
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -248,7 +255,7 @@ def limits() -> Iterator[Finding]:
     )
 
 
-def ports_and_ray() -> Iterator[Finding]:
+def ports_and_ray(machine: Machine) -> Iterator[Finding]:
     """The dashboard's port, a Ray cluster that runs here already, and the token of each run of this user."""
     port = ClusterConfig().dashboard_port
     is_free = machine.is_port_free(port)
@@ -275,9 +282,9 @@ def ports_and_ray() -> Iterator[Finding]:
             yield Finding("ray", "folder of a dead run", str(folder.root), Status.note, advice)
 
 
-def mooncake_library() -> Iterator[Finding]:
+def mooncake_library(trouble_in_child: Callable[[str], str | None]) -> Iterator[Finding]:
     """Whether Mooncake's engine loads, and the library that it links."""
-    verbs = _child("import ctypes; ctypes.CDLL('libibverbs.so.1')")
+    verbs = trouble_in_child("import ctypes; ctypes.CDLL('libibverbs.so.1')")
     native = Path(sys.prefix) / "lib" / "native" / "libibverbs.so.1"
     found = "present" if verbs is None else f"present in {native.parent}" if native.exists() else "absent"
     cure = "apt-get install libibverbs1 (or your system's rdma-core); Mooncake links it even over TCP"
@@ -285,12 +292,12 @@ def mooncake_library() -> Iterator[Finding]:
     yield Finding(
         "mooncake", "libibverbs.so.1", found, Status.fail if is_absent else Status.ok, cure if is_absent else ""
     )
-    trouble = _child("from weight_sync.transport.mooncake import engine_module; engine_module()")
+    trouble = trouble_in_child("from weight_sync.transport.mooncake import engine_module; engine_module()")
     advice = "make setup installs the build for this machine" if trouble else ""
     yield Finding("mooncake", "import", trouble or "works", Status.fail if trouble else Status.ok, advice)
 
 
-def environment_variables() -> Iterator[Finding]:
+def environment_variables(machine: Machine) -> Iterator[Finding]:
     """Variables of the user's shell that differ from what a run sets."""
     device: environment.RunDevice = "cuda" if machine.count_gpus() else "cpu"
     notes = environment.apply(environment.variables(device), dict(os.environ))
@@ -350,7 +357,7 @@ def _installed_versions() -> dict[str, str]:
     return found
 
 
-def _child(code: str) -> str | None:
+def trouble_in_child(code: str) -> str | None:
     """Run Python code in a child process; None when it worked, else its last line of complaint."""
     try:
         done = subprocess.run(

@@ -15,9 +15,9 @@ from pathlib import Path
 from conf.checks import check_expert_parallel_engine_has_gpus, check_transport_fits_device
 from conf.errors import ConfigError
 from conf.schema import Device, DType, Objective, RunConfig, TransportKind
-from orchestrator import machine
 from orchestrator.inputs.facts import Fact
 from orchestrator.inputs.model_folder import resolve_hf_config
+from orchestrator.machine import Machine, answers
 from trainer.architecture.families import read_config
 
 MAX_PROCESSES_PER_CORE = 8
@@ -34,7 +34,7 @@ MAX_SLOW_STORE_BYTES = 10**10
 """Ray keeps a larger object store nowhere but in /dev/shm (`REQUIRE_SHM_SIZE_THRESHOLD`)."""
 
 
-def check_devices(config: RunConfig) -> Fact:
+def check_devices(config: RunConfig, machine: Machine) -> Fact:
     """There are as many GPUs as processes that need one, and the options suit the kind of device."""
     trainer, rollout, cluster = config.trainer, config.rollout, config.cluster
     for name, size in (("trainer_gpus", cluster.trainer_gpus), ("rollout_gpus", cluster.rollout_gpus)):
@@ -71,7 +71,7 @@ def check_devices(config: RunConfig) -> Fact:
     return Fact("devices", f"{needed} of {present} GPUs: {processes}")
 
 
-def check_memory(config: RunConfig) -> Fact:
+def check_memory(config: RunConfig, machine: Machine) -> Fact:
     """The processes of a run on CPUs fit into memory, and are not far more than cores."""
     if config.cluster.device is not Device.cpu or config.cluster.ray_address is not None:
         return Fact("memory", "not looked at: GPUs, or the machines of a Ray cluster")
@@ -105,7 +105,7 @@ def _weight_bytes(config: RunConfig) -> int:
     return sum(math.prod(tensor.shape) for tensor in tensors) * (4 if config.model.dtype is DType.float32 else 2)
 
 
-def check_shared_memory(config: RunConfig) -> Fact:
+def check_shared_memory(config: RunConfig, machine: Machine) -> Fact:
     """/dev/shm holds Ray's object store and the message queues of engines with several ranks."""
     if config.cluster.ray_address is not None:
         return Fact("/dev/shm", "not looked at: the machines of a Ray cluster")
@@ -130,7 +130,7 @@ def check_shared_memory(config: RunConfig) -> Fact:
     return Fact("/dev/shm", f"{slow}; {cure}, or lower it", is_warning=True)
 
 
-def check_link(config: RunConfig) -> Fact:
+def check_link(config: RunConfig, machine: Machine) -> Fact:
     """The link that was asked for can exist here. Which one is in use is verified when it is opened."""
     if config.algorithm.objective is Objective.sft:
         return Fact("weights over", "nothing: no engine is started")
@@ -143,7 +143,7 @@ def check_link(config: RunConfig) -> Fact:
     return Fact("weights over", transport.value)
 
 
-def check_ray_cluster(config: RunConfig) -> Fact:
+def check_ray_cluster(config: RunConfig, machine: Machine) -> Fact:
     """The Ray cluster that was asked for answers."""
     address = config.cluster.ray_address
     if address is None:
@@ -155,7 +155,7 @@ def check_ray_cluster(config: RunConfig) -> Fact:
             "the run start its own: cluster=local"
         )
     host, _, port = (found or "").rpartition(":")
-    if host and port.isdigit() and not machine.answers(host, int(port)):
+    if host and port.isdigit() and not answers(host, int(port)):
         raise ConfigError(
             f"cluster.ray_address={address}: nothing answers at {found}; give the address that `ray start` printed, or "
             "let the run start its own cluster: cluster=local"
@@ -163,7 +163,7 @@ def check_ray_cluster(config: RunConfig) -> Fact:
     return Fact("ray", f"the cluster at {found or os.environ['RAY_ADDRESS']}")
 
 
-def check_dashboard_port(config: RunConfig) -> Fact:
+def check_dashboard_port(config: RunConfig, machine: Machine) -> Fact:
     """The port of the Ray dashboard is free."""
     cluster = config.cluster
     if cluster.ray_address is not None or not cluster.dashboard:

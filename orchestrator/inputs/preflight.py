@@ -14,15 +14,14 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from conf.errors import ConfigError, SlipstreamError
 from conf.model_checks import check_architecture, check_packed_base_reaches_engines
 from conf.schema import Device, Init, Objective, RunConfig, TrainMode
-from orchestrator import machine
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
 from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
@@ -41,6 +40,7 @@ from orchestrator.inputs.model_files import check_checkpoint_files
 from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from orchestrator.inputs.prompt_rows import check_data
 from orchestrator.inputs.text_encoder import TextEncoder, check_holds_tokenizer, tokenizer_folder
+from orchestrator.machine import HERE, Machine, nearest_existing
 from rollout.rewards.runner import check_reward
 from trainer.architecture.families import read_config
 from trainer.architecture.model_spec import ModelSpec
@@ -60,17 +60,17 @@ class PreflightReport:
     facts: tuple[Fact, ...]
 
 
-def run_preflight(config: RunConfig) -> PreflightReport:
-    """Check the run against this machine and its files.
+def run_preflight(config: RunConfig, machine: Machine = HERE) -> PreflightReport:
+    """Check the run against the machine and its files.
 
     Raises:
         PreflightError: with every problem found. Nothing was started.
     """
-    device = Device(resolve_device(config.cluster.device))
+    device = Device(resolve_device(config.cluster.device, machine))
     config = replace(config, cluster=replace(config.cluster, device=device))
     facts: list[Fact] = []
     problems: list[str] = []
-    for check in CHECKS:
+    for check in (*OPTION_CHECKS, *(partial(check, machine=machine) for check in MACHINE_CHECKS)):
         try:
             facts.append(check(config))
         except SlipstreamError as error:
@@ -196,7 +196,7 @@ def check_reward_loads(config: RunConfig) -> Fact:
     return Fact("reward", config.reward.kind)
 
 
-def check_run_folder(config: RunConfig) -> Fact:
+def check_run_folder(config: RunConfig, machine: Machine) -> Fact:
     """The run folder can be made and has room; a run to resume has a checkpoint."""
     run = config.run
     resumed = ""
@@ -217,7 +217,7 @@ def check_run_folder(config: RunConfig) -> Fact:
             )
         resumed = "".join(f"; {problem}" for problem in damaged.values()) + f"; goes on from step {step}"
     target = Path(run.resume or run.dir)
-    existing = machine.nearest_existing(target)
+    existing = nearest_existing(target)
     if not existing.is_dir():
         raise ConfigError(f"run.dir={run.dir} lies below {existing}, which is a file; choose another folder")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -231,7 +231,7 @@ def check_run_folder(config: RunConfig) -> Fact:
     return Fact("run folder", f"{target} ({free / 1e9:.0f} GB free){resumed}")
 
 
-CHECKS: tuple[Callable[[RunConfig], Fact], ...] = (
+OPTION_CHECKS = (
     check_packages,
     check_model,
     check_initial_adapter,
@@ -239,6 +239,8 @@ CHECKS: tuple[Callable[[RunConfig], Fact], ...] = (
     check_data,
     check_sampling,
     check_reward_loads,
+)
+MACHINE_CHECKS = (
     check_devices,
     check_memory,
     check_shared_memory,
@@ -247,7 +249,7 @@ CHECKS: tuple[Callable[[RunConfig], Fact], ...] = (
     check_dashboard_port,
     check_run_folder,
 )
-"""In the order of the report."""
+"""Both in the order of the report."""
 
 
 def _join(problems: list[str]) -> str:

@@ -33,7 +33,7 @@ from conf.schema import Device, DType
 from conf.tensor_parallel import check_tp_size_fits_model
 from orchestrator.environment import resolve_device
 from orchestrator.inputs.model_files import read_hf_config
-from orchestrator.machine import count_gpus, is_port_free, list_rdma_nics
+from orchestrator.machine import HERE, Machine, is_port_free
 from orchestrator.push.push_report import PushReport, check_all_serve, describe
 from orchestrator.push.sender_process import RankOptions, RankProcess
 from rollout.errors import EngineError
@@ -88,9 +88,24 @@ class PushOptions:
 
 
 class Push:
-    """One run of the command. Use as a context manager: leaving it ends what it started."""
+    """One run of the command. Use as a context manager: leaving it ends what it started.
 
-    def __init__(self, options: PushOptions) -> None:
+    Args:
+        options: What was asked for.
+        machine: Whose GPUs and NICs are used.
+        make_engine: Of the URL of an engine that runs.
+        make_rank: Of a rank's number, its options and its GPU.
+    """
+
+    def __init__(
+        self,
+        options: PushOptions,
+        *,
+        machine: Machine = HERE,
+        make_engine: Callable[..., ServedEngine] = ServedEngine,
+        make_rank: Callable[..., RankProcess] = RankProcess,
+    ) -> None:
+        self._make_engine, self._make_rank = make_engine, make_rank
         self._options = options
         self._began = time.monotonic()
         self._hf_config = read_hf_config(options.checkpoint, "CHECKPOINT")
@@ -98,11 +113,11 @@ class Push:
             "--tp", options.tp_size, self._hf_config, is_expert_parallel=options.enable_expert_parallel
         )
         self._tensors = tensor_metas(read_index(options.checkpoint, "CHECKPOINT"))
-        self._device = Device(resolve_device(Device.auto))
-        self._gpus = _visible_gpus(self._device)
+        self._device = Device(resolve_device(Device.auto, machine))
+        self._gpus = _visible_gpus(self._device, machine)
         if options.transport == "nvlink" and not self._gpus:
             raise ConfigError("--transport nvlink: this machine has no usable GPU; choose auto or tcp")
-        if options.transport == "rdma" and not list_rdma_nics():
+        if options.transport == "rdma" and not machine.list_rdma_nics():
             raise ConfigError("--transport rdma: this machine has no RDMA device; choose auto or tcp")
         self._key = secrets.token_bytes(32)
         self._cleanup = contextlib.ExitStack()
@@ -123,7 +138,7 @@ class Push:
             PushError, EngineError: A rank or an engine failed; engines that --start started are ended.
         """
         options = self._options
-        engines = [ServedEngine(url, timeout_s=options.timeout_s) for url in options.to]
+        engines = [self._make_engine(url, timeout_s=options.timeout_s) for url in options.to]
         for engine in engines:
             if not engine.is_healthy():
                 raise EngineError(
@@ -214,7 +229,7 @@ class Push:
             rendezvous=f"file://{folder}/rendezvous",
         )
         for rank in range(num_ranks):
-            process = RankProcess(rank, common, self._gpus[rank % len(self._gpus)] if self._gpus else None)
+            process = self._make_rank(rank, common, self._gpus[rank % len(self._gpus)] if self._gpus else None)
             self._cleanup.callback(process.stop)
             self._ranks.append(process)
 
@@ -416,11 +431,11 @@ def _beside(call: Callable[..., T], *args: Any) -> Future[T]:
     return future
 
 
-def _visible_gpus(device: Device) -> list[str]:
+def _visible_gpus(device: Device, machine: Machine) -> list[str]:
     if device is not Device.cuda:
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(number) for number in range(count_gpus())]
+    return named.split(",") if named else [str(number) for number in range(machine.count_gpus())]
 
 
 def _local_host(engines: Sequence[ServedEngine]) -> str:

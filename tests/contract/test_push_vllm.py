@@ -22,7 +22,7 @@ import pytest
 from fakes.sharded_checkpoints import TINY, save_checkpoint
 
 from conf.schema import Device
-from orchestrator.machine import next_free_port
+from orchestrator.machine import HERE
 from rollout.engine.engine_options import engine_environment
 from rollout.errors import EngineError
 from rollout.served.client import Rendezvous, ServedEngine
@@ -78,7 +78,7 @@ class Server:
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         install_entry_points(folder / "installed")
-        port = next_free_port(8400)
+        port = HERE.next_free_port(8400)
         self.engine = ServedEngine(f"http://127.0.0.1:{port}")
         self.log = folder / "server.log"
         with self.log.open("wb") as log:
@@ -168,7 +168,7 @@ def test_an_update_that_fails_leaves_the_engine_paused_and_another_one_repairs_i
 
 
 def test_a_fleet_starts_from_disk_serves_and_ends_with_the_command(folder: Path) -> None:
-    port = next_free_port(8500)
+    port = HERE.next_free_port(8500)
     words = ["one", "--start", "1", "--port", str(port), "--json", "--", *SMALL]
     process = subprocess.Popen(
         command("push", *words),

@@ -8,6 +8,7 @@ from conf.load import load_run_config
 from conf.schema import Device
 from orchestrator import environment
 from orchestrator.environment import Variable, apply, resolve_device, run_environment, variables, variables_for_actors
+from orchestrator.machine import Machine
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -68,8 +69,8 @@ def test_a_cluster_of_our_own_asks_for_a_token_whatever_the_shell_says() -> None
 
 
 @pytest.mark.parametrize(("num_gpus", "device"), [(0, "cpu"), (1, "cuda")])
-def test_auto_takes_gpus_when_there_are_any(num_gpus: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "count_gpus", lambda environ=None: num_gpus)
-    assert resolve_device(Device.auto) == device
-    assert resolve_device(Device.cpu) == "cpu"
-    assert resolve_device(Device.cuda) == "cuda"
+def test_auto_takes_gpus_when_there_are_any(num_gpus: int, device: str) -> None:
+    machine = Machine(count_gpus=lambda: num_gpus)
+    assert resolve_device(Device.auto, machine) == device
+    assert resolve_device(Device.cpu, machine) == "cpu"
+    assert resolve_device(Device.cuda, machine) == "cuda"

@@ -7,12 +7,12 @@ import socket
 from pathlib import Path
 
 from orchestrator.machine import (
+    HERE,
     Gpu,
     count_gpus,
     is_port_free,
     list_rdma_nics,
     nearest_existing,
-    next_free_port,
     parse_gpu_list,
     parse_topology,
 )
@@ -85,7 +85,7 @@ def test_ports() -> None:
         server.listen()
         port = server.getsockname()[1]
         assert not is_port_free(port)
-        free = next_free_port(port)
+        free = HERE.next_free_port(port)
     assert free is not None
     assert free > port
 

@@ -15,7 +15,6 @@ from types import ModuleType
 import pytest
 
 from conf.load import load_run_config
-from orchestrator import machine
 from orchestrator.cli.main import main
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
@@ -203,25 +202,6 @@ def test_regex_that_does_not_compile(refuse: Refuse) -> None:
     assert "reward.pattern" in refuse("reward=regex", "reward.pattern='([a-z'")
 
 
-def test_more_gpus_than_exist(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "count_gpus", lambda environ=None: 2)
-    message = refuse("cluster.device=cuda", "cluster.dashboard=false", "rollout.num_workers=3")
-    assert "more GPUs than exist" in message
-    assert "need 5, and this machine has 2" in message
-    for option in ("trainer.num_ranks=2", "rollout.num_workers=3", "rollout.tp_size=1"):
-        assert option in message
-
-
-def test_no_gpu_at_all(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "count_gpus", lambda environ=None: 0)
-    message = refuse("cluster.device=cuda", "cluster.dashboard=false")
-    assert "no usable CUDA GPU" in message
-    assert "cluster.device=cpu" in message
-    words = ("cluster.dashboard=false", "weight_sync.transport=nvlink")
-    message = refuse("cluster.device=cuda", *words)
-    assert "set cluster.device=cpu weight_sync.transport=auto" in message, "all that the next try needs"
-
-
 def test_dashboard_port_taken_names_a_free_one(refuse: Refuse) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -241,12 +221,9 @@ def test_run_to_resume_has_no_checkpoint(refuse: Refuse, tmp_path: Path) -> None
     assert "run.resume=old holds no complete checkpoint" in refuse("run.resume=old")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:9", "auto"])
-def test_ray_cluster_that_is_not_there(refuse: Refuse, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "running_ray_cluster", lambda: None)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    message = refuse(f"cluster.ray_address={address}")
-    assert f"cluster.ray_address={address}" in message
+def test_ray_cluster_that_is_not_there(refuse: Refuse) -> None:
+    message = refuse("cluster.ray_address=127.0.0.1:9")
+    assert "cluster.ray_address=127.0.0.1:9" in message
     assert "cluster=local" in message
 
 
@@ -320,28 +297,6 @@ def test_adapter_to_start_from_that_does_not_fit(
 def test_run_folder_below_a_file(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "which is a file" in refuse("run.dir=file/runs")
-
-
-def test_rdma_without_a_device(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "list_rdma_nics", list)
-    assert "no RDMA device" in refuse("weight_sync.transport=rdma")
-
-
-def test_more_workers_than_memory(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "memory_bytes", lambda: (24 << 30, 20 << 30))
-    message = refuse("rollout.num_workers=500")
-    assert "trainer.num_ranks=2 and rollout.num_workers=500 * rollout.tp_size=1 need at least" in message
-    assert "and 21.5 GB are free; lower them, or rollout.kv_cache_bytes" in message
-
-
-def test_shared_memory_without_room_for_engines_of_several_ranks(
-    refuse: Refuse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "free_bytes", lambda folder: 16 << 20 if str(folder) == "/dev/shm" else 1 << 40)
-    message = refuse("rollout.tp_size=2", "rollout.num_workers=1")
-    assert "/dev/shm has 16 MiB free, and rollout.num_workers=1 engines of rollout.tp_size=2 take 160 MiB" in message
-    message = refuse("cluster.object_store_bytes=20000000000", "cluster.dashboard=false")
-    assert "cluster.object_store_bytes=20000000000 does not fit" in message
 
 
 def test_characters_without_a_token(refuse: Refuse, tmp_path: Path) -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import machine
 from orchestrator.cli import doctor
 from orchestrator.cli.doctor import Finding, Status, Supported, judge_package
-from orchestrator.cli.main import main
 from orchestrator.cluster.private_folder import make_private_folder
+from orchestrator.machine import HERE, Gpu, Machine
 
 TORCH = Supported("torch", ("2.13", "2.11"), ("torch",))
 MOONCAKE = Supported("mooncake", ("0.3.13",), ("mooncake-a", "mooncake-b"))
@@ -38,61 +37,54 @@ def test_packages_are_judged(package: Supported, installed: dict[str, str], stat
     assert words in f"{finding.value} {finding.advice}"
 
 
-def test_small_shared_memory_is_a_warning_with_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "free_bytes", lambda folder: 64 << 20)
-    (finding,) = [one for one in doctor.processors_and_memory() if "shm" in one.name]
+def test_small_shared_memory_is_a_warning_with_a_cure() -> None:
+    machine = Machine(free_bytes=lambda folder: 64 << 20)
+    (finding,) = [one for one in doctor.processors_and_memory(machine) if "shm" in one.name]
     assert finding.status is Status.warn
     assert "--shm-size" in finding.advice
 
 
 def test_hidden_gpus_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = [machine.Gpu(i, "NVIDIA H200", 150 << 30, "580") for i in range(2)]
-    monkeypatch.setattr(machine, "list_gpus", lambda: gpus)
-    monkeypatch.setattr(machine, "count_gpus", lambda environ=None: 1)
-    monkeypatch.setattr(machine, "read_topology", lambda: None)
+    gpus = [Gpu(i, "NVIDIA H200", 150 << 30, "580") for i in range(2)]
+    machine = Machine(list_gpus=lambda: gpus, count_gpus=lambda: 1, read_topology=lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    finding = list(doctor.gpus_and_links())[-1]
+    finding = list(doctor.gpus_and_links(machine))[-1]
     assert finding.status is Status.warn
     assert "CUDA_VISIBLE_DEVICES='0' hides the others" in finding.advice
 
 
-def test_taken_port_names_a_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "is_port_free", lambda port, host="127.0.0.1": port == 8270)
-    finding = next(iter(doctor.ports_and_ray()))
+def test_taken_port_names_a_free_one() -> None:
+    finding = next(iter(doctor.ports_and_ray(Machine(is_port_free=lambda port: port == 8270))))
     assert finding.status is Status.warn
     assert "cluster.dashboard_port=8270" in finding.advice
 
 
 def test_allocator_that_mooncake_cannot_register_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert Status.fail in [finding.status for finding in doctor.environment_variables()]
+    assert Status.fail in [finding.status for finding in doctor.environment_variables(HERE)]
 
 
 def test_variables_of_the_shell_are_shown_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "16")
-    monkeypatch.setattr(machine, "count_gpus", lambda environ=None: 0)
-    (finding,) = [one for one in doctor.environment_variables() if one.name == "OMP_NUM_THREADS"]
+    machine = Machine(count_gpus=lambda: 0)
+    (finding,) = [one for one in doctor.environment_variables(machine) if one.name == "OMP_NUM_THREADS"]
     assert finding.value == "16"
     assert finding.advice.startswith("kept; Slipstream's is 1")
 
 
 @pytest.mark.parametrize(("status", "code"), [(Status.warn, 0), (Status.fail, 1)])
-def test_exit_code_and_json(
-    status: Status, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_code_and_json(status: Status, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     finding = Finding("limits", "open files", "10", status, "raise it")
-    monkeypatch.setattr(doctor, "gather", lambda: iter([finding]))
-    assert main(["doctor", "--json"]) == code
+    assert doctor.print_findings([finding], as_json=True) == code
     report = json.loads(capsys.readouterr().out)
     assert report["usable"] == (code == 0)
     assert report["findings"][0]["status"] == status.value
-    assert main(["doctor"]) == code
+    assert doctor.print_findings([finding], as_json=False) == code
     assert "raise it" in capsys.readouterr().out
 
 
-def test_every_area_reports_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_child", lambda code: None)  # the imports in child processes are slow
-    findings = list(doctor.gather())
+def test_every_area_reports_on_this_machine() -> None:
+    findings = list(doctor.gather(HERE, lambda code: None))  # the imports in child processes are slow
     assert {"python", "machine", "gpu", "network", "limits", "ray", "mooncake", "environment"} == {
         finding.area for finding in findings
     }
@@ -100,9 +92,9 @@ def test_every_area_reports_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_child_that_dies_is_a_finding_not_an_end() -> None:
-    assert doctor._child("import os; os.abort()") is not None
-    assert doctor._child("raise RuntimeError('no driver')") == "RuntimeError: no driver"
-    assert doctor._child("pass") is None
+    assert doctor.trouble_in_child("import os; os.abort()") is not None
+    assert doctor.trouble_in_child("raise RuntimeError('no driver')") == "RuntimeError: no driver"
+    assert doctor.trouble_in_child("pass") is None
     assert "orchestrator.cli.doctor" in sys.modules
 
 
@@ -110,8 +102,8 @@ def test_a_run_that_goes_on_is_shown_with_its_token(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     folder, lock = make_private_folder()
-    (found,) = [finding for finding in doctor.ports_and_ray() if finding.name == "a run of yours"]
+    (found,) = [finding for finding in doctor.ports_and_ray(HERE) if finding.name == "a run of yours"]
     assert found.advice.endswith(f"cat {folder.token}")
     os.close(lock)
-    (found,) = [finding for finding in doctor.ports_and_ray() if finding.value == str(folder.root)]
+    (found,) = [finding for finding in doctor.ports_and_ray(HERE) if finding.value == str(folder.root)]
     assert found.name == "folder of a dead run"

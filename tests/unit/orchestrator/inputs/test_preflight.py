@@ -14,12 +14,12 @@ from conf.errors import ConfigError
 from conf.load import load_run_config
 from conf.model_checks import check_packed_base_reaches_engines, check_packed_experts_stay_frozen
 from conf.schema import Device, Init
-from orchestrator import machine
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.inputs.model_files import check_checkpoint_files
 from orchestrator.inputs.preflight import run_preflight
+from orchestrator.machine import Machine
 from trainer.architecture.families import read_config
 from weight_sync.disk.safetensors_files import INDEX_NAME, read_header
 from weight_sync.layout import TensorMeta
@@ -248,20 +248,20 @@ def test_your_own_file_needs_no_other_length_than_the_engines(checkpoint: Path) 
         run_preflight(config)
 
 
-def test_many_processes_and_little_shared_memory_are_warned_of(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "memory_bytes", lambda: (1 << 40, 1 << 40))
-    monkeypatch.setattr(machine, "count_cpus", lambda: 2)
-    monkeypatch.setattr(machine, "free_bytes", lambda folder: 16 << 20 if str(folder) == "/dev/shm" else 1 << 40)
-    warnings = {
-        workers: {
-            fact.subject: fact.finding
-            for fact in run_preflight(load_run_config(words_for(checkpoint, f"rollout.num_workers={workers}"))).facts
-            if fact.is_warning
-        }
-        for workers in (2, 15)
-    }
+def with_shared_memory(num_bytes: int) -> Callable[[Path], int]:
+    """A terabyte free everywhere but in /dev/shm."""
+    return lambda folder: num_bytes if folder == Path("/dev/shm") else 1 << 40
+
+
+def test_many_processes_and_little_shared_memory_are_warned_of(checkpoint: Path) -> None:
+    machine = Machine(
+        memory_bytes=lambda: (1 << 40, 1 << 40), count_cpus=lambda: 2, free_bytes=with_shared_memory(16 << 20)
+    )
+    warnings: dict[int, dict[str, str]] = {}
+    for workers in (2, 15):
+        config = load_run_config(words_for(checkpoint, f"rollout.num_workers={workers}"))
+        facts = run_preflight(config, machine).facts
+        warnings[workers] = {fact.subject: fact.finding for fact in facts if fact.is_warning}
     assert list(warnings[2]) == ["/dev/shm"]
     assert "16 MiB free: Ray's object store (cluster.object_store_bytes=536870912)" in warnings[2]["/dev/shm"]
     assert "are many processes for 2 cores; lower them" in warnings[15]["memory"]
@@ -274,20 +274,18 @@ def test_one_cause_is_reported_once(tmp_path: Path) -> None:
     assert "no such folder" in str(caught.value)
 
 
-def test_device_is_decided_before_rules_about_devices(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "count_gpus", lambda environ=None: 0)
-    monkeypatch.setattr("orchestrator.environment.count_gpus", lambda environ=None: 0)
-    assert resolve_device(Device.auto) == "cpu"
+def test_device_is_decided_before_rules_about_devices(checkpoint: Path) -> None:
+    machine = Machine(count_gpus=lambda: 0)
+    assert resolve_device(Device.auto, machine) == "cpu"
     words = words_for(checkpoint, "cluster.device=auto")
-    assert run_preflight(load_run_config(words)).config.cluster.device is Device.cpu
+    assert run_preflight(load_run_config(words), machine).config.cluster.device is Device.cpu
     with pytest.raises(PreflightError, match=r"weight_sync\.transport=nvlink contradicts cluster\.device=cpu"):
-        run_preflight(load_run_config([*words, "weight_sync.transport=nvlink"]))
+        run_preflight(load_run_config([*words, "weight_sync.transport=nvlink"]), machine)
 
 
-def test_full_disk_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "free_bytes", lambda folder: 1 << 20)
+def test_full_disk_is_refused(checkpoint: Path) -> None:
     with pytest.raises(PreflightError, match=r"has 1 MiB of free space"):
-        run_preflight(load_run_config(words_for(checkpoint)))
+        run_preflight(load_run_config(words_for(checkpoint)), Machine(free_bytes=lambda folder: 1 << 20))
 
 
 def test_chat_prompts_need_no_transformers_here(checkpoint: Path) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.sharded_checkpoints import TINY, save_checkpoint
 
+from conf.errors import ConfigError
 from orchestrator.cli.main import main
+from orchestrator.machine import Machine
 from orchestrator.offline import record as record_command
-from rollout.served import servers as fleet
-from rollout.served.servers import ServerOptions, serve_command, server_environment
+from orchestrator.push.command import Push, PushOptions
+from rollout.served.servers import SERVER_MODULE, ServerOptions, serve_command, server_environment
 from weight_sync.layout import DestLayout, Param
 
 
@@ -27,12 +30,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        pytest.fail("a process was started")
+    popen = subprocess.Popen
 
-    monkeypatch.setattr("orchestrator.push.command.resolve_device", lambda _: "cpu")
-    monkeypatch.setattr("orchestrator.push.command.list_rdma_nics", list)
-    monkeypatch.setattr(fleet.subprocess, "Popen", refuse)
+    def refuse(*_: Any, **__: Any) -> None:
+        pytest.fail("a rank was started")
+
+    def refuse_servers(command: list[str], *args: Any, **options: Any) -> Any:
+        if SERVER_MODULE in command:
+            pytest.fail("an engine was started")
+        return popen(command, *args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", refuse_servers)
     monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", refuse)
 
 
@@ -63,8 +71,6 @@ def message(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             ["--start", "1", "--transport", "pigeon"],
             "--transport must be one of 'auto', 'nvlink', 'rdma', 'tcp', got 'pigeon'",
         ),
-        (["--start", "1", "--transport", "nvlink"], "--transport nvlink: this machine has no usable GPU"),
-        (["--start", "1", "--transport", "rdma"], "--transport rdma: this machine has no RDMA device"),
         (["--start", "1", "--log-dir", "/dev/null/logs"], "--log-dir=/dev/null/logs cannot be made"),
         (["--strat", "1"], "unknown flag --strat. Did you mean --start"),
         (["--start"], "--start needs a value"),
@@ -75,6 +81,13 @@ def test_wrong_flags_are_named(
     words: list[str], expected: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert expected in message(["push", str(checkpoint), *words], capsys)
+
+
+@pytest.mark.parametrize(("transport", "lacks"), [("nvlink", "usable GPU"), ("rdma", "RDMA device")])
+def test_a_link_that_the_machine_lacks_is_named(transport: str, lacks: str, checkpoint: Path) -> None:
+    machine = Machine(count_gpus=lambda: 0, list_rdma_nics=list)
+    with pytest.raises(ConfigError, match=f"--transport {transport}: this machine has no {lacks}"):
+        Push(PushOptions(checkpoint=checkpoint, start=1, transport=transport), machine=machine)
 
 
 def test_wrong_checkpoints_are_named(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

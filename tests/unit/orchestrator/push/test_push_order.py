@@ -11,6 +11,7 @@ import pytest
 from fakes.sharded_checkpoints import TINY, save_checkpoint
 
 from orchestrator.errors import PushError
+from orchestrator.machine import Machine
 from orchestrator.push.command import Push, PushOptions
 from orchestrator.push.push_report import check_all_serve
 from rollout.errors import EngineError
@@ -97,15 +98,13 @@ class NotingRank:
 
 
 @pytest.fixture
-def push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Push:
+def push(tmp_path: Path) -> Push:
     """Into the engines a, b and c, which serve; by two ranks."""
     LINES.clear()
     FAILS.clear()
-    for name, value in {"ServedEngine": NotingEngine, "RankProcess": NotingRank, "PROGRESS_S": 60.0}.items():
-        monkeypatch.setattr(f"orchestrator.push.command.{name}", value)
-    monkeypatch.setattr("orchestrator.push.command.resolve_device", lambda _: "cpu")
     save_checkpoint(tmp_path, TINY, seed=0)
-    return Push(PushOptions(checkpoint=tmp_path, to=("a", "b", "c"), num_ranks=2))
+    options = PushOptions(checkpoint=tmp_path, to=("a", "b", "c"), num_ranks=2)
+    return Push(options, machine=Machine(count_gpus=lambda: 0), make_engine=NotingEngine, make_rank=NotingRank)
 
 
 STARTS = ["start a", "start b", "start c"]
