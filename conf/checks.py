@@ -11,6 +11,7 @@ from conf.errors import ConfigError
 from conf.model_checks import check_architecture
 from conf.schema import (
     ENGINE_LORA_RANKS,
+    Correction,
     Device,
     Init,
     Objective,
@@ -20,6 +21,9 @@ from conf.schema import (
     TrainMode,
     TransportKind,
 )
+
+MASKS_NOTHING = frozenset({Correction.none, Correction.tis, Correction.sequence_tis})
+"""Corrections that leave no token out."""
 
 
 def check_all(config: RunConfig) -> None:
@@ -33,6 +37,7 @@ def check_all(config: RunConfig) -> None:
         check_expert_parallel_engine_has_gpus(config)
         check_adapter_mode_has_an_adapter(config)
         check_relay_has_weights_to_pass_on(config)
+        check_tokens_are_masked_by_one_rule(config)
     if config.model.init is Init.random and config.model.path is None:
         check_architecture(config, config.model.hf_config)
 
@@ -113,6 +118,17 @@ def check_adapter_mode_has_an_adapter(config: RunConfig) -> None:
         raise ConfigError(
             f"weight_sync.mode=adapter: engines serve adapters of rank {ENGINE_LORA_RANKS[-1]} at most, got "
             f"trainer.lora.rank={config.trainer.lora.rank}; set weight_sync.mode=merged, or a lower rank"
+        )
+
+
+def check_tokens_are_masked_by_one_rule(config: RunConfig) -> None:
+    """A second mask beside one of algorithm.correction would leave nobody sure which of the two acts."""
+    correction = config.algorithm.correction
+    if config.parity.mask_log_ratio > 0 and correction not in MASKS_NOTHING:
+        raise ConfigError(
+            f"parity.mask_log_ratio={config.parity.mask_log_ratio:g} contradicts algorithm.correction={correction}, "
+            "which leaves tokens out by the same ratio; set parity.mask_log_ratio=0 and "
+            "algorithm.correction_min and correction_max, or algorithm.correction=tis"
         )
 
 

@@ -15,6 +15,7 @@ from conf.errors import ConfigError
 from conf.options import options_by_name
 from conf.schema import (
     AlgorithmConfig,
+    Correction,
     Device,
     Init,
     Objective,
@@ -158,7 +159,19 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             ("algorithm.clip_low", "algorithm.clip_high"),
             algorithm.ratio_baseline is RatioBaseline.trainer,
             "algorithm.ratio_baseline=trainer, whose ratio is 1 in the one update of a step",
-            "remove it, or set algorithm.ratio_baseline=rollout algorithm.tis_max=0",
+            "remove it, or set algorithm.ratio_baseline=rollout algorithm.correction=none",
+        ),
+        Ignored(
+            ("algorithm.correction_min", "algorithm.correction_max"),
+            algorithm.correction is Correction.none,
+            "algorithm.correction=none",
+            "remove it, or set algorithm.correction",
+        ),
+        Ignored(
+            "algorithm.correction_min",
+            algorithm.correction in (Correction.tis, Correction.sequence_tis),
+            f"algorithm.correction={algorithm.correction}, which cuts weights above alone",
+            "remove it, or set algorithm.correction=icepop",
         ),
     )
 

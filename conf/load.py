@@ -44,6 +44,12 @@ from conf.options import (
 from conf.register import register_schema, schema_node
 from conf.schema import Init, RunConfig
 
+REMOVED = {
+    "algorithm.tis_max": "set algorithm.correction=tis and algorithm.correction_max, or algorithm.correction=none "
+    "where it was 0",
+}
+"""Options of earlier releases -> what to set in their place."""
+
 
 def load_run_config(overrides: Sequence[str], config_dir: Path | None = None) -> RunConfig:
     """Compose conf/config.yaml with overrides into a checked RunConfig.
@@ -223,6 +229,8 @@ def _open_dict_above(name: str) -> Option | None:
 
 
 def _explain_unknown(name: str) -> str:
+    if name in REMOVED:
+        return f"there is no option {name} any more; {REMOVED[name]}"
     if name in section_docs():
         return f"{name} is a section; set its options one by one, as in {_example_of(name)}"
     hint = did_you_mean(name, [*options_by_name(), *GROUPS])

@@ -32,6 +32,7 @@ from conf.schema import (
     Init,
     ModelConfig,
     Objective,
+    ParityConfig,
     TrainerConfig,
     TrainMode,
     WeightSyncConfig,
@@ -82,6 +83,7 @@ class TrainerRank:
         hf_config: dict[str, Any],
         sync_key: bytes,
         host: str = "127.0.0.1",
+        parity: ParityConfig | None = None,
     ) -> None:
         """Join the process group.
 
@@ -104,6 +106,7 @@ class TrainerRank:
         self._seed, self._num_steps = seed, num_steps
         self._rank, self._world_size, self._hf_config, self._sync_key = rank, world_size, hf_config, sync_key
         self._host = host
+        self._parity = parity or ParityConfig()
         self._device = take_device(device, rank)
         self._control = ControlGroup(rank, world_size, rendezvous, self._device)
         torch.manual_seed(seed)
@@ -268,10 +271,12 @@ class TrainerRank:
             rollout_logprobs_N=self._to_device(micro.rollout_logprobs),
             advantages_N=self._to_device(micro.advantages),
             sequence_lengths_N=self._to_device(micro.sequence_lengths),
+            sequence_index_N=self._to_device(micro.sequence_index),
+            positions_N=self._to_device(micro.response_positions),
             staleness_N=self._to_device(micro.staleness),
             ref_logprobs_N=ref_logprobs_N,
         )
-        return self._loss(logprobs_N, entropy_N, tokens, self._algorithm, denominators)
+        return self._loss(logprobs_N, entropy_N, tokens, self._algorithm, denominators, self._parity.mask_log_ratio)
 
     def _logprobs(self, decoder: Decoder, micro: Microbatch) -> tuple[Tensor, Tensor]:
         """(log-probability, entropy) of every counted token. The head runs only on the rows that predict one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -54,6 +54,8 @@ class LossStats:
 
     sums: dict[str, float]
     maxima: dict[str, float]
+    vectors: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """Sums by bin, for example of the tokens by their k3; they add up bin by bin."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,14 @@ have no effect because of others are a row in `conf/ignored.py`. Derived values 
 All other code imports from here: `from conf.schema import RunConfig`.
 """
 
-from conf.schema.algorithm import AdvantageScale, AlgorithmConfig, Normalization, Objective, RatioBaseline
+from conf.schema.algorithm import (
+    AdvantageScale,
+    AlgorithmConfig,
+    Correction,
+    Normalization,
+    Objective,
+    RatioBaseline,
+)
 from conf.schema.cluster import ClusterConfig, Device
 from conf.schema.data import DataConfig, RewardConfig
 from conf.schema.model import DType, EngineFormat, Init, MlaNormEps, ModelConfig
@@ -35,6 +42,7 @@ __all__ = [
     "BusySlot",
     "ClusterConfig",
     "CombineMode",
+    "Correction",
     "DType",
     "DataConfig",
     "Device",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -32,6 +33,34 @@ class RatioBaseline(StrEnum):
 
     rollout = "rollout"
     trainer = "trainer"
+
+
+class Correction(StrEnum):
+    """How a token is weighed whose probability differs between trainer and engine (trainer/step/corrections.py has the
+    formulas and their sources): not at all; by its ratio, cut above (tis), or left out beyond a bound (mis) or two
+    (icepop); by the product of its response's ratios, cut or left out; by their geometric mean, left out.
+    """
+
+    none = "none"
+    tis = "tis"
+    mis = "mis"
+    icepop = "icepop"
+    sequence_tis = "sequence_tis"
+    sequence_mis = "sequence_mis"
+    geometric_mis = "geometric_mis"
+
+
+CORRECTION_BOUNDS = {
+    Correction.none: (0.0, math.inf),
+    Correction.tis: (0.0, 2.0),
+    Correction.mis: (0.0, 2.0),
+    Correction.icepop: (0.5, 5.0),
+    Correction.sequence_tis: (0.0, 2.0),
+    Correction.sequence_mis: (0.0, 2.0),
+    Correction.geometric_mis: (0.999, 1.001),
+}
+"""Lowest and highest ratio of each method, from its source: 2 is that of Liu, Li et al. and of verl, 0.5 and 5 are of
+arXiv:2510.18855, 1.001 is verl's for means (verl-project/verl #3984), with its inverse."""
 
 
 class AdvantageScale(StrEnum):
@@ -82,12 +111,22 @@ class AlgorithmConfig:
     clip_high: float = 0.28
     """Upper clip of the importance ratio: 1 + clip_high (clip-higher, DAPO). Ignored when ratio_baseline=trainer."""
     ratio_baseline: RatioBaseline = RatioBaseline.trainer
-    """trainer: the ratio is 1 at the start of each step, and truncated importance sampling (`tis_max`) corrects for the
-    engine's mismatch. rollout: the ratio is taken to the engine's log-probabilities and clipped.
+    """trainer: the ratio is 1 at the start of each step, and `correction` corrects for the engine's mismatch. rollout:
+    the ratio is taken to the engine's log-probabilities and clipped; `correction` must be none.
     """
-    tis_max: float = 2.0
-    """Truncated importance sampling: a token's weight is min(exp(trainer - rollout), tis_max). 0 turns it off; must be
-    0 when ratio_baseline=rollout.
+    correction: Correction = Correction.tis
+    """Weight of a token by its ratio r, the trainer's probability over the engine's. tis: min(r, max), the mildest.
+    mis: r up to max, else 0. icepop: r from min to max, else 0; for models that route. sequence_tis, sequence_mis: as
+    tis and mis, with the product of the response's ratios; for runs that collapse. geometric_mis: with their geometric
+    mean; for long responses. none: 1. docs/parity.md says when to use which.
+    """
+    correction_min: float | None = None
+    """Lowest ratio, below which a token is left out. null: 0.5 for icepop, 0.999 for geometric_mis, else 0. Ignored
+    with tis, sequence_tis and none.
+    """
+    correction_max: float | None = None
+    """Highest ratio, above which a weight is cut, or a token left out. null: 5 for icepop, 1.001 for geometric_mis,
+    else 2. Ignored with none.
     """
     kl_coef: float = 0.0
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before training. 0 skips its
@@ -120,9 +159,20 @@ class AlgorithmConfig:
         )
         require(0 < self.clip_low < 1, f"algorithm.clip_low must lie in (0, 1), got {self.clip_low}")
         above(0, "algorithm", clip_high=self.clip_high)
-        require(self.tis_max == 0 or self.tis_max >= 1, f"algorithm.tis_max must be 0 or >= 1, got {self.tis_max}")
+        low, high = self.correction_bounds
+        require(0 <= low <= 1, f"algorithm.correction_min must lie in [0, 1], got {low}: a ratio of 1 is no mismatch")
+        require(high >= 1, f"algorithm.correction_max must be >= 1, got {high}: a ratio of 1 is no mismatch")
         require(
-            not (self.ratio_baseline is RatioBaseline.rollout and self.tis_max > 0),
+            self.ratio_baseline is RatioBaseline.trainer or self.correction is Correction.none,
             "algorithm.ratio_baseline=rollout already corrects for the engine's log-probabilities: set "
-            "algorithm.tis_max=0 with it",
+            "algorithm.correction=none with it",
+        )
+
+    @property
+    def correction_bounds(self) -> tuple[float, float]:
+        """Lowest and highest ratio of `correction`: what is set, else the method's own."""
+        low, high = CORRECTION_BOUNDS[self.correction]
+        return (
+            low if self.correction_min is None else self.correction_min,
+            high if self.correction_max is None else self.correction_max,
         )

@@ -19,8 +19,13 @@ class ParityConfig:
     0: never.
     """
 
+    mask_log_ratio: float = 0.0
+    """Tokens whose log-probabilities differ by more than this are left out of the policy's loss, whatever
+    algorithm.correction does with the others: they still count in what it is divided by. 0: none.
+    """
+
     def __post_init__(self) -> None:
-        at_least(0, "parity", warn_k3=self.warn_k3, stop_k3=self.stop_k3)
+        at_least(0, "parity", warn_k3=self.warn_k3, stop_k3=self.stop_k3, mask_log_ratio=self.mask_log_ratio)
         require(
             math.isfinite(self.warn_k3) and math.isfinite(self.stop_k3),
             f"parity.warn_k3 and parity.stop_k3 must be finite, got {self.warn_k3} and {self.stop_k3}; 0 turns one off",

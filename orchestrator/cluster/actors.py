@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Device,
         DType,
         ModelConfig,
+        ParityConfig,
         RolloutConfig,
         SamplingConfig,
         TrainerConfig,
@@ -55,6 +56,7 @@ class TrainerOptions:
     device: str
     hf_config: dict[str, Any]
     sync_key: bytes
+    parity: ParityConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,7 @@ class TrainerActor:
             hf_config=options.hf_config,
             sync_key=options.sync_key,
             host=host,
+            parity=options.parity,
         )
         if self._reserved is not None:
             self._reserved.close()

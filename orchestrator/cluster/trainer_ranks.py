@@ -59,6 +59,7 @@ async def start_trainer_ranks(
         device=device,
         hf_config=hf_config,
         sync_key=sync_key,
+        parity=config.parity,
     )
     starts = [
         cluster.result_of(actor.start.remote(rank, options, is_one_node), f"trainer rank {rank}", TrainingStopped)

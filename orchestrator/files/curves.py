@@ -9,14 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.files.telemetry import read_rows
+from trainer.step.mismatch_bins import POSITION_STARTS
 
 Panels = tuple[tuple[str, tuple[str, ...], str], ...]
 """(title, metrics, scale of the vertical axis) of each picture."""
 
 RL_PANELS: Panels = (
     ("reward", ("reward/mean", "eval/reward"), "linear"),
-    ("mismatch KL (k3)", ("parity/k3", "parity/k3_stale"), "log"),
+    ("mismatch KL (k3)", ("parity/k3", "parity/k3_p99", "parity/k3_stale"), "log"),
+    ("k3 by position in the response", tuple(f"parity/k3_from_{start}" for start in POSITION_STARTS), "log"),
     ("policy entropy, nats", ("policy/entropy",), "linear"),
+    (
+        "importance weights",
+        ("correction/ess_fraction", "correction/truncated_fraction", "correction/masked_fraction"),
+        "linear",
+    ),
     ("gradient norm", ("optim/grad_norm",), "log"),
     ("weight sync, s", ("sync/total_s", "sync/pause_s"), "linear"),
     ("step, s", ("step/total_s", "rollout/wait_s", "trainer/forward_backward_s"), "linear"),
@@ -34,14 +41,14 @@ SFT_PANELS: Panels = (
 
 
 def draw_curves(metrics: Path, picture: Path, panels: Panels = RL_PANELS) -> None:
-    """Write one PNG with six panels. A metric with no number in any row gets no line."""
+    """Write one PNG with two rows of panels. A metric with no number in any row gets no line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = read_rows(metrics)
-    figure: Any = Figure(figsize=(14, 7), layout="constrained")
+    figure: Any = Figure(figsize=(14 * len(panels) / 6, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    for panel, (title, names, scale) in zip(figure.subplots(2, 3).flat, panels, strict=True):
+    for panel, (title, names, scale) in zip(figure.subplots(2, len(panels) // 2).flat, panels, strict=True):
         for name in names:
             points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
             if points:

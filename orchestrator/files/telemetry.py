@@ -30,6 +30,7 @@ from orchestrator.files.metric_sinks import RayGauges, TensorBoardEvents, Value
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
 from rollout.types import Group
+from trainer.step.mismatch_bins import POSITION_STARTS, quantile
 from trainer.types import LossStats, OptimStats
 
 if TYPE_CHECKING:
@@ -66,17 +67,38 @@ METRICS: dict[str, str] = {
     "sync/relay_s": "part of total_s: those reads",
     "sync/relay_bytes": "bytes of those reads; not in sync/bytes",
     "parity/k3": "mismatch KL(rollout || trainer) of tokens at staleness 0: numerics alone",
-    "parity/k3_stale": "the same for tokens of older versions: numerics and drift",
-    "parity/num_tokens": "tokens behind parity/k3",
-    "parity/log_ratio_max": "largest |trainer - rollout log-probability| at staleness 0",
+    "parity/k3_p99": "99 % of those tokens have a k3 below it; read from bins, so up to 15.5 % too large",
+    "parity/k3_max": "largest k3 of one of those tokens",
+    "parity/prob_diff": "mean |trainer - rollout probability| of those tokens",
+    "parity/prob_diff_max": "largest of the same",
+    "parity/log_ratio_max": "largest |trainer - rollout log-probability| of the same",
+    "parity/num_tokens": "tokens behind these figures",
+    "parity/k3_stale": "parity/k3 of tokens of older versions: numerics and drift",
+    "parity/k3_p99_stale": "parity/k3_p99 of those",
+    "parity/k3_max_stale": "parity/k3_max of those",
+    "parity/prob_diff_stale": "parity/prob_diff of those",
+    "parity/prob_diff_max_stale": "parity/prob_diff_max of those",
+    "parity/log_ratio_max_stale": "parity/log_ratio_max of those",
+    "parity/num_tokens_stale": "tokens behind these figures",
+    "parity/k3_from_0": "parity/k3 of the tokens 0 to 15 of their responses",
+    "parity/k3_from_16": "parity/k3 of the tokens 16 to 63",
+    "parity/k3_from_64": "parity/k3 of the tokens 64 to 255",
+    "parity/k3_from_256": "parity/k3 of the tokens 256 to 1023",
+    "parity/k3_from_1024": "parity/k3 of the tokens 1024 to 4095",
+    "parity/k3_from_4096": "parity/k3 of the tokens 4096 to 16383",
+    "parity/k3_from_16384": "parity/k3 of the tokens from 16384 on",
     "policy/entropy": "mean entropy of the policy, in nats per token",
     "loss/total": "loss that was differentiated",
     "loss/policy": "its policy term",
     "loss/kl": "mean k3 to the reference policy (0 when algorithm.kl_coef=0)",
     "loss/clip_fraction": "tokens whose ratio was clipped",
     "loss/ratio_mean": "mean exp(trainer - rollout log-probability)",
-    "loss/tis_weight_mean": "mean importance weight, after the cut; 1 when algorithm.ratio_baseline=rollout",
-    "loss/tis_truncated_fraction": "tokens whose importance weight was cut to algorithm.tis_max",
+    "correction/weight_mean": "mean importance weight of the tokens; 1 with algorithm.correction=none",
+    "correction/ess_fraction": "effective sample size of those weights over the number of tokens; 1 when all are equal",
+    "correction/truncated_fraction": "tokens whose weight was cut to algorithm.correction_max",
+    "correction/masked_fraction": "tokens left out by algorithm.correction or parity.mask_log_ratio",
+    "correction/truncated_sequence_fraction": "responses with a token whose weight was cut",
+    "correction/masked_sequence_fraction": "responses with a token that was left out",
     "sft/nll": "algorithm=sft: mean negative log-likelihood of the taught tokens, in nats",
     "sft/epoch": "algorithm=sft: passes over data.path that are complete",
     "eval/nll": "algorithm=sft: the same mean over the held-out conversations, under policy_version",
@@ -151,11 +173,15 @@ def loss_metrics(stats: Sequence[LossStats]) -> dict[str, Value]:
     """Add the ranks' sums, then divide once: the mean over tokens of the batch, whatever the layout."""
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
+    vectors: dict[str, list[float]] = {}
     for rank in stats:
         for name, value in rank.sums.items():
             sums[name] = sums.get(name, 0.0) + value
         for name, value in rank.maxima.items():
             maxima[name] = max(maxima.get(name, -math.inf), value)
+        for name, values in rank.vectors.items():
+            known = vectors.get(name, [0.0] * len(values))
+            vectors[name] = [one + other for one, other in zip(known, values, strict=True)]
 
     def mean(name: str, count: str = "policy/num_tokens") -> Value:
         return sums[name] / sums[count] if sums.get(count) else None
@@ -171,20 +197,47 @@ def loss_metrics(stats: Sequence[LossStats]) -> dict[str, Value]:
         }
     clipped = sums["policy/num_clipped_low"] + sums["policy/num_clipped_high"]
     return {
-        "parity/k3": mean("parity/k3_sum", "parity/num_tokens"),
-        "parity/k3_stale": mean("parity/k3_stale_sum", "parity/num_stale_tokens"),
-        "parity/num_tokens": sums["parity/num_tokens"],
-        "parity/log_ratio_max": maxima["parity/max_abs_log_ratio"] if sums["parity/num_tokens"] else None,
+        **_parity_metrics(sums, maxima, vectors),
         "policy/entropy": mean("policy/entropy_sum"),
         "loss/total": sums["loss/total_sum"],  # already divided by the batch's denominators
         "loss/policy": sums["loss/policy_sum"],
         "loss/kl": mean("kl/ref_k3_sum"),
         "loss/clip_fraction": clipped / sums["policy/num_tokens"],
         "loss/ratio_mean": mean("policy/ratio_sum"),
-        "loss/tis_weight_mean": mean("tis/weight_sum"),
-        "loss/tis_truncated_fraction": mean("tis/num_truncated"),
+        "correction/weight_mean": mean("correction/weight_sum"),
+        "correction/ess_fraction": _effective_share(sums),
+        "correction/truncated_fraction": mean("correction/num_truncated"),
+        "correction/masked_fraction": mean("correction/num_masked"),
+        "correction/truncated_sequence_fraction": mean("correction/num_truncated_sequences", "policy/num_sequences"),
+        "correction/masked_sequence_fraction": mean("correction/num_masked_sequences", "policy/num_sequences"),
         "trainer/peak_device_bytes": maxima.get("memory/peak_device_bytes"),
     }
+
+
+def _parity_metrics(
+    sums: Mapping[str, float], maxima: Mapping[str, float], vectors: Mapping[str, Sequence[float]]
+) -> dict[str, Value]:
+    """Of the tokens at staleness 0, and of the others; null where there are none."""
+    row: dict[str, Value] = {}
+    for suffix in ("", "_stale"):
+        num_tokens = sums[f"parity/num_tokens{suffix}"]
+        row[f"parity/num_tokens{suffix}"] = num_tokens
+        if num_tokens:
+            row[f"parity/k3{suffix}"] = sums[f"parity/k3_sum{suffix}"] / num_tokens
+            row[f"parity/prob_diff{suffix}"] = sums[f"parity/prob_diff_sum{suffix}"] / num_tokens
+            row[f"parity/k3_p99{suffix}"] = quantile(vectors[f"parity/k3_histogram{suffix}"], 0.99)
+            for name in ("k3_max", "prob_diff_max", "log_ratio_max"):
+                row[f"parity/{name}{suffix}"] = maxima[f"parity/{name}{suffix}"]
+    by_position = zip(
+        POSITION_STARTS, vectors["parity/k3_by_position"], vectors["parity/num_tokens_by_position"], strict=True
+    )
+    return row | {f"parity/k3_from_{start}": total / count for start, total, count in by_position if count}
+
+
+def _effective_share(sums: Mapping[str, float]) -> Value:
+    """(sum w)^2 / (n * sum w^2) (Kish 1965); null when all weights are 0."""
+    squares = sums["correction/weight_square_sum"] * sums["policy/num_tokens"]
+    return sums["correction/weight_sum"] ** 2 / squares if squares else None
 
 
 class Telemetry:

@@ -28,7 +28,7 @@ CAUSES = {
     ),
 }
 """Figure -> what makes it large."""
-CURE = "algorithm.tis_max bounds what such tokens do; docs/parity.md says how to find the cause"
+CURE = "algorithm.correction bounds what such tokens do; docs/parity.md says how to find the cause"
 
 
 class ParityAlarm:

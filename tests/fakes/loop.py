@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +27,7 @@ from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.loop.controller import Controller
 from orchestrator.loop.ports import LoopServices
 from rollout.types import Prompt, Rollout
+from trainer.step.mismatch_bins import NUM_K3_BINS, POSITION_STARTS
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 from weight_sync.errors import PlanMismatch
 from weight_sync.layout import Binding
@@ -40,14 +42,33 @@ SUMS = (
     "policy/ratio_sum",
     "policy/num_clipped_low",
     "policy/num_clipped_high",
-    "tis/weight_sum",
-    "tis/num_truncated",
+    "policy/num_sequences",
+    "correction/weight_sum",
+    "correction/weight_square_sum",
+    "correction/num_truncated",
+    "correction/num_masked",
+    "correction/num_truncated_sequences",
+    "correction/num_masked_sequences",
     "kl/ref_k3_sum",
-    "parity/k3_sum",
-    "parity/num_tokens",
-    "parity/k3_stale_sum",
-    "parity/num_stale_tokens",
+    *(f"parity/{name}{suffix}" for name in ("k3_sum", "prob_diff_sum", "num_tokens") for suffix in ("", "_stale")),
 )
+MAXIMA = tuple(f"parity/{name}_max{suffix}" for name in ("k3", "prob_diff", "log_ratio") for suffix in ("", "_stale"))
+VECTORS = {
+    "parity/k3_histogram": NUM_K3_BINS,
+    "parity/k3_histogram_stale": NUM_K3_BINS,
+    "parity/k3_by_position": len(POSITION_STARTS),
+    "parity/num_tokens_by_position": len(POSITION_STARTS),
+}
+"""What a rank measures, and the length of each vector."""
+
+
+def measured(sums: Mapping[str, float] = MappingProxyType({}), **maxima: float) -> LossStats:
+    """What a rank returns that measured these, and zeros for the others."""
+    return LossStats(
+        dict.fromkeys(SUMS, 0.0) | dict(sums),
+        dict.fromkeys(MAXIMA, 0.0) | maxima,
+        {name: [0.0] * length for name, length in VECTORS.items()},
+    )
 
 
 def outcome(committed: bool, error: str | None = None) -> ReplicaReport:
@@ -110,10 +131,8 @@ class FakeTrainer:
         self.world.diary.append(("train", denominators.policy_version))
         await asyncio.sleep(0)
         tokens = float(denominators.num_valid_tokens)
-        sums = dict.fromkeys(SUMS, 0.0) | {"policy/num_tokens": tokens, "policy/entropy_sum": 2.0 * tokens}
-        sums |= self.extra_sums
-        maxima = {"parity/max_abs_log_ratio": 0.0, "parity/max_abs_log_ratio_stale": 0.0}
-        return [LossStats(sums, maxima), LossStats(dict.fromkeys(SUMS, 0.0), dict(maxima))]
+        sums = {"policy/num_tokens": tokens, "policy/entropy_sum": 2.0 * tokens}
+        return [measured(sums | self.extra_sums), measured()]
 
     async def optimizer_step(self) -> OptimStats:
         is_finite = self.num_steps not in self.not_finite

@@ -115,8 +115,8 @@ def test_samples_of_a_run_with_staleness_2_are_as_old_as_that_and_weighed(steps:
         assert row["staleness/dropped_groups"] == 0
         assert (row["parity/k3_stale"] is not None) == (age > 0)
         if age == 0:
-            assert row["loss/tis_weight_mean"] == pytest.approx(1, abs=1e-5)
-    assert max(abs(row["loss/tis_weight_mean"] - 1) for row in steps[1:]) > 1e-4, "stale tokens are weighed"
+            assert row["correction/weight_mean"] == pytest.approx(1, abs=1e-5)
+    assert max(abs(row["correction/weight_mean"] - 1) for row in steps[1:]) > 1e-4, "stale tokens are weighed"
 
 
 @run_of("dapo")
@@ -124,7 +124,7 @@ def test_dapo_replaces_groups_that_tell_nothing_and_divides_by_tokens(steps: lis
     for row in steps[1:]:
         assert row["reward/std"] > 0, "a group of equal rewards came through"
         assert row["loss/policy"] == pytest.approx(-row["reward/std"] / row["reward/mean"], rel=1e-3)
-        assert row["loss/tis_weight_mean"] == 1, "the ratio is taken to the policy that sampled"
+        assert row["correction/weight_mean"] == 1, "the ratio is taken to the policy that sampled"
         assert row["loss/ratio_mean"] == pytest.approx(1, abs=1e-4)
     assert sum(row["rollout/groups_uninformative"] for row in steps[1:]) > 0
 

@@ -1,17 +1,16 @@
 """The policy loss on one microbatch, and the sums from which every loss metric of a step is made.
 
-Owns the formulas below. Does not own advantages (orchestrator/loop/advantages.py), log-probabilities (logprobs.py) or
+Owns the formulas below. Does not own advantages (orchestrator/loop/advantages.py), log-probabilities
+(trainer/model/logprobs.py), importance weights (corrections.py), the figures of the mismatch (mismatch.py) or
 reductions over ranks: it divides by counts of the *global* batch, so gradients and sums of ranks and microbatches
 simply add up.
 
 With pi the trainer's policy, mu the engine's, A the advantage of token t, d = log pi - log mu (`log_ratio`),
 sg = stop-gradient:
 
-    ratio_baseline=trainer   L_t = - w_t * A * exp(log pi - sg(log pi)),   w_t = min(exp(sg(d)), tis_max)
+    ratio_baseline=trainer   L_t = - w_t * A * exp(log pi - sg(log pi))
         PPO's old policy is the policy before this step. With one step per batch its ratio is 1 and no clip acts.
-        Truncated importance sampling corrects for staleness and for the engine's mismatch (Yao et al. 2025, "Your
-        Efficient RL Framework Secretly Brings You Off-Policy RL Training",
-        https://fengyao.notion.site/off-policy-rl; truncation: Ionides 2008). tis_max=0 gives w_t = 1.
+        The importance weight w_t (corrections.py) corrects for staleness and for the engine's mismatch.
     ratio_baseline=rollout   L_t = - min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r = exp(d)
         PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with DAPO's decoupled bounds (Yu et al. 2025,
         arXiv:2503.14476, eq. 10).
@@ -20,26 +19,23 @@ sg = stop-gradient:
     sequence normalization   sum_i (1 / |o_i|) sum_t L_t / (sequences of the batch)         GRPO, eq. 3
     constant normalization   sum_t L_t / (sequences of the batch * longest possible)        Dr. GRPO (Liu et al. 2025,
                              arXiv:2503.20783)
-    mismatch KL(mu || pi)    mean of exp(d) - d - 1 ("k3", http://joschu.net/blog/kl-approx.html), reported separately
-                             for staleness 0 and > 0
 
-Every log-ratio is clamped to +-LOG_RATIO_BOUND before `exp`. Shapes: N counted tokens.
+parity.mask_log_ratio leaves tokens out of L_t with either baseline. Every log-ratio is clamped to +-LOG_RATIO_BOUND
+before `exp`. Shapes: N counted tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from conf.schema import AlgorithmConfig, Normalization, RatioBaseline
+from trainer.step.corrections import LOG_RATIO_BOUND, correction_sums, importance_weights
+from trainer.step.mismatch import k3, measure_mismatch
 from trainer.types import Denominators, LossStats
-
-LOG_RATIO_BOUND = 20.0
-"""exp overflows float32 at 88.7, and inf * 0 (a zero advantage) or inf - inf would turn one bad token into a
-NaN for the whole step. exp(20) = 4.9e8 is far outside any trust region, so the clamp changes no token that an
-update should learn from; beyond it the gradient of the ratio is zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +48,10 @@ class CountedTokens:
     """float32."""
     sequence_lengths_N: Tensor
     """int64; counted tokens of the token's sequence, |o_i|."""
+    sequence_index_N: Tensor
+    """int64; number of the token's sequence in the microbatch, from 0."""
+    positions_N: Tensor
+    """int64; position of the token in its response, from 0."""
     staleness_N: Tensor
     """int64; steps."""
     ref_logprobs_N: Tensor | None = None
@@ -60,20 +60,14 @@ class CountedTokens:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """One microbatch's share of the batch's loss (scalar, differentiable) and its metric sums and maxima
-    (float64 scalars).
+    """One microbatch's share of the batch's loss (scalar, differentiable), its metric sums and maxima
+    (float64 scalars) and vectors of sums (float64).
     """
 
     loss: Tensor
     sums: dict[str, Tensor]
-    maxima: dict[str, Tensor]
-
-
-def k3(log_ratio: Tensor) -> Tensor:
-    """exp(x) - x - 1 >= 0: the low-variance estimate of KL(q || p) from samples of q, x = log p - log q
-    (Schulman 2020).
-    """
-    return torch.expm1(log_ratio) - log_ratio
+    maxima: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    vectors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 def policy_loss(
@@ -82,6 +76,7 @@ def policy_loss(
     tokens: CountedTokens,
     algorithm: AlgorithmConfig,
     denominators: Denominators,
+    mask_log_ratio: float = 0.0,
 ) -> PolicyLoss:
     """The loss of the module docstring, summed over the microbatch's counted tokens and divided by the batch's counts.
 
@@ -91,26 +86,25 @@ def policy_loss(
         tokens: see CountedTokens.
         algorithm: which ratio, bounds and normalization.
         denominators: counts over the whole batch, the same for every microbatch of every rank.
+        mask_log_ratio: parity.mask_log_ratio; tokens beyond it have no policy term. 0: all have.
     """
     log_ratio_N = (logprobs_N.detach() - tokens.rollout_logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     advantages_N = tokens.advantages_N
     zeros_N = torch.zeros_like(log_ratio_N)
-
+    weights = importance_weights(
+        log_ratio_N, tokens.sequence_lengths_N, tokens.sequence_index_N, algorithm, mask_log_ratio
+    )
+    clipped_low_N = clipped_high_N = zeros_N
     if algorithm.ratio_baseline is RatioBaseline.rollout:
         bounded_N = (logprobs_N - tokens.rollout_logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         ratio_N = bounded_N.exp()
         clipped_ratio_N = ratio_N.clamp(1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
-        policy_N = -torch.minimum(ratio_N * advantages_N, clipped_ratio_N * advantages_N)
+        surrogate_N = torch.minimum(ratio_N * advantages_N, clipped_ratio_N * advantages_N)
         clipped_low_N = (ratio_N.detach() < 1.0 - algorithm.clip_low) & (advantages_N < 0)
         clipped_high_N = (ratio_N.detach() > 1.0 + algorithm.clip_high) & (advantages_N > 0)
-        weight_N, truncated_N = zeros_N + 1.0, zeros_N
     else:
-        ratio_N = (logprobs_N - logprobs_N.detach()).exp()
-        is_corrected = algorithm.tis_max > 0
-        weight_N = log_ratio_N.exp().clamp(max=algorithm.tis_max) if is_corrected else zeros_N + 1.0
-        truncated_N = (log_ratio_N.exp() > algorithm.tis_max) if is_corrected else zeros_N
-        policy_N = -weight_N * advantages_N * ratio_N
-        clipped_low_N = clipped_high_N = zeros_N
+        surrogate_N = (logprobs_N - logprobs_N.detach()).exp() * advantages_N
+    policy_N = -weights.weight_N * surrogate_N
 
     if algorithm.kl_coef > 0:
         if tokens.ref_logprobs_N is None:
@@ -124,34 +118,26 @@ def policy_loss(
     policy = (policy_N * share_N).sum()
     loss = policy + algorithm.kl_coef * (kl_N * share_N).sum()
 
-    exact_N = log_ratio_N.double()  # k3 of a tiny log-ratio is about its square, less than float32's error
-    k3_N = k3(exact_N)
-    stale_N = tokens.staleness_N > 0
+    mismatch = measure_mismatch(
+        log_ratio_N, logprobs_N, tokens.rollout_logprobs_N, tokens.staleness_N, tokens.positions_N
+    )
     sums = {
         "loss/total_sum": loss,
         "loss/policy_sum": policy,
-        "policy/num_tokens": torch.ones_like(exact_N),
+        "policy/num_tokens": torch.ones_like(log_ratio_N),
         "policy/entropy_sum": entropy_N,
-        "policy/ratio_sum": exact_N.exp(),
+        "policy/ratio_sum": log_ratio_N.double().exp(),
         "policy/num_clipped_low": clipped_low_N,
         "policy/num_clipped_high": clipped_high_N,
-        "tis/weight_sum": weight_N,
-        "tis/num_truncated": truncated_N,
         "kl/ref_k3_sum": kl_N,
-        "parity/k3_sum": k3_N * ~stale_N,
-        "parity/num_tokens": ~stale_N,
-        "parity/k3_stale_sum": k3_N * stale_N,
-        "parity/num_stale_tokens": stale_N,
-    }
-    abs_log_ratio_N = exact_N.abs()
-    maxima = {
-        "parity/max_abs_log_ratio": abs_log_ratio_N * ~stale_N,
-        "parity/max_abs_log_ratio_stale": abs_log_ratio_N * stale_N,
+        **correction_sums(weights, tokens.sequence_lengths_N, tokens.sequence_index_N),
+        **mismatch.sums,
     }
     return PolicyLoss(
         loss,
         {name: value.detach().double().sum() for name, value in sums.items()},
-        {name: torch.cat([value, value.new_zeros(1)]).max() for name, value in maxima.items()},
+        {name: torch.cat([value, value.new_zeros(1)]).max() for name, value in mismatch.maxima.items()},
+        mismatch.vectors,
     )
 
 
@@ -161,6 +147,7 @@ def sft_loss(
     tokens: CountedTokens,
     algorithm: AlgorithmConfig,
     denominators: Denominators,
+    mask_log_ratio: float = 0.0,
 ) -> PolicyLoss:
     """Negative log-likelihood of the counted tokens, divided by the batch's counts. Arguments as in policy_loss."""
     share_N = _token_shares(tokens.sequence_lengths_N, algorithm.normalization, denominators)
@@ -171,7 +158,7 @@ def sft_loss(
         "policy/entropy_sum": entropy_N,
         "sft/nll_sum": -logprobs_N,
     }
-    return PolicyLoss(loss, {name: value.detach().double().sum() for name, value in sums.items()}, {})
+    return PolicyLoss(loss, {name: value.detach().double().sum() for name, value in sums.items()})
 
 
 def _token_shares(sequence_lengths_N: Tensor, normalization: Normalization, denominators: Denominators) -> Tensor:
@@ -185,24 +172,30 @@ def _token_shares(sequence_lengths_N: Tensor, normalization: Normalization, deno
 
 
 class LossAccumulator:
-    """Adds up the sums and maxima of a call's microbatches on the device; one copy to the host at the end."""
+    """Adds up the sums, vectors and maxima of a call's microbatches on the device; one copy to the host at the end."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
+        self._vectors: dict[str, Tensor] = {}
 
     def add(self, part: PolicyLoss) -> None:
         """Add one microbatch."""
         for name, value in part.sums.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
+        for name, value in part.vectors.items():
+            self._vectors[name] = self._vectors[name] + value if name in self._vectors else value
         for name, value in part.maxima.items():
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
     def result(self) -> LossStats:
         """Plain floats, for this rank."""
-        names = [*self._sums, *self._maxima]
-        if not names:
+        parts = [*self._sums.values(), *self._maxima.values(), *self._vectors.values()]
+        if not parts:
             return LossStats({}, {})
-        values = torch.stack([*self._sums.values(), *self._maxima.values()]).tolist()
-        stats = dict(zip(names, values, strict=True))
-        return LossStats({name: stats[name] for name in self._sums}, {name: stats[name] for name in self._maxima})
+        values = iter(torch.cat([part.reshape(-1) for part in parts]).tolist())
+        return LossStats(
+            {name: next(values) for name in self._sums},
+            {name: next(values) for name in self._maxima},
+            {name: list(islice(values, vector.numel())) for name, vector in self._vectors.items()},
+        )

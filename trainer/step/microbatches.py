@@ -130,7 +130,7 @@ class Microbatch:
 
     Example, two samples [7 8 9] and [4 5] whose last two and last one tokens count:
     token_ids 7 8 9 4 5, positions 0 1 2 0 1, cu_seqlens 0 3 5, predictor_rows 0 1 3, targets 8 9 5,
-    sequence_lengths 2 2 1.
+    sequence_lengths 2 2 1, sequence_index 0 0 1, response_positions 0 1 0.
     """
 
     token_ids: np.ndarray
@@ -149,6 +149,10 @@ class Microbatch:
     """[N] float32."""
     sequence_lengths: np.ndarray
     """[N] int64; counted tokens of the sequence that the n-th token belongs to."""
+    sequence_index: np.ndarray
+    """[N] int64; number of that sequence in the microbatch."""
+    response_positions: np.ndarray
+    """[N] int64; position of the n-th token behind the first counted one of its sequence."""
     staleness: np.ndarray
     """[N] int64; steps between the version that is trained and the oldest version in the token's sample."""
 
@@ -171,7 +175,7 @@ def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
     if not samples:
         floats, ints = np.zeros(0, np.float32), np.zeros(0, np.int64)
         one = np.zeros(1, np.int64)
-        return Microbatch(one, one, np.array([0, 1], np.int32), ints, ints, floats, floats, ints, ints)
+        return Microbatch(one, one, np.array([0, 1], np.int32), ints, ints, floats, floats, ints, ints, ints, ints)
 
     cu_seqlens = np.cumsum([0] + [sample.num_tokens for sample in samples])
     counted = [np.flatnonzero(sample.loss_mask) for sample in samples]
@@ -189,6 +193,8 @@ def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
         rollout_logprobs=gather([sample.rollout_logprobs for sample in samples], np.float32),
         advantages=gather([sample.advantages for sample in samples], np.float32),
         sequence_lengths=np.repeat(num_counted, num_counted),
+        sequence_index=np.repeat(np.arange(len(samples)), num_counted),
+        response_positions=np.concatenate([rows - rows[:1] for rows in counted]).astype(np.int64),
         staleness=np.repeat(np.array([policy_version - sample.oldest_version for sample in samples]), num_counted),
     )
 

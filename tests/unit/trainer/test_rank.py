@@ -120,7 +120,7 @@ def test_two_ranks_train_like_one(two_ranks, ep_size, mode):
             assert error < 1e-5, (name, parameter, error)
         sums = {key: sum(part[name][0].get(key, 0.0) for part in parts) for key in stats.sums}
         assert sums == pytest.approx(stats.sums, rel=1e-5, abs=1e-5)
-        for key in ("parity/max_abs_log_ratio", "parity/max_abs_log_ratio_stale"):
+        for key in ("parity/log_ratio_max", "parity/log_ratio_max_stale"):
             assert max(part[name][1][key] for part in parts) == pytest.approx(stats.maxima[key], rel=1e-4)
     norm = torch.stack([grad.double().norm() for grad in want.values()]).norm().item()
     for part in parts:
@@ -198,7 +198,7 @@ def test_staleness_is_counted_from_the_version_that_is_trained():
     assert rank.optimizer_step().policy_version == rank.policy_version == 1
     samples = [*make_samples(1, version=1), *make_samples(2, version=0)[1:]]
     sums = rank.forward_backward([samples], count(samples, 1)).sums
-    assert (sums["parity/num_tokens"], sums["parity/num_stale_tokens"]) == (1, 3)
+    assert (sums["parity/num_tokens"], sums["parity/num_tokens_stale"]) == (1, 3)
     with pytest.raises(TrainerError, match="policy version 5 came to version 1"):
         rank.forward_backward([], replace(count(samples), policy_version=5))
 

@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from fakes.loop import SUMS, outcome, publish_report
+from fakes.loop import measured, outcome, publish_report
 from rich.console import Console
 
 from orchestrator.files.curves import draw_curves
@@ -22,15 +22,16 @@ from trainer.types import LossStats, OptimStats
 
 
 def stats(num_tokens: float, k3: float, num_stale: float = 0.0) -> LossStats:
-    sums = dict.fromkeys(SUMS, 0.0) | {
+    sums = {
         "policy/num_tokens": num_tokens,
+        "policy/num_sequences": num_tokens / 2,
         "policy/entropy_sum": 1.5 * num_tokens,
         "parity/num_tokens": num_tokens - num_stale,
-        "parity/num_stale_tokens": num_stale,
+        "parity/num_tokens_stale": num_stale,
         "parity/k3_sum": k3 * (num_tokens - num_stale),
-        "parity/k3_stale_sum": 10 * k3 * num_stale,
+        "parity/k3_sum_stale": 10 * k3 * num_stale,
     }
-    return LossStats(sums, {"parity/max_abs_log_ratio": k3, "parity/max_abs_log_ratio_stale": 0.0})
+    return measured(sums)
 
 
 def record(step: int, **changes: object) -> StepRecord:
@@ -74,18 +75,46 @@ def test_means_do_not_depend_on_how_samples_were_split_over_ranks() -> None:
 
 def test_weights_are_averaged_over_tokens_and_memory_is_the_fullest_ranks() -> None:
     first, second = stats(4, 0.5), stats(2, 0.2)
-    first.sums["tis/weight_sum"], second.sums["tis/weight_sum"] = 5.0, 1.0
+    first.sums["correction/weight_sum"], second.sums["correction/weight_sum"] = 5.0, 1.0
     metrics = loss_metrics([first, second])
-    assert metrics["loss/tis_weight_mean"] == pytest.approx(6 / 6)
+    assert metrics["correction/weight_mean"] == pytest.approx(6 / 6)
     assert metrics["trainer/peak_device_bytes"] is None  # on CPUs
     for rank, num_bytes in ((first, 7e9), (second, 9e9)):
         rank.maxima["memory/peak_device_bytes"] = num_bytes
-        rank.sums["tis/weight_sum"] *= 2
+        rank.sums["correction/weight_sum"] *= 2
     metrics = loss_metrics([first, second])
-    assert (metrics["loss/tis_weight_mean"], metrics["trainer/peak_device_bytes"]) == (pytest.approx(2.0), 9e9)
+    assert (metrics["correction/weight_mean"], metrics["trainer/peak_device_bytes"]) == (pytest.approx(2.0), 9e9)
     for rank in (first, second):
         rank.sums["sft/nll_sum"] = 1.0
     assert loss_metrics([first, second])["trainer/peak_device_bytes"] == 9e9
+
+
+def test_parity_figures_of_ranks_are_those_of_all_their_tokens() -> None:
+    """200 tokens on two ranks, 198 with a k3 of 1e-6 in a bin that ends at 1e-6 * 10 ** (1 / 16), one of 1e-2, one of
+    4e-2: 99 % of 200 are those 198. Of two positions' ranges one has 150 tokens."""
+    ranks = [stats(100, 0.0), stats(100, 0.0)]
+    small, large = (round(16 * (16 + exponent)) for exponent in (-6, -2))
+    for rank, counts in zip(ranks, ({small: 100}, {small: 98, large: 1, large + 9: 1}), strict=True):
+        for index, count in counts.items():
+            rank.vectors["parity/k3_histogram"][index] = count
+        rank.vectors["parity/k3_by_position"][:2] = [0.3, 0.5]
+        rank.vectors["parity/num_tokens_by_position"][:2] = [75, 25]
+        rank.maxima["parity/k3_max"] = 4e-2 if large in counts else 1e-6
+    row = loss_metrics(ranks)
+    assert row["parity/k3_p99"] == pytest.approx(1e-6 * 10 ** (1 / 16))
+    assert row["parity/k3_max"] == 4e-2
+    assert row["parity/k3_from_0"] == pytest.approx(0.6 / 150)
+    assert row["parity/k3_from_16"] == pytest.approx(1.0 / 50)
+    assert "parity/k3_from_64" not in row and "parity/k3_p99_stale" not in row
+
+
+def test_effective_share_is_that_of_kish() -> None:
+    """Weights 1, 1 and 0 of three tokens: (1 + 1)^2 / (3 * 2) = 2/3."""
+    rank = stats(3, 0.0)
+    rank.sums.update({"correction/weight_sum": 2.0, "correction/weight_square_sum": 2.0, "correction/num_masked": 1.0})
+    row = loss_metrics([rank])
+    assert row["correction/ess_fraction"] == pytest.approx(2 / 3)
+    assert row["correction/masked_fraction"] == pytest.approx(1 / 3)
 
 
 def test_metric_outside_of_the_catalogue_is_refused() -> None:

@@ -6,17 +6,32 @@ import math
 
 import pytest
 import torch
-from fakes.loop import SUMS
+from fakes.loop import MAXIMA, SUMS, VECTORS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.schema import AlgorithmConfig, Normalization, RatioBaseline
-from trainer.step.loss import LOG_RATIO_BOUND, CountedTokens, LossAccumulator, policy_loss, sft_loss
+from conf.schema import AlgorithmConfig, Correction, Normalization, RatioBaseline
+from trainer.step.corrections import LOG_RATIO_BOUND
+from trainer.step.loss import CountedTokens, LossAccumulator, policy_loss, sft_loss
 from trainer.types import Denominators
 
-TRAINER = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, tis_max=2.0)
-ROLLOUT = AlgorithmConfig(ratio_baseline=RatioBaseline.rollout, tis_max=0.0, clip_low=0.2, clip_high=0.28)
+TRAINER = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, correction=Correction.tis, correction_max=2.0)
+ROLLOUT = AlgorithmConfig(
+    ratio_baseline=RatioBaseline.rollout, correction=Correction.none, clip_low=0.2, clip_high=0.28
+)
 LN = math.log
+
+
+def numbered(lengths):
+    """(sequence_index, positions) of tokens whose sequences have these lengths, one entry a token."""
+    index, positions = [], []
+    while len(index) < len(lengths):
+        size = lengths[len(index)]
+        positions += range(size)
+        index += [index[-1] + 1 if index else 0] * size
+    return torch.tensor(index[: len(lengths)], dtype=torch.int64), torch.tensor(
+        positions[: len(lengths)], dtype=torch.int64
+    )
 
 
 def run(algorithm, logprobs, rollout, advantages, *, lengths=None, staleness=None, ref=None, entropy=None, counts=None):
@@ -27,6 +42,8 @@ def run(algorithm, logprobs, rollout, advantages, *, lengths=None, staleness=Non
         rollout_logprobs_N=torch.tensor(rollout, dtype=torch.float64),
         advantages_N=torch.tensor(advantages, dtype=torch.float64),
         sequence_lengths_N=torch.tensor(lengths or [n] * n),
+        sequence_index_N=numbered(lengths or [n] * n)[0],
+        positions_N=numbered(lengths or [n] * n)[1],
         staleness_N=torch.tensor(staleness or [0] * n),
         ref_logprobs_N=None if ref is None else torch.tensor(ref, dtype=torch.float64),
     )
@@ -38,7 +55,7 @@ def run(algorithm, logprobs, rollout, advantages, *, lengths=None, staleness=Non
 
 
 def test_trainer_baseline_weighs_by_the_truncated_ratio():
-    """exp(d) = 1.5, 3, 0.5 with tis_max 2: weights 1.5, 2, 0.5. Loss = -(1.5*1 + 2*1 + 0.5*-2) / 3 = -2.5/3; d
+    """exp(d) = 1.5, 3, 0.5 with correction_max 2: weights 1.5, 2, 0.5. Loss = -(1.5*1 + 2*1 + 0.5*-2) / 3 = -2.5/3; d
     loss / d logp = -w A / 3.
     """
     rollout = [-1.0, -2.0, -1.0]
@@ -46,16 +63,16 @@ def test_trainer_baseline_weighs_by_the_truncated_ratio():
     result, grad = run(TRAINER, logprobs, rollout, [1.0, 1.0, -2.0])
     assert result.loss.item() == pytest.approx(-2.5 / 3, rel=1e-6)
     assert grad == pytest.approx([-0.5, -2 / 3, 1 / 3], rel=1e-6)
-    assert result.sums["tis/weight_sum"].item() == pytest.approx(4.0)
-    assert result.sums["tis/num_truncated"].item() == 1
+    assert result.sums["correction/weight_sum"].item() == pytest.approx(4.0)
+    assert result.sums["correction/num_truncated"].item() == 1
     assert result.sums["policy/ratio_sum"].item() == pytest.approx(5.0)
 
 
 def test_tis_off_leaves_the_plain_policy_gradient():
-    algorithm = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, tis_max=0.0)
+    algorithm = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, correction=Correction.none)
     result, grad = run(algorithm, [-1.0, -3.0], [-2.0, -1.0], [1.0, -1.0])
     assert grad == pytest.approx([-0.5, 0.5], rel=1e-6)
-    assert result.sums["tis/num_truncated"].item() == 0
+    assert result.sums["correction/num_truncated"].item() == 0
 
 
 def test_rollout_baseline_clips_higher_and_lower_on_the_right_side():
@@ -76,7 +93,7 @@ def test_reference_kl_is_k3_of_reference_over_policy():
     """x = log ref - log pi = ln 2: k3 = 2 - ln 2 - 1 = 0.306853; its derivative by log pi is 1 - exp(x) = -1.
     kl_coef 0.1, one token.
     """
-    algorithm = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, tis_max=0.0, kl_coef=0.1)
+    algorithm = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, correction=Correction.none, kl_coef=0.1)
     result, grad = run(algorithm, [-2.0], [-2.0], [0.0], ref=[-2.0 + LN(2)])
     assert result.loss.item() == pytest.approx(0.1 * (1 - LN(2)), rel=1e-6)
     assert grad == pytest.approx([-0.1], rel=1e-6)
@@ -116,10 +133,10 @@ def test_parity_is_reported_apart_for_fresh_and_stale_tokens():
     )
     sums, maxima = result.sums, result.maxima
     assert sums["parity/k3_sum"].item() == pytest.approx(1 - LN(2))
-    assert sums["parity/k3_stale_sum"].item() == pytest.approx(LN(2) - 0.5)
-    assert (sums["parity/num_tokens"].item(), sums["parity/num_stale_tokens"].item()) == (2, 1)
-    assert maxima["parity/max_abs_log_ratio"].item() == pytest.approx(LN(2))
-    assert maxima["parity/max_abs_log_ratio_stale"].item() == pytest.approx(LN(2))
+    assert sums["parity/k3_sum_stale"].item() == pytest.approx(LN(2) - 0.5)
+    assert (sums["parity/num_tokens"].item(), sums["parity/num_tokens_stale"].item()) == (2, 1)
+    assert maxima["parity/log_ratio_max"].item() == pytest.approx(LN(2))
+    assert maxima["parity/log_ratio_max_stale"].item() == pytest.approx(LN(2))
     assert sums["policy/entropy_sum"].item() == 7.0
 
 
@@ -133,7 +150,7 @@ def test_k3_of_tiny_log_ratios_keeps_its_digits():
 def test_wild_log_ratios_give_finite_losses_and_gradients(algorithm):
     result, grad = run(algorithm, [-0.1, -500.0, -0.1], [-500.0, -0.1, -500.0], [1.0, -1.0, 0.0])
     assert math.isfinite(result.loss.item()) and all(map(math.isfinite, grad))
-    assert result.maxima["parity/max_abs_log_ratio"].item() == LOG_RATIO_BOUND
+    assert result.maxima["parity/log_ratio_max"].item() == LOG_RATIO_BOUND
 
 
 @pytest.mark.parametrize(
@@ -168,7 +185,9 @@ def test_gradient_is_that_of_a_plain_float64_formula(algorithm):
         want = per_token.sum() / n
     assert isinstance(want, torch.Tensor)
     (want_grad,) = torch.autograd.grad(want, logp)
-    tokens = CountedTokens(rollout, advantages, lengths, torch.zeros(n, dtype=torch.int64), ref)
+    tokens = CountedTokens(
+        rollout, advantages, lengths, *numbered(lengths.tolist()), torch.zeros(n, dtype=torch.int64), ref
+    )
     result = policy_loss(logp, torch.zeros(n), tokens, algorithm, counts)
     (got_grad,) = torch.autograd.grad(result.loss, logp)
     torch.testing.assert_close(result.loss, want, rtol=1e-6, atol=1e-9)
@@ -215,12 +234,16 @@ def test_sums_do_not_depend_on_the_split_into_microbatches_or_ranks(data):
     assert parts_grad == pytest.approx(whole_grad, rel=1e-9, abs=1e-12)
     assert parts.result().sums == pytest.approx(whole.result().sums, rel=1e-5, abs=1e-7)
     assert parts.result().maxima == pytest.approx(whole.result().maxima)
+    for name, vector in whole.result().vectors.items():
+        assert parts.result().vectors[name] == pytest.approx(vector), name
 
 
 def test_sums_are_those_that_a_row_is_made_of():
     """The list that tests of the rows start from, too."""
     result, _ = run(TRAINER, [-1.0], [-1.0], [1.0])
     assert result.sums.keys() == set(SUMS)
+    assert result.maxima.keys() == set(MAXIMA)
+    assert {name: len(vector) for name, vector in result.vectors.items()} == VECTORS
 
 
 def test_no_counted_token_gives_a_zero_loss_with_a_graph():
@@ -243,7 +266,7 @@ def test_sft_loss_is_cross_entropy_over_the_counted_tokens(normalization):
     wanted = torch.nn.functional.cross_entropy(logits, targets, reduction="none") @ torch.tensor(shares).double()
     (wanted_grad,) = torch.autograd.grad(wanted, logits)
     zeros = torch.zeros(4)
-    tokens = CountedTokens(zeros, zeros, lengths, torch.zeros(4, dtype=torch.int64))
+    tokens = CountedTokens(zeros, zeros, lengths, *numbered(lengths.tolist()), torch.zeros(4, dtype=torch.int64))
     logprobs = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
     algorithm = AlgorithmConfig(normalization=normalization)
     result = sft_loss(logprobs, zeros, tokens, algorithm, Denominators(4, 2, 0))

@@ -1,0 +1,159 @@
+"""Importance weights, losses and gradients against the formulas of their sources, one sequence and token at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from conf.schema import AlgorithmConfig, Correction, Normalization, RatioBaseline
+from trainer.step.corrections import LOG_RATIO_BOUND
+from trainer.step.loss import CountedTokens, PolicyLoss, policy_loss
+from trainer.types import Denominators
+
+
+class Sequence(NamedTuple):
+    """One response: log-probabilities of trainer and engine, and its advantage."""
+
+    trainer: list[float]
+    engine: list[float]
+    advantage: float
+
+
+def expected_weights(
+    sequence: Sequence, correction: Correction, low: float, high: float, mask: float
+) -> list[tuple[float, bool, bool]]:
+    """(weight, truncated, masked) of each token, as the sources have it: by token, product or geometric mean."""
+    ratios = [math.exp(one - other) for one, other in zip(sequence.trainer, sequence.engine, strict=True)]
+    found: list[tuple[float, bool, bool]] = []
+    for ratio in ratios:
+        judged = ratio
+        if correction in (Correction.sequence_tis, Correction.sequence_mis):
+            judged = math.prod(ratios)
+        if correction is Correction.geometric_mis:
+            judged = math.prod(ratios) ** (1 / len(ratios))
+        assume(all(abs(judged - bound) > 1e-9 or judged == bound == 1.0 == ratio for bound in (low, high)))
+        assume(abs(abs(math.log(ratio)) - mask) > 1e-9 or mask == 0)
+        if correction is Correction.none:
+            weight, cut = 1.0, False
+        elif correction in (Correction.tis, Correction.sequence_tis):
+            weight, cut = min(judged, high), judged > high
+        else:
+            weight, cut = judged if low <= judged <= high else 0.0, False
+        if 0 < mask < abs(math.log(ratio)):
+            weight, cut = 0.0, False
+        found.append((weight, cut, weight == 0.0))
+    return found
+
+
+def loss_of(sequences: list[Sequence], algorithm: AlgorithmConfig, mask: float = 0.0) -> tuple[PolicyLoss, list[float]]:
+    """policy_loss on all sequences as one microbatch, in float64, and its gradient by token."""
+
+    def flat(values: list[Any], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        return torch.tensor([value for part in values for value in part], dtype=dtype)
+
+    logprobs = flat([one.trainer for one in sequences]).requires_grad_()
+    sizes = [len(one.trainer) for one in sequences]
+    tokens = CountedTokens(
+        rollout_logprobs_N=flat([one.engine for one in sequences]),
+        advantages_N=flat([[one.advantage] * len(one.trainer) for one in sequences]),
+        sequence_lengths_N=flat([[size] * size for size in sizes], torch.int64),
+        sequence_index_N=flat([[index] * size for index, size in enumerate(sizes)], torch.int64),
+        positions_N=flat([range(size) for size in sizes], torch.int64),
+        staleness_N=torch.zeros(sum(sizes), dtype=torch.int64),
+    )
+    counts = Denominators(sum(sizes), len(sizes), policy_version=0)
+    result = policy_loss(logprobs, torch.zeros(sum(sizes)), tokens, algorithm, counts, mask)
+    result.loss.backward()
+    assert logprobs.grad is not None
+    return result, logprobs.grad.tolist()
+
+
+def some_logprobs(data: st.DataObject, size: int) -> list[float]:
+    return data.draw(st.lists(st.floats(-3.0, -0.01), min_size=size, max_size=size))
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_weights_loss_and_gradient_are_those_of_the_formulas(data: st.DataObject) -> None:
+    correction = data.draw(st.sampled_from(list(Correction)))
+    normalization = data.draw(st.sampled_from([Normalization.token, Normalization.sequence]))
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    low, high = data.draw(st.floats(0.0, 1.0)), data.draw(st.floats(1.0, 3.0))
+    masks_too = correction in (Correction.none, Correction.tis, Correction.sequence_tis)
+    mask = data.draw(st.sampled_from([0.0, 0.5])) if masks_too else 0.0
+    algorithm = AlgorithmConfig(
+        correction=correction, correction_min=low, correction_max=high, normalization=normalization
+    )
+    sequences = [
+        Sequence(some_logprobs(data, size), some_logprobs(data, size), data.draw(st.floats(-2, 2))) for size in sizes
+    ]
+
+    wanted_loss, wanted_grad, weights, cut_sequences, masked_sequences = 0.0, [], [], 0, 0
+    for sequence in sequences:
+        judged = expected_weights(sequence, correction, low, high, mask)
+        share = 1 / sum(sizes)
+        if normalization is Normalization.sequence:
+            share = 1 / len(sequence.trainer) / len(sizes)
+        for weight, _, _ in judged:
+            wanted_loss -= weight * sequence.advantage * share
+            wanted_grad.append(-weight * sequence.advantage * share)
+        weights += judged
+        cut_sequences += any(cut for _, cut, _ in judged)
+        masked_sequences += any(masked for _, _, masked in judged)
+
+    result, grad = loss_of(sequences, algorithm, mask)
+    assert result.loss.item() == pytest.approx(wanted_loss, rel=1e-6, abs=1e-6)  # shares are float32
+    assert grad == pytest.approx(wanted_grad, rel=1e-6, abs=1e-9)
+    sums = {name: value.item() for name, value in result.sums.items()}
+    assert sums["correction/weight_sum"] == pytest.approx(sum(weight for weight, _, _ in weights))
+    assert sums["correction/weight_square_sum"] == pytest.approx(sum(weight**2 for weight, _, _ in weights))
+    assert sums["correction/num_truncated"] == sum(cut for _, cut, _ in weights)
+    assert sums["correction/num_masked"] == sum(masked for _, _, masked in weights)
+    assert sums["correction/num_truncated_sequences"] == cut_sequences
+    assert sums["correction/num_masked_sequences"] == masked_sequences
+    assert sums["policy/num_sequences"] == pytest.approx(len(sizes))
+
+
+LN = math.log
+TWO = [Sequence([LN(0.6), LN(0.9)], [LN(0.2), LN(0.6)], 1.0), Sequence([LN(0.1)], [LN(0.5)], -1.0)]
+"""Ratios 3 and 1.5 (product 4.5, mean 4.5 ** 0.5 = 2.121), and 0.2."""
+
+
+@pytest.mark.parametrize(
+    ("correction", "weights"),
+    [
+        (Correction.none, [1.0, 1.0, 1.0]),
+        (Correction.tis, [2.0, 1.5, 0.2]),  # cut at 2
+        (Correction.mis, [0.0, 1.5, 0.2]),  # from 0 to 2
+        (Correction.icepop, [3.0, 1.5, 0.0]),  # from 0.5 to 5
+        (Correction.sequence_tis, [2.0, 2.0, 0.2]),  # cut at 2
+        (Correction.sequence_mis, [0.0, 0.0, 0.2]),  # from 0 to 2
+        (Correction.geometric_mis, [0.0, 0.0, 0.0]),  # from 0.999 to 1.001
+    ],
+)
+def test_bounds_that_nobody_set_are_those_of_the_methods_source(correction: Correction, weights: list[float]) -> None:
+    """One gradient a token: -w A / 3."""
+    _, grad = loss_of(TWO, AlgorithmConfig(correction=correction))
+    assert grad == pytest.approx([-weights[0] / 3, -weights[1] / 3, weights[2] / 3], rel=1e-6)
+
+
+def test_mask_threshold_leaves_tokens_out_of_a_clipped_ratio_too() -> None:
+    """|d| = ln 3, ln 1.5 and ln 5. Above 1.05 are the first and the last; the clip at 1.28 stops the second one."""
+    algorithm = AlgorithmConfig(ratio_baseline=RatioBaseline.rollout, correction=Correction.none)
+    result, grad = loss_of([*TWO, Sequence([-1.0], [-1.0], 1.0)], algorithm, mask=1.05)
+    assert grad == pytest.approx([0.0, 0.0, 0.0, -1 / 4])
+    assert result.loss.item() == pytest.approx(-(1.28 + 1) / 4, rel=1e-6)
+    assert result.sums["correction/num_masked"].item() == 2
+
+
+def test_a_product_that_overflows_is_bounded() -> None:
+    """100 tokens of ratio e: the product is e^100, which float32 cannot hold; the loss stays finite."""
+    wild = Sequence([-1.0] * 100, [-2.0] * 100, 1.0)
+    result, grad = loss_of([wild], AlgorithmConfig(correction=Correction.sequence_tis, correction_max=1e30))
+    assert grad == pytest.approx([-math.exp(LOG_RATIO_BOUND) / 100] * 100)
+    assert math.isfinite(result.loss.item())
