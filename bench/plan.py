@@ -53,6 +53,7 @@ from weight_sync.layout import (  # noqa: E402
     TensorMeta,
 )
 from weight_sync.plan.budget import Staging, reserved_bytes  # noqa: E402
+from weight_sync.plan.columns import spread  # noqa: E402
 from weight_sync.plan.plan import build_plan  # noqa: E402
 from weight_sync.plan.transfer_plan import TransferPlan  # noqa: E402
 from weight_sync.publish.address_book import AddressBook  # noqa: E402
@@ -382,7 +383,7 @@ def node_duplicates(plan: TransferPlan, ranks_per_node: int = 8) -> float:
     """
     spared = total = 0
     for table in plan.tasks.values():
-        row, pieces = table.own_pieces
+        (row, _), pieces = spread(table.num_pieces), table.pieces
         marks = np.zeros(table.num_rows, np.uint64)
         with np.errstate(over="ignore"):
             mixed = pieces.tensor.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 
 from trainer.architecture.activation import SWIGLU, ExpertActivation
 from trainer.architecture.attention_spec import GqaSpec, MlaSpec, RopeSpec
@@ -111,13 +112,17 @@ class ModelSpec:
         kept = [min(num_tokens, window or num_tokens) for window in windows or (None,) * self.num_layers]
         return sum(kept) * self.attention.cached_elements(tp_size) * DTYPE_BYTES[dtype]
 
-    def checkpoint_tensors(self, dtype: str) -> list[TensorMeta]:
+    def checkpoint_tensors(self, dtype: str) -> tuple[TensorMeta, ...]:
         """Every tensor of the Hugging Face checkpoint, in a fixed order; tied embeddings have no lm_head.weight.
 
         Args:
             dtype: name as in weight_sync.layout.DTYPE_BYTES, e.g. "bfloat16". A router's correction bias is always
                 float32: bfloat16 would move tokens to other experts.
         """
+        return _checkpoint_tensors(self, dtype)
+
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of `checkpoint_tensors`."""
         hidden, vocab = self.hidden_size, self.vocab_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
         for layer in range(self.num_layers):
@@ -129,9 +134,7 @@ class ModelSpec:
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_embeddings:
             shapes["lm_head.weight"] = (vocab, hidden)
-        return [
-            TensorMeta(name, shape, _FIXED_DTYPES.get(name.rsplit(".", 1)[-1], dtype)) for name, shape in shapes.items()
-        ]
+        return shapes
 
     def unpacked(self) -> ModelSpec:
         """The same model with experts in the model's dtype: the matrices that adapters are added to."""
@@ -177,6 +180,15 @@ _FIXED_DTYPES = {CORRECTION_BIAS: "float32", "weight_packed": "int32", "weight_s
     ("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"), "uint8"
 )
 """Leaves whose dtype is not the model's."""
+
+
+@lru_cache(maxsize=4)
+def _checkpoint_tensors(spec: ModelSpec, dtype: str) -> tuple[TensorMeta, ...]:
+    """Kept, because a plan asks several times for a list that takes 0.1 s for the largest models."""
+    return tuple(
+        TensorMeta(name, shape, _FIXED_DTYPES.get(name.rsplit(".", 1)[-1], dtype))
+        for name, shape in spec.checkpoint_shapes().items()
+    )
 
 
 def _swiglu_shapes(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:

@@ -65,11 +65,11 @@ def _held_shards(spec: ModelSpec, trainer: TrainerConfig) -> Sequence[tuple[Sour
 
     for meta in spec.checkpoint_tensors("float32"):
         expert = expert_of(meta.name)
-        whole = Region((0,) * len(meta.shape), meta.shape)
+        whole = _region(meta.shape, 0, meta.shape[0])
         if _FUSED_EXPERTS.search(meta.name):
             for rank, (first, count) in enumerate(_experts_of_ranks(spec, trainer, _layer_of(meta.name))):
                 if count:
-                    region = Region((first, *whole.start[1:]), (count, *meta.shape[1:]))
+                    region = _region(meta.shape, first, first + count)
                     shards[rank].append(SourceShard(meta.name, region))
             continue
         if expert is not None:
@@ -81,19 +81,30 @@ def _held_shards(spec: ModelSpec, trainer: TrainerConfig) -> Sequence[tuple[Sour
             continue
         for rank, (start, stop) in enumerate(_rows(meta.shape[0], trainer.num_ranks)):
             if stop > start:
-                region = Region((start, *whole.start[1:]), (stop - start, *meta.shape[1:]))
-                shards[rank].append(SourceShard(meta.name, region))
+                shards[rank].append(SourceShard(meta.name, _region(meta.shape, start, stop)))
     return [tuple(held) for held in shards]
+
+
+@cache
+def _region(shape: tuple[int, ...], start: int, stop: int) -> Region:
+    """Rows of a tensor. Layers and experts are alike, so a few objects serve hundreds of thousands of shards."""
+    return Region((start, *(0,) * len(shape[1:])), (stop - start, *shape[1:]))
+
+
+@cache
+def _scales_of(region: Region, shape: tuple[int, ...]) -> Region | None:
+    """The scales that the rank with this region writes out; None where it has no block's first row."""
+    blocks = owned_blocks(region.start[0], region.stop[0])
+    return _region(scale_shape(shape), blocks.start, blocks.stop) if blocks else None
 
 
 def _with_scales(shard: SourceShard, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[SourceShard]:
     """A shard, and the scales that its rank writes out."""
     yield shard
-    if shard.tensor in shapes:
-        blocks = owned_blocks(shard.region.start[0], shard.region.stop[0])
-        if blocks:
-            region = Region((blocks.start, 0), (len(blocks), scale_shape(shapes[shard.tensor])[1]))
-            yield SourceShard(shard.tensor + SCALE_SUFFIX, region)
+    shape = shapes.get(shard.tensor)
+    scales = None if shape is None else _scales_of(shard.region, shape)
+    if scales is not None:
+        yield SourceShard(shard.tensor + SCALE_SUFFIX, scales)
 
 
 def adapter_source_layouts(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> tuple[SourceLayout, ...]:
@@ -154,26 +165,35 @@ def temporary_bytes(
 def _scale_bytes(spec: ModelSpec, trainer: TrainerConfig, device: Device, quantization: BlockFp8) -> int:
     """Block scales of the fullest rank, and the scratch of computing and using them."""
     shapes = quantization.shapes(spec.checkpoint_tensors("float32"))
-    touched: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
+    widths = {name: scale_shape(shape)[1] for name, shape in shapes.items()}
+    # A rank's experts of a layer share one parameter, gate and up together; it has one spare row.
+    banks = {
+        name: _EXPERT.sub(".experts.", name).replace("gate_proj", "up_proj")
+        for name in shapes
+        if expert_of(name) is not None
+    }
+    touched: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes if name not in banks}
     fullest = 0
     for shards in _held_shards(spec, trainer):
         scales = 0
-        parameters: set[str] = set()
+        seen: set[str | None] = set()
         for shard in shards:
-            if shard.tensor not in shapes:
+            width = widths.get(shard.tensor)
+            if width is None:
                 continue
-            rows = (shard.region.start[0], shard.region.stop[0])
-            touched[shard.tensor].append(rows)
-            num_columns = scale_shape(shapes[shard.tensor])[1]
-            parameter = _EXPERT.sub(".experts.", shard.tensor).replace("gate_proj", "up_proj")
-            is_first = expert_of(shard.tensor) is None or parameter not in parameters
-            parameters.add(parameter)
-            scales += (len(touched_blocks(*rows)) + is_first) * num_columns  # a parameter has a spare row
+            first = shard.region.start[0]
+            rows = (first, first + shard.region.shape[0])
+            bank = banks.get(shard.tensor)
+            if bank is None:
+                touched[shard.tensor].append(rows)
+            if bank not in seen:
+                scales += width  # the spare row
+            if bank is not None:
+                seen.add(bank)
+            scales += len(touched_blocks(*rows)) * width
         fullest = max(fullest, scales)
-    split = {name: rows for name, rows in touched.items() if len(rows) > 1}
-    shared = sum(len(shared_blocks(rows)) * scale_shape(shapes[name])[1] for name, rows in split.items())
-    widths = (scale_shape(shape)[1] for shape in shapes.values())
-    return held_bytes(fullest, shared) + scratch_bytes(widths, device.value)
+    shared = sum(len(shared_blocks(rows)) * widths[name] for name, rows in touched.items() if len(rows) > 1)
+    return held_bytes(fullest, shared) + scratch_bytes(widths.values(), device.value)
 
 
 @dataclass(frozen=True, slots=True)

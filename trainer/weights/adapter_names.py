@@ -43,14 +43,15 @@ def adapter_tensors(tensors: Sequence[TensorMeta], lora: LoraConfig) -> list[Ten
         lora: Which matrices are adapted, and with which rank.
     """
     factors: list[TensorMeta] = []
+    slot_rank = lora.slot_rank
     for meta in tensors:
         if not is_adapted(meta.name, lora):
             continue
         a, b = factor_names(meta.name)
         rows, columns = meta.shape
         factors += [
-            TensorMeta(a, (lora.slot_rank, columns), meta.dtype),
-            TensorMeta(b, (rows, lora.slot_rank), meta.dtype),
+            TensorMeta(a, (slot_rank, columns), meta.dtype),
+            TensorMeta(b, (rows, slot_rank), meta.dtype),
         ]
     return factors
 

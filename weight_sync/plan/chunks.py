@@ -31,6 +31,7 @@ from weight_sync.plan.columns import (
     axes_of,
     changes,
     first_true,
+    folded,
     num_dims,
     spread,
     walk_orders,
@@ -160,11 +161,11 @@ def _suspects(loads: Sequence[Load], holders: Holders, params: Sequence[Param]) 
     width = max(loads.shape.shape[1], holders.shapes.shape[1])
     bounds = widened(holders.shapes, width, 1)[tensor]
     sizes = np.array([param.num_elements for param in params], np.int64)
-    last = loads.offset + ((loads.shape - 1) * loads.stride).sum(axis=1)
+    last = loads.offset + folded(np.add, (loads.shape - 1) * loads.stride)
     fits = (tensor >= 0) & (param >= 0) & (loads.offset >= 0) & (last < sizes[param])
     fits &= holders.num_dims[tensor] == num_dims(loads.axes)
-    fits &= ((loads.start >= 0) & (loads.shape > 0) & (loads.stride >= 0)).all(axis=1)
-    fits &= (widened(loads.start + loads.shape, width, 1) <= bounds).all(axis=1)
+    fits &= folded(np.logical_and, (loads.start >= 0) & (loads.shape > 0) & (loads.stride >= 0))
+    fits &= folded(np.logical_and, widened(loads.start + loads.shape, width, 1) <= bounds)
     return [loads[index] for index in as_list(np.flatnonzero(~fits))]
 
 
@@ -233,14 +234,14 @@ def _runs(layout: DestLayout, holders: Holders, wanted: Flags, who: str) -> _Run
             f"{as_list(parts.shape[index, :dims])}, and no source rank holds it"
         )
     owner = parts.owner
-    offset = table.offset[rows][owner] + ((parts.start - start[owner]) * stride[owner]).sum(axis=1)
+    offset = table.offset[rows][owner] + folded(np.add, (parts.start - start[owner]) * stride[owner])
     runs = _Runs(param[rows][owner], offset, tensor[owner], parts.start, parts.shape, axes[owner], parts.holders)
 
     order = walk_orders(runs.axes, width)
     walked: Ints = np.take_along_axis(runs.shape, order, axis=1)
     outer = _num_outer_dims(walked, np.take_along_axis(stride[owner], order, axis=1))
     counts: Ints = np.where(np.less(np.arange(width), outer.reshape(-1, 1)), walked, 1)
-    num_runs = counts.prod(axis=1)
+    num_runs = folded(np.multiply, counts)
     for index in first_true(np.bincount(owner, num_runs, minlength=len(rows)) > MAX_RUNS):
         load = table[int(rows[index])]
         raise PlanError(
@@ -292,12 +293,12 @@ def _num_outer_dims(shape: Ints, stride: Ints) -> Ints:
 
 def _cut_by_rows(runs: _Runs, limit: Ints) -> tuple[_Runs, Ints]:
     """Cut what has more elements than its limit along its outermost dim, and again where one row is too long."""
-    while (long := runs.shape.prod(axis=1) > limit).any():
+    while (long := (elements := folded(np.multiply, runs.shape)) > limit).any():
         order = walk_orders(runs.axes, runs.shape.shape[1])
         sizes = np.take_along_axis(runs.shape, order, axis=1)
         dim = np.take_along_axis(order, (sizes > 1).argmax(axis=1)[:, None], axis=1)[:, 0]
         num_rows = runs.shape[np.arange(len(dim)), dim]
-        row_elements = runs.shape.prod(axis=1) // num_rows
+        row_elements = elements // num_rows
         step = np.where(long, np.maximum(limit // row_elements, 1), num_rows)
         owner, within = spread(-(-num_rows // step))
         runs, limit, dim, row = runs.take(owner), limit[owner], dim[owner], np.arange(len(owner))
@@ -310,7 +311,7 @@ def _cut_by_rows(runs: _Runs, limit: Ints) -> tuple[_Runs, Ints]:
 
 def _merge(runs: _Runs, limit: Ints, holders: Holders, facts: TensorFacts) -> Chunks:
     """Join neighbouring runs of the same holders and mesh group up to the limit."""
-    length = runs.shape.prod(axis=1)
+    length = folded(np.multiply, runs.shape)
     group = facts.group[runs.tensor]
     begins = changes(runs.param, runs.holders, group)
     begins[1:] |= runs.offset[1:] != runs.offset[:-1] + length[:-1]

@@ -29,6 +29,7 @@ Narrow = NDArray[np.signedinteger]
 """Integers in 64 or, where there are millions of them, in 32 bits."""
 Flags = NDArray[np.bool_]
 _Int = TypeVar("_Int", bound=np.signedinteger)
+_Any = TypeVar("_Any", np.int64, np.bool_)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +158,16 @@ def as_list(column: Narrow) -> list[int]:
 def first_true(flags: Flags) -> list[int]:
     """The position of the first true entry; empty where all are false."""
     return np.flatnonzero(flags)[:1].tolist()
+
+
+def folded(fold: np.ufunc, rows: NDArray[_Any]) -> NDArray[_Any]:
+    """Each row's product, sum, ... over its few dims: column after column, because numpy's own reduction over so short
+    an axis takes five times as long.
+    """
+    found = rows[:, 0].copy()
+    for column in range(1, rows.shape[1]):
+        fold(found, rows[:, column], out=found)
+    return found
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int) -> Ints:

@@ -17,7 +17,7 @@ import numpy as np
 
 from weight_sync.errors import PlanError
 from weight_sync.layout import Region, SourceLayout, TensorMeta
-from weight_sync.plan.columns import Ints, LoadTable, as_list, changes, first_true, padded, spread
+from weight_sync.plan.columns import Ints, LoadTable, as_list, changes, first_true, folded, padded, spread
 
 NOBODY = -1
 """Number of the empty set of holders."""
@@ -158,6 +158,7 @@ def find_holders(sources: Sequence[SourceLayout]) -> Holders:
     if len(numbers) != len(tensors):
         raise PlanError("the checkpoint lists a tensor name twice")
     shapes = padded([meta.shape for meta in tensors], 1)
+    dims_of = np.array([len(meta.shape) for meta in tensors], np.int64)
     seen: set[int] = set()
     columns: list[tuple[Ints, Ints, Ints]] = []
     for source in sources:
@@ -166,27 +167,27 @@ def find_holders(sources: Sequence[SourceLayout]) -> Holders:
         seen.add(source.rank)
         if source.tensors is not tensors and source.tensors != tensors:
             raise PlanError(_first_difference(sources[0], source))
-        columns.append(_shards_of(source, numbers, shapes))
+        columns.append(_shards_of(source, numbers, shapes, dims_of))
     rank, tensor, shards = (np.concatenate(column) for column in zip(*columns))
     return Holders(tensors, shapes, rank, tensor, shards)
 
 
-def _shards_of(source: SourceLayout, numbers: dict[str, int], shapes: Ints) -> tuple[Ints, Ints, Ints]:
+def _shards_of(source: SourceLayout, numbers: dict[str, int], shapes: Ints, dims_of: Ints) -> tuple[Ints, Ints, Ints]:
     """(rank, tensor, [start, shape]) of one rank's shards, checked."""
-    unknown = [shard for shard in source.shards if shard.tensor not in numbers]
-    for shard in unknown[:1]:
-        raise PlanError(f"source rank {source.rank} holds {shard.tensor!r}, which the checkpoint does not have")
     regions = [shard.region for shard in source.shards]
-    tensor = np.array([numbers[shard.tensor] for shard in source.shards], np.int64)
+    tensor = np.array([numbers.get(shard.tensor, -1) for shard in source.shards], np.int64)
+    for index in first_true(tensor < 0):
+        name = source.shards[index].tensor
+        raise PlanError(f"source rank {source.rank} holds {name!r}, which the checkpoint does not have")
     found = np.empty((len(tensor), 2, shapes.shape[1]), np.int64)
     found[:, 0], found[:, 1] = 0, 1
     num_dims = np.fromiter((len(region.start) for region in regions), np.int64, len(regions))
-    expected = np.array([len(source.tensors[number].shape) for number in as_list(tensor)], np.int64)
-    for index in first_true(num_dims != expected):
+    for index in first_true(num_dims != dims_of[tensor]):
         check_inside(regions[index], source.tensors[int(tensor[index])], f"source rank {source.rank}")
     start, shape = padded([region.start for region in regions], 0), padded([region.shape for region in regions], 1)
     found[:, 0, : start.shape[1]], found[:, 1, : shape.shape[1]] = start, shape
-    outside = (found < 0).any(axis=(1, 2)) | (found.sum(axis=1) > shapes[tensor]).any(axis=1)
+    outside = folded(np.logical_or, (found[:, 0] < 0) | (found[:, 1] < 0))
+    outside |= folded(np.logical_or, found[:, 0] + found[:, 1] > shapes[tensor])
     for index in first_true(outside):
         shard = source.shards[index]
         check_inside(shard.region, source.tensors[numbers[shard.tensor]], f"source rank {source.rank}")

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from itertools import islice
+from typing import NoReturn
 
 import numpy as np
 
@@ -31,9 +32,11 @@ from weight_sync.plan.columns import (
     axes_of,
     changes,
     first_true,
+    folded,
     num_dims,
     padded,
     spread,
+    starts_of,
     walk_orders,
     widened,
 )
@@ -63,9 +66,10 @@ def prove_coverage(
                         f"a task of source rank {table.source_rank} goes to replica {replica} rank "
                         f"{pair // num_sets}, unknown"
                     )
-    numbering = _Numbering({}, {}, {})
+    numbering = _Numbering({}, {}, {}, [])
+    all_rows = _Rows.of(plan, len(replicas), numbering)
     for dest_rank in sorted({rank for _, rank in wanted}):
-        rows = _Rows.of(plan, dest_rank, len(replicas), numbering)
+        rows = all_rows.going_to(dest_rank)
         alike: dict[int, list[int]] = {}
         for replica, rank in wanted:
             if rank == dest_rank:
@@ -75,7 +79,7 @@ def prove_coverage(
     for where, layout in wanted.items():
         _check_expected(plan, where, layout)
     if sources is not None:
-        _prove_held(plan, sources)
+        _prove_held(plan, sources, numbering)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +89,13 @@ class _Numbering:
     params: dict[str, int]
     tensors: dict[str, int]
     columns: dict[tuple[int, int], tuple[Sequence[str], Ints]]
+    groups: list[int]
+    """Mesh groups of the first tensors."""
 
-    def experts(self) -> Ints:
-        """Whether a tensor belongs to the routed experts."""
-        return np.array([mesh_group_of(name) for name in self.tensors], np.int64)
+    def mesh_groups(self) -> Ints:
+        """The mesh group that each tensor is sent in; every name is read once."""
+        self.groups.extend(mesh_group_of(name) for name in islice(self.tensors, len(self.groups), None))
+        return np.array(self.groups, np.int64)
 
     def column(self, names: Sequence[str], numbers: dict[str, int]) -> Ints:
         """The number of every name of a list, which is kept: an identity must not be given again."""
@@ -101,7 +108,7 @@ class _Numbering:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Every row that goes to engine ranks of one number, of all sources; names numbered anew, the same for all."""
+    """Rows of all sources; names numbered anew, the same for all."""
 
     names: _Numbering
     param: Ints
@@ -110,63 +117,62 @@ class _Rows:
     dtype: Ints
     group: Ints
     source: Ints
+    dest_rank: Ints
     gets: Flags
-    """(rows, replicas): whether the replica gets the row. `of` refuses a row that names a replica twice."""
-    piece_row: Ints
+    """(rows, replicas): whether the replica gets the row."""
+    num_pieces: Ints
     pieces: PieceColumns
+    """Those of all rows, row after row."""
 
     @classmethod
-    def of(cls, plan: TransferPlan, dest_rank: int, num_replicas: int, names: _Numbering) -> _Rows:
-        """Collect the rows of all sources that go to engine ranks of one number."""
-        columns: list[tuple[Any, ...]] = []
-        pieces: list[tuple[Any, ...]] = []
-        num_rows = 0
-        width = max((table.pieces.start.shape[1] for table in plan.tasks.values()), default=1)
-        for table in plan.tasks.values():
-            own = np.flatnonzero(table.dest_rank == dest_rank)
-            member = np.zeros((len(table.replica_sets), num_replicas), np.int64)
-            for number, members in enumerate(table.replica_sets):
-                np.add.at(member[number], [one for one in members if one < num_replicas], 1)
-            gets = member[table.replicas[own]]
-            for row in as_list(own[(gets > 1).any(axis=1)][:1]):
-                raise PlanError(
-                    f"source rank {table.source_rank}: {table.params[int(table.param[row])]}: written twice: a row "
-                    f"names replicas {table.replica_sets[int(table.replicas[row])]}"
-                )
-            columns.append(
-                (
-                    names.column(table.params, names.params)[table.param[own]],
-                    table.dest_offset_bytes[own],
-                    table.num_bytes[own],
-                    table.dtype[own],
-                    table.group[own],
-                    np.full(len(own), table.source_rank),
-                    gets > 0,
-                )
-            )
-            counts = table.num_pieces[own]
-            at, within = spread(counts)
-            taken = table.pieces.take(table.first_piece[own][at] + within)
-            pieces.append(
-                (
-                    at + num_rows,
-                    names.column(taken.names, names.tensors)[taken.tensor],
-                    widened(taken.start, width, 0),
-                    widened(taken.shape, width, 1),
-                    taken.axes,
-                    taken.offset,
-                )
-            )
-            num_rows += len(own)
-        piece_row, *piece_columns = (np.concatenate(column) for column in zip(*pieces))
-        tensor, start, shape, axes, packed = piece_columns
-        param, offset, num_bytes, dtype, group, source, gets = (np.concatenate(column) for column in zip(*columns))
-        own_pieces = PieceColumns(list(names.tensors), tensor, start, shape, axes, packed)
-        return cls(names, param, offset, num_bytes, dtype, group, source, gets, piece_row, own_pieces)
+    def of(cls, plan: TransferPlan, num_replicas: int, names: _Numbering) -> _Rows:
+        """Collect the rows of all sources, once: a plan has hundreds of them, and each goes to every engine rank."""
+        tables = list(plan.tasks.values())
+        pieces = [table.pieces for table in tables]
+        width = max(one.start.shape[1] for one in pieces)
+        tensor = np.concatenate([names.column(one.names, names.tensors)[one.tensor] for one in pieces])
+        return cls(
+            names,
+            param=np.concatenate([names.column(table.params, names.params)[table.param] for table in tables]),
+            offset=np.concatenate([table.dest_offset_bytes for table in tables]),
+            num_bytes=np.concatenate([table.num_bytes for table in tables]),
+            dtype=np.concatenate([table.dtype for table in tables]),
+            group=np.concatenate([table.group for table in tables]),
+            source=np.repeat([table.source_rank for table in tables], [table.num_rows for table in tables]),
+            dest_rank=np.concatenate([table.dest_rank for table in tables]),
+            gets=np.concatenate([_receivers(table, num_replicas) for table in tables]),
+            num_pieces=np.concatenate([table.num_pieces for table in tables]),
+            pieces=PieceColumns(
+                list(names.tensors),
+                tensor,
+                start=np.concatenate([widened(one.start, width, 0) for one in pieces]),
+                shape=np.concatenate([widened(one.shape, width, 1) for one in pieces]),
+                axes=np.concatenate([one.axes for one in pieces]),
+                offset=np.concatenate([one.offset for one in pieces]),
+            ),
+        )
+
+    def going_to(self, dest_rank: int) -> _Rows:
+        """The rows of engine ranks of one number."""
+        own = np.flatnonzero(self.dest_rank == dest_rank)
+        row, within = spread(self.num_pieces[own])
+        return _Rows(
+            self.names,
+            self.param[own],
+            self.offset[own],
+            self.num_bytes[own],
+            self.dtype[own],
+            self.group[own],
+            self.source[own],
+            self.dest_rank[own],
+            self.gets[own],
+            self.num_pieces[own],
+            self.pieces.take(starts_of(self.num_pieces)[own][row] + within),
+        )
 
     def task(self, row: int) -> Task:
         """A row as an object, for messages."""
-        mine = np.flatnonzero(self.piece_row == row)
+        first = int(self.num_pieces[:row].sum())
         return Task(
             MESH_GROUPS[int(self.group[row])],
             int(self.source[row]),
@@ -176,8 +182,25 @@ class _Rows:
             int(self.offset[row]),
             int(self.num_bytes[row]),
             DTYPES[int(self.dtype[row])],
-            self.pieces.expanded(int(mine[0]), len(mine)) if len(mine) else (),
+            self.pieces.expanded(first, int(self.num_pieces[row])),
         )
+
+
+def _receivers(table: TaskTable, num_replicas: int) -> Flags:
+    """(rows, replicas): whether the replica gets the row.
+
+    Raises:
+        PlanError: a row names a replica twice.
+    """
+    times = np.zeros((len(table.replica_sets), num_replicas), np.int64)
+    for number, members in enumerate(table.replica_sets):
+        np.add.at(times[number], list(members), 1)
+    for row in first_true(times.max(axis=1, initial=0)[table.replicas] > 1):
+        raise PlanError(
+            f"source rank {table.source_rank}: {table.params[int(table.param[row])]}: written twice: a row names "
+            f"replicas {table.replica_sets[int(table.replicas[row])]}"
+        )
+    return (times > 0)[table.replicas]
 
 
 class _Proof:
@@ -227,7 +250,7 @@ class _Proof:
         elements = np.array([param.num_elements for param in params], np.int64)
         numbers = {param.name: number for number, param in enumerate(params)}
         loaded, filled = np.zeros_like(elements), np.zeros_like(elements)
-        np.add.at(loaded, self.load_param, self.loads.shape.prod(axis=1))
+        np.add.at(loaded, self.load_param, folded(np.multiply, self.loads.shape))
         np.add.at(filled, [numbers[fill.param] for fill in fills], [fill.num_elements for fill in fills])
         for index in first_true(~self.derived & (loaded + filled != elements)):
             tensors = {self.loads.names[i] for i in as_list(self.loads.tensor[self.load_param == index])}
@@ -306,16 +329,17 @@ class _Proof:
         rows = self.rows
         place = np.full(len(rows.num_bytes), -1)
         place[self.own] = np.arange(len(self.own))
-        mine = np.flatnonzero(place[rows.piece_row] >= 0) if len(rows.piece_row) else rows.piece_row
-        pieces, row = rows.pieces.take(mine), rows.piece_row[mine]
+        row, _ = spread(rows.num_pieces)
+        mine = np.flatnonzero(place[row] >= 0)
+        pieces, row = rows.pieces.take(mine), row[mine]
         start, shape = pieces.start.astype(np.int64), pieces.shape.astype(np.int64)
-        elements = shape.prod(axis=1)
+        elements = folded(np.multiply, shape)
         size = self.sizes[self.param][place[row]]
         behind = np.cumsum(elements) - elements
         first = np.append(True, np.diff(row) != 0)[: len(row)]
         packed = behind - np.maximum.accumulate(np.where(first, behind, 0))
         totals = np.bincount(row, elements, minlength=len(rows.num_bytes)).astype(np.int64)[self.own]
-        experts = self.rows.names.experts()
+        groups = self.rows.names.mesh_groups()
 
         def fail(wrong: Flags, say: Callable[[int], str]) -> None:
             for index in first_true(wrong):
@@ -334,13 +358,13 @@ class _Proof:
                 f"{as_list(shape[index, : len(axes)])} axes {list(axes)} at element {at[index]}"
             )
 
-        fail(shape.min(axis=1) < 1, lambda i: f"a piece of {tensor(i)} is empty")
+        fail(folded(np.minimum, shape) < 1, lambda i: f"a piece of {tensor(i)} is empty")
         fail(
             pieces.offset != packed,
             lambda i: f"{tensor(i)} is packed at {pieces.offset[i]}, not at {packed[i]}",
         )
         fail(
-            experts[pieces.tensor] != rows.group[row] if len(row) else first,
+            groups[pieces.tensor] != rows.group[row] if len(row) else first,
             lambda i: f"{tensor(i)} is sent in mesh group {group(i)}",
         )
         at = rows.offset[row] // size + packed
@@ -396,8 +420,8 @@ def _agree(start: Ints, shape: Ints, axes: Ints, at: Ints, loads: LoadTable, loa
     """Whether a piece lies inside a load's region and both map it to the same elements of the parameter."""
     low, size = widened(loads.start, width, 0)[load], widened(loads.shape, width, 1)[load]
     stride = widened(loads.stride, width, 0)[load]
-    agrees = ((low <= start) & (start + shape <= low + size)).all(axis=1)
-    agrees &= loads.offset[load] + ((start - low) * stride).sum(axis=1) == at
+    agrees = folded(np.logical_and, (low <= start) & (start + shape <= low + size))
+    agrees &= loads.offset[load] + folded(np.add, (start - low) * stride) == at
     agrees &= num_dims(axes) == num_dims(loads.axes[load])
     order = walk_orders(axes, width)
     inside = np.ones(len(at), np.int64)
@@ -422,14 +446,13 @@ def _check_expected(plan: TransferPlan, where: tuple[int, int], layout: DestLayo
         )
 
 
-def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout]) -> None:
+def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout], names: _Numbering) -> None:
     """Step 3: every source holds what it packs."""
-    held = {source.rank: source for source in sources}
+    held, numbers = {source.rank: source for source in sources}, names.tensors
     for rank, table in plan.tasks.items():
-        row, pieces = table.own_pieces
+        pieces = table.pieces
         shards = held[rank].shards if rank in held else ()
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(shard.tensor for shard in shards))}
-        tensor = np.array([numbers[shard.tensor] for shard in shards], np.int64)
+        tensor = np.array([numbers.setdefault(shard.tensor, len(numbers)) for shard in shards], np.int64)
         order = np.argsort(tensor, kind="stable")
         low = padded([shard.region.start for shard in shards], 0)[order]
         high = low + padded([shard.region.shape for shard in shards], 1)[order]
@@ -437,22 +460,22 @@ def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout]) -> None:
         low, high = widened(low, width, 0), widened(high, width, 1)
         start = widened(pieces.start.astype(np.int64), width, 0)
         stop = start + widened(pieces.shape.astype(np.int64), width, 1)
-        used, which = np.unique(pieces.tensor, return_inverse=True)
-        wanted = np.array([numbers.get(pieces.names[int(number)], -1) for number in as_list(used)], np.int64)[which]
+        wanted = names.column(pieces.names, numbers)[pieces.tensor]
         candidate = np.searchsorted(tensor[order], wanted, side="left")
         last = np.searchsorted(tensor[order], wanted, side="right")
         todo = np.arange(len(wanted))
         while len(todo):
             for index in as_list(todo[candidate[todo] >= last[todo]][:1]):
-                _raise_not_held(table, int(row[index]), pieces, index)
+                _raise_not_held(table, index)
             shard = candidate[todo]
-            inside = ((low[shard] <= start[todo]) & (stop[todo] <= high[shard])).all(axis=1)
+            inside = folded(np.logical_and, (low[shard] <= start[todo]) & (stop[todo] <= high[shard]))
             candidate[todo] += 1
             todo = todo[~inside]
 
 
-def _raise_not_held(table: TaskTable, row: int, pieces: PieceColumns, index: int) -> NoReturn:
-    (piece,) = pieces.expanded(index, 1)
+def _raise_not_held(table: TaskTable, index: int) -> NoReturn:
+    (piece,) = table.pieces.expanded(index, 1)
+    row = int(np.searchsorted(np.cumsum(table.num_pieces), index, side="right"))
     region: Region = piece.region
     raise PlanError(
         f"source rank {table.source_rank} is to send {piece.tensor} start {list(region.start)} shape "

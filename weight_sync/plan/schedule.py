@@ -20,7 +20,7 @@ import numpy as np
 
 from weight_sync.layout import DestLayout
 from weight_sync.plan.chunks import Chunks
-from weight_sync.plan.columns import Flags, Ints, as_list, changes, starts_of
+from weight_sync.plan.columns import Flags, Ints, as_list, changes, spread, starts_of
 from weight_sync.plan.holders import Holders
 from weight_sync.plan.tasks import TaskTable
 
@@ -161,8 +161,10 @@ def schedule_of(needs: Needs, choice: Choice, ranks: list[int], num_replicas: in
     replica_sets, replicas, heads = _rotated(choice.replica_sets, choice.replicas[order], source, need, first_replica)
     source, need = source[heads], need[heads]
 
-    first_piece = starts_of(chunks.num_pieces)
+    row, within = spread(chunks.num_pieces[need])
+    pieces = chunks.pieces.take(starts_of(chunks.num_pieces)[need][row] + within)
     edges = np.searchsorted(source, np.arange(len(ranks) + 1))
+    piece_edges = np.searchsorted(row, edges)
     schedule: dict[int, TaskTable] = {}
     for index, rank in enumerate(ranks):
         window = slice(edges[index], edges[index + 1])
@@ -179,8 +181,7 @@ def schedule_of(needs: Needs, choice: Choice, ranks: list[int], num_replicas: in
             needs.num_bytes[own],
             needs.dtype[own],
             chunks.num_pieces[own],
-            first_piece[own],
-            chunks.pieces,
+            pieces.part(piece_edges[index], piece_edges[index + 1]),
         )
     return schedule
 

@@ -5,7 +5,7 @@ replayed (pipeline.py, which iterates over objects). Invariant: a table is the s
 have equal bytes.
 
     row i of a table   bytes that are packed once, and the replicas that get them, in schedule order
-                       first_piece[i] .. + num_pieces[i] are its pieces, in columns that all ranks' tables share
+                       its pieces are the next num_pieces[i] of the table's, in the same order
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from weight_sync.plan.columns import (
     num_dims,
     padded,
     region_of,
-    spread,
     starts_of,
 )
 
@@ -96,6 +95,18 @@ class PieceColumns:
             self.names, self.tensor[index], self.start[index], self.shape[index], self.axes[index], self.offset[index]
         )
 
+    def part(self, first: int, last: int) -> PieceColumns:
+        """The pieces first .. last - 1, in the same memory."""
+        window = slice(first, last)
+        return PieceColumns(
+            self.names,
+            self.tensor[window],
+            self.start[window],
+            self.shape[window],
+            self.axes[window],
+            self.offset[window],
+        )
+
     @classmethod
     def concat(cls, parts: Sequence[PieceColumns]) -> PieceColumns:
         """The pieces of all parts, in order; the parts share their names and the width of their columns."""
@@ -139,8 +150,8 @@ class TaskTable(Sequence[Task]):
     """Bytes that one replica gets."""
     dtype: Ints
     num_pieces: Ints
-    first_piece: Ints
     pieces: PieceColumns
+    """Those of all rows, row after row; their `names` may be more than these use."""
 
     @classmethod
     def of(cls, source_rank: int, tasks: Sequence[Task]) -> TaskTable:
@@ -178,7 +189,6 @@ class TaskTable(Sequence[Task]):
             tuple(params),
             tuple(sets),
             **dict(zip(_ROW_COLUMNS, columns)),
-            first_piece=starts_of(columns[-1]),
             pieces=PieceColumns(
                 tuple(dict.fromkeys(piece.tensor for piece in pieces)),
                 np.array([names.setdefault(piece.tensor, len(names)) for piece in pieces], np.int64),
@@ -195,12 +205,6 @@ class TaskTable(Sequence[Task]):
         sizes = np.array([len(members) for members in self.replica_sets], np.int64)
         return sizes[self.replicas] if len(sizes) else np.zeros(0, np.int64)
 
-    @property
-    def own_pieces(self) -> tuple[Ints, PieceColumns]:
-        """The pieces of this rank alone, and the row of each."""
-        row, within = spread(self.num_pieces)
-        return row, self.pieces.take(self.first_piece[row] + within)
-
     def __len__(self) -> int:
         return int(self.num_replicas.sum())
 
@@ -212,7 +216,7 @@ class TaskTable(Sequence[Task]):
     def rows(self, start: int = 0) -> Iterator[tuple[Task, tuple[int, ...]]]:
         """Every row from `start` on: its first task, and its replicas."""
         columns = (self.replicas, self.group, self.dest_rank, self.param, self.dest_offset_bytes, self.num_bytes)
-        columns = (*columns, self.dtype, self.first_piece, self.num_pieces)
+        columns = (*columns, self.dtype, starts_of(self.num_pieces), self.num_pieces)
         members, group, dest_rank, param, offset, size, dtype, first, count = (
             as_list(column[start:]) for column in columns
         )
@@ -261,7 +265,7 @@ class TaskTable(Sequence[Task]):
 
     def to_wire(self) -> dict[str, Any]:
         """Plain data for msgpack: names by number in order of use, columns as little-endian 64-bit numbers."""
-        row, pieces = self.own_pieces
+        pieces = self.pieces
         names, tensor = _renumbered(pieces.names, pieces.tensor)
         params, param = _renumbered(self.params, self.param)
         used, replicas = _renumbered(self.replica_sets, self.replicas)
@@ -283,7 +287,7 @@ class TaskTable(Sequence[Task]):
             "replica_sets": [list(members) for members in used],
             "num_rows": self.num_rows,
             "rows": _to_bytes(rows),
-            "num_pieces": len(row),
+            "num_pieces": len(pieces.tensor),
             "pieces": _to_bytes(columns),
         }
 
@@ -299,18 +303,18 @@ class TaskTable(Sequence[Task]):
             tuple(wire["params"]),
             tuple(tuple(members) for members in wire["replica_sets"]),
             **dict(zip(_ROW_COLUMNS, columns)),
-            first_piece=starts_of(columns[-1]),
             pieces=PieceColumns(tuple(wire["tensors"]), tensor, start, shape, axes, offset),
         )
 
 
-def _renumbered(names: Sequence[Any], column: Ints) -> tuple[list[Any], Ints]:
+def _renumbered(names: Sequence[Any], column: Narrow) -> tuple[list[Any], Ints]:
     """The names that a column uses, in order of first use, and the column in their numbers."""
-    used, first, which = np.unique(column, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    rank = np.empty(len(order), np.int64)
-    rank[order] = np.arange(len(order))
-    return [names[number] for number in as_list(used[order])], rank[which]
+    first = np.full(len(names), -1, np.int64)
+    first[column[::-1]] = np.arange(len(column))[::-1]  # of several values for one place, the last one stays
+    used = np.flatnonzero(first >= 0)
+    used = used[np.argsort(first[used])]
+    first[used] = np.arange(len(used))
+    return [names[number] for number in as_list(used)], first[column]
 
 
 def _to_bytes(columns: Sequence[Narrow]) -> bytes:

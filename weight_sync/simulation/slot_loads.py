@@ -29,11 +29,8 @@ class SlotLoad:
     num_packets: int
     flows: Mapping[Destination, tuple[int, int]]
     """Destination -> bytes, and entries of its batched write."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that cross links, over all destinations."""
-        return sum(num_bytes for num_bytes, _ in self.flows.values())
+    sent_bytes: int
+    """Bytes that cross links, over all destinations."""
 
 
 def cut_loads(tasks: Sequence[Task], staging: Staging) -> tuple[list[SlotLoad], int]:
@@ -75,5 +72,6 @@ def cut_loads(tasks: Sequence[Task], staging: Staging) -> tuple[list[SlotLoad], 
                 held, ops = flows.get(where, (0, 0))
                 flows[where] = (held + size, ops + num_ops)
         group = MESH_GROUPS[int(table.group[first])]
-        loads.append(SlotLoad(group, int(sizes[first:last].sum()), last - first, flows))
+        sent_bytes = int((sizes[first:last] * table.num_replicas[first:last]).sum())
+        loads.append(SlotLoad(group, int(sizes[first:last].sum()), last - first, flows, sent_bytes))
     return loads, slot_bytes
