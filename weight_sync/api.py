@@ -1,13 +1,13 @@
-"""The weight sync on its own, for people with other trainers or with checkpoints on disk. Taught in docs/push.md.
+"""The weight sync on its own, for other trainers and for checkpoints on disk. docs/push.md explains it.
 
     source = register_checkpoint("/models/Qwen3-30B-A3B")       or register_tensors({...}), or a WeightSource of yours
     report = update(source, engines, key=key)                   engines: endpoints, "tcp://host:port"
 
 With several ranks, every rank makes the same calls at the same time, each with its own part of the tensors.
 
-Owns: the few calls, and the defaults behind them. Does not own anything that they do: `safetensors_source.py`,
-`tensor_source.py`, `publisher.py`. Invariant: update() returns when every engine has committed or is named in the
-report; an engine that did not commit does not serve.
+Owns: these calls and their defaults. Does not own what they do: `safetensors_source.py`, `tensor_source.py`,
+`publisher.py`. Invariant: update() returns when every engine has committed or is named in the report; an engine that
+did not commit does not serve.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from weight_sync.transport.mooncake import LOOPBACK, MooncakeTransport
 
 Event = Literal["start", "finish"]
 RequestHook = Callable[[Event], None]
-"""Called on rank 0 alone: "start" before an engine is asked to stop serving, "finish" after all endpoints that the hook
-stands for committed (and not when one did not). This is where an engine behind an API of its own is paused and resumed.
-One hook stands for all engines, and ends the update where it raises; of a sequence, each stands for the endpoints at
-its positions, and costs those alone."""
+"""Called only on rank 0, with "start" before an engine is asked to stop serving, and with "finish" after all of the
+hook's endpoints have committed (not if one did not). It pauses and resumes an engine through the engine's own API. A
+single hook is for all engines, and ends the update if it raises. In a sequence, each hook is for the endpoints at its
+positions, and if it raises, only those fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's rectangle of a tensor that is spread over ranks. Part(local, start=(64, 0), shape=(512, 64))."""
+    """A rank's rectangle of a tensor that is spread over ranks: Part(local, start=(64, 0), shape=(512, 64))."""
 
     local: Tensor
     start: tuple[int, ...]
@@ -56,12 +56,12 @@ class Part:
 def register_checkpoint(
     path: Path | str, *, rank: int = 0, world_size: int = 1, num_threads: int = NUM_THREADS
 ) -> Checkpoint:
-    """Read this rank's share of a safetensors checkpoint into host memory, page-locked where there is CUDA.
+    """Read this rank's share of a safetensors checkpoint into host memory, page-locked if there is CUDA.
 
-    The handle's `source` is what update() takes; `refresh()` reads other weights into the same memory.
+    Give the result's `source` to update(); `refresh()` reads other weights into the same memory.
 
     Raises:
-        ConfigError: The folder holds no whole checkpoint.
+        ConfigError: The folder holds no complete checkpoint.
     """
     checkpoint = Checkpoint(path, rank=rank, world_size=world_size, num_threads=num_threads)
     checkpoint.read()
@@ -75,13 +75,13 @@ def register_tensors(
 
     Args:
         tensors: By their names in the Hugging Face checkpoint. A Tensor is a whole one (several ranks may hold it; each
-            byte is sent once), a Part a rectangle of one, a DTensor the local part of one. Contiguous; they are not
-            copied, so what they hold at update() is sent.
+            byte is sent once), a Part is a rectangle of one, and of a DTensor the local part is taken. All must be
+            contiguous. They are not copied: update() sends what they hold at that time.
         rank: This rank.
-        group: All ranks that publish together; None when there is one.
+        group: All ranks that publish together; None if there is only one.
 
     Raises:
-        ConfigError: The same on every rank: a tensor cannot be published as it is, or ranks disagree about one.
+        ConfigError: A tensor cannot be published as it is, or ranks disagree about one. Raised alike on every rank.
     """
     held: list[Held] = []
     meeting = Meeting(rank, 1 if group is None else dist.get_world_size(group), group)
@@ -90,7 +90,7 @@ def register_tensors(
 
 
 def _take(tensors: Mapping[str, Tensor | Part], held: list[Held]) -> dict[str, TensorMeta]:
-    """This rank's part of every tensor goes to `held`. Returns what the whole tensors are."""
+    """Append this rank's part of every tensor to `held`. Returns the whole tensors' descriptions."""
     metas: dict[str, TensorMeta] = {}
     for name, value in tensors.items():
         part = _part_of(name, value)
@@ -111,12 +111,12 @@ class Sender:
 
     Args:
         source: This rank's weights.
-        engines: Endpoints of all replicas, "tcp://host:port"; the same on every rank. None: those of connect(), so that
-            the link is opened while engines still start.
+        engines: Endpoints of all replicas, "tcp://host:port"; the same on every rank. None: connect() gets them later,
+            so that the link opens while engines still start.
         key: At least 16 bytes, shared with the engines; signs every control message.
-        rank, world_size, group: This rank, and a gloo group over all of them (None when there is one).
-        device: Where staging lives; None: the GPU that is current, else the CPU. Engines must be on the same kind.
-        host: Address of this machine under which engines on other machines reach it.
+        rank, world_size, group: This rank, and a gloo group over all ranks (None if there is only one).
+        device: Device of the staging memory; None: the current GPU, or else the CPU. Engines must use the same kind.
+        host: Address at which engines on other machines reach this machine.
         config: Link, watermark, deadline, hashes.
 
     Raises:
@@ -162,22 +162,22 @@ class Sender:
         self._num_engines = len(engines)
 
     def reconnect(self, engine: int, endpoint: str) -> None:
-        """An engine was started again: send to it from the next update on. Collective; the others notice nothing.
+        """Send to an engine that was started again, from the next update on. Collective; does not affect other engines.
 
         Args:
             engine: Its position among the engines.
             endpoint: Where it is now.
 
         Raises:
-            WeightSyncError: The same on every rank: it does not answer, or has another layout than it had. It gets no
-                further update until another reconnect().
+            WeightSyncError: It does not answer, or has another layout than before. Raised alike on every rank. It gets
+                no further update until another reconnect().
         """
         self._publisher.reconnect(engine, endpoint)
 
     def plan_for(self, layouts: Sequence[tuple[DestLayout, ...]]) -> None:
         """Plan while engines still start, for the layouts that they are expected to have. Collective.
 
-        connect() then only meets them and takes the staging memory; it plans anew where they have others.
+        connect() then only meets them and takes the staging memory. It plans anew if engines have other layouts.
 
         Args:
             layouts: Per engine, by rank (`rollout.layouts.offline_layout`).
@@ -189,7 +189,7 @@ class Sender:
 
     @property
     def link(self) -> str:
-        """The link really in use."""
+        """The link in use."""
         return self._transport.link
 
     def update(
@@ -199,18 +199,19 @@ class Sender:
         request_hook: RequestHook | Sequence[RequestHook] | None = None,
         exclude: Collection[int] = (),
     ) -> PublishReport:
-        """Bring the source's weights to every engine. Collective; nobody may change them meanwhile.
+        """Send the source's weights to every engine. Collective; the weights must not change meanwhile.
 
         Args:
-            version: A number >= 0 of yours; engines report it, and may be sent the same again.
-            request_hook: See RequestHook; a sequence has one for each endpoint, the same for all ranks of an engine.
-            exclude: Positions of engines that are out of service, the same on every rank: nobody waits for them.
+            version: A number >= 0 of your choice; engines report it. The same one may be sent again.
+            request_hook: See RequestHook. A sequence has one per endpoint, the same one for all ranks of an engine.
+            exclude: Positions of engines that are out of service and not waited for, the same on every rank.
 
         Returns:
             What became of every engine. An engine that failed, or whose own hook did, is an entry, not an exception.
 
         Raises:
-            WeightSyncError: The hook of all engines raised, or `exclude` names none; the same on every rank.
+            WeightSyncError: The single hook raised, or `exclude` names an engine that does not exist. Raised alike on
+                every rank.
         """
         hooks = _Hooks(request_hook, self._num_engines, exclude)
         refused = self._meeting.on_rank0(dict[int, str], hooks.start)
@@ -224,7 +225,7 @@ class Sender:
 
 
 class _Hooks:
-    """Whom to call for which engines. On rank 0."""
+    """Which hook to call for which engines. On rank 0."""
 
     def __init__(
         self, hook: RequestHook | Sequence[RequestHook] | None, num_engines: int, exclude: Collection[int]
@@ -235,7 +236,7 @@ class _Hooks:
         self._exclude = exclude
 
     def start(self) -> dict[int, str]:
-        """Ask all. Returns the engines that refused, and why."""
+        """Call all hooks with "start". Returns the engines whose hook raised, and why."""
         if len(self._hooks) != self._num_engines:
             raise ProtocolError(f"update() has {len(self._hooks)} request hooks for {self._num_engines} engines")
         return {
@@ -246,7 +247,7 @@ class _Hooks:
         }
 
     def finish(self, report: PublishReport) -> PublishReport:
-        """Call those whose engines all committed. One that fails has an engine that does not serve."""
+        """Call the hooks whose engines all committed with "finish". If a hook raises, its engines do not serve."""
         failed: dict[int, str] = {}
         for hook, numbers in self._engines().items():
             if all(report.replicas[number].committed for number in numbers) and (error := self._call(hook, "finish")):
@@ -261,7 +262,7 @@ class _Hooks:
         return found
 
     def _call(self, hook: RequestHook, event: Event) -> str:
-        """ "", or why it failed."""
+        """Call a hook. Returns "", or why it failed."""
         try:
             hook(event)
         except Exception as e:  # the boundary to the caller's own code
@@ -273,7 +274,7 @@ class _Hooks:
 
 
 def _with_errors(report: PublishReport, errors: Mapping[int, str]) -> PublishReport:
-    """The engines at these positions do not serve what was sent, and why."""
+    """Add to the report that the engines at these positions do not serve what was sent, and why."""
     replicas = list(report.replicas)
     for number, error in errors.items():
         replicas[number] = replace(replicas[number], committed=False, error=error)
@@ -289,9 +290,9 @@ def update(
     request_hook: RequestHook | Sequence[RequestHook] | None = None,
     **options: Any,
 ) -> PublishReport:
-    """Connect, bring the weights to every engine once, and disconnect. Options are Sender's.
+    """Connect, send the weights to every engine once, and disconnect. Options are Sender's.
 
-    Whoever updates the same engines again keeps a Sender instead: planning is done once.
+    To update the same engines again, keep a Sender instead: it plans only once.
     """
     weights = source.source if isinstance(source, Checkpoint) else source
     sender = Sender(weights, engines, key=key, **options)

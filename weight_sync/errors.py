@@ -1,4 +1,4 @@
-"""Errors of the weight sync. Every class is a stdlib class too, and is built from one message: it unpickles anywhere.
+"""Errors of the weight sync. Each is also a stdlib class, and is built from one message, so that it unpickles anywhere.
 
     SlipstreamError
       WeightSyncError
@@ -9,16 +9,16 @@
           TransferFailed                   the link refused or broke
           LinkMismatch                     the link in use is not the link that was asked for
         ProtocolError(RuntimeError)        a message that the version state machine does not allow
-          StaleEpoch                       from a transaction that is over
+          StaleEpoch                       a message of a transaction that is over
           PlanMismatch                     the two ends hold different plans
-          AuthenticationError              not signed with the run's key
+          AuthenticationError              a message that is not signed with the run's key
         IntegrityError(RuntimeError)       bytes arrived, and they are not the bytes that were sent
         ReplicaDirty(RuntimeError)         a half-written replica was asked to serve
         ReplicaError(RuntimeError)         a replica answered with an error of its own
         RankLost(RuntimeError)             a trainer rank left a publish: it died, or stopped for too long
         WatermarkError(MemoryError)        a publish would hold more temporary memory than declared
 
-An error names the tensor or parameter, the rank and the version it speaks of, what was expected and what came.
+An error names the tensor or parameter, the rank, the version, what was expected and what came.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TransferFailed(TransportError):
 
 
 class LinkMismatch(TransportError):
-    """The link really in use is not the one that was asked for."""
+    """The link in use is not the one that was asked for."""
 
 
 class ProtocolError(WeightSyncError, RuntimeError):
@@ -89,4 +89,4 @@ class RankLost(WeightSyncError, RuntimeError):
 
 
 class WatermarkError(WeightSyncError, MemoryError):
-    """Temporary memory of a publish would pass, or has passed, the declared watermark."""
+    """A publish's temporary memory would exceed, or exceeded, the declared watermark."""

@@ -5,8 +5,8 @@ Owns the kernel alone. The definition, the keys and the torch form that this mus
 
     H = sum_w A[w] * (sum_j w_jw * B[j])
 
-so that the inner loop is one multiplication a word, and a program reduces over its threads once. Sums are of integers:
-the order in which programs add to them is no matter.
+so that the inner loop is one multiplication per word, and a program reduces over its threads once. Sums are of
+integers, so the order in which programs add to them does not matter.
 
 One launch hashes many ranges, which a table on the device describes: one row of ROW int64 each.
 """
@@ -30,7 +30,7 @@ def _add_hashes(
     table_ptr, within_ptr, across_ptr, sums_ptr,
     ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    """sums[index] += hash of one row's range, of which this program takes BLOCKS blocks."""
+    """sums[index] += hash of BLOCKS blocks of one row's range."""
     row = table_ptr + tl.program_id(1) * ROW
     num_blocks = tl.load(row + 4)
     first = tl.program_id(0).to(tl.int64) * BLOCKS
@@ -80,8 +80,8 @@ def add_hashes(
         table: int64 (n, ROW).
         within: A[0 .. 1023].
         across: B of every block up to the last that a row names.
-        alignment: Of all addresses, fronts and sizes: 16, 4 or 1 bytes.
-        max_blocks: Most blocks of a row.
+        alignment: Alignment of all addresses, fronts and sizes: 16, 4 or 1 bytes.
+        max_blocks: The most blocks of a row.
     """
     _add_hashes[(-(-max_blocks // BLOCKS_A_PROGRAM), table.shape[0])](
         table,

@@ -1,4 +1,4 @@
-"""A 64-bit fingerprint of bytes at a position, which adds up: a parameter's hash is the sum of its parts' hashes.
+"""A 64-bit hash of bytes at a position. It is additive: a parameter's hash is the sum of its parts' hashes.
 
 Owns the definition and its torch form; on CUDA the kernel of `hash_kernel.py` gives the same number.
 
@@ -30,12 +30,12 @@ import torch
 
 HASH_MASK = (1 << 64) - 1
 DEFAULT_SCRATCH_BYTES = {"cpu": 4 << 20}
-"""Most scratch of the torch form, in bytes, by device type: fits a core's cache. The kernel needs none."""
+"""The most scratch of the torch form, in bytes, by device type: fits a core's cache. The kernel needs none."""
 
 _BLOCK_WORDS = 1024
 _BLOCK_BYTES = 4 * _BLOCK_WORDS
 MIN_SCRATCH_BYTES = 4 * _BLOCK_BYTES
-"""Scratch of one block: words as int64, and a copy of the bytes where they are not aligned."""
+"""Scratch of one block: words as int64, and a copy of the bytes if they are not aligned."""
 _SEED_WITHIN = 0x51A95D3A
 _SEED_ACROSS = 0xB10C5EED
 _GOLDEN_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -43,7 +43,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64
 
 
 def hash_bytes(data: torch.Tensor, *, offset_bytes: int = 0, scratch_bytes: int | None = None) -> int:
-    """Hash of a contiguous tensor's bytes, standing `offset_bytes` into its parameter. In [0, 2^64).
+    """Hash of a contiguous tensor's bytes, which begin `offset_bytes` into their parameter. In [0, 2^64).
 
     Args:
         data: Contiguous, any dtype and shape, on any device.
@@ -54,7 +54,7 @@ def hash_bytes(data: torch.Tensor, *, offset_bytes: int = 0, scratch_bytes: int 
 
 
 class RangeHashes:
-    """Hashes of many ranges at fixed places, any number of times: on CUDA one launch and no scratch, else with torch.
+    """Hashes many ranges at fixed places, any number of times: on CUDA in one launch without scratch, else with torch.
 
     Args:
         ranges: Contiguous tensors on one device, any dtype and shape; they stay where they are.
@@ -70,7 +70,7 @@ class RangeHashes:
         self._tables = _tables(self._ranges) if self._ranges and self._ranges[0][0].is_cuda else []
 
     def add_to(self, sums: torch.Tensor) -> None:
-        """sums[i] += hash of range i, int64 in two's complement, on the ranges' device, without waiting for it."""
+        """sums[i] += hash of range i, int64 in two's complement, on the ranges' device. Does not wait for it."""
         if not self._ranges or not self._ranges[0][0].is_cuda:
             for (data, offset), total in zip(self._ranges, sums.unbind(), strict=True):
                 total += hash_with_torch(data, offset_bytes=offset, scratch_bytes=self._scratch_bytes)
@@ -86,7 +86,7 @@ class RangeHashes:
     def values(self) -> list[int]:
         """All hashes, in order, in [0, 2^64). Waits for the current stream once.
 
-        Through pinned memory: the driver waits inside a copy to pageable memory, where other threads' launches meet it.
+        Copies through pinned memory: in a copy to pageable memory the driver waits, and blocks other threads' launches.
         """
         device = self._ranges[0][0].device if self._ranges else torch.device("cpu")
         sums = torch.zeros(len(self._ranges), dtype=torch.int64, device=device)
@@ -99,7 +99,7 @@ class RangeHashes:
 
 
 def compile_kernels(device: torch.device) -> None:
-    """Have all forms of the kernel compiled and loaded, so that no publish waits for it."""
+    """Compile and load all forms of the kernel, so that no publish waits for it."""
     data = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8, device=device)
     RangeHashes([data[:size] for size in (16, 4, 1)], [0, 0, 0]).values()
 
@@ -116,7 +116,7 @@ class _Table:
 
 
 def _tables(ranges: Sequence[tuple[torch.Tensor, int]]) -> list[_Table]:
-    """The kernel's tables: ranges that can be read 16 or 4 bytes at a time apart from those that cannot."""
+    """The kernel's tables, one per alignment: ranges that can be read 16, 4 or 1 bytes at a time."""
     by_alignment: dict[int, list[list[int]]] = {}
     for index, (data, offset) in enumerate(ranges):
         if data.numel():
@@ -162,7 +162,7 @@ def _bytes_of(data: torch.Tensor) -> torch.Tensor:
 
 
 def _hash_chunk(data: torch.Tensor, position: int) -> torch.Tensor:
-    """Hash of a few blocks' worth of bytes: unsigned words times keys, block by block."""
+    """Hash of a few blocks of bytes: unsigned words times keys, block by block."""
     front = position % 4
     back = -(front + data.numel()) % 4
     if front or back or data.storage_offset() % 4:
@@ -189,7 +189,7 @@ def _hash_chunk(data: torch.Tensor, position: int) -> torch.Tensor:
 
 
 def _across_keys(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """B[first .. first + count - 1] on `device`; the table is kept: 8 bytes per 4 KiB of the largest parameter."""
+    """B[first .. first + count - 1] on `device`. The table is kept: 8 bytes per 4 KiB of the largest parameter."""
     return _across_table(max(64, 1 << (first + count - 1).bit_length()), device)[first : first + count]
 
 
@@ -213,8 +213,8 @@ def splitmix64_(values: torch.Tensor) -> torch.Tensor:
     """splitmix64's finalizer (Steele, Lea, Flood 2014) after one golden-ratio step, in place.
 
     Args:
-        values: int64, bit patterns of numbers mod 2^64. Every device gives the same bits. Of key + 0, key + 1, ... they
-            are a stream of random numbers that begins at any index.
+        values: int64, bit patterns of numbers mod 2^64. Every device gives the same bits. The values key + 0, key + 1,
+            ... become a stream of random numbers that can begin at any index.
     """
     values.add_(1).mul_(_GOLDEN_STEP)
     for shift, factor in _MIX:
@@ -223,5 +223,5 @@ def splitmix64_(values: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(values: torch.Tensor, shift: int) -> torch.Tensor:
-    """To the right, filled with zeros; torch repeats the sign."""
+    """Shift right and fill with zeros; torch's own shift would repeat the sign."""
     return (values >> shift).bitwise_and_(HASH_MASK >> shift)

@@ -1,4 +1,4 @@
-"""What a rank holds, in checkpoint coordinates. The vocabulary of every plan; pure data, no torch.
+"""What a rank holds, in checkpoint coordinates. All plans are built from these classes. Pure data, no torch.
 
 A *checkpoint tensor* is named and shaped as in the Hugging Face checkpoint
 (`model.layers.0.mlp.experts.3.up_proj.weight`). Trainer ranks hold rectangles of checkpoint tensors (`SourceShard`). An
@@ -19,10 +19,10 @@ from enum import StrEnum
 from math import prod
 
 Destination = tuple[int, int]
-"""An engine rank: (replica, its rank in there)."""
+"""An engine rank: (replica, its rank in that replica)."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "uint8": 1, "int64": 8}
-"""Size of one element, in bytes, of every dtype that may cross."""
+"""Size of one element, in bytes, of every dtype that can be published."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,7 +46,7 @@ class Region:
         return tuple(a + n for a, n in zip(self.start, self.shape, strict=True))
 
     def intersect(self, other: Region) -> Region | None:
-        """The common rectangle, or None when it is empty."""
+        """The common rectangle; None if it is empty."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
         if any(b <= a for a, b in zip(start, stop, strict=True)):
@@ -84,10 +84,10 @@ class SourceLayout:
 
 
 class PostLoad(StrEnum):
-    """What the engine did to a parameter after its loader wrote it, hence what a commit must do again."""
+    """What the engine did to a parameter after its loader wrote it. A commit must do it again."""
 
     identity = "identity"
-    """The bytes the loader wrote are the bytes the kernels read."""
+    """The kernels read the bytes that the loader wrote."""
     repack = "repack"
     """The engine permutes the bytes in place; the receiver's `repack` hook does so at commit."""
     derived = "derived"
@@ -159,7 +159,7 @@ class DestLayout:
         return hash((self.rank, self.params, len(self.loads), self.fills))
 
     def written_ranges(self) -> dict[str, list[tuple[int, int]]]:
-        """Parameter -> (start, size) of the byte ranges that a publish writes: all of it but the declared fills.
+        """Parameter -> (start, size) of the byte ranges that a publish writes: all except declared fills.
 
         Derived parameters are absent: no byte of them is sent.
         """
@@ -189,7 +189,7 @@ class DestLayout:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Where one engine rank's parameters are right now: late-bound addresses for an address-free plan.
+    """Where one engine rank's parameters are now. Plans hold no addresses, so every publish asks for these.
 
     `session` is the transport's name for the process ("127.0.0.1:15017"); `addresses` maps a parameter to its device
     pointer.

@@ -1,15 +1,15 @@
-"""The trainer's side of a publish, as weight_sync sees it: it can write out rectangles of checkpoint tensors.
+"""The protocol of a source of weights: it can write out rectangles of checkpoint tensors.
 
-Owns the protocol only. `trainer/delivery/merged_source.py` implements it over FSDP2 shards and LoRA factors; tests
+Owns only the protocol. `trainer/delivery/merged_source.py` implements it over FSDP2 shards and LoRA factors; tests
 implement it over a dict of tensors.
 
-One publish, on every rank alike:
+Every rank makes these calls in a publish:
 
     begin(version)          collective; the source may gather what a merge needs (small LoRA factors)
       read(tensor, region)  rank-local, any number of times, in plan order; never collective
     end()                   always, after success and after failure; drops what begin() gathered
 
-Between begin() and end() nobody may change the weights that are being read: that is the caller's fence.
+Between begin() and end() the weights must not change; the caller must ensure that.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class WeightSource(Protocol):
 
     @property
     def temporary_bytes(self) -> int:
-        """Most device memory, in bytes, that begin() plus one read() ever hold on this rank; 0 if they hold none.
+        """The most device memory, in bytes, that begin() plus one read() ever hold on this rank; 0 if they hold none.
 
-        Static: known as soon as layout() is. It is subtracted from the watermark before staging is sized: it covers
-        gathered LoRA factors *and* the scratch of a merge; read() keeps the latter constant by merging in row chunks.
+        Constant, and known as soon as layout() is. It is subtracted from the watermark before staging is sized. It
+        covers gathered LoRA factors *and* the scratch of a merge, which read() bounds by merging in row chunks.
         """
         ...
 

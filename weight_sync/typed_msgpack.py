@@ -1,7 +1,7 @@
 """Dataclasses of plain values as msgpack, checked against their types on arrival. Never pickle.
 
-A dataclass becomes the list of its fields, a layout the bytes of `record/layout_wire.py`; all else is left to msgpack.
-Whoever reads names the type that it expects: bytes that do not fit it raise ProtocolError.
+A dataclass becomes the list of its fields, a layout the bytes of `record/layout_wire.py`; msgpack encodes the rest.
+The reader names the type that it expects; bytes that do not fit it raise ProtocolError.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weight_sync.record.layout_wire import (
 
 T = TypeVar("T")
 Decoder = Callable[[Any], Any]
-"""What msgpack read -> what it stands for; raises ProtocolError where it is something else."""
+"""Turns what msgpack read into a value of the expected type; raises ProtocolError if it does not fit."""
 
 
 def pack(value: Any) -> bytes:
@@ -46,13 +46,13 @@ def read(data: bytes) -> Any:
 
 
 def from_plain(cls: Any, value: Any) -> Any:
-    """What msgpack read, as the type `cls`, by which it is checked. Raises ProtocolError where it does not fit."""
+    """Turn what msgpack read into the type `cls`. Raises ProtocolError if it does not fit."""
     return _decoder(cls)(value)
 
 
 @functools.cache
 def _decoder(cls: Any) -> Decoder:
-    """from_plain for one type, looked at once."""
+    """from_plain for one type; made once per type."""
     origin, args = typing.get_origin(cls), typing.get_args(cls)
     if cls is Any:
         return lambda value: value
@@ -64,7 +64,7 @@ def _decoder(cls: Any) -> Decoder:
         return _dataclass_decoder(typing.cast(type, cls))
     if origin in (tuple, list, dict):
         return _collection_decoder(cls, origin, args)
-    if origin is types.UnionType:  # of plain types, or of one type and None
+    if origin is types.UnionType:  # a union of plain types, or of one type and None
         kinds: list[Any] = [kind for kind in args if kind is not types.NoneType]
         some = _decoder(kinds[0]) if len(kinds) == 1 else _one_of(cls, kinds)
         return lambda value: None if value is None and types.NoneType in args else some(value)
@@ -107,7 +107,7 @@ def _one_of(cls: Any, kinds: Sequence[Any]) -> Decoder:
 
 
 def _items_decoder(cls: Any) -> Callable[[Collection[Any]], Collection[Any]]:
-    """from_plain for many values of one type; those of a plain type are looked at together: there may be millions."""
+    """from_plain for many values of one type. Values of a plain type are checked together: there may be millions."""
     item = _decoder(cls)
     if cls in (str, int, bytes, bool):
         return lambda values: values if set(map(type, values)) <= {cls} else [item(one) for one in values]
@@ -127,7 +127,7 @@ def _dataclass_decoder(cls: type) -> Decoder:
 
 
 def _layout_of(cls: type, value: Any) -> Any:
-    """Quick: a layout has 20,000 loads, which are read as columns."""
+    """Read a layout. Its 20,000 loads are read as columns, which is quick."""
     data = _checked(value, bytes, cls)
     try:
         return source_layout_from_bytes(data) if cls is SourceLayout else layouts_from_bytes(data)[0]

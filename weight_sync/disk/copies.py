@@ -1,13 +1,13 @@
 """Rectangles of tensors in host or device memory, copied into a staging slot: the host-to-device stage of a publish.
 
-Owns: which bytes of a row-major tensor a rectangle is, and moving them with the fewest operations. Does not own what is
-held where (`tensor_source.py`) nor slots (`staging_slots.py`).
+Owns: which bytes of a row-major tensor a rectangle is, and moving them with the fewest operations. Does not own which
+tensors are in memory (`tensor_source.py`) nor slots (`staging_slots.py`).
 
     whole rows, same format      one copy of a run of bytes; runs that follow each other in memory and slot are one
     columns, same format         one 2D copy (the copy engine walks the rows; nothing is gathered on the host)
     another format or order      through a scratch buffer on the slot's device, in pieces that fit it, cast there
 
-Copies from pinned host memory do not block the host. They run on the current stream: `tensor_source.py` gives them one
+Copies from pinned host memory do not block the host. They run on the current stream, which `tensor_source.py` makes one
 of their own, so that packing a load's bytes overlaps with hashing and writing the load before it.
 """
 
@@ -29,7 +29,7 @@ from weight_sync.publish.packing import PackedRead
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A rectangle of a checkpoint tensor in memory: `data` is uint8, flat, its bytes row-major. Host or device."""
+    """A rectangle of a checkpoint tensor in host or device memory: `data` is its bytes, row-major, as flat uint8."""
 
     tensor: str
     region: Region
@@ -55,7 +55,7 @@ class Run:
     slot_offset: int
 
     def joins(self, other: Run) -> bool:
-        """Whether `other` goes on where this ends, in memory and in the slot."""
+        """Whether `other` begins where this ends, in memory and in the slot."""
         return (
             self.data.untyped_storage().data_ptr() == other.data.untyped_storage().data_ptr()
             and self.data.data_ptr() + self.data.numel() == other.data.data_ptr()
@@ -63,12 +63,12 @@ class Run:
         )
 
     def join(self, other: Run) -> None:
-        """Take over `other`'s bytes."""
+        """Add `other`'s bytes to this run."""
         size = self.data.numel() + other.data.numel()
         self.data = self.data.as_strided((size,), (1,))
 
     def copy(self, slot: Tensor, scratch: Tensor | None) -> None:
-        """One operation."""
+        """Copy in one operation."""
         slot[self.slot_offset : self.slot_offset + self.data.numel()].copy_(self.data, non_blocking=True)
 
 
@@ -81,7 +81,7 @@ class Columns:
     slot_offset: int
 
     def copy(self, slot: Tensor, scratch: Tensor | None) -> None:
-        """One 2D copy a block."""
+        """Make one 2D copy per block."""
         copy_blocks(self.data, self.blocks, slot[self.slot_offset :])
 
 
@@ -94,7 +94,7 @@ class Converted:
     scratch_bytes: int
 
     def copy(self, slot: Tensor, scratch: Tensor | None) -> None:
-        """Piece by piece: bytes into scratch, then cast or permuted into the slot, all on one stream."""
+        """Per piece: copy bytes into scratch, then cast or permute them into the slot, all on one stream."""
         assert scratch is not None
         out = self.read.view(slot)
         element = DTYPE_BYTES[self.held.dtype]
@@ -110,7 +110,7 @@ Copy = Run | Columns | Converted
 
 
 def compile_copies(pairs: Sequence[tuple[Held, PackedRead]], scratch_bytes: int) -> list[Copy]:
-    """The reads of one load as operations. Neighbours are joined, in the order given."""
+    """The reads of one load as operations, in the order given; neighbours are joined."""
     copies: list[Copy] = []
     for held, read in pairs:
         blocks = blocks_of(held, read.region)
@@ -135,7 +135,7 @@ def blocks_of(held: Held, region: Region) -> tuple[Block, ...]:
         return (Block(0, element, 1, element),)
     start = [a - b for a, b in zip(region.start, held.region.start, strict=True)]
     strides = [element * prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    whole = len(shape) - 1  # the outermost dim whose part of the region is one run of bytes
+    whole = len(shape) - 1  # becomes the outermost dim whose part of the region is one run of bytes
     while whole > 0 and size[whole] == shape[whole]:
         whole -= 1
     first = sum(a * stride for a, stride in zip(start, strides, strict=True))
@@ -150,7 +150,7 @@ def blocks_of(held: Held, region: Region) -> tuple[Block, ...]:
 
 
 def split(region: Region, max_elements: int) -> Iterator[Region]:
-    """A rectangle in row-major pieces of at most so many elements."""
+    """Cut a rectangle into row-major pieces of at most `max_elements` elements."""
     if region.num_elements <= max_elements or not region.shape:
         yield region
         return
@@ -166,7 +166,7 @@ def split(region: Region, max_elements: int) -> Iterator[Region]:
 
 
 def copy_blocks(data: Tensor, blocks: Sequence[Block], out: Tensor) -> None:
-    """The bytes of `blocks`, one after the other, into flat `out`, on the current stream."""
+    """Copy the bytes of `blocks`, one after the other, into flat `out`, on the current stream."""
     offset = 0
     for block in blocks:
         size = block.height * block.width
@@ -182,7 +182,7 @@ def copy_blocks(data: Tensor, blocks: Sequence[Block], out: Tensor) -> None:
 
 
 def _copy_2d(data: Tensor, block: Block, target: Tensor) -> None:
-    """cudaMemcpy2DAsync: torch itself gathers strided host memory with the CPU first, into pageable memory."""
+    """Call cudaMemcpy2DAsync. (torch would first gather strided host memory with the CPU, into pageable memory.)"""
     with torch.cuda.device(target.device):
         code = _cudart().cudaMemcpy2DAsync(
             ctypes.c_void_p(target.data_ptr()),
@@ -200,5 +200,5 @@ def _copy_2d(data: Tensor, block: Block, target: Tensor) -> None:
 
 @functools.cache
 def _cudart() -> ctypes.CDLL:
-    """The runtime that torch has loaded; found by its name among the loaded libraries."""
+    """The CUDA runtime that torch has loaded, found by its name among the loaded libraries."""
     return ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")

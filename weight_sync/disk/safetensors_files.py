@@ -1,9 +1,9 @@
-"""Where the tensors of a safetensors checkpoint lie on disk, by its headers alone: no weights are read.
+"""Where the tensors of a safetensors checkpoint lie on disk. Only headers are read, no weights.
 
-Owns: the index of a folder, whole or refused with the reason (a missing shard, an interrupted download, a Git LFS
-pointer in a file's place). Does not own reading the data (`safetensors_source.py`, `trainer/weights/loading.py`) nor
-what a model needs (`orchestrator/inputs/model_files.py`). Knows no torch. Invariant: each tensor is of one file, the
-one that the folder's index names, or the only one that holds it.
+Owns: the index of a folder: complete, or refused with the reason (a missing shard, an interrupted download, a Git LFS
+pointer instead of a file). Does not own reading the data (`safetensors_source.py`, `trainer/weights/loading.py`) nor
+what a model needs (`orchestrator/inputs/model_files.py`). No torch. Invariant: each tensor comes from one file: the one
+that the folder's index names or, without an index, the only one that holds it.
 
 A safetensors file is 8 bytes (length N of the header, little endian), N bytes of JSON {tensor: {dtype, shape,
 data_offsets}}, then the data (https://huggingface.co/docs/safetensors). Its size therefore follows from its header.
@@ -31,7 +31,7 @@ DTYPES = {
     "I64": "int64",
     "U8": "uint8",
 }
-"""Formats that may cross, as safetensors names them."""
+"""Formats that can be published, by their names in safetensors."""
 _MAX_HEADER_BYTES = 1 << 30
 
 
@@ -44,21 +44,21 @@ class StoredTensor:
     """Position of its first byte, from the start of the file."""
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors names it."""
+    """Its name in safetensors."""
 
 
 def read_index(folder: Path, option: str, hint: str = "") -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint folder: those of its index, each in the file that it names; without an index, those
-    of all its safetensors files.
+    """Every tensor of a checkpoint folder: those that its index names; without an index, those of all its safetensors
+    files.
 
     Args:
         folder: Holds the files.
         option: What the user calls the folder, for messages: "model.path".
-        hint: What else a user can do who has no weights.
+        hint: What a user without weights can do instead.
 
     Raises:
-        ConfigError: no safetensors file, a shard is missing or lacks a tensor, a file is not whole, or two files hold
-            tensors of one name and no index says which counts.
+        ConfigError: there is no safetensors file, a shard is missing or lacks a tensor, a file is not whole, or two
+            files hold tensors of one name and no index says which counts.
     """
     weight_map = _weight_map(folder, option)
     if weight_map is None:
@@ -77,7 +77,7 @@ def tensor_metas(stored: Mapping[str, StoredTensor]) -> tuple[TensorMeta, ...]:
     """The tensors in checkpoint coordinates, ordered by name: the same on every rank.
 
     Raises:
-        ConfigError: a tensor's format cannot cross.
+        ConfigError: a tensor's format cannot be published.
     """
     for name, tensor in stored.items():
         if tensor.dtype not in DTYPES:
@@ -143,7 +143,7 @@ def _checked(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], i
 
 
 def _without_index(folder: Path, option: str, hint: str) -> dict[str, StoredTensor]:
-    """The tensors of every safetensors file. Which of two of one name counts, nobody could say."""
+    """The tensors of every safetensors file. Refuses two tensors of one name, because nothing says which counts."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ConfigError(f"{option}={folder} holds no .safetensors file; give a folder with weights{hint}")
@@ -160,7 +160,7 @@ def _without_index(folder: Path, option: str, hint: str) -> dict[str, StoredTens
 
 
 def _weight_map(folder: Path, option: str) -> dict[str, str] | None:
-    """Tensor -> file of the index, all of which are there; None without an index."""
+    """The index: tensor -> file. Refused if a file is missing; None without an index."""
     index = folder / INDEX_NAME
     if not index.is_file():
         return None

@@ -1,17 +1,17 @@
-"""A checkpoint on disk in this rank's host memory: read once by all ranks together, published from there.
+"""Holds this rank's share of a checkpoint in host memory: the ranks together read it once, and publish from there.
 
-Owns: which bytes each rank reads, the memory (pinned where there is CUDA), reading and reading again. Does not own the
+Owns: which bytes each rank reads, the memory (pinned if there is CUDA), reading and reading again. Does not own the
 files' index (`safetensors_files.py`) nor copies to a device (`tensor_source.py`).
 
     files, sorted     |======== 1 ========|==== 2 ====|======= 3 =======|
     bytes, n ranks    |   rank 0   |   rank 1   |   rank 2   |  rank 3  |     cut between rows: shares differ by a row
     a rank's share    blocks of at most 1 GiB, each one run of a file and one allocation; tensors lie in it as on disk,
-                      so that neighbours cross to the device in one copy
+                      so that neighbours are copied to the device in one copy
 
-Blocks are read in chunks by several threads (pread, no copy between) and page-locked as soon as they are full, while
-the next one is read. Page-locking needs memory that is there: pages are touched by the read itself.
+Several threads read blocks in chunks (pread, without another copy) and page-lock each block as soon as it is full,
+while the next one is read. Page-locking needs pages that exist; the read itself touches them.
 
-Invariant: after read() returned, every byte of the share is that of files which did not change meanwhile.
+Invariant: after read() returned, every byte of the share is the file's, and the files did not change meanwhile.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 30
-"""What is allocated and page-locked at once; also the most that one copy to a device can be."""
+"""Bytes that are allocated and page-locked at once; also the most that one copy to a device can be."""
 CHUNK_BYTES = 16 << 20
-"""What one thread reads at once."""
+"""Bytes that one thread reads at once."""
 NUM_THREADS = 8
 _PAGE_BYTES = mmap.PAGESIZE
 
@@ -72,7 +72,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """Rows that are one run of bytes of a file, and go into one allocation."""
+    """Rows that are one run of bytes of a file and are read into one allocation."""
 
     path: Path
     start: int
@@ -96,11 +96,11 @@ class Checkpoint:
     Args:
         folder: Holds safetensors files, with an index when there are several.
         rank, world_size: Which share is read here.
-        num_threads: Of reading.
+        num_threads: Threads that read.
         scratch_bytes: See TensorSource.
 
     Raises:
-        ConfigError: The folder holds no whole checkpoint. Nothing was read yet.
+        ConfigError: The folder holds no complete checkpoint. No weights were read yet.
     """
 
     def __init__(
@@ -127,11 +127,13 @@ class Checkpoint:
         self.num_bytes = sum(plan.stop - plan.start for plan in self._plans)
         """Bytes of this rank's share."""
         self.num_bytes_read = 0
-        """Bytes of the read that runs, or ran last; another thread may look at them."""
+        """Bytes read so far by the present or the last read(); any thread may look at it."""
 
     @property
     def source(self) -> TensorSource:
-        """What Publisher takes. Plans may be made for it before read() has ended, a publish is refused until then."""
+        """The source for a Publisher. Plans may be made for it before read() has ended; publishes are refused until
+        then.
+        """
         if self._source is None:
             self._memory = [_allocate(plan) for plan in self._plans]
             self._blocks = [
@@ -143,7 +145,8 @@ class Checkpoint:
         return self._source
 
     def read(self) -> ReadReport:
-        """Read the share into memory; the first time, page-lock it. Blocks. Not collective. In any one thread.
+        """Read the share into memory and, the first time, page-lock it. Blocks. Not collective. Call it in any thread,
+        but one at a time.
 
         Raises:
             ConfigError: A file is gone, was cut short or changed while it was read.
@@ -157,7 +160,7 @@ class Checkpoint:
         has_failed = threading.Event()
 
         def run(job: Callable[[], None]) -> None:
-            if has_failed.is_set():  # nobody waits for the rest of a checkpoint that is refused
+            if has_failed.is_set():  # the checkpoint is refused, so do not read the rest
                 return
             try:
                 job()
@@ -175,9 +178,9 @@ class Checkpoint:
         return ReadReport(self.num_bytes, time.monotonic() - began, pinned)
 
     def refresh(self, folder: Path | str | None = None) -> ReadReport:
-        """Read other weights of the same model into the same memory: those of `folder`, or the files as they are now.
+        """Read other weights of the same model into the same memory: those of `folder`, or the present files.
 
-        What is connected to `source` stays connected; publish again to send them. Not while a publish runs.
+        Publishers of `source` stay connected; publish again to send the weights. Do not call it during a publish.
 
         Raises:
             ConfigError: The tensors differ in name, shape, format or place.
@@ -195,7 +198,7 @@ class Checkpoint:
         return self.read()
 
     def _jobs(self, number: int, plan: BlockPlan) -> list[Callable[[], None]]:
-        """One job a chunk; the one that completes the block page-locks it."""
+        """One job per chunk; the job that completes the block page-locks it."""
         starts = range(plan.start, plan.stop, CHUNK_BYTES)
         left = [len(starts)]
 
@@ -227,7 +230,7 @@ class Checkpoint:
 def plan_blocks(
     index: dict[str, StoredTensor], rank: int, world_size: int, *, block_bytes: int = BLOCK_BYTES
 ) -> list[BlockPlan]:
-    """The share of one rank. Pure: together the shares of all ranks are every row of every tensor, once."""
+    """The share of one rank. Pure. The shares of all ranks together are every row of every tensor, once."""
     tensors = sorted(index.items(), key=lambda item: (item[1].path.name, item[1].offset))
     sizes = [DTYPE_BYTES[DTYPES[stored.dtype]] * prod(stored.shape) for _, stored in tensors]
     total = sum(sizes)
@@ -238,7 +241,7 @@ def plan_blocks(
         num_rows = stored.shape[0] if stored.shape else 1
         row = size // num_rows if num_rows else 0
         if row:
-            # A row belongs to the rank in whose bytes it begins.
+            # A row belongs to the rank whose bytes contain its first byte.
             begin = min(max(-(-(first - position) // row), 0), num_rows)
             end = min(max(-(-(last - position) // row), 0), num_rows)
             step = max(1, block_bytes // row)
@@ -249,7 +252,7 @@ def plan_blocks(
 
 
 def _append(plans: list[BlockPlan], name: str, stored: StoredTensor, begin: int, end: int, block_bytes: int) -> None:
-    """Put rows behind the last block's, when they follow it in the file and there is room; else open another."""
+    """Add rows to the last block if they follow it in the file and there is room; otherwise open another block."""
     region = (
         Region((begin,) + (0,) * (len(stored.shape) - 1), (end - begin, *stored.shape[1:]))
         if stored.shape
@@ -270,15 +273,15 @@ def _append(plans: list[BlockPlan], name: str, stored: StoredTensor, begin: int,
 
 
 def _place(plan: BlockPlan) -> object:
-    """What must be equal for the same memory to hold another checkpoint: all but the folder and the values."""
+    """What must be equal so that the same memory can hold another checkpoint: all but the folder and the values."""
     rows = [(r.tensor, r.region, r.stored.shape, r.stored.dtype, r.offset - plan.start) for r in plan.rows]
     return plan.path.name, plan.stop - plan.start, plan.start % _PAGE_BYTES, rows
 
 
 def _allocate(plan: BlockPlan) -> mmap.mmap:
-    """Pages of their own, large ones where the system gives them: fewer to touch and to lock.
+    """Allocate pages, large ones if the system gives them, because then fewer must be touched and locked.
 
-    The block begins at the same place of a page as in the file.
+    The block begins at the same offset in a page as in the file.
     """
     pages = mmap.mmap(-1, plan.start % _PAGE_BYTES + plan.stop - plan.start)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -287,7 +290,7 @@ def _allocate(plan: BlockPlan) -> mmap.mmap:
 
 
 def _read_into(path: Path, offset: int, out: Tensor) -> None:
-    """pread until `out` is full. The interpreter's lock is free meanwhile."""
+    """Call pread until `out` is full, with the interpreter's lock released."""
     view = memoryview(cast(Any, out.numpy()))
     try:
         file = os.open(path, os.O_RDONLY)
@@ -308,7 +311,7 @@ def _read_into(path: Path, offset: int, out: Tensor) -> None:
 def _pin(memory: mmap.mmap) -> bool:
     """Page-lock memory that torch did not allocate. (torch's own pinned memory is rounded up to a power of two.)
 
-    It is unlocked when nothing refers to the pages any more, tensors over them included.
+    It is unlocked when nothing refers to the pages any more, not even a tensor.
     """
     address, cudart = torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), cast(Any, torch.cuda.cudart())
     code = int(cudart.cudaHostRegister(address, len(memory), 1))  # 1: for all contexts of this process

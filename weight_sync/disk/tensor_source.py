@@ -1,11 +1,11 @@
 """A WeightSource over tensors in memory: pinned host memory (a checkpoint, an offloaded base) or a device.
 
 Owns: what this rank holds, finding it for a read, the stream and the scratch of the copies. Does not own the copies
-(`copies.py`), filling host memory (`safetensors_source.py`), or a merge: a source that adds to what it reads calls
-compile_copies() itself, as the stage before.
+(`copies.py`), filling host memory (`safetensors_source.py`), or a merge: a source that adds to what it reads first
+calls compile_copies() itself.
 
-Invariants: read() never communicates; a slot is complete for the current stream when fill() returned to it; temporary
-memory is one scratch buffer of at most `scratch_bytes`, on the slots' device.
+Invariants: read() never communicates. When fill() has returned, work on the current stream sees the complete slot.
+Temporary memory is one scratch buffer of at most `scratch_bytes`, on the slots' device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weight_sync.layout import DTYPE_BYTES, Region, SourceLayout, SourceShard, T
 from weight_sync.publish.packing import CompiledReads, PackedRead, view_as
 
 SCRATCH_BYTES = 16 << 20
-"""Enough that a cast is launched rarely beside its copy: 16 MiB cross in 0.3 ms."""
+"""Large enough that casts are few compared with copies: 16 MiB are copied in 0.3 ms."""
 
 
 class TensorSource:
@@ -33,7 +33,7 @@ class TensorSource:
         rank: This rank among those that publish together.
         tensors: Every checkpoint tensor, the same on all ranks.
         held: What this rank can write out.
-        scratch_bytes: Most memory for casts; less when every held rectangle is smaller.
+        scratch_bytes: The most memory for casts; less is taken if every held rectangle is smaller.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TensorSource:
         largest = max((item.data.numel() for item in held), default=0)
         self._scratch_bytes = min(max(scratch_bytes, max(DTYPE_BYTES.values())), largest)
         self.missing = ""
-        """Why what is held must not be published yet, as where a checkpoint is still read; empty: it may."""
+        """Why the tensors must not be published yet, such as that a checkpoint is still being read; empty: they may."""
         self._scratch: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -60,7 +60,7 @@ class TensorSource:
         return self._layout
 
     def begin(self, version: int) -> int:
-        """Order the copies after what the caller's stream is still computing. Not collective.
+        """Order the copies after the work that is queued on the caller's stream. Not collective.
 
         Raises:
             WeightSyncError: `missing` says why there is nothing to publish.
@@ -72,7 +72,7 @@ class TensorSource:
         return self._scratch_bytes
 
     def read(self, tensor: str, region: Region, out: Tensor) -> None:
-        """One rectangle; see the protocol. Planned publishes use compile_reads()."""
+        """Read one rectangle; see the protocol. Planned publishes use compile_reads()."""
         dtype = str(out.dtype).removeprefix("torch.")
         whole = PackedRead(tensor, region, tuple(range(len(region.shape))), dtype, 0)
         flat = torch.empty(whole.num_bytes, dtype=torch.uint8, device=out.device)
@@ -80,7 +80,7 @@ class TensorSource:
         out.copy_(view_as(flat, 0, dtype, region.shape))
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
-        """One copy a joined run; see copies.py."""
+        """Compile reads into one copy per joined run; see copies.py."""
         copies = compile_copies([(self._find(read), read) for read in reads], self._scratch_bytes)
         needs_scratch = any(isinstance(copy, Converted) for copy in copies)
 
@@ -97,7 +97,7 @@ class TensorSource:
         return lambda slot: partial(fill, slot)
 
     def end(self) -> None:
-        """Nothing was gathered."""
+        """Do nothing: begin() gathered nothing."""
 
     def _find(self, read: PackedRead) -> Held:
         for held in self._held.get(read.tensor, ()):
@@ -114,7 +114,7 @@ class TensorSource:
         return self._scratch
 
     def _stream_on(self, device: torch.device) -> torch.cuda.Stream:
-        """The copies' own stream, from its first use on ordered after what the caller's had to do."""
+        """The copies' own stream; its first use is ordered after the work on the caller's stream."""
         if self._stream is None or self._stream.device != device:
             self._stream = torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))

@@ -1,16 +1,16 @@
 """The proof of proof.py, task by task and element by element: slow, and short enough to read.
 
-Owns: the rules that a plan must obey, each said once in plain Python. Does not own: the proof that `build_plan` runs on
-every plan (proof.py), which checks the same rules over columns because a cluster's plan has millions of tasks. This
-file ships beside it as its definition; a property test holds the two to the same verdict on plans that are right and on
-plans that were broken on purpose.
+Owns: the rules that a plan must obey, each stated once in plain Python. Does not own: the proof that `build_plan` runs
+on every plan (proof.py), which checks the same rules over columns because a cluster's plan has millions of tasks. This
+file defines what that one proves: a property test compares their verdicts on right plans and on plans that were broken
+on purpose.
 
 The rules:
   1. a task goes to an engine rank that exists, into a parameter that it has and that is not derived;
   2. loads and fills have as many elements as their parameter;
   3. tasks and fills write every byte of a parameter exactly once;
-  4. a task has the parameter's dtype, is no longer than the bound, and begins on an element;
-  5. its pieces, packed one behind the other, are its bytes; each is where one load of the same tensor puts it, and in
+  4. a task has the parameter's dtype, is not longer than the bound, and begins at an element;
+  5. its pieces, packed one after the other, are its bytes; each is where one load of the same tensor puts it, and in
      the task's mesh group;
   6. the source rank holds each piece in one of its shards;
   7. the plan expects, per parameter, the bytes that its layout needs.
@@ -103,7 +103,7 @@ def _check_parameter(param: Param, layout: DestLayout, tasks: Sequence[Task]) ->
 
 
 def _walk(piece: Piece) -> Iterator[tuple[int, ...]]:
-    """The coordinates of a piece's elements in the order in which a source packs them."""
+    """The coordinates of a piece's elements, in the order in which a source packs them."""
     for steps in product(*(range(piece.region.shape[axis]) for axis in piece.axes)):
         point = list(piece.region.start)
         for axis, step in zip(piece.axes, steps, strict=True):
@@ -112,7 +112,7 @@ def _walk(piece: Piece) -> Iterator[tuple[int, ...]]:
 
 
 def _element_of(load: Load, point: tuple[int, ...]) -> int | None:
-    """The element of the parameter where a load puts a coordinate of its tensor; None outside of its region."""
+    """The element of the parameter where a load puts a coordinate of its tensor; None outside its region."""
     inside = [a - b for a, b in zip(point, load.region.start, strict=True)]
     if any(not 0 <= step < size for step, size in zip(inside, load.region.shape, strict=True)):
         return None

@@ -1,13 +1,13 @@
-"""Layouts as bytes, and back: small and quick, for files that hold a whole engine's, for messages and for collectives.
+"""Layouts as bytes, and back: small and quick, for files with an engine's layouts, for messages and for collectives.
 
-Owns: that form. Does not own: the form of anything else in a message (typed_msgpack.py).
+Owns: that format. Does not own: the format of anything else in a message (typed_msgpack.py).
 
 Each name is written once and referred to by its number. Each column of loads is written once, too: the ranks of an
 engine differ, as a rule, only in where their shares start, so they share the other columns, in the file and once read.
 16 ranks with 140,000 loads each are read in 60 ms. The checkpoint's
 tensors, which every trainer rank lists alike, are decoded once per process.
 
-Invariants: what comes back equals what was written, truncated bytes are refused, and equal layouts have equal bytes.
+Invariants: what is read equals what was written; truncated bytes are refused; equal layouts have equal bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def layouts_to_bytes(layouts: Sequence[DestLayout]) -> bytes:
         for name in ("tensor", "param"):
             used, first, which = np.unique(columns[name], return_index=True, return_inverse=True)
             numbers = np.empty(len(used), np.int64)
-            for one in as_list(np.argsort(first)):  # by first use, which is alike for all tables of these loads
+            for one in as_list(np.argsort(first)):  # by first use, which is the same in all tables of these loads
                 numbers[one] = number(table.names[int(used[one])])
             columns[name] = numbers[which]
         rows.append([layout.rank, params, [block(column) for column in columns.values()], fills])

@@ -1,17 +1,17 @@
-"""Asks an engine's own loader what it does: runs it once over empty tensors and writes down every copy it makes.
+"""Finds out what an engine's own loader does: runs it once over empty tensors and writes down every copy it makes.
 
     checkpoint tensors               loader (the engine's, unchanged)                this module
     meta tensors, no data   --->   narrow, view, transpose, .to, ...   --->   TorchDispatchMode sees copy_ of
     their storage is remembered    param.data[...].copy_(piece)               a source's view to a parameter's view
 
-A view shares its source's storage, so offset, shape and stride say which rectangle it is, whatever ops made it; no
+A view shares its source's storage, so offset, shape and stride say which rectangle it is, whichever ops made it; no
 list of allowed view ops is needed. The copy is recorded and not executed.
 
 Owns: the recording and its refusals. Does not own: what an engine did to a parameter afterwards (the caller declares
 it), or how rectangles are read from strides (strides.py).
 
-Invariant: either every element of every parameter that is not derived is accounted for by exactly one load or fill, or
-RecordError. Parameters end as they were.
+Invariant: exactly one load or fill accounts for every element of every parameter that is not derived; otherwise
+RecordError is raised. Parameters keep their values.
 """
 
 # pyright: basic
@@ -36,7 +36,7 @@ from weight_sync.record.tiling import Written, account
 aten = torch.ops.aten
 
 _ALIASES = {aten.clone.default, aten.contiguous.default, aten._to_copy.default, aten.lift_fresh_copy.default}
-"""Ops that return the same values in other memory: on a source they are the identity (or a cast)."""
+"""Ops that return the same values in other memory: applied to a source, they are the identity (or a cast)."""
 _STACKS = {aten.stack.default, aten.cat.default}
 """Ops that put whole sources one after the other into fresh memory (a loader that gathers experts)."""
 _FILLS = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
@@ -49,14 +49,14 @@ class _Source:
     meta: TensorMeta
     dtype: torch.dtype
     is_narrowed: bool
-    """Whether a cast lost values; then only a parameter of that very dtype may take it."""
+    """Whether a cast lost values; then it may only be copied to a parameter of exactly that dtype."""
     base: Tensor
     """Keeps the storage alive, so that its identity stays unique."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """Sources gathered along a first dim: entry i of that dim is sources[i], of the shape that `base` has below it."""
+    """Sources stacked along a first dim: entry i of that dim is sources[i], of shape base.shape[1:]."""
 
     sources: tuple[Tensor, ...]
     base: Tensor
@@ -66,7 +66,7 @@ class _Schema(NamedTuple):
     """What an op does to its arguments."""
 
     written: tuple[tuple[int, str], ...]
-    """(position, name) of those that it writes."""
+    """(position, name) of the arguments that it writes."""
     is_view: bool
     """Whether a result shares an argument's memory."""
 
@@ -87,20 +87,20 @@ def record_layout(
     *,
     post_load: Mapping[str, PostLoad] | None = None,
 ) -> DestLayout:
-    """Run a loader over recording tensors and return what it copies where.
+    """Run a loader over recording tensors and return what it copies to which place.
 
     Args:
         load_weights: the engine's loader; called once with (name, meta tensor) pairs. It may skip tensors.
-        params: every parameter that the loader may write, on any device, contiguous; and what is derived from them,
-            with any strides. Names of the same memory (tied weights) are one parameter, under the first name.
+        params: every parameter that the loader may write, on any device, contiguous; and the derived ones, with any
+            strides. Several names of the same memory (tied weights) are one parameter, under the first name.
         tensors: the checkpoint.
         rank: the engine rank inside its replica.
-        post_load: what the engine does to a parameter after loading; identity where absent. Derived ones need not be
-            written.
+        post_load: what the engine does to a parameter after loading; identity for those that are absent. Derived ones
+            need not be written.
 
     Raises:
-        RecordError: the loader computes with a source, writes a parameter by anything but a copy of a rectangle or a
-            constant fill, leaves a parameter (partly) unwritten, or writes an element twice.
+        RecordError: the loader computes with a source, writes a parameter other than by copying a rectangle or filling
+            a constant, leaves a parameter (partly) unwritten, or writes an element twice.
     """
     formats = dict(post_load or {})
     unknown = sorted(set(formats) - set(params))
@@ -114,7 +114,7 @@ def record_layout(
             load_weights(recorder.stream())
     except RecordError:
         raise
-    except Exception as error:  # the loader's own refusal of a tensor without data
+    except Exception as error:  # the loader itself may refuse a tensor without data
         raise recorder.error or RecordError(
             f"the loader failed on {recorder.current or 'the first tensor'}: {type(error).__name__}: {error}"
         ) from error
@@ -133,7 +133,7 @@ def record_layout(
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every op of the loader; keeps, in order, what is written to parameters."""
+    """Sees every op of the loader, and keeps in order what is written to parameters."""
 
     def __init__(self, params: Mapping[str, Tensor], tensors: Sequence[TensorMeta]) -> None:
         super().__init__()
@@ -146,9 +146,10 @@ class _Recorder(TorchDispatchMode):
         self._sources: dict[int, _Source] = {}
         self._stacks: dict[int, _Stack] = {}
         self._constants: dict[int, tuple[float, Tensor]] = {}
-        """Numbers on their way into a parameter: `param[...] = 0` makes a tensor of the 0 first, on the device."""
+        """Numbers that will be written into a parameter: `param[...] = 0` first makes a tensor of the 0, on the device.
+        """
         self._spans: dict[int, list[_Span]] = {}
-        self._storages: list[Any] = []  # alive while we compare identities
+        self._storages: list[Any] = []  # kept alive, because identities are compared
         for name, param in params.items():
             self._add_param(name, param)
 
@@ -219,7 +220,7 @@ class _Recorder(TorchDispatchMode):
             raise
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a copy or a fill, let views and unrelated ops run, refuse the rest."""
+        """Record a copy or a fill, let views and unrelated ops run, and refuse other ops."""
         if func is aten.copy_.default:
             stack = self._stack_of(args[1])
             return self._copy(func, args, kwargs) if stack is None else self._copy_stack(func, args, kwargs, stack)
@@ -266,7 +267,7 @@ class _Recorder(TorchDispatchMode):
                 raise RecordError(f"while loading {self.current}: {func} changes the values of a stack")
 
     def _drop(self, tensor: Tensor, source: _Source) -> Tensor:
-        """`weight.zero_()`, as for a bias that only the first rank adds: the tensor is the constant 0 from here on."""
+        """Treat the tensor as a constant 0 after `weight.zero_()`, as for a bias that only the first rank adds."""
         if tensor.numel() != source.base.numel():
             raise RecordError(f"{source.meta.name}: a part of it is set to 0, the rest is not")
         storage = storage_of(tensor)
@@ -292,7 +293,8 @@ class _Recorder(TorchDispatchMode):
         return self._stacks.get(storage_of(tensor))
 
     def _stack(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Remember which source is which entry. Only a stack along a first dim keeps each of them in one piece."""
+        """Remember the source of each entry. Refuse stacks except along the first dim, which leave entries in one
+        piece."""
         parts: list[Tensor] = list(args[0])
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         meta = next(found.meta for found in map(self._source_of, parts) if found)
@@ -307,7 +309,7 @@ class _Recorder(TorchDispatchMode):
         return base
 
     def _copy_stack(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stack: _Stack) -> Tensor:
-        """A copy from a stack is one copy from each of its entries."""
+        """Record a copy from a stack as one copy from each of its entries."""
         dest, value = args[0], args[1]
         entry_size = stack.base.stride(0)
         first = int(value.storage_offset()) // entry_size if entry_size else 0
@@ -327,7 +329,7 @@ class _Recorder(TorchDispatchMode):
         return dest
 
     def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A copy into a parameter is recorded and not done."""
+        """Record a copy into a parameter, without executing it."""
         dest, value = args[0], args[1]
         source, target = self._source_of(value), self._param_of(dest)
         if self._source_of(dest) is not None:
@@ -382,7 +384,7 @@ class _Recorder(TorchDispatchMode):
         return dest
 
     def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A constant fill of a parameter is recorded and not done."""
+        """Record a constant fill of a parameter, without executing it."""
         dest: Tensor = args[0]
         target = self._param_of(dest)
         if target is None:
@@ -398,7 +400,7 @@ class _Recorder(TorchDispatchMode):
 
 @functools.cache
 def _schema_of(func: Any) -> _Schema:
-    """Looked at once an op: a loader calls few ops, each ten thousand times."""
+    """Computed once per op, because a loader calls few ops, but each ten thousand times."""
     written = [
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)
@@ -415,12 +417,13 @@ def _mutated(schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The number that torch has for the memory behind a tensor and its views, on meta too, where no address tells."""
+    """torch's number for the storage of a tensor and its views. It also tells storages on meta apart, which have no
+    addresses."""
     return tensor.untyped_storage()._cdata
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors among an op's arguments or results, which nest in lists alone. (pytree takes ten times as long.)"""
+    """The tensors among an op's arguments or results, which nest only in lists. (pytree takes ten times as long.)"""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -1,13 +1,13 @@
 """Recording two layers of each kind and repeating them: a model of 61 layers and 384 experts in seconds, not minutes.
 
-Two layers are of one kind when their checkpoint tensors and their parameters are the same but for the layer's number:
+Two layers are of one kind if their checkpoint tensors and their parameters are the same except for the layer's number:
 names, shapes, dtypes, post-load forms, and which names share memory. The first two of a kind are recorded. If the
-loader did the same in both, but for the number, it is taken to do so in the others; if in any kind it did not, every
-layer is recorded.
+loader did the same in both, except for the number, it is assumed to do so in the others. If it did not, in any kind,
+every layer is recorded.
 
 Owns: that comparison and the repetition. Does not own the recording (recorder.py). Invariant: parameters are those of
-the whole model, never repeated; the layout equals the one that `record_layout` returns for all tensors at once, unless
-a loader treats a layer by its number in a way that neither its first two layers nor any parameter shows.
+the whole model, never repeated. The layout equals the one that `record_layout` returns for all tensors at once, unless
+a loader treats a layer by its number in a way that neither the first two layers nor any parameter shows.
 
 Other live engines record all their layers.
 """
@@ -39,7 +39,7 @@ def record_repeating(
     *,
     post_load: Mapping[str, PostLoad],
 ) -> DestLayout:
-    """`record_layout` with the same arguments, without running the loader over every layer."""
+    """As `record_layout`, with the same arguments, but without running the loader over every layer."""
     kinds = _kinds(params, tensors, post_load)
     skipped = {layer for layers in kinds for layer in layers[NUM_RECORDED:]}
     sample = record_layout(
@@ -76,7 +76,7 @@ def _at(name: str, layer: int) -> str:
 def _kinds(
     params: Mapping[str, Tensor], tensors: Sequence[TensorMeta], post_load: Mapping[str, PostLoad]
 ) -> list[list[int]]:
-    """Layers that are the same but for their number, in ascending order."""
+    """Groups of layers that are the same except for their number, in ascending order."""
     facts: dict[int, list[Any]] = {}
     for meta in tensors:
         facts.setdefault(layer_of(meta.name), []).append((_at(meta.name, 0), meta.shape, meta.dtype))

@@ -1,8 +1,8 @@
 """From strides back to rectangles: which part of a checkpoint tensor a view is. Integers only, no torch.
 
 Owns: reading (shape, stride, offset) of a source view and of a destination view as `Region -> offset, stride`
-rectangles. Does not own: where the views come from (recorder.py). Invariant: the rectangles, taken together, map
-exactly the elements that the copy maps; a view that is no such thing raises.
+rectangles. Does not own: where the views come from (recorder.py). Invariant: together, the rectangles map exactly the
+elements that the copy maps; a view for which that is impossible raises.
 
 Example, a (6, 4) tensor seen as 2 heads of 3 rows, copied into rows 0..5 of a (6, 4) parameter:
 dims (2, 3, 4), strides (12, 4, 1) on both sides, are one rectangle, Region((0, 0), (6, 4)).
@@ -17,7 +17,7 @@ from math import prod
 from weight_sync.layout import Region
 
 MAX_RECTANGLES = 4096
-"""Most rectangles that one copy may fall into; a loader that scatters more than that is not copying shards."""
+"""The most rectangles that one copy may consist of; a loader that scatters more is not copying shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def rectangles(
 
 
 def _read(shape: Sequence[int], dims: list[_Dim], source_offset: int, dest_offset: int) -> Iterator[Rectangle]:
-    """One rectangle if no tensor dim is walked with jumps on either side; else one per entry of a dim that jumps."""
+    """One rectangle if no tensor dim is walked with jumps on either side; or else one per entry of a dim that jumps."""
     strides = row_major(shape)
     pieces = _split_at_rows(shape, strides, dims)
     extent, step = [1] * len(shape), [0] * len(shape)
@@ -91,7 +91,7 @@ def _read(shape: Sequence[int], dims: list[_Dim], source_offset: int, dest_offse
 
 
 def _split_at_rows(shape: Sequence[int], strides: Sequence[int], dims: list[_Dim]) -> list[tuple[int, _Dim]]:
-    """Give every dim of the view its tensor dim, cutting those that cover several. Smallest step first."""
+    """Assign every dim of the view to a tensor dim, and cut those that cover several. Smallest step first."""
     found: list[tuple[int, _Dim]] = []
     todo = list(dims)
     while todo:
@@ -114,7 +114,7 @@ def _split_at_rows(shape: Sequence[int], strides: Sequence[int], dims: list[_Dim
 
 
 def _rectangle(start: list[int], extent: list[int], step: list[int], dest_offset: int) -> Rectangle:
-    """Order the walked dims by their step in the parameter; keep the tensor's order if that is one already."""
+    """Order the walked dims by their step in the parameter; keep the tensor's order if it is already such an order."""
     walked = [axis for axis, size in enumerate(extent) if size > 1]
     by_step = sorted(walked, key=lambda axis: -step[axis])
     thin = [axis for axis, size in enumerate(extent) if size == 1]

@@ -1,6 +1,6 @@
-"""What a loader wrote, added up: every element of every parameter, once. Integers and numpy, no torch.
+"""Checks that a loader wrote every element of every parameter exactly once. Integers and numpy, no torch.
 
-Owns: turning the ordered writes of one loader run into disjoint loads and fills, and refusing what does not add up.
+Owns: turning the ordered writes of one loader run into disjoint loads and fills, and refusing writes that do not tile.
 Does not own: seeing the writes (recorder.py). Invariant: the loads and fills that it returns tile every parameter
 that is not derived.
 
@@ -39,7 +39,7 @@ def account(params: Sequence[Param], written: Sequence[Written]) -> tuple[tuple[
 
     Raises:
         RecordError: a parameter that is not derived is not written, or only in part; or something is written twice.
-            Names all the unwritten parameters.
+            The message names all unwritten parameters.
     """
     by_param: dict[str, list[Written]] = {param.name: [] for param in params}
     for write in written:
@@ -65,7 +65,8 @@ def _account_one(param: Param, writes: list[Written]) -> list[Fill]:
     later_loads: list[_Ranges] = []
 
     def flush() -> None:
-        """Join the loads seen since the last fill; going backwards, they are the later ones."""
+        """Join the loads seen since the last fill. The walk goes backwards: the loader made them after the next
+        fill."""
         nonlocal taken, taken_by_load
         if later_loads:
             batch = _sorted(np.concatenate(later_loads))
@@ -77,7 +78,7 @@ def _account_one(param: Param, writes: list[Written]) -> list[Fill]:
             taken = _sorted(np.concatenate([taken, batch]))
             later_loads.clear()
 
-    for write in reversed(writes):  # the last write to an element is the one that stays
+    for write in reversed(writes):  # the last write to an element counts
         if isinstance(write.value, Load):
             later_loads.append(_ranges(write))
             continue
@@ -135,7 +136,7 @@ def _fill_ranges(fills: Sequence[tuple[int, int, float]]) -> _Ranges:
 
 
 def _intersects(first: _Ranges, second: _Ranges) -> int | None:
-    """The first element that both have."""
+    """The first element that is in both; None if there is none."""
     if not len(first) or not len(second):
         return None
     rest = _subtract(first, second)
@@ -148,7 +149,7 @@ def _subtract(ranges: _Ranges, taken: _Ranges) -> _Ranges:
     """What of `ranges` is not in `taken`; both sorted and disjoint."""
     if not len(taken) or not len(ranges):
         return ranges
-    # Every taken range cuts a hole: candidates are the stretches between neighbouring holes, clipped to each range.
+    # Every taken range is a hole: candidates are the stretches between neighbouring holes, clipped to each range.
     first = np.searchsorted(taken[:, 1], ranges[:, 0], side="right")
     last = np.searchsorted(taken[:, 0], ranges[:, 1], side="left")
     found: list[_Ranges] = []
