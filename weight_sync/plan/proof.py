@@ -1,16 +1,17 @@
-"""The proof that a plan is right, apart from the code that makes plans.
+"""The proof that a plan is right, independent of the code that makes plans.
 
 Owns: checking, from the tasks alone, that every byte of every parameter that is not derived and not a declared fill
-is written exactly once, and with the element that the engine's own loader put there. Does not own: how tasks come
-about; it shares no reasoning with that, only the columns that hold tasks and loads.
+is written exactly once, and with the element that the engine's own loader put there. Does not own: how tasks are made;
+it shares no code with that, except the columns that hold tasks and loads.
 
 The argument, per engine rank:
   1. loads and fills have as many elements as each parameter, and tasks and fills, sorted by offset, tile it without
      gap or overlap: so every byte is written once;
   2. a piece lies inside the region of a load of the same tensor, and the two affine maps (tensor coordinates ->
-     element of the parameter) agree on it: so every byte is the right one. By 1 and 2 the loads do not overlap either;
-  3. the source rank holds every piece that it is to pack.
-What holds for one replica holds for another that has the same layout and gets the same rows.
+     element of the parameter) agree on it: so every byte is the right one. From 1 and 2 it follows that loads do not
+     overlap;
+  3. the source rank holds every piece that it packs.
+A proof for one replica is a proof for every other one that has the same layout and gets the same rows.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def prove_coverage(
     """Check a plan against the layouts that it was made for.
 
     Args:
-        sources: when given, also check that every source rank holds what it is to send.
+        sources: if given, also check that every source rank holds what it sends.
 
     Raises:
-        PlanError: at the first thing that is wrong; names the replica, rank, parameter, offset and tensor.
+        PlanError: at the first error; names the replica, rank, parameter, offset and tensor.
     """
     wanted = {(replica, layout.rank): layout for replica, layouts in enumerate(replicas) for layout in layouts}
     tables = list(plan.tasks.values())
@@ -84,7 +85,7 @@ def prove_coverage(
 
 @dataclass(frozen=True, slots=True)
 class _Numbering:
-    """Numbers for names, the same for all tables and loads; lists of names are told apart by identity."""
+    """Numbers for names, the same for all tables and loads. Lists of names are cached by identity."""
 
     params: dict[str, int]
     tensors: dict[str, int]
@@ -98,7 +99,7 @@ class _Numbering:
         return np.array(self.groups, np.int64)
 
     def column(self, names: Sequence[str], numbers: dict[str, int]) -> Ints:
-        """The number of every name of a list, which is kept: an identity must not be given again."""
+        """The number of every name of a list. Keeps the list alive, so that its identity is not used again."""
         key = (id(names), id(numbers))
         if key not in self.columns:
             column = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
@@ -204,7 +205,7 @@ def _receivers(table: TaskTable, num_replicas: int) -> Flags:
 
 
 class _Proof:
-    """The proof for engine ranks of one layout, equal ranks of several replicas, over the rows that they get."""
+    """The proof for the engine ranks of one number in replicas with one layout, over the rows that they get."""
 
     def __init__(
         self, plan: TransferPlan, dest_rank: int, replicas: Sequence[int], layout: DestLayout, rows: _Rows
@@ -230,11 +231,12 @@ class _Proof:
         return self.name(next(replica for replica in self.replicas if self.rows.gets[row, replica]))
 
     def name(self, replica: int) -> str:
-        """How messages call an engine rank."""
+        """An engine rank, for messages."""
         return f"replica {replica} rank {self.dest_rank}"
 
     def run(self) -> None:
-        """Check every parameter, and that nothing else is written. Rows do not depend on the replica, ranges do."""
+        """Check every parameter, and that nothing else is written. Rows are the same for all replicas, ranges are
+        not."""
         for index in first_true(self.derived[self.param]):
             row = int(self.own[index])
             name = self.layout.params[int(self.param[index])].name
@@ -260,10 +262,10 @@ class _Proof:
             )
 
     def check_tiling(self) -> None:
-        """Step 1: ranges tile, in every replica."""
+        """Step 1: in every replica, ranges tile the parameters."""
         params = self.layout.params
         numbers = {param.name: number for number, param in enumerate(params)}
-        # Every parameter ends with an empty range: then each range must begin where the one before it ended.
+        # Put an empty range at the end of every parameter: then each range must begin where the one before it ended.
         kept = as_list(np.flatnonzero(~self.derived))
         fixed = [(numbers[f.param], f.offset, f.num_elements, False) for f in self.layout.fills]
         fixed = [one for one in fixed if not self.derived[one[0]]]
@@ -291,7 +293,7 @@ class _Proof:
     def raise_gap(
         self, who: str, param: Param, at: int, before: int | None, begin: Ints, size: Ints, is_end: Flags, row: Ints
     ) -> NoReturn:
-        """Say where ranges do not meet."""
+        """Raise an error that says where ranges leave a gap or overlap."""
 
         def named(index: int | None) -> str:
             if index is None:
@@ -311,7 +313,7 @@ class _Proof:
         )
 
     def check_rows(self) -> None:
-        """Every task has its parameter's dtype, keeps the bound, and begins on an element."""
+        """Every task has its parameter's dtype, is not longer than the bound, and begins at an element."""
         rows, own = self.rows, self.own
         dtypes = np.array([DTYPES.index(one.dtype) for one in self.layout.params], np.int64)
         wrong = rows.dtype[own] != dtypes[self.param]
@@ -325,7 +327,7 @@ class _Proof:
             )
 
     def check_pieces(self) -> None:
-        """Step 2: every piece is packed behind the one before it, and is where a load puts it."""
+        """Step 2: every piece is packed right after the one before it, and is where a load puts it."""
         rows = self.rows
         place = np.full(len(rows.num_bytes), -1)
         place[self.own] = np.arange(len(self.own))
@@ -383,8 +385,8 @@ class _Proof:
         start, shape = widened(start, width, 0), widened(shape, width, 1)
         names = self.rows.names
         tensor, load_tensor = pieces.tensor, names.column(loads.names, names.tensors)[loads.tensor]
-        # Loads by (parameter, tensor, lowest element). A load begins at its lowest element, so only those up to `at`
-        # qualify; nearly always it is the last of these.
+        # Sort loads by (parameter, tensor, lowest element). A load begins at its lowest element, so only loads up to
+        # `at` are possible; nearly always it is the last of them.
         span = len(names.tensors)
         order = np.lexsort((loads.offset, load_tensor, self.load_param))
         pair = (self.load_param * span + load_tensor)[order]
@@ -410,7 +412,7 @@ class _Proof:
         return found
 
     def called(self, row: int) -> str:
-        """How messages call a task."""
+        """A task, for messages."""
         task = self.rows.task(row)
         where = f"task at byte {task.dest_offset_bytes} of source rank {task.source_rank}"
         return f"{self.name_of(row)}: {task.param}: {where}"
@@ -434,7 +436,7 @@ def _agree(start: Ints, shape: Ints, axes: Ints, at: Ints, loads: LoadTable, loa
 
 
 def _check_expected(plan: TransferPlan, where: tuple[int, int], layout: DestLayout) -> None:
-    """What the plan says of every parameter is what its layout needs."""
+    """The bytes that the plan expects per parameter are those that its layout needs."""
     needed = {param.name: param.num_bytes for param in layout.params if param.post_load is not PostLoad.derived}
     sizes = {param.name: DTYPE_BYTES[param.dtype] for param in layout.params}
     for fill in layout.fills:
