@@ -47,7 +47,7 @@ _SAME_VERSIONS = (
     *(f"mooncake-transfer-engine{kind}" for kind in ("", "-cuda13", "-non-cuda")),
 )
 """Distributions whose versions must be the same everywhere, absent ones included."""
-_ROOMS = ("conf", "orchestrator", "rollout", "trainer", "weight_sync")
+ROOMS = ("conf", "orchestrator", "rollout", "trainer", "weight_sync")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def describe_nodes(held: Mapping[str, Sequence[str]]) -> str:
         held: By kind of process: the node of each.
     """
     return "; ".join(
-        f"{_name(node)}: " + ", ".join(f"{on.count(node)} x {name}" for name, on in held.items() if node in on)
+        f"{RAY_NODES.name(node)}: " + ", ".join(f"{on.count(node)} x {name}" for name, on in held.items() if node in on)
         for node in dict.fromkeys(node for on in held.values() for node in on)
     )
 
@@ -115,21 +115,47 @@ def meet_over(address: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={card}")  # without "=" a prefix: eth1 would be eth10, too
 
 
-def check_nodes(nodes: Iterable[str], folder: Path, model: Path | None) -> None:
+class RayNodes:
+    """What Ray knows of nodes, and runs on them."""
+
+    def name(self, node: str) -> str:
+        """A node's address, also of one that is lost."""
+        return next((one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node), node[:8])
+
+    def is_here(self, node: str) -> bool:
+        """Whether this process runs on it."""
+        return node == ray.get_runtime_context().get_node_id()
+
+    def run(self, node: str, function: Callable[..., Any], *arguments: object) -> Any:
+        """Run a function in a task that goes nowhere else. Raises RayError."""
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(*arguments)
+        try:
+            return ray.get(task, timeout=NODE_TIMEOUT_S)
+        except GetTimeoutError:
+            ray.cancel(task, force=True)
+            raise
+
+
+RAY_NODES = RayNodes()
+
+
+def check_nodes(nodes: Iterable[str], folder: Path, model: Path | None, ray_nodes: RayNodes = RAY_NODES) -> None:
     """Every node sees the run's files, and runs the code that this process runs.
 
     Args:
         nodes: Ray's ids.
         folder: The run folder; its config.yaml is compared.
         model: A checkpoint that processes read; config.json, and names and sizes of weights are compared.
+        ray_nodes: Runs the comparison.
 
     Raises:
         ConfigError: Naming every node that does not, and what to do.
     """
-    expected, nodes = _seen(folder, model), list(nodes)
+    expected, nodes = found_here(folder, model), list(nodes)
 
     def problems_of(node: str) -> list[str]:
-        return _problems(node, expected, folder, model)
+        return _problems(node, expected, folder, model, ray_nodes)
 
     with ThreadPoolExecutor(len(nodes)) as threads:
         problems = [problem for found in threads.map(problems_of, nodes) for problem in found]
@@ -137,11 +163,13 @@ def check_nodes(nodes: Iterable[str], folder: Path, model: Path | None) -> None:
         raise ConfigError("nodes of the Ray cluster do not fit the run: " + "; ".join(problems))
 
 
-def _problems(node: str, expected: Mapping[str, str], folder: Path, model: Path | None) -> list[str]:
+def _problems(
+    node: str, expected: Mapping[str, str], folder: Path, model: Path | None, ray_nodes: RayNodes
+) -> list[str]:
     """What keeps a node from taking part."""
-    name = f"node {_name(node)}"
+    name = f"node {ray_nodes.name(node)}"
     try:
-        found = _on_node(node, _seen, folder, model)
+        found = ray_nodes.run(node, found_here, folder, model)
     except RayError as error:
         here = Path(__file__).parents[2]
         return [f"{name}: cannot run Slipstream's code ({_reason(error)}); install it there at the same path, {here}"]
@@ -154,33 +182,21 @@ def _problems(node: str, expected: Mapping[str, str], folder: Path, model: Path 
     return problems
 
 
-def end_trees(node: str, processes: Sequence[ProcessId]) -> None:
+def end_trees(node: str, processes: Sequence[ProcessId], ray_nodes: RayNodes = RAY_NODES) -> None:
     """SIGKILL processes of a node and whatever descends from them, and see them gone. Never raises."""
     try:
-        is_here = node == ray.get_runtime_context().get_node_id()
-        left = _end_trees(processes) if is_here else _on_node(node, _end_trees, processes)
+        left = end_trees_here(processes) if ray_nodes.is_here(node) else ray_nodes.run(node, end_trees_here, processes)
     except RayError as error:
-        logger.warning("node %s is lost, and its processes with it (%s)", _name(node), type(error).__name__)
+        logger.warning("node %s is lost, and its processes with it (%s)", ray_nodes.name(node), type(error).__name__)
         return
     if left:
-        logger.warning("processes %s of node %s do not end", left, _name(node))
+        logger.warning("processes %s of node %s do not end", left, ray_nodes.name(node))
 
 
-def _on_node(node: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """Run a function in a task that goes nowhere else."""
-    where = NodeAffinitySchedulingStrategy(node, soft=False)
-    task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(*arguments)
-    try:
-        return ray.get(task, timeout=NODE_TIMEOUT_S)
-    except GetTimeoutError:
-        ray.cancel(task, force=True)
-        raise
-
-
-def _seen(folder: Path, model: Path | None) -> dict[str, str]:
+def found_here(folder: Path, model: Path | None) -> dict[str, str]:
     """What a process finds where it runs: by file or package, a digest or a version; "" for nothing."""
     config = folder / "config.yaml"
-    found = {str(config): _digest([config]), "Slipstream's code": _digest(_sources())}
+    found = {str(config): _digest([config]), "Slipstream's code": _digest(sources())}
     if model is not None:
         weights = sorted(model.glob("*.safetensors"))
         found[str(model)] = _digest([model / "config.json"], [f"{file.name} {file.stat().st_size}" for file in weights])
@@ -190,9 +206,10 @@ def _seen(folder: Path, model: Path | None) -> dict[str, str]:
     return found
 
 
-def _sources() -> list[Path]:
+def sources() -> list[Path]:
+    """The product's code."""
     root = Path(__file__).parents[2]
-    return [file for room in _ROOMS for file in sorted((root / room).rglob("*.py"))]
+    return [file for room in ROOMS for file in sorted((root / room).rglob("*.py"))]
 
 
 def _digest(files: Sequence[Path], words: Sequence[str] = ()) -> str:
@@ -205,7 +222,7 @@ def _digest(files: Sequence[Path], words: Sequence[str] = ()) -> str:
     return digest.hexdigest()[:12]
 
 
-def _end_trees(processes: Sequence[ProcessId]) -> list[int]:
+def end_trees_here(processes: Sequence[ProcessId]) -> list[int]:
     """Pids of those that are still there after _END_TIMEOUT_S."""
     victims: set[psutil.Process] = set()  # kept: who has lost its parent is nobody's child any more
     for identity in processes:
@@ -221,11 +238,6 @@ def _end_trees(processes: Sequence[ProcessId]) -> list[int]:
         return {victim for victim in victims if victim.is_running()}
 
     return end_processes(find, timeout_s=_END_TIMEOUT_S)
-
-
-def _name(node: str) -> str:
-    """A node's address, also of one that is lost."""
-    return next((one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node), node[:8])
 
 
 def _card_of(address: str) -> str | None:

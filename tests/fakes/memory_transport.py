@@ -105,6 +105,8 @@ class MemoryTransport:
         self._failed: set[str] = set()
         self._held: set[MemoryRange] = set()
         self.registered: list[MemoryRange] = []
+        self.closed: list[str] = []
+        """Sessions that were reset, in order."""
 
     @property
     def link(self) -> str:
@@ -186,6 +188,7 @@ class MemoryTransport:
 
     def reset(self, session: str) -> None:
         """Forget late writes to `session`."""
+        self.closed.append(session)
         self._fabric.drop_late_writes(self, session)
         self._failed.discard(session)
 

@@ -71,6 +71,8 @@ class MooncakeTransport:
         device: "cpu" or "cuda": where the memory at *both* ends of the link lives.
         host: Address under which other processes reach this one. Loopback says that all peers are on this host.
         timeout_s: Longest that one native transfer may take without progress.
+        retry_s, down_s: See RETRY_S and DOWN_S.
+        module: Has TransferEngine; by default `engine_module`.
     """
 
     def __init__(
@@ -80,14 +82,19 @@ class MooncakeTransport:
         device: str = "cpu",
         host: str = LOOPBACK,
         timeout_s: float = 60.0,
+        retry_s: float = RETRY_S,
+        down_s: float = DOWN_S,
+        module: Any = None,
     ) -> None:
+        self._module = engine_module() if module is None else module
+        self._retry_s, self._down_s = retry_s, down_s
         self._link = choose_link(
             kind,
             device=device,
             host=host,
             has_hca=has_hca(),
-            has_nvlink=_module_flag("SUPPORT_INTRA_NVLINK"),
-            has_cuda=_module_flag("SUPPORT_CUDA"),
+            has_nvlink=bool(getattr(self._module, "SUPPORT_INTRA_NVLINK", False)),
+            has_cuda=bool(getattr(self._module, "SUPPORT_CUDA", False)),
         )
         self._host = host
         self._native_timeout_s = max(1, math.ceil(timeout_s))
@@ -259,7 +266,7 @@ class MooncakeTransport:
         """Start an engine where there is none, unless that failed a moment ago. Raises TransportError."""
         if self._engine is not None:
             return
-        if self._down is not None and time.monotonic() < self._down[0] + DOWN_S:
+        if self._down is not None and time.monotonic() < self._down[0] + self._down_s:
             raise TransferFailed(f"the {self._link} link is down since its engine did not start: {self._down[1]}")
         self._restart()
 
@@ -288,14 +295,14 @@ class MooncakeTransport:
                 os.environ[name] = value
         engine: Any = None
         for num_left in reversed(range(NUM_TRIES)):
-            engine = engine_module().TransferEngine()
+            engine = self._module.TransferEngine()
             with new_listeners_on_loopback() if self._host == LOOPBACK else contextlib.nullcontext():
                 code = engine.initialize(self._host, "P2PHANDSHAKE", "rdma" if self._link == "rdma" else "tcp", "")
             if code == 0:
                 break
             if num_left == 0:
                 raise TransferFailed(f"Mooncake did not start on {self._host} over {self._link}: code {code}")
-            time.sleep(random.uniform(0.2, 1.0) * RETRY_S)  # others that start now have drawn the same port
+            time.sleep(random.uniform(0.2, 1.0) * self._retry_s)  # others that start now have drawn the same port
         if self._link == "rdma" and not _topology_devices(engine.get_local_topology()):
             raise LinkMismatch("weight_sync.transport=rdma, but Mooncake finds no RDMA device; choose tcp or nvlink")
         return engine
@@ -379,10 +386,6 @@ def engine_module() -> Any:
             " and, for GPUs, their driver"
         ) from e
     return cast(Any, mooncake.engine)  # pyright: ignore[reportUnknownMemberType]
-
-
-def _module_flag(name: str) -> bool:
-    return bool(getattr(engine_module(), name, False))
 
 
 def _topology_devices(topology: str) -> set[str]:

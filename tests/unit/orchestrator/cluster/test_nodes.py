@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from conf.errors import ConfigError
 from orchestrator.cluster import nodes
-from orchestrator.cluster.nodes import ProcessId, check_nodes, node_after_node
+from orchestrator.cluster.nodes import ProcessId, RayNodes, check_nodes, node_after_node
 
 
 @given(st.dictionaries(st.integers(0, 20), st.sampled_from("abcd"), min_size=1))
@@ -28,19 +28,22 @@ def test_the_bundles_of_a_node_follow_each_other(held: dict[int, str]) -> None:
     assert ordered[0] == min(held), "rank 0 stays where Ray put bundle 0"
 
 
-@pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What nodes find that are not this one, by node: a dict, or an error."""
-    found: dict[str, Any] = {}
+class Elsewhere(RayNodes):
+    """Nodes that are not this one, and what each finds: a dict, or an error."""
 
-    def on_node(node: str, function: Any, *arguments: Any) -> Any:
-        if isinstance(found[node], Exception):
-            raise found[node]
-        return function(*arguments) | found[node]
+    def __init__(self, found: dict[str, Any]) -> None:
+        self._found = found
 
-    monkeypatch.setattr(nodes, "_on_node", on_node)
-    monkeypatch.setattr(nodes, "_name", lambda node: node)
-    return found
+    def name(self, node: str) -> str:
+        return node
+
+    def is_here(self, node: str) -> bool:
+        return False
+
+    def run(self, node: str, function: Callable[..., Any], *arguments: object) -> Any:
+        if isinstance(self._found[node], Exception):
+            raise self._found[node]
+        return function(*arguments) | self._found[node]
 
 
 @pytest.fixture
@@ -53,14 +56,12 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-def test_every_node_that_does_not_fit_is_named_with_what_to_do(
-    tmp_path: Path, checkpoint: Path, elsewhere: dict[str, Any]
-) -> None:
+def test_every_node_that_does_not_fit_is_named_with_what_to_do(tmp_path: Path, checkpoint: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("run: {}\n")
-    elsewhere |= {"10.0.0.1": {}, "10.0.0.11": {}}
-    check_nodes(elsewhere, tmp_path, checkpoint)
-    elsewhere |= {
+    found: dict[str, Any] = {"10.0.0.1": {}, "10.0.0.11": {}}
+    check_nodes(found, tmp_path, checkpoint, Elsewhere(found))
+    found |= {
         "10.0.0.2": {str(config): ""},
         "10.0.0.3": {"torch": "1.0"},
         "10.0.0.4": RayError("ModuleNotFoundError: No module named 'orchestrator'"),
@@ -68,7 +69,7 @@ def test_every_node_that_does_not_fit_is_named_with_what_to_do(
         "10.0.0.6": {"vllm-of-another-kind": "1.0"},
     }
     with pytest.raises(ConfigError) as refusal:
-        check_nodes(elsewhere, tmp_path, checkpoint)
+        check_nodes(found, tmp_path, checkpoint, Elsewhere(found))
     said = str(refusal.value)
     assert "10.0.0.1" not in said
     assert f"node 10.0.0.2: {config} is absent, and " in said
@@ -81,20 +82,18 @@ def test_every_node_that_does_not_fit_is_named_with_what_to_do(
 
 @pytest.mark.parametrize("change", ["config.json", "model.safetensors", "another.safetensors"])
 def test_another_checkpoint_under_the_same_path_is_seen(tmp_path: Path, checkpoint: Path, change: str) -> None:
-    before = nodes._seen(tmp_path, checkpoint)
+    before = nodes.found_here(tmp_path, checkpoint)
     (checkpoint / change).write_bytes(b"other")
-    after = nodes._seen(tmp_path, checkpoint)
+    after = nodes.found_here(tmp_path, checkpoint)
     assert {what for what in before if before[what] != after[what]} == {str(checkpoint)}
 
 
 def test_the_code_of_every_package_is_compared() -> None:
-    assert {file.relative_to(Path(nodes.__file__).parents[2]).parts[0] for file in nodes._sources()} == set(
-        nodes._ROOMS
-    )
-    assert len(nodes._sources()) > 100
+    assert {file.relative_to(Path(nodes.__file__).parents[2]).parts[0] for file in nodes.sources()} == set(nodes.ROOMS)
+    assert len(nodes.sources()) > 100
 
 
-def test_a_tree_is_ended_but_not_a_later_process_of_the_same_pid(elsewhere: dict[str, Any]) -> None:
+def test_a_tree_is_ended_but_not_a_later_process_of_the_same_pid() -> None:
     sleeper = "import time; time.sleep(60)"
     parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', '{sleeper}']); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", parent])
@@ -102,21 +101,18 @@ def test_a_tree_is_ended_but_not_a_later_process_of_the_same_pid(elsewhere: dict
         watched = psutil.Process(process.pid)
         while not (children := watched.children()):
             pass
-        assert nodes._end_trees([ProcessId(process.pid, watched.create_time() - 10)]) == []
+        assert nodes.end_trees_here([ProcessId(process.pid, watched.create_time() - 10)]) == []
         assert process.poll() is None
-        assert nodes._end_trees([ProcessId(process.pid, watched.create_time())]) == []
+        assert nodes.end_trees_here([ProcessId(process.pid, watched.create_time())]) == []
         assert not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE
     finally:
         process.kill()
         process.wait()
 
 
-def test_the_end_of_a_lost_nodes_processes_is_no_error(
-    elsewhere: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nodes.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "10.0.0.1"))
-    elsewhere["10.0.0.9"] = RayError("not schedulable")
-    nodes.end_trees("10.0.0.9", [ProcessId(1, 0.0)])
+def test_the_end_of_a_lost_nodes_processes_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    lost = Elsewhere({"10.0.0.9": RayError("not schedulable")})
+    nodes.end_trees("10.0.0.9", [ProcessId(1, 0.0)], lost)
     assert "node 10.0.0.9 is lost" in caplog.text
 
 

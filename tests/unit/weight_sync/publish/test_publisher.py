@@ -33,9 +33,10 @@ class World:
         self.engines = [PlainEngine([MemoryTransport(self.fabric) for _ in range(2)]) for _ in range(num_replicas)]
         self.endpoints = [EndpointThread(engine) for engine in self.engines]
         self.source = DictSource(0, num_ranks=1)
+        self.transport = MemoryTransport(self.fabric)
         self.publisher = Publisher(
             self.source,
-            MemoryTransport(self.fabric),
+            self.transport,
             rank=0,
             world_size=1,
             group=None,
@@ -194,13 +195,21 @@ def test_a_traced_publish_writes_one_process_a_rank_and_replica(world: World, tm
         assert arriving["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= arriving["ts"] + arriving["dur"]
 
 
+def assert_links_are_known(world: World) -> None:
+    """A replica that dies now can be let go."""
+    world.publisher.disconnect([0, 1])
+    assert sorted(world.transport.closed) == sorted(
+        world.session(replica, rank) for replica in (0, 1) for rank in (0, 1)
+    )
+
+
 def test_a_timeline_that_cannot_be_written_costs_no_publish(
     world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "traces").write_text("a file where the folder should be")
     assert committed(world.publisher.publish(0, trace=tmp_path / "traces" / "publish.json")) == [True, True]
     assert "timeline cannot be written" in caplog.text
-    assert len(world.publisher._open_sessions) == 4, "a replica that dies now can be let go"
+    assert_links_are_known(world)
 
 
 def test_links_that_a_publish_opened_are_known_even_if_its_end_failed(
@@ -213,7 +222,7 @@ def test_links_that_a_publish_opened_are_known_even_if_its_end_failed(
         patch.setattr(Transaction, "finish", breaks)
         with pytest.raises(WeightSyncError, match="RuntimeError: no socket"):
             world.publisher.publish(0)
-    assert len(world.publisher._open_sessions) == 4
+    assert_links_are_known(world)
 
 
 def test_a_callers_garbage_is_still_collected() -> None:
@@ -248,16 +257,14 @@ def test_an_excluded_replica_is_neither_asked_nor_waited_for(world: World) -> No
     assert hung.wrong_params(0) == [], "nothing was written to it"
 
 
-def test_links_of_a_replica_that_left_are_closed_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_of_a_replica_that_left_are_closed_once(world: World) -> None:
     """It died between two publishes: its Begin fails, and only the publish before knows its sessions."""
     world.publisher.publish(0)
     sessions = {world.session(0, rank) for rank in range(2)}
-    closed: list[str] = []
-    monkeypatch.setattr(MemoryTransport, "reset", lambda self, session: closed.append(session))
     world.endpoints[0].run(world.endpoints[0].endpoint.close())
     for version in (1, 2):
         assert committed(world.publisher.publish(version)) == [False, True]
-    assert sorted(closed) == sorted(sessions)
+    assert sorted(world.transport.closed) == sorted(sessions)
 
 
 def test_a_publish_that_excludes_an_unknown_replica_is_refused(world: World) -> None:

@@ -11,8 +11,7 @@ import torch
 
 from conf.schema import TransportKind
 from weight_sync.errors import TransferFailed, TransportError
-from weight_sync.transport import mooncake
-from weight_sync.transport.mooncake import MooncakeTransport
+from weight_sync.transport.mooncake import NUM_TRIES, MooncakeTransport
 
 
 class FakeMooncake:
@@ -22,6 +21,7 @@ class FakeMooncake:
         self.start_codes: list[int] = []
         """What the next starts return; 0 when there are none."""
         self.register_codes: list[int] = []
+        self.unregister_codes: list[int] = []
         self.transfer_codes: list[int] = []
         self.num_started = 0
         self.registered: list[set[int]] = []
@@ -43,8 +43,9 @@ class FakeMooncake:
             return code
 
         def unregister(addresses: list[int]) -> int:
-            known.difference_update(addresses)
-            return 0
+            code = self.unregister_codes.pop(0) if self.unregister_codes else 0
+            known.difference_update(addresses if code == 0 else ())
+            return code
 
         def transfer(*_: object) -> int:
             return self.transfer_codes.pop(0) if self.transfer_codes else 0
@@ -60,12 +61,9 @@ class FakeMooncake:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMooncake]:
+def fake() -> Iterator[FakeMooncake]:
     made = FakeMooncake()
     environment = {name: value for name, value in os.environ.items() if name.startswith("MC_")}
-    monkeypatch.setattr(mooncake, "engine_module", lambda: made)
-    monkeypatch.setattr(mooncake, "RETRY_S", 0.0)
-    monkeypatch.setattr(mooncake, "DOWN_S", 0.0)
     yield made
     for name in [name for name in os.environ if name.startswith("MC_")]:
         del os.environ[name]
@@ -76,9 +74,13 @@ def write(transport: MooncakeTransport, data: torch.Tensor, session: str = "peer
     transport.write(session, [data.data_ptr()], [1 << 40], [data.numel()], timeout_s=5.0)
 
 
-def linked(fake: FakeMooncake) -> tuple[MooncakeTransport, torch.Tensor]:
+def link(fake: FakeMooncake, down_s: float = 0.0) -> MooncakeTransport:
+    return MooncakeTransport(TransportKind.tcp, retry_s=0.0, down_s=down_s, module=fake)
+
+
+def linked(fake: FakeMooncake, down_s: float = 0.0) -> tuple[MooncakeTransport, torch.Tensor]:
     """A link whose session with peer:1 has failed."""
-    transport, data = MooncakeTransport(TransportKind.tcp), torch.zeros(64, dtype=torch.uint8)
+    transport, data = link(fake, down_s), torch.zeros(64, dtype=torch.uint8)
     transport.register([data])
     fake.transfer_codes = [-1]
     with pytest.raises(TransferFailed, match="code -1"):
@@ -88,10 +90,10 @@ def linked(fake: FakeMooncake) -> tuple[MooncakeTransport, torch.Tensor]:
 
 def test_a_port_that_is_taken_is_tried_again(fake: FakeMooncake) -> None:
     fake.start_codes = [-1, -1, 0]
-    assert MooncakeTransport(TransportKind.tcp).session == "127.0.0.1:15001"
-    fake.start_codes = [-1] * mooncake.NUM_TRIES
+    assert link(fake).session == "127.0.0.1:15001"
+    fake.start_codes = [-1] * NUM_TRIES
     with pytest.raises(TransferFailed, match="did not start"):
-        MooncakeTransport(TransportKind.tcp)
+        link(fake)
 
 
 @pytest.mark.parametrize("what", ["start", "register"])
@@ -124,11 +126,8 @@ def test_a_link_that_is_down_is_a_transport_error_until_a_transfer_starts_it(fak
     write(transport, data)  # what had failed went with the old engine
 
 
-def test_a_link_that_went_down_a_moment_ago_is_not_tried_by_everyone(
-    fake: FakeMooncake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transport, data = linked(fake)
-    monkeypatch.setattr(mooncake, "DOWN_S", 60.0)
+def test_a_link_that_went_down_a_moment_ago_is_not_tried_by_everyone(fake: FakeMooncake) -> None:
+    transport, data = linked(fake, down_s=60.0)
     fake.start_codes = [-1] * 3
     with pytest.raises(TransportError):
         transport.reset("peer:1")
@@ -166,7 +165,7 @@ def test_memory_that_could_not_be_unregistered_is_not_registered_again(fake: Fak
     transport, data = linked(fake)
     other = torch.zeros(64, dtype=torch.uint8)
     transport.register([other])
-    transport._engine.batch_unregister_memory = lambda _: -1
+    fake.unregister_codes = [-1]
     transport.unregister([other])
     transport.reset("peer:1")
     assert fake.registered[-1] == {data.data_ptr()}
