@@ -9,6 +9,7 @@ Invariant: what fails on one replica takes out that replica alone. Only a lost t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
     from weight_sync.publish.report import PublishReport
+
+logger = logging.getLogger(__name__)
 
 RAY_CALL_S = 10.0
 """What a call to a healthy worker may take beside its work."""
@@ -43,12 +46,17 @@ class Publication:
         """Publish, and return what became of every replica. A replica that fails is restarted, or out of service."""
         supervisor, config = self._supervisor, self._config
         held = await supervisor.hold(pauses=config.mode is not SyncMode.adapter)
+        logger.debug("publish of version %d begins", self._policy_version)
         exclude = held.exclude + [replica.index for replica in held.joining if not await self._joins(replica)]
         if config.relay is Relay.node:
             report = await publish_by_relay(self._write, supervisor, timeout_s=config.timeout_s + RAY_CALL_S)
         else:
             report = await self._write(exclude)
         await supervisor.settle(report.replicas)
+        logger.debug(
+            "publish of version %d ended after %.3f s: %d of %d replicas committed",
+            self._policy_version, report.total_s, report.num_committed, len(report.replicas),
+        )  # fmt: skip
         return report
 
     async def _joins(self, replica: Replica) -> bool:

@@ -169,10 +169,14 @@ class RunUnderWay:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
-    def stop(self) -> None:
-        """SIGTERM to the process and to its group, as `timeout` and batch systems send it, and see it end."""
+    def tell_to_end(self) -> None:
+        """SIGTERM to the process and to its group, as `timeout` and batch systems send it."""
         self._process.terminate()
         os.killpg(self._process.pid, signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Tell it to end, and see that it does."""
+        self.tell_to_end()
         assert self.exit_code() == 128 + signal.SIGTERM
 
     def exit_code(self) -> int:

@@ -1,15 +1,18 @@
-"""How a run ends while it starts: told to, or its processes killed. `own_tmp` fails what leaves anything behind."""
+"""How a run ends while it starts or publishes: told to, or its processes killed. `own_tmp` fails what leaves anything
+behind.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from system.conftest import RunUnderWay
+from system.conftest import RUN_TIMEOUT_S, RunUnderWay
 
 
 @pytest.fixture
@@ -37,6 +40,59 @@ def test_a_batch_system_ends_a_run_whose_ray_starts(run: RunUnderWay) -> None:
         run.stop()
         assert "stopped; processes of the run have ended" in run.said
         assert "There is no checkpoint yet" in run.said
+
+
+GATED_REWARD = """
+import random, time
+from pathlib import Path
+
+closed, waits = Path(__file__).with_name("closed"), Path(__file__).with_name("waits")
+
+def judge(prompt, response, fields):
+    while closed.exists():
+        waits.touch()
+        time.sleep(0.05)
+    return random.random()
+"""
+PUBLISH_BEGINS, PUBLISH_ENDED = (
+    re.compile(r"publish of version (\d+) begins"),
+    re.compile(r"publish of version (\d+) ended"),
+)
+
+
+def test_a_batch_system_ends_a_run_in_a_publish(own_tmp: Path) -> None:
+    """A step has one group: while its reward waits, no engine has work. One is stopped then, and the publish after the
+    step waits for it; it goes on once the run has said that it was told to end.
+    """
+    runs = own_tmp / "runs"
+    runs.mkdir()
+    reward, closed, waits = (runs / name for name in ("reward.py", "closed", "waits"))
+    reward.write_text(GATED_REWARD)
+    words = [
+        "run.num_steps=1000",
+        "run.eval_every_steps=0",
+        "run.checkpoint_every_steps=0",
+        "algorithm.groups_per_step=1",
+    ]
+    words += ["algorithm.group_size=4", f"reward.kind={reward}:judge", f"reward.timeout_s={RUN_TIMEOUT_S}"]
+    with RunUnderWay(words, runs) as run:
+        run.wait_until(lambda rows: len(rows) >= 2)
+        closed.touch()
+        run.wait_for(waits.exists)
+        engine, num_ended = run.engine_of("rollout-1"), len(PUBLISH_ENDED.findall(run.log))
+        engine.suspend()
+        closed.unlink()
+        run.wait_for(lambda: len(PUBLISH_BEGINS.findall(run.log)) > num_ended)
+        run.tell_to_end()
+        run.wait_for(lambda: "told to end: waiting for the step under way" in run.log)
+        version = PUBLISH_BEGINS.findall(run.log)[-1]
+        assert version not in PUBLISH_ENDED.findall(run.log), "the publish waits for the engine"
+        engine.resume()
+        assert run.exit_code() == 128 + signal.SIGTERM
+        assert f"publish of version {version} ended" in run.log
+        assert run.rows[-1]["policy_version"] == int(version)
+        assert run.rows[-1]["sync/replicas_committed"] == 2
+        assert f"Go on from step {version}: slipstream resume {run.folder.resolve()}" in run.said
 
 
 def test_the_second_interrupt_ends_the_run_at_once(run: RunUnderWay) -> None:
