@@ -1,6 +1,6 @@
-"""Which addresses of which replica the trainer's ranks know, so that a replica need not say them at every publish.
+"""Remembers the addresses of every replica's parameters, so that a replica need not send them at every publish.
 
-Owns: what is known, by digest of what it is, and the check of an answer. Does not own: how it reaches all ranks
+Owns: the known addresses, by their digest, and the check of a replica's answer. Does not own: how they reach all ranks
 (publisher.py broadcasts what `check` finds, and every rank learns it), nor the digest (messages.py).
 
     rank 0                                          replica
@@ -8,11 +8,11 @@ Owns: what is known, by digest of what it is, and the check of an answer. Does n
     check  <-  Begun(session, digest, addresses where the digest is not among those)
     broadcast of the fresh ones; learn() on every rank
 
-Invariant: the same on all ranks; a Binding is made of a session that the replica said in this very epoch, and of
-addresses whose digest it said in this very epoch. An answer that names addresses which nobody said, or says others than
-its digest is of, is refused, and the replica's next Begin names none as known: it says them all again. A replica that
-was started again is forgotten first. What is known stays small: a replica's parameters do not move (receiver.py refuses
-that), so there is one entry per engine rank, and one per slot in adapter mode.
+Invariant: the book is the same on all ranks. A Binding is made from a session and an addresses' digest that the replica
+sent in this epoch. An answer is refused if it names unknown addresses, or sends addresses that do not match its digest.
+The replica's next Begin then names none as known, so it sends all of them again. A replica that was started again is
+forgotten first. The book stays small: a replica's parameters do not move (receiver.py refuses that), so there is one
+entry per engine rank or, in adapter mode, per slot.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ class AddressBook:
     def __init__(self) -> None:
         self._known: dict[int, dict[str, Addresses]] = {}
         self._checked: dict[int, set[tuple[int, str]]] = {}
-        """On rank 0, per replica: engine ranks and the digests of addresses that name all their parameters."""
+        """On rank 0, per replica: (engine rank, digest) of addresses that were found to cover all its parameters."""
 
     def known(self, replica: int) -> tuple[str, ...]:
-        """What a Begin to this replica says."""
+        """The digests that a Begin to this replica names as known."""
         return tuple(self._known.get(replica, ()))
 
     def learn(self, replica: int, fresh: Mapping[str, Addresses]) -> None:
-        """Keep what `check` or a description said."""
+        """Keep addresses from `check` or from a description."""
         self._known.setdefault(replica, {}).update(fresh)
 
     def forget(self, replica: int) -> None:
-        """Know nothing of a replica: another one came in its place, or it contradicted itself."""
+        """Forget a replica's addresses: another one took its place, or it contradicted itself."""
         self._known.pop(replica, None)
         self._checked.pop(replica, None)
 
     def binding(self, replica: int, session: str, digest: str) -> Binding:
-        """Where to write. Raises KeyError for addresses that were not learnt."""
+        """The Binding to write to. Raises KeyError for addresses that were not learnt."""
         return Binding(session, self._known[replica][digest])
 
     def check(self, replica: int, bounds: Sequence[Bound], params: Sequence[Collection[str]]) -> dict[str, Addresses]:
-        """What is fresh in a replica's answer to Begin.
+        """Check a replica's answer to Begin. Returns the addresses in it that were not known.
 
         Args:
-            replica: Who answered.
+            replica: The replica that answered.
             bounds: Its answer, one per engine rank.
             params: Per engine rank: the parameters that will be written.
 
         Raises:
-            ProtocolError: The answer is not of these ranks and parameters, or contradicts itself or what is known.
+            ProtocolError: The answer is for other ranks or parameters, or contradicts itself or known addresses.
         """
         if len(bounds) != len(params):
             raise ProtocolError(f"replica {replica} has {len(params)} ranks and says where {len(bounds)} are")

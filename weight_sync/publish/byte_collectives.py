@@ -2,7 +2,7 @@
 
 Owns sizes, padding and their limit. Does not own what the bytes mean (collectives.py), nor the group. Every function is
 collective: all ranks of the group call the same ones in the same order. A message over MAX_BYTES is an error on every
-rank, because all ranks see its size before anybody makes room for it.
+rank, because all ranks see its size before any of them allocates memory for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from weight_sync.errors import ProtocolError
 
 MAX_BYTES = 1 << 30
-"""Longest message of one rank. The largest is a rank's part of a plan: some tens of MB for 256 ranks of Kimi-K2."""
+"""Longest message of one rank. The longest in use is a rank's part of a plan: tens of MB for 256 ranks of Kimi-K2."""
 
 
 def broadcast_bytes(data: bytes, group: dist.ProcessGroup | None) -> bytes:
@@ -60,11 +60,11 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes
 
 
 def _all_gather(received: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    cast(Any, dist).all_gather(received, own, group=group)  # torch does not say what it takes
+    cast(Any, dist).all_gather(received, own, group=group)  # torch has no types for its arguments
 
 
 def _sizes(own: int, group: dist.ProcessGroup | None) -> list[int]:
-    """Every rank's size. Raises ProtocolError, on all ranks, where one is over the limit."""
+    """Every rank's size. Raises ProtocolError, on all ranks, if one is over the limit."""
     device = _device(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     _all_gather(sizes, torch.tensor([own], device=device), group)
@@ -91,5 +91,5 @@ def _bytes(message: torch.Tensor, size: int) -> bytes:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's backend wants tensors."""
+    """The device on which the group's backend takes tensors."""
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

@@ -1,7 +1,7 @@
-"""Where the trainer's ranks meet: collectives in which whatever fails on one rank is raised on all of them.
+"""Collectives of the trainer's ranks that raise one rank's error on all ranks.
 
-Owns: how a value, an error or a sum gets from rank to rank. Does not own what they say (its callers), the bytes on
-their way (byte_collectives.py), nor the group.
+Owns: how a value, an error or a sum gets from rank to rank. Does not own what values mean (its callers), how bytes are
+sent (byte_collectives.py), nor the group.
 
     on_rank0    rank 0 --> all      its value, or its error
     deal        rank 0 --> all      the same, and a part of its own for each rank
@@ -10,12 +10,12 @@ their way (byte_collectives.py), nor the group.
     everywhere  all --> all         every rank's value, or the first rank's error
     add_up      all --> rank 0      one sum of arrays
 
-Values cross as msgpack, and the reader names the type that it expects (typed_msgpack.py); an error crosses as its
+Values are sent as msgpack, and the reader names the type that it expects (typed_msgpack.py); an error is sent as its
 class's name and its text. Nothing is unpickled.
 
-Invariants. All ranks call the same methods in the same order. An exception on one rank travels as a value, because the
-others are waiting in a collective, and is raised where it arrives. A rank that died, or stopped for longer than the
-group's timeout, is RankLost on those that wait for it. With one rank, every method is local.
+Invariants. All ranks call the same methods in the same order. An exception on one rank is sent as a value, because the
+others are waiting in a collective, and the ranks that get it raise it. If a rank died, or stopped for longer than the
+group's timeout, the ranks that wait for it raise RankLost. With one rank, every method is local.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Part = TypeVar("Part")
 Outcome: TypeAlias = tuple[T | None, SlipstreamError | None]
-"""What a rank made, or why it could not. Examples: (layout, None), (None, PlanError("no such tensor"))."""
+"""A rank's result, or its error. Examples: (layout, None), (None, PlanError("no such tensor"))."""
 Kind: TypeAlias = Any
-"""The type of a value that crosses, as a type hint: int, dict[str, int], a dataclass of such; None for no value."""
+"""The type of a value that is sent, as a type hint: int, dict[str, int], a dataclass of such; None for no value."""
 
 
 class Meeting:
@@ -49,7 +49,7 @@ class Meeting:
 
     Args:
         rank, world_size: This rank and the number of trainer ranks.
-        group: A process group over all trainer ranks; None when there is one rank.
+        group: A process group over all trainer ranks; None if there is only one rank.
     """
 
     def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
@@ -60,7 +60,7 @@ class Meeting:
         self._group = group
 
     def on_rank0(self, kind: Kind, make: Callable[[], T]) -> T:
-        """make() on rank 0, its result or its error on every rank."""
+        """Call make() on rank 0. Every rank gets its result or its error."""
         outcome = _attempt(make) if self.rank == 0 else (None, None)
         if self._group is not None:
             with self._waiting("a broadcast"):
@@ -72,7 +72,8 @@ class Meeting:
         return cast(T, value)
 
     def deal(self, kind: Kind, part_kind: Kind, make: Callable[[], tuple[T, Sequence[Part]]]) -> tuple[T, Part]:
-        """make() on rank 0: what every rank gets, and one part for each, which nobody else gets. Its error on all."""
+        """Call make() on rank 0. Every rank gets its first result, and its own one of the parts; or all get its
+        error."""
         parts: list[Part] = []
 
         def make_shared() -> T:
@@ -88,7 +89,7 @@ class Meeting:
         return shared, parts[0] if self.rank == 0 else unpack(part_kind, data)
 
     def gather(self, kind: Kind, value: T) -> list[T]:
-        """Every rank's value, on rank 0; the others get nothing."""
+        """Every rank's value, on rank 0; the other ranks get nothing."""
         if self._group is None:
             return [value]
         with self._waiting("a gather"):
@@ -96,7 +97,7 @@ class Meeting:
         return [unpack(kind, data) for data in gathered]
 
     def attempts(self, kind: Kind, make: Callable[[], T]) -> list[Outcome[T]]:
-        """make() on every rank, and every rank's result or error on rank 0; the others get nothing."""
+        """Call make() on every rank. Rank 0 gets every rank's result or error, the others get nothing."""
         outcome = _attempt(make)
         if self._group is None:
             return [outcome]
@@ -105,7 +106,8 @@ class Meeting:
         return [_unpacked(kind, data) for data in gathered]
 
     def everywhere(self, kind: Kind, make: Callable[[], T]) -> list[T]:
-        """make() on every rank, all results on every rank; the first rank's error on all of them."""
+        """Call make() on every rank. Every rank gets all results; if any rank fails, all raise the first one's
+        error."""
         outcome = _attempt(make)
         if self._group is None:
             if outcome[1] is not None:
@@ -116,14 +118,16 @@ class Meeting:
         return values([_unpacked(kind, data) for data in gathered])
 
     def add_up(self, table: Ints) -> None:
-        """From here on, rank 0's table holds the sum of all ranks'; the others' are undefined."""
+        """Put the sum of all ranks' tables into rank 0's. The other ranks' tables are undefined afterwards."""
         if self._group is not None:
             with self._waiting("a sum"):
                 dist.reduce(torch.as_tensor(table), group_dst=0, group=self._group)
 
     @contextlib.contextmanager
     def _waiting(self, what: str) -> Generator[None]:
-        """Names what a collective raises when a peer is gone, or stopped for longer than the group's timeout."""
+        """Raise RankLost for what a collective raises if a peer is gone, or stopped for longer than the group's
+        timeout.
+        """
         try:
             yield
         except WeightSyncError:
@@ -133,7 +137,7 @@ class Meeting:
 
 
 def values(outcomes: Sequence[Outcome[T]]) -> list[T]:
-    """What every rank made; the first rank's error is raised."""
+    """Every rank's result. Raises the first rank's error, if any rank has one."""
     for rank, (_, error) in enumerate(outcomes):
         if error is not None:
             raise type(error)(f"trainer rank {rank}: {error}")
@@ -141,7 +145,7 @@ def values(outcomes: Sequence[Outcome[T]]) -> list[T]:
 
 
 def _attempt(make: Callable[[], T]) -> Outcome[T]:
-    """make()'s result, or its error as a value: the other ranks are waiting in a collective."""
+    """make()'s result, or its error as a value, because the other ranks are waiting in a collective."""
     try:
         return make(), None
     except (WeightSyncError, ConfigError) as e:
@@ -162,7 +166,7 @@ def _packed(outcome: Outcome[object]) -> bytes:
 
 
 def _unpacked(kind: Kind, data: bytes) -> Outcome[Any]:
-    """Inverse of _packed. Raises ProtocolError where the bytes are not of this kind."""
+    """Inverse of _packed. Raises ProtocolError if the bytes are not of this kind."""
     name, text, value = unpack(tuple[str, str, Any], data)
     if name:
         return None, (named_error(name, SlipstreamError) or WeightSyncError)(text)

@@ -1,15 +1,14 @@
-"""One publish of one trainer rank under way: slots in turn, packed by the caller's thread, written by its lanes.
+"""Runs one trainer rank's part of one publish: the caller's thread packs slots in turn, and lanes write them.
 
-A lane is a thread (of `staging_slots.py`, which has them ready) and the destinations that it writes to, one after
-the other. Lanes do not wait for each other: a link goes on with the next load while another one still sends its part
-of this one.
+A lane is a thread (of `staging_slots.py`, which keeps them ready) and the destinations that it writes to, one after
+the other. Lanes do not wait for each other: one sends the next load while another still sends its part of this one.
 
-Owns the overlap of packing with writing, the time that each replica has, what becomes of one whose link fails, and the
-count of what was sent. Does not own: staging and loads (`staging_slots.py`), which outlive it, nor the schedule
-(`pipeline.py`, its only caller; the picture is there).
+Owns the overlap of packing with writing, the time that each replica has, what happens to a replica whose link fails,
+and the count of what was sent. Does not own: staging and loads (`staging_slots.py`), which outlive it, nor the schedule
+(`pipeline.py`, its only caller, which has a diagram).
 
 Invariants: a slot is packed again only when every write from it is over; a replica that failed gets no further write;
-a failed write is closed while no other one is under way.
+a failed write is closed while no other write is running.
 """
 
 from __future__ import annotations
@@ -43,22 +42,22 @@ WAIT_LOG_S = 30.0
 
 @dataclass(slots=True)
 class RankPublishReport:
-    """What one rank did in one publish, as it tells rank 0."""
+    """What one rank did in one publish; it sends this to rank 0."""
 
     errors: dict[int, str] = field(default_factory=dict)
-    """Per replica that this rank could not serve in full: why."""
+    """Per replica that this rank could not send everything to: why."""
     write_s: dict[int, float] = field(default_factory=dict)
     """Per replica: seconds of writing to the one of its ranks that took longest."""
     num_bytes: int = 0
-    """Bytes that crossed, over all replicas."""
+    """Bytes that were sent, to all replicas together."""
     prepare_s: float = 0.0
-    """Seconds of packing and hashing, the wait for the device included."""
+    """Seconds of packing and hashing, including the wait for the device."""
     busy_write_s: float = 0.0
     """Seconds during which something was being written."""
     peak_bytes: int = 0
-    """Most temporary memory held at once."""
+    """The most temporary memory that was held at once."""
     spans: list[Span] = field(default_factory=list)
-    """What it spent its time on; empty unless asked for."""
+    """Its timeline; empty unless asked for."""
 
 
 @dataclass(slots=True)
@@ -66,13 +65,13 @@ class PipelineResult:
     """What one rank did in one publish, and what it wrote."""
 
     sums: Sums
-    """Per destination and parameter: bytes written, and the sum of their hashes (0 where hashes are off)."""
+    """Per destination and parameter: bytes written, and the sum of their hashes (0 if hashes are off)."""
     report: RankPublishReport = field(default_factory=RankPublishReport)
 
 
 @dataclass(slots=True)
 class Prepared:
-    """What stands ready before a byte may be written."""
+    """What is ready before a byte may be written."""
 
     version: int
     tracer: Tracer
@@ -83,15 +82,15 @@ class Prepared:
 
 
 class Replay:
-    """The state of one Pipeline.run: the slots in turn, the lanes, who is out, what was sent.
+    """The state of one Pipeline.run: slots, lanes, failed replicas, and what was sent.
 
     Args:
         slots: What is packed and written.
-        transport: Writes.
+        transport: The link to write over.
         bindings: Where the live replicas' ranks are.
-        budgets_s: Per replica: the longest that writes to one rank of it may take in all.
+        budgets_s: Per replica: the longest that writes to one of its ranks may take in all.
         prepared: The first loads.
-        result: Filled.
+        result: Filled in here.
     """
 
     def __init__(
@@ -114,10 +113,10 @@ class Replay:
         self._addresses = {dest: slots.entries[dest].addresses(bindings[dest]) for dest in served}
         self._lane_of = {dest: number % MAX_LINK_THREADS for number, dest in enumerate(served)}
         self._lanes = [queue.SimpleQueue[_Part | None]() for _ in range(min(len(served), MAX_LINK_THREADS))]
-        """What each lane has to write."""
+        """Per lane, the parts that it has to write."""
         self._door = _Door()
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        """Slots that may be packed; None: there will be none any more."""
+        """Slots that may be packed; None: no more slots will come."""
         self._seconds = dict.fromkeys(served, 0.0)
         """Seconds spent on writing to each destination."""
         self._written: dict[Destination, list[slice]] = {dest: [] for dest in served}
@@ -125,7 +124,7 @@ class Replay:
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Send what is prepared, and pack every other load in order while the lanes send those before."""
+        """Send the prepared loads, and pack the others in order while the lanes send earlier ones."""
         ready = {filled.load.number: filled for filled in self._prepared.filled}
         loads = [load for load in self._slots.loads if self._wanted(load)]
         if not loads:
@@ -149,11 +148,11 @@ class Replay:
         self._result.report.prepare_s += sum(lane.result() for lane in lanes)
 
     def _pack_all(self, loads: Sequence[Load], ready: Mapping[int, Filled]) -> None:
-        """Every load to its lanes, as slots come back; until there are none any more, or nobody to send to."""
+        """Pack loads and give them to lanes as slots come back, until no slot or no replica is left."""
         for load in loads:
             filled = ready.get(load.number)
             if filled is None:
-                if not self._wanted(load):  # who wanted it has failed
+                if not self._wanted(load):  # all replicas that need it have failed
                     continue
                 slot = self._next_slot()
                 if slot is None:
@@ -167,7 +166,7 @@ class Replay:
         return [dest for dest in load.batches if dest in self._bindings and dest[0] not in self._result.report.errors]
 
     def _next_slot(self) -> int | None:
-        """A slot that may be packed; None when a lane failed, whose error is raised later.
+        """A slot that may be packed; None if a lane failed (its error is raised later).
 
         Raises:
             TransportError: Every slot is quarantined.
@@ -184,7 +183,7 @@ class Replay:
                 logger.warning("packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, self._seconds)
 
     def _hand_over(self, filled: Filled) -> None:
-        """A packed load to every lane that has a part in it."""
+        """Give a packed load to every lane that writes a part of it."""
         parts: dict[int, list[Destination]] = {}
         for dest in self._wanted(filled.load):
             parts.setdefault(self._lane_of[dest], []).append(dest)
@@ -195,7 +194,8 @@ class Replay:
             self._lanes[lane].put((load, destinations))
 
     def _run_lane(self, parts: queue.SimpleQueue[_Part | None]) -> float:
-        """A lane's thread: its parts, in order. Returns its wait for the device. Never leaves packing waiting."""
+        """Run in a lane's thread: write its parts in order. Returns its wait for the device. If it fails, it wakes the
+        packing thread, which would otherwise wait for a slot forever."""
         waited_s = 0.0
         try:
             self._slots.enter_thread()
@@ -212,14 +212,14 @@ class Replay:
         return waited_s
 
     def _give_back(self, slot: int) -> None:
-        """Every write from a slot is over."""
+        """Make a slot free again: every write from it is over."""
         if slot not in self._slots.quarantined:
             self._free.put(slot)
         elif len(self._slots.quarantined) == NUM_SLOTS:
             self._free.put(None)
 
     def _write(self, filled: Filled, dest: Destination) -> None:
-        """One session's part of a load, if its replica is still served."""
+        """Write one destination's part of a load, unless its replica has failed."""
         replica, binding, batch = dest[0], self._bindings[dest], filled.load.batches[dest]
         error: TransportError | None = None
         with self._door.writing():
@@ -249,10 +249,10 @@ class Replay:
         self._close_failed(filled.slot, binding.session)
 
     def _close_failed(self, slot: int, session: str) -> None:
-        """Make sure that nothing of a failed write ever reads its slot again.
+        """Make sure that a failed write never reads its slot again.
 
-        A slot is in nobody's hands meanwhile: this lane's part of its load is not over. It is quarantined only where
-        closing failed, since lanes of other slots ask how many are left.
+        The slot is not used meanwhile, because this lane's part of its load is not over. It is quarantined only if
+        closing fails, because lanes with other slots count the slots that are left.
         """
         with self._door.alone():
             try:
@@ -264,7 +264,7 @@ class Replay:
                 logger.error("slot %d is quarantined: %s", slot, e)
 
     def _count(self) -> None:
-        """Add up what was written. The lanes have ended."""
+        """Add up what was written, after the lanes have ended."""
         self._result.report.busy_write_s = self._door.busy_s
         for (replica, _), seconds in self._seconds.items():
             self._result.report.write_s[replica] = max(seconds, self._result.report.write_s.get(replica, 0.0))
@@ -281,7 +281,7 @@ class Replay:
 
 
 class _OnItsWay:
-    """A load in its slot: packed when the device says so, over when every lane has written its part."""
+    """A load in its slot: packed once the device has finished, over once every lane has written its part."""
 
     def __init__(self, filled: Filled, num_lanes: int) -> None:
         self.filled = filled
@@ -290,7 +290,8 @@ class _OnItsWay:
         self._lock = threading.Lock()
 
     def wait_until_packed(self) -> float:
-        """One lane asks the device, the others wait for its answer. Returns the seconds that this one asked."""
+        """Wait until the device has packed the load: one lane asks the device, the others wait for that lane. Returns
+        the seconds for which this lane asked."""
         with self._lock:
             if self._is_packed:
                 return 0.0
@@ -301,18 +302,19 @@ class _OnItsWay:
             return time.monotonic() - began
 
     def part_is_over(self) -> bool:
-        """A lane has written its part; whether it was the last."""
+        """Note that a lane has written its part. Returns whether it was the last."""
         with self._lock:
             self._num_lanes -= 1
             return self._num_lanes == 0
 
 
 _Part = tuple[_OnItsWay, Sequence[Destination]]
-"""What one lane writes of a load."""
+"""The part of a load that one lane writes."""
 
 
 class _Door:
-    """Writes pass it together; who closes a failed one passes alone. Knows how long anybody was writing."""
+    """A lock that writes hold together, and the closing of a failed write holds alone. Counts the seconds of
+    writing."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -323,7 +325,7 @@ class _Door:
 
     @contextmanager
     def writing(self) -> Generator[None]:
-        """Around a write."""
+        """Hold the lock for a write."""
         with self._changed:
             self._wait_until(lambda: not self._is_closing)
             if self._num_writing == 0:
@@ -340,7 +342,7 @@ class _Door:
 
     @contextmanager
     def alone(self) -> Generator[None]:
-        """After all writes under way; none begins until this is left."""
+        """Hold the lock alone: wait for all running writes, and let none begin."""
         with self._changed:
             self._wait_until(lambda: not self._is_closing)
             self._is_closing = True

@@ -1,8 +1,8 @@
 """What goes into one staging slot, and how it gets there: reads compiled once, replayed at every publish.
 
-Owns the vocabulary between a pipeline that knows where bytes go in a slot and a source that knows where they come
-from. A plan is static and has tens of thousands of pieces, so what one of them costs in Python is paid at connect: a
-source that can, joins pieces that are neighbours in its own memory and in the slot into few large operations.
+Owns the types that the pipeline, which knows where bytes go in a slot, and a source, which knows where they come from,
+exchange. A plan is static and has tens of thousands of pieces, so Python's cost per piece is paid once, at connect. A
+source may join pieces that are neighbours in its own memory and in the slot into few large operations.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from weight_sync.plan.tasks import Task
 from weight_sync.source import WeightSource
 
 FillSlot = Callable[[], None]
-"""Writes all bytes of one load into a slot, on the current stream; only between begin() and end(). Holds the slot."""
+"""Writes all bytes of one load into its slot, on the current stream. Call it only between begin() and end()."""
 CompiledReads = Callable[[Tensor], FillSlot]
-"""What fills a slot (flat uint8), any one. Holds none, so that a plan may be kept while staging is given back."""
+"""Slot (flat uint8) -> the function that fills it. Holds no slot, so a plan survives freeing the staging buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """Bytes that are packed once, and every task that sends them (they differ in the replica alone)."""
+    """Bytes that are packed once, and all tasks that send them (they differ only in the replica)."""
 
     offset_bytes: int
     tasks: tuple[Task, ...]
@@ -57,7 +57,7 @@ class PackedRead:
         return self.axes == tuple(range(len(self.axes)))
 
     def view(self, slot: Tensor) -> Tensor:
-        """The part of a slot that this fills, seen with the shape of the region.
+        """The part of a slot that this fills, as a view with the shape of the region.
 
         Packed dim i is tensor dim axes[i], so the view is the inverse permutation of the packed, row-major block.
         """
@@ -71,12 +71,12 @@ class CompilingSource(Protocol):
     """A WeightSource that plans many reads at once."""
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
-        """Turn the reads of one load into one function a slot. Static: may be called before any begin()."""
+        """Turn the reads of one load into one function per slot. May be called before any begin()."""
         ...
 
 
 def compile_reads(source: WeightSource, reads: Sequence[PackedRead]) -> CompiledReads:
-    """The source's own way to fill a slot, else one read() a piece."""
+    """The source's own function to fill a slot or, if it has none, one read() per piece."""
     if isinstance(source, CompilingSource):
         return source.compile_reads(reads)
 
@@ -111,7 +111,7 @@ def packed_reads(packets: Sequence[Packet]) -> list[PackedRead]:
 
 
 def same_bytes(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Runs of consecutive tasks that differ in the replica alone: packed and hashed once, written once per replica."""
+    """Runs of consecutive tasks that differ only in the replica: packed and hashed once, written once per replica."""
     groups: list[list[Task]] = []
     for task in tasks:
         if groups and replace(groups[-1][0], replica=task.replica) == task:

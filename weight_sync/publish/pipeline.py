@@ -1,28 +1,28 @@
 """One trainer rank's part of a publish: pack, hash, write, with temporary memory under the watermark.
 
-Owns the cutting of a schedule into slot loads, the account of the watermark, when staging is taken and given back.
-Does not own: staging and its loads (`staging_slots.py`), the overlap of packing with writing and what becomes of a
-replica whose link fails (`lanes.py`), which bytes go where (`plan.py`), how a slot is filled (`packing.py`), the values
+Owns how a schedule is cut into slot loads, the account of the watermark, and when staging is allocated and freed. Does
+not own: staging and its loads (`staging_slots.py`), the overlap of packing with writing and what happens to a replica
+whose link fails (`lanes.py`), which bytes go where (`plan.py`), how a slot is filled (`packing.py`), the values
 (`source.py`), links (`transport/`), or agreement with replicas (`publisher.py`, its only caller).
 
     schedule:  [t0 t1 t2 | t3 t4 | t5 t6 t7 ...]          a load = consecutive tasks that fit one slot; static, cut once
 
-                      prepare(): while engines pause            run(): once they stand still
+                      prepare(): while engines pause            run(): once they have paused
     caller's thread   pack+hash load 0 -> slot 0 | load 1 -> slot 1 | (slot 0 free?) load 2 -> slot 0 | ...
     lane 0                                                          | its part of load 0   | of load 1 | ...
     lane 1                                                          | of load 0 | of load 1    | ...
-                                                                      a lane: a thread, one batched write a session
+                                                                      a lane: a thread, one batched write per session
 
 Watermark. Everything temporary counts, and all of it is known before a byte moves:
 
     staging buffer (two slots) + hash sums and scratch + source.temporary_bytes  <=  watermark_bytes
 
-A rank with two pipelines (adapters, and a base that is sent again) has one watermark: the one at rest is released.
+A rank with two pipelines (adapters, and a base that is sent again) has one watermark, so the idle pipeline is released.
 
-A slot is written after the device finished packing it (links do not order with torch streams) and comes back when
-every write from it is over. "Over" means that write() returned, or that it failed and transport.reset()
-returned; a slot whose failed write cannot be closed is quarantined: it is never packed again until a later reset
-succeeds. A replica whose write failed gets no further task; the others go on.
+Writing from a slot starts after the device has finished packing it, because links do not order with torch streams. The
+slot is free again when every write from it is over. "Over" means that write() returned, or that it failed and
+transport.reset() returned. A slot whose failed write cannot be closed is quarantined: it is not packed again until a
+later reset succeeds. A replica whose write failed gets no further task; the others go on.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Pipeline:
         self._verify_hashes = verify_hashes
         self._tasks: Sequence[Task] = ()
         self._compiled: list[tuple[tuple[Packet, ...], CompiledReads]] = []
-        """What a load holds and what fills it, staging or not."""
+        """Per load, its packets and the function that fills a slot; kept while staging is freed."""
         self._places = Places({})
         self._slot_bytes = 0
         self._slots: Slots | None = None
@@ -94,7 +94,7 @@ class Pipeline:
 
     @property
     def _limits(self) -> Staging:
-        """What the watermark leaves; the source may have learnt since what it needs."""
+        """What the watermark leaves for staging. Computed anew, because the source may need more than at first."""
         return Staging(
             watermark_bytes=self._watermark_bytes,
             reserved_bytes=self._reserved_bytes(self._source.temporary_bytes),
@@ -109,11 +109,12 @@ class Pipeline:
         self.allocate()
 
     def compile(self, tasks: Sequence[Task], places: Places | None = None) -> None:
-        """Take this rank's schedule and compile what fills its slots, and the hash kernels. No staging. Once a plan.
+        """Take this rank's schedule, and compile what fills its slots and the hash kernels. Call it once per plan;
+        allocates no staging.
 
         Args:
             tasks: In schedule order.
-            places: Of the results' sums: those that all ranks have, whose sums then add up. None: the tasks' own.
+            places: Places of the sums in results: the same on all ranks, so that sums add up. None: the tasks' own.
 
         Raises:
             PlanError: A task is larger than a slot.
@@ -130,7 +131,7 @@ class Pipeline:
         largest = max((aligned(task.num_bytes) for task in tasks), default=0)
         self._slot_bytes = limits.slot_bytes(total, largest)
         self._recover_slots()
-        self._drop_staging()  # of an earlier plan
+        self._drop_staging()  # frees an earlier plan's
         self._tasks, self._places = tasks, Places.of_tasks(tasks) if places is None else places
         self._compiled = [
             (packets, compile_reads(self._source, packed_reads(packets)))
@@ -140,7 +141,7 @@ class Pipeline:
             compile_kernels(self._device)
 
     def allocate(self) -> None:
-        """Take staging and register it. After compile()."""
+        """Allocate staging and register it. Call it after compile()."""
         self._drop_staging()
         self._slots = Slots(
             self._compiled,
@@ -155,10 +156,10 @@ class Pipeline:
         self._is_released = False
 
     def release(self) -> None:
-        """Give back all device memory to another pipeline of this rank, until the next prepare() takes it again.
+        """Free all device memory for another pipeline of this rank. The next prepare() allocates it again.
 
         Raises:
-            TransportError: A failed write out of staging cannot be closed yet. Nothing is given back.
+            TransportError: A failed write out of staging cannot be closed yet. Nothing is freed.
         """
         self._recover_slots()
         self._drop_staging()
@@ -167,9 +168,9 @@ class Pipeline:
 
     @torch.no_grad()
     def prepare(self, version: int, *, trace: bool = False) -> None:
-        """Begin the source and pack the first loads, one per slot, before it is known who will receive them.
+        """Begin the source and pack the first loads, one per slot, before it is known which replicas will receive them.
 
-        Collective in source.begin(). What goes wrong is kept for run(); either that or cancel() must follow.
+        Collective in source.begin(). Errors are kept for run(). Either run() or cancel() must follow.
         """
         self._prepared = prepared = Prepared(version, Tracer(self._device, is_on=trace))
         try:
@@ -191,7 +192,7 @@ class Pipeline:
             prepared.error = e
 
     def cancel(self) -> None:
-        """Drop what prepare() made, where run() will not follow. Rank-local; harmless when nothing is prepared."""
+        """Drop what prepare() made, if run() will not follow. Rank-local; harmless if nothing is prepared."""
         if self._prepared is not None:
             self._prepared.tracer.finish()
             self._prepared = None
@@ -207,8 +208,8 @@ class Pipeline:
             budgets_s: Per replica: the longest that writes to it may take in all.
 
         Returns:
-            What was done. It does not raise for what can be blamed on a replica, nor for a source that raises: then
-            every replica gets that error.
+            What was done. A replica's failure is in the result and not raised. If the source raises, every replica gets
+            that error.
         """
         if self._prepared is None or self._prepared.version != version:
             raise PlanError(f"run(version {version}) without prepare(version {version})")
@@ -232,11 +233,11 @@ class Pipeline:
         return result
 
     def forget(self, session: str) -> None:
-        """A replica failed outside this pipeline (died, refused): close what the link still holds of it."""
+        """Close what the link still holds of a replica that failed outside this pipeline (it died, or refused)."""
         self._transport.reset(session)
 
     def close(self) -> None:
-        """Drop staging. The transport stays the caller's."""
+        """Free staging. The caller closes the transport."""
         self.cancel()
         self._drop_staging()
 
@@ -271,7 +272,7 @@ class Pipeline:
 
 
 def _cut(tasks: Sequence[Task], slot_bytes: int, limits: Staging) -> list[tuple[Packet, ...]]:
-    """Slot loads in schedule order: each as many packets as fit and may be, aligned."""
+    """Cut tasks into slot loads, in schedule order. Each has as many aligned packets as fit and as are allowed."""
     loads: list[list[list[Task]]] = []
     used = slot_bytes
     for group in same_bytes(tasks):
@@ -284,10 +285,10 @@ def _cut(tasks: Sequence[Task], slot_bytes: int, limits: Staging) -> list[tuple[
 
 
 def _laid_out(groups: Sequence[list[Task]]) -> tuple[Packet, ...]:
-    """A load's packets: those of a parameter and a destination after each other, so that one launch fills them.
+    """A load's packets, with those of one parameter and destination next to each other, so that one launch fills them.
 
-    The schedule takes destinations in turn, so that every load has bytes for all of them. Their order within a load is
-    free: nothing of it is written before all of it is packed.
+    The schedule alternates between destinations, so that every load has bytes for all of them. Packets may be reordered
+    within a load, because nothing of it is written before all of it is packed.
     """
     turns: dict[tuple[str, int, int], list[list[Task]]] = {}
     for group in groups:

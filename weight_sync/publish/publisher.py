@@ -1,9 +1,9 @@
 """The trainer's end of the weight sync: connect once, then publish a version after every optimizer step.
 
-Owns: the plan's way to every rank, epochs, who is in and who is out, the order of phases, the expected sums. Every
-trainer rank has a Publisher and calls the same methods at the same time; rank 0 alone speaks to the replicas. Does not
-own bytes (`pipeline.py`), how ranks meet (`collectives.py`), what replicas are told and what is made of their
-answers in a publish (`transaction.py`), sockets (`control_client.py`), or the fence (the caller must not change weights
+Owns: how the plan reaches every rank, epochs, which replicas take part, the order of phases, the expected sums. Every
+trainer rank has a Publisher and calls the same methods at the same time; only rank 0 speaks to the replicas. Does not
+own bytes (`pipeline.py`), the ranks' collectives (`collectives.py`), a publish's messages to replicas and the judgement
+of their answers (`transaction.py`), sockets (`control_client.py`), or the fence (the caller must not change weights
 until publish() returns).
 
     rank 0                                    every rank                              replica (each on its own)
@@ -16,13 +16,13 @@ until publish() returns).
     Abort to the others                 ->                                            stay DIRTY
                                        bcast  report; links of failed replicas are closed
 
-A replica that the caller excludes is not asked, not written to and not waited for; what the links still hold of it is
-closed, as for one that failed. With weight_sync.publish_waves > 1 all of this is done for one group of replicas after
-the other, each wave an epoch of its own. A replica that was started again rejoins by reconnect(), under the same plan.
+A replica that the caller excludes is not asked, not written to and not waited for; its open links are closed, as for
+one that failed. With weight_sync.publish_waves > 1 all of this is done for one group of replicas after the other, and
+each wave is an epoch of its own. A replica that was started again rejoins by reconnect(), under the same plan.
 
-Invariants. All ranks run the same collectives in the same order whatever fails. A replica's failure is an entry in the
-report, never an exception, and costs the others at most the time spent waiting for it. Each attempt is a new epoch,
-larger than any that a replica has seen.
+Invariants. All ranks run the same collectives in the same order, whatever fails. A replica's failure is an entry in the
+report, never an exception, and delays the others at most by the wait for it. Each attempt is a new epoch, larger than
+any that a replica has seen.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Agreed:
-    """What rank 0 tells all ranks in plan_for()."""
+    """What rank 0 sends to all ranks in plan_for()."""
 
     summary: PlanSummary
     names: tuple[tuple[str, ...], ...]
-    """Lists of parameters: ranks of several replicas have the same."""
+    """Lists of parameters. The same ranks of several replicas share one list."""
     names_of: dict[Destination, int]
-    """Per engine rank: which of these lists is its own."""
+    """Per engine rank, the index of its list."""
 
     def places(self) -> Places:
         """The place of every parameter of every engine rank."""
@@ -85,7 +85,7 @@ class Publisher:
         source: This rank's weights.
         transport: This rank's link.
         rank, world_size: This rank and the number of trainer ranks.
-        group: A gloo process group over all trainer ranks (object collectives on the CPU); None when there is one rank.
+        group: A gloo process group over all trainer ranks; None if there is only one rank.
         config: Watermark, deadline, hashes.
         key: The run's key.
         device: Device of the trainer's weights, where staging lives.
@@ -113,32 +113,34 @@ class Publisher:
         )
         self._endpoints: list[str] = []
         self._digest = ""
-        """The plan's digest; empty while there is no plan."""
+        """The plan's digest; empty before there is a plan."""
         self._summary: PlanSummary | None = None
         self._is_connected = False
         self._places = Places({})
         """The place of every parameter of every replica, the same on all ranks."""
         self._epoch = 0
         self._clients: ReplicaClients | None = None
-        # Asks replicas to begin while this rank packs. One call at a time: their sockets belong to no thread.
+        # Asks replicas to begin while this rank packs. Only one call runs at a time, because their sockets are shared.
         self._asking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync-begin")
         self._layouts: list[tuple[DestLayout, ...]] = []
         """Per replica, on rank 0: the layouts that the plan is made for."""
         self._met: list[tuple[DestLayout, ...]] = []
-        """... and those that the replicas described in connect()."""
+        """Per replica, on rank 0: the layouts that it described in connect()."""
         self._planned: dict[Destination, Planned] = {}
-        """Per engine rank, on rank 0: what it must hold after any publish, but for the hashes."""
+        """Per engine rank, on rank 0: what it must hold after any publish, except for the hashes."""
         self._last_sums: dict[Destination, Ints] = {}
-        """Per engine rank that committed: its part of the sums."""
+        """Per engine rank that committed: its part of the sums of the last publish."""
         self._book = AddressBook()
         self._open_sessions: dict[Destination, str] = {}
-        """Links of this rank that may be open: to replicas that committed, whether or not they live still."""
+        """Links of this rank that may be open: to replicas that have committed, even if they have died since."""
 
     def connect(self, endpoints: Sequence[str]) -> PlanSummary:
-        """Learn every replica's layout, plan unless it is planned for these, take this rank's tasks. Collective.
+        """Learn every replica's layout, plan unless there is a plan for these layouts, and take this rank's tasks.
+        Collective.
 
         Raises:
-            WeightSyncError: The same on every rank: a replica does not answer, links differ, or no plan exists.
+            WeightSyncError: A replica does not answer, links differ, or no plan is possible. Raised alike on every
+            rank.
         """
         meeting = self._meeting
         self._is_connected = False
@@ -158,15 +160,15 @@ class Publisher:
         return self._summary
 
     def plan_for(self, layouts: Sequence[tuple[DestLayout, ...]]) -> None:
-        """Plan for replicas that are not there yet; connect() plans anew unless theirs are these. Collective.
+        """Plan for replicas that do not run yet. connect() plans anew if their layouts are others. Collective.
 
-        Takes no memory of the device: an engine that starts there may count on all that is free.
+        Allocates no device memory, because engines that start meanwhile count on all that is free.
 
         Args:
-            layouts: Per replica, by rank. Those of trainer rank 0 count.
+            layouts: Per replica, by rank. Only trainer rank 0's are used.
 
         Raises:
-            WeightSyncError: The same on every rank: no plan exists.
+            WeightSyncError: No plan is possible. Raised alike on every rank.
         """
         meeting = self._meeting
         self._digest, self._is_connected = "", False
@@ -187,13 +189,14 @@ class Publisher:
             )
 
     def publish(self, version: int, *, exclude: Collection[int] = (), trace: Path | None = None) -> PublishReport:
-        """Bring `version` to every replica. Collective. Replicas' failures are in the report.
+        """Send `version` to every replica. Collective. Replicas' failures are in the report.
 
         Args:
             version: Policy version of the source's weights.
             exclude: Replicas (positions among the endpoints) that are known to be out of service; the same on every
-                rank. Each one that hangs would cost all others a pause of `timeout_s`, publish after publish.
-            trace: Where rank 0 writes the timeline of all ranks and replicas (see trace.py); None on all ranks or none.
+                rank. If one hangs and is not excluded, all others pause for `timeout_s` at every publish.
+            trace: File for the timeline of all ranks and replicas (see trace.py), written by rank 0; None: no timeline.
+                Either all ranks give one or none does.
 
         Raises:
             ProtocolError: connect() was not called, or `exclude` names a replica that does not exist.
@@ -238,9 +241,10 @@ class Publisher:
         return report
 
     def disconnect(self, replicas: Collection[int]) -> None:
-        """Close this rank's links to replicas that are dead: open ones keep their memory pinned. Not collective.
+        """Close this rank's links to dead replicas, because open links keep their memory pinned. Not collective.
 
-        One that dies between two publishes would stay mapped until the next, and its successor would find no memory.
+        Without this, a replica that dies between two publishes stays mapped until the next one, and the replica that
+        replaces it finds no memory.
         """
         for destination, session in list(self._open_sessions.items()):
             if destination[0] not in replicas:
@@ -248,15 +252,17 @@ class Publisher:
             try:
                 self._pipeline.forget(session)
                 del self._open_sessions[destination]
-            except TransportError as e:  # kept, and tried again at the next occasion
+            except TransportError as e:  # the link is kept, and closing is tried again next time
                 logger.error("the link to %s cannot be closed yet: %s", self._endpoints[destination[0]], e)
 
     def reconnect(self, replica: int, endpoint: str) -> None:
-        """A replica was started again: write to it from the next publish on. Collective; the others notice nothing.
+        """Write to a replica that was started again, from the next publish on. Collective; other replicas are not
+        affected.
 
         Raises:
-            WeightSyncError: The same on every rank: it does not answer, or its layout is not the planned one. It gets
-                no further publish.
+            WeightSyncError: It does not answer, or its layout is not the planned one; it gets no further publish.
+            Raised
+                alike on every rank.
         """
         if not 0 <= replica < len(self._endpoints):
             raise ProtocolError(f"reconnect() names replica {replica}; there are {len(self._endpoints)}")
@@ -267,15 +273,15 @@ class Publisher:
         self._endpoints[replica] = endpoint
 
     def release(self) -> None:
-        """Give back temporary memory until the next publish, for another publisher of these ranks. Collective.
+        """Free temporary memory until the next publish, for another publisher of these ranks. Collective.
 
         Raises:
-            WeightSyncError: The same on every rank: a failed write out of it cannot be closed yet.
+            WeightSyncError: A failed write out of it cannot be closed yet. Raised alike on every rank.
         """
         self._meeting.everywhere(None, self._pipeline.release)
 
     def close(self) -> None:
-        """Close sockets and staging. Not collective; the transport and the group stay the caller's."""
+        """Close sockets and staging. Not collective; the caller closes the transport and the group."""
         if self._clients is not None:
             self._clients.close()
             self._clients = None
@@ -285,7 +291,7 @@ class Publisher:
     # ---- rank 0 ----
 
     def _meet(self, endpoints: Sequence[str], links: Collection[str]) -> tuple[list[dict[str, Addresses]], bool]:
-        """Ask the replicas. Returns, per replica, its addresses by their digest; and whether the plan is for them."""
+        """Ask the replicas. Returns, per replica, its addresses by their digest, and whether the plan is for them."""
         if self._clients is not None:
             self._clients.close()
         self._clients = ReplicaClients(endpoints, self._key)
@@ -297,7 +303,7 @@ class Publisher:
     def _make_plan(
         self, layouts: Sequence[tuple[DestLayout, ...]], facts: Sequence[tuple[SourceLayout, int]]
     ) -> tuple[_Agreed, list[dict[str, Any]]]:
-        """Plan. Returns what all ranks must know, and each rank's own part: a plan for a cluster is large."""
+        """Plan. Returns what all ranks need, and each rank's own part, because a plan for a cluster is large."""
         self._layouts = list(layouts)
         plan = build_plan(
             [layout for layout, _ in facts],
@@ -313,7 +319,7 @@ class Publisher:
         return _Agreed(plan.summary(), names, names_of), [plan.to_wire(rank) for rank in range(len(facts))]
 
     def _describe(self, endpoints: Mapping[int, str], links: Collection[str]) -> list[Described]:
-        """Ask these replicas what they are; refuse one that cannot be written to over `links`."""
+        """Ask these replicas for their descriptions. Refuse one that cannot be written to over `links`."""
         assert self._clients is not None
         replies = self._clients.call(
             Describe, {number: {} for number in endpoints}, dict.fromkeys(endpoints, self._config.timeout_s)
@@ -338,7 +344,7 @@ class Publisher:
         return described
 
     def _rejoin(self, replica: int, endpoint: str) -> dict[str, Addresses]:
-        """Meet a replica's successor, and make sure that the plan is for it too. Returns its addresses by digest."""
+        """Meet the replica that replaces another, and check that the plan fits it. Returns its addresses by digest."""
         assert self._clients is not None
         self._clients.replace(replica, endpoint)
         try:
@@ -356,7 +362,7 @@ class Publisher:
         return _addresses_of(described)
 
     def _transaction(self, version: int, included: Collection[int]) -> Transaction:
-        """An attempt, in an epoch of its own."""
+        """A transaction in a new epoch."""
         assert self._clients is not None
         self._epoch += 1
         return Transaction(
@@ -373,7 +379,7 @@ class Publisher:
     def _finish(
         self, transaction: Transaction, results: Sequence[RankPublishReport], sums: Sums, trace: Path | None
     ) -> PublishReport:
-        """Everyone who began commits or is told that it may not; what became of it all."""
+        """Tell every replica that began to commit or to abort. Returns the report."""
         transaction.finish(
             results, lambda number: tuple(self._expected(dest, sums) for dest in self._engine_ranks(number))
         )
@@ -385,7 +391,7 @@ class Publisher:
         if trace is not None:
             try:
                 write_trace(trace, transaction.spans(results))
-            except OSError:  # replicas serve the version whether or not there is a picture of it
+            except OSError:  # replicas serve the version even without a timeline
                 logger.exception("version %d: the timeline cannot be written to %s", report.version, trace)
         return report
 
@@ -393,7 +399,7 @@ class Publisher:
         return [(replica, rank) for rank in range(len(self._layouts[replica]))]
 
     def _params(self, replica: int) -> list[Sequence[str]]:
-        """Per engine rank: the parameters that are written."""
+        """Per engine rank, the parameters that are written."""
         return [self._places.params[dest] for dest in self._engine_ranks(replica)]
 
     def _expected(self, dest: Destination, sums: Sums) -> Expected:
@@ -402,7 +408,7 @@ class Publisher:
         return self._planned[dest].write(num_bytes, hashes if self._config.verify_hashes else None)
 
     def _count_changed(self, sums: Mapping[Destination, Ints]) -> int | None:
-        """Parameters of replicas that committed, now and before, whose bytes are others than before."""
+        """Parameters whose bytes changed, of replicas that committed both now and before."""
         known = [(part, self._last_sums[dest]) for dest, part in sums.items() if dest in self._last_sums]
         self._last_sums |= sums
         if not known or not self._config.verify_hashes:
@@ -416,5 +422,5 @@ def _of_rank0(value: T | None) -> T:
 
 
 def _addresses_of(described: Described) -> dict[str, Addresses]:
-    """What a replica says of its addresses before any publish, by digest."""
+    """The addresses in a replica's description, by digest."""
     return {addresses_digest(one.binding.addresses): one.binding.addresses for one in described.ranks}

@@ -1,4 +1,4 @@
-"""What became of a publish: the carriers that transaction.py fills and the publisher returns. Plain data, no torch."""
+"""The result of a publish: transaction.py fills it and the publisher returns it. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ EXCLUDED = "excluded by the caller"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What became of one replica in one publish."""
+    """The result of one publish for one replica."""
 
     endpoint: str
     committed: bool
     error: str | None = None
-    """Class name and text; None when committed."""
+    """Class name and text; None if it committed."""
     pause_s: float = 0.0
-    """Seconds from its Begin until it served again; 0 when it does not serve."""
+    """Seconds from its Begin until it served again; 0 if it does not serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class PublishReport:
     pause_s: float
     """Longest pause of a replica that committed."""
     begin_s: float
-    """Until every replica stood still and was marked dirty, or was given up. The first loads are packed meanwhile."""
+    """Until every replica had paused and was marked dirty, or was given up. The first loads are packed meanwhile."""
     idle_s: float
-    """Part of begin_s: until the slowest engine stood still, its step in flight included."""
+    """Part of begin_s: until the slowest engine had paused, including its step in flight."""
     mark_s: float
-    """Part of begin_s: until the slowest engine's ranks were marked dirty after that."""
+    """Part of begin_s: from then until the slowest engine's ranks were marked dirty."""
     prepare_s: float
     """Packing and hashing; overlaps begin_s and write_s."""
     write_s: float
@@ -44,21 +44,21 @@ class PublishReport:
     commit_s: float
     total_s: float
     num_bytes: int
-    """Bytes that crossed, all ranks and replicas."""
+    """Bytes that were sent, of all ranks to all replicas."""
     peak_bytes: int
     watermark_bytes: int
     num_changed_params: int | None
-    """Engine parameters, of replicas that committed, whose bytes differ from those that the replica committed before;
-    None at the first publish and where hashes are off. 0 after an optimizer step means that the step never reached the
-    source, or was lost in rounding."""
+    """Parameters, of engines that committed, whose bytes differ from those of the engine's last commit; None at the
+    first publish and if hashes are off. 0 after an optimizer step means that the step did not reach the source, or was
+    lost in rounding."""
     wave_s: tuple[float, ...] = ()
     """Seconds of every wave, in order."""
     num_relayed: int = 0
-    """Replicas that read the version from another one of their node (weight_sync.relay)."""
+    """Replicas that read the version from another replica of their node (weight_sync.relay)."""
     relay_s: float = 0.0
-    """Part of total_s: those reads, after the writes."""
+    """Part of total_s: these reads, after the writes."""
     relay_bytes: int = 0
-    """Bytes of those reads; not in num_bytes."""
+    """Bytes of these reads; not in num_bytes."""
 
     @property
     def num_committed(self) -> int:
@@ -67,7 +67,7 @@ class PublishReport:
 
 
 def joined(reports: Sequence[PublishReport], waves: Sequence[Sequence[int]]) -> PublishReport:
-    """The waves of one publish as one report: seconds and bytes add up, pauses and peaks do not."""
+    """Join the waves of one publish into one report: seconds and bytes add up, pauses and peaks do not."""
     replicas = list(reports[-1].replicas)
     for report, wave in zip(reports, waves, strict=True):
         for number in wave:

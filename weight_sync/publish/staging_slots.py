@@ -1,13 +1,13 @@
 """The two staging slots of a trainer rank: their memory, the loads that go through them, the sums of what was packed.
 
 Owns: staging and its registration, what each load holds and how it is filled and hashed, the arguments of its writes,
-the threads that write; all made once a plan, since a small watermark makes thousands of loads and the link waits for
-what one costs in Python, and links keep streams and events by thread.
+and the threads that write. All of this is made once per plan: a small watermark makes thousands of loads, and the link
+waits for the Python code of each. The threads are kept because links have streams and events per thread.
 Does not own: how a schedule is cut (`pipeline.py`, which makes this), when a slot may be packed again (`lanes.py`).
 
-    sums     a packet's hash sum is added up on the device; a window of packets goes to the host at once, not load by
-             load: while a link polls the device, each call to the driver waits for it
-    ready    an event a slot; recorded again only when every write from the slot is over
+    sums     packets' hash sums are added up on the device and copied to the host per window of packets, not per load:
+             while a link polls the device, each call to the driver waits for it
+    ready    one event per slot; recorded again only when every write from the slot is over
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from weight_sync.transport.base import Transport
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one destination gets of a load: the arguments of one write, all but where the engine is."""
+    """One destination's part of a load: the arguments of one write, without the engine's addresses."""
 
     span: slice
-    """Its part of the destination's entries."""
+    """This part's range in the destination's entries."""
     sources: tuple[list[int], ...]
-    """Addresses, by the slot that the load is in."""
+    """Source addresses, for each slot that the load may be in."""
     sizes: list[int]
 
 
@@ -47,24 +47,24 @@ class Entries:
 
     params: tuple[str, ...]
     param: Ints
-    """Number in `params`."""
+    """Index in `params`."""
     offset: Ints
     """Offset of the first byte in the parameter."""
     sizes: Ints
     packets: Ints
-    """Number in the schedule."""
+    """Index of the packet in the schedule."""
     columns: Ints
-    """Where the parameter stands in the sums."""
+    """Column of the parameter in the sums."""
 
     def addresses(self, binding: Binding) -> list[int]:
-        """Where each write goes."""
+        """The address that each write goes to."""
         starts = np.array([binding.addresses[param] for param in self.params], np.int64)
         return (starts[self.param] + self.offset).tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one slot carries at once, what fills and hashes it in either slot, and its writes."""
+    """What one slot carries at once, the functions that fill and hash it in either slot, and its writes."""
 
     number: int
     packets: tuple[Packet, ...]
@@ -72,14 +72,14 @@ class Load:
     hashes: tuple[RangeHashes, ...]
     window: int
     sums: torch.Tensor
-    """Sums of the packets' hashes; this memory is the load's own while its window is on the device."""
+    """Sums of the packets' hashes. The memory belongs to this load while its window is on the device."""
     batches: dict[Destination, Batch]
 
 
 def compile_writes(
     cut: Sequence[Sequence[Packet]], slot_addresses: Sequence[int], places: Places
 ) -> tuple[list[dict[Destination, Batch]], dict[Destination, Entries]]:
-    """The writes of a schedule: by load and destination, and all of each destination."""
+    """The writes of a schedule: per load and destination, and all of each destination."""
     rows: dict[Destination, list[tuple[str, int, int, int]]] = {}
     batches: list[dict[Destination, Batch]] = []
     number = 0
@@ -110,7 +110,7 @@ def compile_writes(
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A packed slot; the device may still be at work on it."""
+    """A packed slot; the device may still be working on it."""
 
     slot: int
     load: Load
@@ -121,14 +121,14 @@ class Slots:
     """See the module's docstring.
 
     Args:
-        compiled: What every load holds, in schedule order, and what fills a slot with it.
-        slot_bytes: Of one slot.
-        places: Of the sums; see sums.py.
+        compiled: Per load, in schedule order, its packets and the function that fills a slot with them.
+        slot_bytes: Size of one slot.
+        places: Places of the sums; see sums.py.
         transport: Staging is registered with it until close().
         device: Where staging lives.
         watermark_bytes: Bounds the sums that are on the device at a time, and the scratch of hashing.
         verify_hashes: Hash every packed byte.
-        quarantined: Slots that a failed write may still read, and its sessions: none at first, and outlives a plan.
+        quarantined: Slots that a failed write may still read, with its sessions. Empty at first; outlives a plan.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Slots:
         self._windows: list[slice] = []
         """The packets of each window."""
         self._window = 0
-        """Whose sums are on the device."""
+        """The window whose sums are on the device."""
         batches, self.entries = compile_writes(
             [packets for packets, _ in compiled], [slot.data_ptr() for slot in self._slots], places
         )
@@ -164,12 +164,12 @@ class Slots:
             ThreadPoolExecutor(1, thread_name_prefix=f"weight-sync-lane-{lane}")
             for lane in range(min(len(self.entries), MAX_LINK_THREADS))
         ]
-        """One a lane: all run at once, none may wait in a pool's queue. Begun when first used, ended in close()."""
+        """One per lane. All run at once, so none may wait in a pool's queue. Started at first use, ended in close()."""
         self.loads = self._make_loads(compiled, batches)
         num_packets = sum(len(packets) for packets, _ in compiled)
         self._host_sums = torch.zeros(num_packets, dtype=torch.int64, pin_memory=is_cuda)
         if slot_bytes:
-            transport.register([self._staging])  # last: had anything failed, nobody would take it back
+            transport.register([self._staging])  # last, because nothing would undo it if a later step failed
 
     @property
     def num_bytes(self) -> int:
@@ -177,17 +177,17 @@ class Slots:
         return self._staging.numel()
 
     def enter_thread(self) -> None:
-        """Before a thread writes from here."""
+        """Prepare the calling thread to write from these slots."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
     def begin(self) -> None:
-        """A publish: no packet has a sum yet."""
+        """Begin a publish: no packet has a sum yet."""
         self._window = 0
         self._sums.zero_()
 
     def pack(self, slot: int, load: Load, tracer: Tracer) -> Filled:
-        """Fill a slot from the source and hash it; the device may still be at work on return."""
+        """Fill a slot from the source and hash it. The device may still be working on it at return."""
         began = time.monotonic()
         if load.window != self._window:
             self.take_sums()
@@ -206,7 +206,7 @@ class Slots:
         return Filled(slot, load, ready)
 
     def take_sums(self) -> None:
-        """The window's sums go to the host, in stream order; then the device has room for the next window's."""
+        """Copy the window's sums to the host, in stream order, to make room for the next window's on the device."""
         window = self._windows[self._window]
         self._host_sums[window].copy_(self._sums[: window.stop - window.start], non_blocking=True)
         self._sums.zero_()
@@ -218,7 +218,7 @@ class Slots:
         return self._host_sums.numpy()
 
     def close(self) -> None:
-        """End the threads, give all memory back. The link forgets staging: it outlives this. Idempotent."""
+        """End the threads and free all memory. Unregisters staging, because the link outlives this. Idempotent."""
         for thread in self.threads:
             thread.shutdown()
         self.loads = []
@@ -228,7 +228,7 @@ class Slots:
             self._staging = self._staging.new_empty(0)
             self._sums = self._sums.new_empty(0)
             if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # torch would keep it, and what is taken next may come on top of that
+                torch.cuda.empty_cache()  # otherwise torch keeps it, and the next allocation may come on top of it
 
     def _make_loads(
         self, compiled: Sequence[tuple[tuple[Packet, ...], CompiledReads]], batches: Sequence[dict[Destination, Batch]]

@@ -1,13 +1,13 @@
-"""What was sent to whom: bytes and hash sums of every parameter of every engine rank, in two rows of integers.
+"""What was sent: bytes and hash sums of every parameter of every engine rank, in two rows of integers.
 
 Owns: the places in those rows, and adding up. Does not own: the hashes (integrity.py), the writes (lanes.py), the
-meeting of the ranks (collectives.py), or what a replica is told (replica/expected.py).
+ranks' collectives (collectives.py), or what a replica is told (replica/expected.py).
 
     places   (replica, dest_rank) -> a stretch of columns, one per parameter
     table    2 x columns, int64:   bytes written | sum of hashes, modulo 2^64
 
-Two tables of the same places add up as integers do, so that ranks need no dictionaries of each other's: 256 ranks of
-Kimi-K2 send 80,000 different (engine rank, parameter) pairs each, and rank 0 took nine seconds to unpack and add them.
+Two tables with the same places are added as integers, so ranks exchange no dictionaries: each of 256 ranks of Kimi-K2
+sends 80,000 different (engine rank, parameter) pairs, and rank 0 took nine seconds to unpack and add dictionaries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weight_sync.plan.tasks import Task
 
 
 class Places:
-    """Where each parameter of each engine rank stands.
+    """The column of each parameter of each engine rank.
 
     Args:
         params: Per engine rank the names of its parameters; equal ones may be one object.
@@ -43,19 +43,19 @@ class Places:
 
     @classmethod
     def of_tasks(cls, tasks: Iterable[Task]) -> Places:
-        """Places for those parameters alone that the tasks write."""
+        """Places only for the parameters that the tasks write."""
         params: dict[Destination, dict[str, None]] = {}
         for task in tasks:
             params.setdefault((task.replica, task.dest_rank), {})[task.param] = None
         return cls({dest: tuple(names) for dest, names in params.items()})
 
     def column(self, dest: Destination, param: str) -> int:
-        """The place of one parameter. Raises KeyError where it has none."""
+        """The place of one parameter. Raises KeyError if it has none."""
         return self.first[dest] + self._within[dest][param]
 
 
 class Sums(Mapping[Destination, dict[str, tuple[int, int]]]):
-    """Bytes and hash sums, and their form by names: {(0, 3): {"lm_head.weight": (2048, 9127364)}}.
+    """Bytes and hash sums, readable as a mapping by names: {(0, 3): {"lm_head.weight": (2048, 9127364)}}.
 
     Engine ranks and parameters to which nothing was written are absent.
     """
@@ -65,7 +65,7 @@ class Sums(Mapping[Destination, dict[str, tuple[int, int]]]):
         self.table = np.zeros((2, places.size), np.int64) if table is None else table
 
     def add(self, columns: Ints, sizes: Ints, hashes: Ints) -> None:
-        """Count writes: each one's place, its bytes, and the hash of its bytes."""
+        """Count writes. Args, per write: its place, its bytes, and the hash of its bytes."""
         np.add.at(self.table[0], columns, sizes)
         np.add.at(self.table[1], columns, hashes)
 

@@ -1,4 +1,4 @@
-"""What a publish spent its time on: a timeline for ui.perfetto.dev or chrome://tracing, a track per stage and process.
+"""The timeline of a publish, for ui.perfetto.dev or chrome://tracing, with a track per stage and process.
 
 Owns clocks, spans and the file's format. Does not own which stages there are: pipeline.py notes what a trainer rank
 does, transaction.py what the replicas answered, and rank 0 writes the file.
@@ -6,12 +6,12 @@ does, transaction.py what the replicas answered, and rank 0 writes the file.
     trainer rank r   begin | gather | pack slot 0, 1 | hash slot 0, 1 | write replica i rank j | verify | commit | gc
     replica i        pause | mark dirty | writes arrive | verify | commit
 
-Clocks. Host stages are timed with time.monotonic() and shifted once per publish to the wall clock, so that ranks of one
-host line up exactly and ranks of several as well as their clocks do. Device stages are CUDA events: an anchor is waited
-for when the publish starts, and every other event is placed by its distance from it. A replica tells how long its
-phases took, not when: rank 0 places them from the moment it asked.
+Clocks. Host stages are timed with time.monotonic() and shifted once per publish to the wall clock: ranks of one host
+line up exactly, ranks of several hosts as well as their clocks. Device stages are CUDA events: the tracer waits for an
+anchor event when the publish starts, and places every other event by its distance from it. A replica reports how long
+its phases took, not when, so rank 0 places them from the moment at which it asked.
 
-A Tracer that is off does nothing: no event is made, no clock is read, nothing is kept.
+A Tracer that is off makes no event, reads no clock and keeps nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Span:
     track: str
     name: str
     start_s: float
-    """Wall clock."""
+    """Time of the wall clock."""
     stop_s: float
     facts: Facts = field(default_factory=dict)
 
@@ -73,12 +73,12 @@ class Tracer:
             self.add(track, name, began, time.monotonic(), **facts)
 
     def add(self, track: str, name: str, start_s: float, stop_s: float, **facts: int | str) -> None:
-        """A stage between two readings of time.monotonic()."""
+        """Add a stage between two readings of time.monotonic()."""
         if self.is_on:
             self._spans.append(Span(track, name, start_s + self._offset_s, stop_s + self._offset_s, facts))
 
     def mark(self) -> torch.cuda.Event | None:
-        """A place on the current stream; None when off or without a GPU."""
+        """Record an event on the current stream; None if the tracer is off, or without a GPU."""
         if not self.is_on or self._device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -88,12 +88,12 @@ class Tracer:
     def device(
         self, track: str, name: str, start: torch.cuda.Event | None, stop: torch.cuda.Event | None, **facts: int | str
     ) -> None:
-        """A stage of the device between two marks."""
+        """Add a stage of the device between two marks."""
         if start is not None and stop is not None:
             self._marks.append((track, name, start, stop, facts))
 
     def finish(self) -> list[Span]:
-        """All spans, by start; waits for the device. Ends the note-taking."""
+        """All spans, by start. Waits for the device; nothing can be added afterwards."""
         if not self.is_on:
             return []
         self.is_on = False
@@ -121,7 +121,7 @@ class ReplicaTimes:
     idle_s: float
     mark_s: float
     told_s: float | None = None
-    """When Commit was sent; None where it was not."""
+    """When Commit was sent; None if it was not."""
     verify_s: float = 0.0
     commit_s: float = 0.0
 
@@ -145,7 +145,7 @@ def write_trace(file: Path, processes: Mapping[str, Sequence[Span]]) -> None:
     """Write the spans of every process as Chrome's Trace Event Format: complete events in microseconds.
 
     Args:
-        file: Where to; its folder is made.
+        file: The file to write; its folder is made.
         processes: Name -> spans. Tracks appear in the order in which they are first used.
     """
     first = min((span.start_s for spans in processes.values() for span in spans), default=0.0)

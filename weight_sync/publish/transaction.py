@@ -1,15 +1,15 @@
-"""One publish as rank 0 conducts it: who began, who may commit, who is told that nothing will come, and the report.
+"""One publish as rank 0 conducts it: which replicas began, which may commit, which must abort, and the report.
 
 Owns: the notes on every replica, their deadlines, and the order of the messages. Does not own: what is planned and
 expected, nor the epoch's number (publisher.py); sockets (control_client.py); addresses (address_book.py).
 
-    begin     Begin to all who take part                         who is alive, where to write, how long
+    begin     sends Begin to all replicas that take part; returns which are alive, where to write, and their time left
               (every rank writes)
-    finish    Commit to those whom every rank served in full     Abort to the others that began
-    report    what became of everyone
+    finish    sends Commit to those to which every rank sent everything, Abort to the others that began
+    report    the result for every replica
 
 Invariants. A replica's failure is a note, never an exception. A replica has `timeout_s` for Begin, the writes to it and
-Commit together; only time spent waiting for *it* counts. Every replica that began is told Commit or Abort.
+Commit together; only time spent waiting for *it* counts. Every replica that began gets Commit or Abort.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ MIN_COMMIT_S = 1.0
 
 @dataclass(slots=True)
 class Alive:
-    """What rank 0 tells all ranks after Begin."""
+    """What rank 0 sends to all ranks after Begin."""
 
     bound: dict[Destination, tuple[str, str]] = field(default_factory=dict)
-    """Session, and digest of the addresses, of every engine rank that is written to."""
+    """Per engine rank that is written to: its session, and the digest of its addresses."""
     fresh: dict[int, dict[str, Addresses]] = field(default_factory=dict)
     """Per replica: addresses that were not known, by their digest."""
     forgotten: list[int] = field(default_factory=list)
-    """Replicas that contradicted what was known of them."""
+    """Replicas that contradicted their known addresses."""
     budgets_s: dict[int, float] = field(default_factory=dict)
     """Per replica that began: seconds left for the writes to it."""
 
 
 @dataclass(slots=True)
 class Notes:
-    """On one replica."""
+    """Notes on one replica."""
 
     endpoint: str
     spent_s: float = 0.0
@@ -66,9 +66,9 @@ class Transaction:
     Args:
         clients: Sockets to all replicas.
         book: Known addresses of all replicas.
-        endpoints: Of all replicas.
+        endpoints: Endpoints of all replicas.
         included: Replicas that take part, by their position.
-        version, epoch, digest: What every message says.
+        version, epoch, digest: Fields of every message.
         timeout_s: A replica's deadline.
     """
 
@@ -98,10 +98,10 @@ class Transaction:
         self._begun: list[int] = []
 
     def begin(self, params_of: Callable[[int], Sequence[Collection[str]]]) -> Alive:
-        """Ask everyone who takes part, and wait for the answers.
+        """Ask all replicas that take part to begin, and wait for their answers.
 
         Args:
-            params_of: A replica's parameters that will be written, per engine rank.
+            params_of: Replica -> per engine rank, the parameters that will be written.
         """
         began = time.monotonic()
         numbers = [number for number, replica in enumerate(self.replicas) if replica.error is None]
@@ -125,7 +125,7 @@ class Transaction:
             alive.budgets_s[number] = max(0.0, self._timeout_s - replica.spent_s)
             try:
                 alive.fresh[number] = self._book.check(number, reply.bindings, params_of(number))
-            except ProtocolError as e:  # nothing is written to it; it is told, and says everything at its next Begin
+            except ProtocolError as e:  # it is not written to and gets Abort; at its next Begin it sends all addresses
                 replica.error = _text(e)
                 alive.forgotten.append(number)
                 continue
@@ -142,11 +142,11 @@ class Transaction:
         return alive
 
     def finish(self, results: Sequence[RankPublishReport], expected_of: Callable[[int], tuple[Expected, ...]]) -> None:
-        """Add up what the ranks did, commit who was served in full, abort the others.
+        """Add up what the ranks did. Let replicas commit that got everything, and abort the others.
 
         Args:
-            results: Of every trainer rank.
-            expected_of: What a replica must hold, per engine rank.
+            results: The results of all trainer ranks.
+            expected_of: Replica -> per engine rank, what it must hold.
         """
         for number in self._begun:
             replica = self.replicas[number]
@@ -172,7 +172,7 @@ class Transaction:
     def report(
         self, results: Sequence[RankPublishReport], *, watermark_bytes: int, num_changed_params: int | None
     ) -> PublishReport:
-        """What became of everyone, after `finish`."""
+        """The result for every replica. Call it after `finish`."""
         done = [replica.committed for replica in self.replicas if replica.committed is not None]
         times = [replica.times for replica in self.replicas if replica.times is not None]
         return PublishReport(
@@ -219,9 +219,10 @@ class Transaction:
                 replica.error = _text(reply)
 
     def _abort(self, unserved: Mapping[int, Mapping[str, object]]) -> None:
-        """Tell replicas that wait for a commit that will not come. They are DIRTY, whatever they answer.
+        """Tell replicas that no commit will come. They are DIRTY, whatever they answer.
 
-        A replica whose own Begin or Commit failed knows; one that did not answer in time is not waited for again.
+        Not sent to a replica whose own Begin or Commit failed, because it knows. A replica that did not answer in time
+        is not waited for again.
         """
         if unserved:
             self._clients.call(

@@ -1,7 +1,7 @@
 """Which replicas are updated together. Pure.
 
-With one wave every replica is DIRTY at the same time, and a trainer that dies then leaves nobody who serves. With more,
-the waves that have not begun still serve the version before, and those that are over serve the new one.
+With one wave all replicas are DIRTY at the same time, and if the trainer dies then, none serves. With more waves, the
+replicas whose wave has not begun still serve the earlier version, and those whose wave is over serve the new one.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 
 def assign_waves(replicas: Sequence[int], num_waves: int) -> list[list[int]]:
-    """Deal replicas into at most `num_waves` waves whose sizes differ by one at most, larger ones first.
+    """Divide replicas into at most `num_waves` waves, none empty, whose sizes differ by at most one, larger ones first.
 
-    assign_waves([0, 1, 2, 3, 4], 2) is [[0, 1, 2], [3, 4]]. No wave is empty.
+    Example: assign_waves([0, 1, 2, 3, 4], 2) == [[0, 1, 2], [3, 4]].
     """
     if num_waves < 1:
         raise ValueError(f"a publish needs at least one wave, got {num_waves}")

@@ -1,6 +1,6 @@
 """A publisher's end of the control channel: one socket to every replica, and the wait for their answers.
 
-Owns the sockets, the deadline of each request, and the news that a replica is gone. Does not own the messages
+Owns the sockets, the deadline of each request, and noticing that a replica is gone. Does not own the messages
 (`messages.py`), the replica's end (`control_server.py`), or what an answer means (`publish/transaction.py`).
 """
 
@@ -22,23 +22,23 @@ from weight_sync.replica.messages import Described, Failed, Message, Signer
 logger = logging.getLogger(__name__)
 
 WAIT_LOG_S = 30.0
-"""How often a wait says who is late."""
+"""How often a wait logs which replicas are late."""
 HEARTBEAT_S, SILENCE_S = 5, 20
-"""A replica is asked for a heartbeat every HEARTBEAT_S, and is gone when it then stays silent for SILENCE_S: a machine
-that vanishes closes no connection. ZMQ's own thread answers, however busy Python is. Replicas ask nothing: a publisher
-whose process stood still for a while would lose all of them."""
+"""A replica is asked for a heartbeat every HEARTBEAT_S, and counts as gone if it then is silent for SILENCE_S, because
+a machine that vanishes closes no connection. ZMQ's own thread answers, however busy Python is. Replicas do not ask for
+heartbeats: a publisher whose process stopped for a while would lose all of them."""
 
 
 class ReplicaClients:
     """A publisher's sockets to its replicas. Blocking; used by one thread.
 
-    Requests go to many replicas at once; each answer has its own deadline. A replica whose connection breaks, or is
-    silent, is out at once and for good: its process is gone. One that was started again is another one: replace().
+    Requests go to many replicas at once; each answer has its own deadline. If a replica's connection breaks or is
+    silent, its process is gone, and nothing more is sent to it until replace() names the one that replaces it.
 
     Args:
         endpoints: Addresses of all replicas.
         key: The run's key.
-        heartbeat_s, silence_s: Instead of HEARTBEAT_S and SILENCE_S.
+        heartbeat_s, silence_s: Used instead of HEARTBEAT_S and SILENCE_S.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ReplicaClients:
             raise
 
     def replace(self, replica: int, endpoint: str) -> None:
-        """A replica was started again: talk to its successor from now on, whatever is known of the old one."""
+        """Send to another process from now on: the replica was started again."""
         socket, monitor = self._connect(endpoint)
         _close_socket(self._sockets[replica], self._monitors[replica])
         self._sockets[replica], self._monitors[replica] = socket, monitor
@@ -103,12 +103,12 @@ class ReplicaClients:
 
         Args:
             kind: Message class.
-            fields: Replica -> the fields of its message that only it gets.
+            fields: Replica -> the fields of its message that differ between replicas.
             timeouts_s: Replica -> seconds to wait for it.
-            common: Fields that all get: version, epoch, digest.
+            common: Fields of all messages: version, epoch, digest.
 
         Returns:
-            Replica -> its reply, or the error that stands for it (never raised here).
+            Replica -> its reply, or an error in its place (never raised here).
         """
         results: dict[int, Message | WeightSyncError] = {}
         pending: dict[int, tuple[int, float]] = {}
@@ -180,7 +180,8 @@ class ReplicaClients:
         return ReplicaError(self._gone[replica])
 
     def _receive(self, replica: int, pending: Mapping[int, tuple[int, float]]) -> Message | WeightSyncError | None:
-        """One answer: the reply, the error that it carries, or None when it is not an answer to the pending request."""
+        """Receive one answer: the reply, the error that it carries, or None if it does not answer the pending
+        request."""
         try:
             reply = self._signer.open_reply(b"".join(self._sockets[replica].recv_multipart()))
         except ProtocolError as e:

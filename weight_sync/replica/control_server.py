@@ -14,13 +14,13 @@ publisher's end (`control_client.py`). Carries messages only; weights never pass
       Abort     ------------------------------->  abort()     state DIRTY
 
 The server handles one request at a time, in order. A request that fails leaves the replica DIRTY and is answered
-Failed(class name, text). libzmq closes the connection of whoever does not know the run's key before it sends a message
-(curve.py). A message that comes over a guarded connection but is not signed, or was seen before, gets no answer: it is
-counted, and such messages are logged now and then.
+Failed(class name, text). If a peer does not know the run's key, libzmq closes its connection before it can send a
+message (curve.py). A message that comes over a guarded connection but is not signed, or was seen before, gets no
+answer: it is counted, and such messages are logged now and then.
 
-Several publishers. Whoever has the key may describe a replica at any time; that changes nothing. The publisher that
-called Describe last takes ownership at its first Begin, and the others are refused (StaleEpoch) until they describe the
-replica again.
+Several publishers. Any publisher with the key may call Describe at any time; that changes nothing. The publisher that
+called Describe last takes ownership at its first Begin, and the others are refused (StaleEpoch) until they call
+Describe again.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ReplicaHandler(Protocol):
         ...
 
     async def pause(self, version: int, epoch: int, digest: str) -> None:
-        """Stop serving and wait until the engine stands still."""
+        """Stop serving and wait until the engine has paused."""
         ...
 
     async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
@@ -82,11 +82,11 @@ class ReplicaHandler(Protocol):
         ...
 
     async def commit(self, version: int, epoch: int) -> None:
-        """Receiver.commit on every rank, drop what belongs to older weights, resume. Called after verify() alone."""
+        """Receiver.commit on every rank, drop what belongs to older weights, resume. Called only after verify()."""
         ...
 
     async def abort(self, epoch: int, reason: str) -> None:
-        """Epoch `epoch` failed here or at the publisher: stay paused and DIRTY (Receiver.abort)."""
+        """Stay paused and DIRTY (Receiver.abort): epoch `epoch` failed here or at the publisher."""
         ...
 
 
@@ -118,11 +118,12 @@ class ReplicaEndpoint:
         self._incarnation = secrets.token_hex(8)
         self._state = VersionState()
         self._last_ids: dict[tuple[str, str], int] = {}
-        """Per client and incarnation that it named: its last request. Nobody without the key adds to it."""
+        """Per client and the incarnation that it named: the id of its last request. Only holders of the key add to
+        it."""
         self._described: dict[str, int] = {}
-        """Per client: its turn among those that described this replica ..."""
+        """Per client: when it last called Describe, as a count of such calls."""
         self._turn = 0
-        """... and the turn of the one that began last."""
+        """That count of the client that began last."""
         self._began = 0.0
         self._task: asyncio.Task[None] | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -132,7 +133,7 @@ class ReplicaEndpoint:
         self.rejected_log_s = REJECTED_LOG_S
         """Seconds between two log lines about messages that got no answer."""
         self._rejected_log = (0, -math.inf)
-        """What num_rejected was when it was last logged, and when that was."""
+        """num_rejected when it was last logged, and the time."""
 
     @property
     def state(self) -> VersionState:
@@ -140,7 +141,7 @@ class ReplicaEndpoint:
         return self._state
 
     def adopt(self, state: VersionState) -> None:
-        """The handler says where the replica stands while no publish fills it: it reads a peer, or has its weights from
+        """Take a state from the handler, while no publish fills the replica: it read a peer, or loaded its weights from
         disk. A publisher that comes later begins a later epoch.
 
         Raises:
@@ -152,7 +153,7 @@ class ReplicaEndpoint:
 
     @property
     def address(self) -> str:
-        """Where publishers reach this replica, e.g. "tcp://127.0.0.1:40123". After start()."""
+        """Where publishers reach this replica, e.g. "tcp://127.0.0.1:40123". Valid after start()."""
         return f"tcp://{self._host}:{self._port}"
 
     async def start(self) -> str:
@@ -204,7 +205,7 @@ class ReplicaEndpoint:
                 logger.exception("the answer to %s cannot be sent", type(request).__name__)
 
     def _accept(self, data: bytes) -> Message | None:
-        """The request, or None when it gets no answer."""
+        """The request; None if it gets no answer."""
         try:
             request = self._signer.open_request(data)
             sender = request.client, request.incarnation
@@ -218,7 +219,7 @@ class ReplicaEndpoint:
         return request
 
     def _reject(self, reason: ProtocolError) -> None:
-        """Count it, and say so now and then: who sends garbage must not fill a disk."""
+        """Count a rejected message, and log only now and then, so that garbage cannot fill a disk with logs."""
         self.num_rejected += 1
         logged, when = self._rejected_log
         now = time.monotonic()
@@ -228,7 +229,8 @@ class ReplicaEndpoint:
             logger.warning("%d control messages ignored (%d in all): %s", num_since, self.num_rejected, reason)
 
     async def answer(self, request: Message) -> Message:
-        """Do what a checked request asks. An error becomes Failed, and DIRTY where a transaction was under way."""
+        """Do what a checked request asks. An error is answered Failed and, during a transaction, leaves the state
+        DIRTY."""
         try:
             if not isinstance(request, Describe) and request.incarnation != self._incarnation:
                 raise StaleEpoch(

@@ -1,13 +1,12 @@
-"""Who may send bytes over a control socket: CURVE keys that both ends derive from the run's key.
+"""Protects control sockets from strangers: CURVE keys that both ends derive from the run's key.
 
 Owns those keys, and the frames of a message. Does not own the messages nor their signatures (messages.py).
 
-Without CURVE, libzmq gathers all frames of a message before anybody sees the first of them: MAXMSGSIZE limits one
-frame, and nothing limits their number, so whoever reaches the port fills memory. With it, libzmq closes a connection
-whose first words do not prove that the other end knows the server's public key. That key is derived from the run's key
-and never crosses a connection in the clear. What a connection may send before that is one frame of MAX_FRAME_BYTES,
-within libzmq's ZMQ_HANDSHAKE_IVL (30 s); longer messages are therefore cut into frames, which only a member of the run
-can send.
+Without CURVE, libzmq collects all frames of a message before it hands over the first. MAXMSGSIZE limits one frame, but
+nothing limits their number, so anyone who reaches the port can fill the memory. With CURVE, libzmq closes a connection
+unless its handshake proves that the other end knows the server's public key. That key is derived from the run's key and
+is never sent in the clear. Before the proof, a connection may send one frame of at most MAX_FRAME_BYTES, within
+libzmq's ZMQ_HANDSHAKE_IVL (30 s). So longer messages are cut into frames, which only a member of the run can send.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from zmq.utils import z85
 MAX_FRAME_BYTES = 64 << 10
 """Longest frame of a message, before encryption."""
 CURVE_OVERHEAD_BYTES = 64
-"""What libzmq adds to a frame when it encrypts it (33 bytes in 4.3.5), rounded up."""
+"""Bytes that libzmq adds to a frame when it encrypts it (33 in 4.3.5), rounded up."""
 
 
 def serve_guarded(socket: zmq.Socket[Any], key: bytes) -> None:
-    """Make a socket that will be bound refuse whoever does not know the key."""
+    """Make a socket that will be bound refuse peers that do not know the key."""
     secret = _server_secret(key)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
@@ -34,7 +33,7 @@ def serve_guarded(socket: zmq.Socket[Any], key: bytes) -> None:
 
 
 def connect_guarded(socket: zmq.Socket[Any], key: bytes) -> None:
-    """Make a socket that will be connected speak to holders of the key alone."""
+    """Make a socket that will be connected speak only to holders of the key."""
     public, secret = zmq.curve_keypair()
     socket.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(_server_secret(key)))
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
@@ -43,7 +42,7 @@ def connect_guarded(socket: zmq.Socket[Any], key: bytes) -> None:
 
 
 def frames_of(data: bytes) -> list[bytes]:
-    """The frames of one message; joined, they are the message again."""
+    """Cut one message into frames; joined, they are the message again."""
     return [data[start : start + MAX_FRAME_BYTES] for start in range(0, max(len(data), 1), MAX_FRAME_BYTES)]
 
 

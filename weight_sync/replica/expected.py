@@ -1,8 +1,8 @@
 """What one engine rank must hold after a publish, in columns of integers that both sides derive from its layout.
 
-A replica is told its part of the sums in these columns: without names, and without counts where they are the planned
-ones, as they are whenever nothing went wrong. Owns the columns and their check. Does not own the message that carries
-them (messages.Expected) or the sums that fill them (publish/sums.py).
+The publisher sends a replica its part of the sums in these columns: without names, and without byte counts if they are
+the planned ones, as they are unless something failed. Owns the columns and their check. Does not own the message that
+carries them (messages.Expected) or the sums that fill them (publish/sums.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weight_sync.typed_msgpack import pack
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """What a publish writes into the parameters of one engine rank, as both sides know it from the rank's layout."""
+    """What a publish writes into the parameters of one engine rank. Both sides derive it from the rank's layout."""
 
     digest: str
     """sha256, hex, of the parameters in their order and the bytes of each."""
@@ -29,15 +29,15 @@ class Planned:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Planned:
-        """From parameters and their bytes, in the layout's order."""
+        """Args: `sizes`, the parameters and their bytes, in the layout's order."""
         return cls(hashlib.sha256(pack(dict(sizes))).hexdigest(), np.array(list(sizes.values()), np.int64))
 
     def write(self, num_bytes: Ints, hashes: Ints | None) -> Expected:
-        """The form that messages have.
+        """Encode what was sent for a message.
 
         Args:
-            num_bytes: Sent, per parameter in their order.
-            hashes: Likewise, as int64; None where they are off.
+            num_bytes: Bytes sent, per parameter in their order.
+            hashes: Hash sums, in the same order, as int64; None if hashes are off.
         """
         counts = b"" if (num_bytes == self.num_bytes).all() else num_bytes.astype("<i8", copy=False).tobytes()
         return Expected(self.digest, counts, b"" if hashes is None else hashes.astype("<i8", copy=False).tobytes())

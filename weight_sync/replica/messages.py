@@ -3,8 +3,8 @@
 Owns the wire messages and their signature. Does not own their encoding (`typed_msgpack.py`), the sockets
 (`control_server.py`, `control_client.py`) or what a request does (`receiver.py`).
 
-Publishers may follow one another, with no clock in common: the publisher that called Describe last takes ownership at
-its first Begin, and earlier ones are StaleEpoch there until they describe the replica again.
+Publishers may follow one another and share no clock: the publisher that called Describe last takes ownership at its
+first Begin, and earlier ones get StaleEpoch until they call Describe again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weight_sync.typed_msgpack import from_plain, pack, read
 
 @dataclass(frozen=True, slots=True)
 class EngineRank:
-    """What one engine rank tells a publisher: what it must receive, where that is now, and over which link."""
+    """What one engine rank tells a publisher: what it must receive, its present addresses, and its link."""
 
     layout: DestLayout
     binding: Binding
@@ -30,20 +30,20 @@ class EngineRank:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A Binding, said to a publisher that may know its addresses: they hardly ever change, and there are many.
+    """A Binding for a publisher that may know its addresses already: there are many, and they rarely change.
 
-    A digest names them by their content, so neither side has to remember what the other heard last.
+    A digest names them by their content, so neither side must remember what it last sent to the other.
     """
 
     session: str
     digest: str
     """addresses_digest of the addresses."""
     addresses: dict[str, int] | None
-    """None where the publisher named `digest` among those that it knows."""
+    """None if the publisher named `digest` as known."""
 
     @classmethod
     def of(cls, binding: Binding, known: Collection[str] = ()) -> Bound:
-        """For a publisher that knows the addresses of these digests."""
+        """Args: `known`, digests of addresses that the publisher knows."""
         digest = addresses_digest(binding.addresses)
         return cls(binding.session, digest, None if digest in known else binding.addresses)
 
@@ -52,30 +52,30 @@ class Bound:
 class Expected:
     """What one engine rank must hold, in columns: `sums.py` writes and reads them.
 
-    The parameters are those of its layout that are sent, in the layout's order, on which both sides agreed when the
-    publisher planned; `planned` proves it. Names would be most of a message: 171,392 of them at 128 ranks of Kimi-K2.
+    The parameters are those of its layout that are sent, in the layout's order. Both sides agreed on them when the
+    publisher planned, and `planned` proves it. Names would be most of a message: 171,392 at 128 ranks of Kimi-K2.
     """
 
     planned: str
-    """Planned.digest (expected.py): of the parameters, and of the bytes that a publish writes into each."""
+    """Planned.digest (expected.py), over the parameters and the number of bytes that a publish writes into each."""
     num_bytes: bytes
-    """Bytes sent, little-endian int64; empty where they are those planned."""
+    """Bytes sent, little-endian int64; empty if they are the planned ones."""
     hashes: bytes
-    """Sums of their hashes, little-endian uint64; empty where hashes are off."""
+    """Sums of their hashes, little-endian uint64; empty if hashes are off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What every message says. A reply repeats its request's fields."""
+    """Fields of every message. A reply repeats its request's."""
 
     run_id: str
     """Fingerprint of the run's key."""
     client: str
-    """Random name that a publisher's end takes when it is made; a reply to another one is no reply."""
+    """Random name of a publisher's end, chosen when it is made. A reply with another name is ignored."""
     incarnation: str = ""
-    """Random name that a replica's endpoint takes at its start; empty in Describe, which asks for it."""
+    """Random name of a replica's endpoint, chosen at its start. Empty in Describe, which asks for it."""
     request_id: int
-    """Starts at 1 and grows with every request of one client; one that does not is a replay. No clock has a say."""
+    """Starts at 1 and grows with every request of a client. A request whose id does not grow is a replay. No clocks."""
     epoch: int = 0
     version: int = -1
     digest: str = ""
@@ -83,12 +83,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Describe(Message):
-    """What must your ranks receive, and where?"""
+    """Asks what a replica's ranks must receive, and where."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described(Message):
-    """Answer to Describe. `own_epoch` and `own_version` are the replica's, so that a publisher goes on from there."""
+    """Answers Describe. `own_epoch` and `own_version` are the replica's, so that a publisher continues from there."""
 
     ranks: tuple[EngineRank, ...]
     own_epoch: int
@@ -97,18 +97,18 @@ class Described(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin(Message):
-    """Stop serving; bytes of `version` will be written. `known`: digests of the replica's addresses that need not be
-    said again."""
+    """Stop serving: bytes of `version` will be written. `known`: digests of the replica's addresses that it need not
+    send again."""
 
     known: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun(Message):
-    """Every rank is idle and DIRTY. `bindings`: where to write, one per rank (sessions change after a failed epoch, and
-    addresses from one adapter slot to another).
+    """Every rank is idle and DIRTY. `bindings`: where to write, one per rank. (Sessions change after a failed epoch,
+    and each adapter slot has other addresses.)
 
-    Seconds: until the engine stood still, and until every rank had marked itself DIRTY after that.
+    Seconds: until the engine had paused, and from then until every rank had marked itself DIRTY.
     """
 
     bindings: tuple[Bound, ...]
@@ -125,7 +125,7 @@ class Commit(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed(Message):
-    """Every rank serves `version`. Seconds: of the proof, of the rest of the commit, and from Begin until now."""
+    """Every rank serves `version`. Seconds: for the proof, for the rest of the commit, and from Begin until now."""
 
     verify_s: float
     commit_s: float
@@ -141,7 +141,7 @@ class Abort(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aborted(Message):
-    """The replica knows."""
+    """Answers Abort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,10 +163,10 @@ class Signer:
     """Signs and checks messages with the run's key (HMAC-SHA256 over direction and body, compared in constant time).
 
     The signed body holds the client, its request id and the endpoint's incarnation, so that a recorded message is
-    refused when it is sent again, sent to another replica or to the same one after a restart. Describe alone names no
-    incarnation: another endpoint of the run answers a recorded one, once, to nobody's harm, because it changes nothing
-    and its answer names a client that is gone. The direction is signed too: a request cannot be played back to its
-    sender as a reply.
+    refused when it is sent again, sent to another replica or to the same one after a restart. Only Describe names no
+    incarnation: another endpoint of the run answers a recorded Describe once. That is harmless, because it changes
+    nothing and the answer names a client that is gone. The direction is signed, too, so a request cannot be sent back
+    to its sender as a reply.
     """
 
     key: bytes = field(repr=False)

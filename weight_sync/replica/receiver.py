@@ -1,19 +1,19 @@
-"""An engine rank's end of a publish: which memory may be written, whether it was written right, when it counts.
+"""An engine rank's end of a publish: which memory may be written, the proof of what was written, and the commit.
 
 Owns one rank's VersionState, its registered parameter memory, and the proof (byte counts and hashes). Does not own
-the engine: pausing, caches and device synchronization are the caller's, handed in as hooks. Knows no vLLM;
+the engine: the caller does pausing, caches and device synchronization, and passes hooks. Does not know vLLM;
 `rollout/in_vllm/worker_extension.py` wraps it, tests wrap plain tensors.
 
-    begin(v, epoch, digest)   state DIRTY; the bytes may change under us from here on
-      ... one-sided writes by the trainer's ranks; nobody here takes part ...
-    verify(expected)          count and hash the bytes *as they came over the wire*
+    begin(v, epoch, digest)   state DIRTY; the bytes may change from here on
+      ... one-sided writes by the trainer's ranks; this process takes no part ...
+    verify(expected)          count and hash the bytes *as they arrived*
     commit(v, epoch)          repack() parameters in place, recompute() derived ones, state CLEAN
 
 A rank that is filled from a peer (`recovery.py`) gets bytes at rest: begin, read, verify_at_rest, adopt.
 
-Wire bytes and bytes at rest differ for a parameter with PostLoad.repack: it is hashed before its repacking, and what
-it holds from then on has its own hash in `committed_hashes`. The next begin() needs no unpacking, because a publish
-overwrites every byte that is not a declared fill. (A repack that moves fill bytes is therefore refused.)
+For a parameter with PostLoad.repack, the bytes that arrive and the bytes at rest differ. It is hashed before it is
+repacked; `committed_hashes` has the hash of what it holds afterwards. The next begin() need not unpack it, because a
+publish overwrites every byte that is not a declared fill. (So a repack that moves fill bytes is refused.)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from weight_sync.transport.base import Transport
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 5
-"""Wrong parameters that one error names."""
+"""The most wrong parameters that one error names."""
 
 
 class Receiver:
@@ -76,7 +76,7 @@ class Receiver:
         self._verified_hashes: dict[str, int] = {}
         self._offered_hashes: dict[str, int] = {}
         self.committed_hashes: dict[str, int] = {}
-        """Hash of every parameter's bytes at rest, fills and repacking included, at the last commit; for recovery."""
+        """Hash of every parameter's bytes at rest at the last commit, including fills and repacking; for recovery."""
         transport.register([self._params[param.name].detach() for param in self._sent])
         self._places = [(param.name, start) for param in self._sent for start, _ in self._covered[param.name]]
         self._covered_hashes = RangeHashes(
@@ -88,11 +88,11 @@ class Receiver:
             [start for _, start in self._places],
         )
         self._whole: dict[tuple[tuple[str, int], ...], RangeHashes] = {}
-        """What was hashed whole last, by names and addresses."""
+        """The prepared hashing of whole parameters, by names and addresses."""
 
     @property
     def state(self) -> VersionState:
-        """Where this rank stands. Serve only while `state.is_serving`."""
+        """This rank's state. Serve only while `state.is_serving`."""
         return self._state
 
     @property
@@ -107,7 +107,7 @@ class Receiver:
 
     @property
     def sent_params(self) -> Sequence[Param]:
-        """The parameters that cross a link: all but derived ones."""
+        """The parameters that are sent: all except derived ones."""
         return self._sent
 
     def describe(self) -> EngineRank:
@@ -115,11 +115,11 @@ class Receiver:
         return EngineRank(self._layout, self._binding(), self._transport.link)
 
     def begin(self, version: int, epoch: int, digest: str) -> Binding:
-        """Stop vouching for the bytes. The engine must be idle already.
+        """Mark the rank DIRTY. The engine must be idle already.
 
         Returns:
-            Where to write. It differs from the last one after an epoch that did not commit: the old session is gone
-            then, and with it whatever was still in flight towards it.
+            Where to write. After an epoch that did not commit, the session is a new one: the old one is closed, with
+            all that was still in flight towards it.
 
         Raises:
             StaleEpoch: This epoch, or a later one, has begun before.
@@ -169,7 +169,8 @@ class Receiver:
         self._state = state
 
     def commit(self, version: int, epoch: int) -> None:
-        """Adopt the verified bytes: set fills, repack, recompute, then CLEAN. A hook that raises leaves it DIRTY."""
+        """Adopt the verified bytes: set fills, repack, recompute, then CLEAN. If a hook raises, the rank stays
+        DIRTY."""
         state = self._state.committed(version, epoch)
         self._state = self._state.failed(epoch)
         for fill in self._layout.fills:
@@ -191,7 +192,7 @@ class Receiver:
 
         Args:
             version, epoch, digest: As given to begin().
-            hashes: The peer's committed_hashes; empty where hashes are off.
+            hashes: The peer's committed_hashes; empty if hashes are off.
 
         Raises:
             IntegrityError: Names the parameters that are not the peer's. The state stays DIRTY.
@@ -219,12 +220,12 @@ class Receiver:
         self._wire_hashes, self.committed_hashes = {}, self._offered_hashes
 
     def abort(self, epoch: int, reason: str) -> None:
-        """The publisher gave up on this epoch: stay DIRTY. Without effect on a committed version."""
+        """Stay DIRTY: the publisher gave up on this epoch. No effect on a committed version."""
         logger.warning("rank %d: epoch %d was aborted: %s", self._layout.rank, epoch, reason)
         self._state = self._state.failed(epoch)
 
     def invalidate(self) -> None:
-        """The caller knows that the bytes are no longer what was committed."""
+        """Mark the rank DIRTY: the caller knows that the bytes are no longer what was committed."""
         self._state = self._state.invalidate()
 
     def _binding(self) -> Binding:
@@ -266,14 +267,14 @@ class Receiver:
             )
 
     def _hash_covered(self) -> dict[str, int]:
-        """Every sent parameter's hash, fills left out."""
+        """Every sent parameter's hash, without fills."""
         total = {param.name: 0 for param in self._sent}
         for (name, _), value in zip(self._places, self._covered_hashes.values(), strict=True):
             total[name] = (total[name] + value) & HASH_MASK
         return total
 
     def _hashes_at_rest(self) -> dict[str, int]:
-        """Every parameter's hash in the form that kernels read; not hashed again where that is what came."""
+        """Every parameter's hash in the form that kernels read. Not hashed again if that is the form that arrived."""
         hashes = {
             param.name: self._wire_hashes[param.name]
             for param in self._layout.params
@@ -284,7 +285,7 @@ class Receiver:
         return hashes | self._hash_whole([param.name for param in self._layout.params if param.name not in hashes])
 
     def _hash_whole(self, names: Sequence[str]) -> dict[str, int]:
-        """Hashes of whole parameters, with one wait for the device; those that need a copy one after the other."""
+        """Hashes of whole parameters, with one wait for the device. Those that need a copy are hashed one by one."""
         held = {name: self._params[name].detach() for name in names}
         as_is = {name: tensor for name, tensor in held.items() if tensor.is_contiguous()}
         places = tuple((name, tensor.data_ptr()) for name, tensor in as_is.items())

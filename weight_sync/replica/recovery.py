@@ -1,7 +1,7 @@
 """Recovery of a restarted engine rank: the current weights, read one-sided from the same rank of a healthy replica.
 
-Owns what a peer must say about itself (`Offer`), when two ranks may share bytes, and the order of a pull. Does not own
-memory and proof (`receiver.py`), links (`transport/`), nor who asks whom: the orchestrator carries offers and decides
+Owns what a peer must tell about itself (`Offer`), when two ranks may share bytes, and the order of a pull. Does not own
+memory and proof (`receiver.py`) nor links (`transport/`). The orchestrator chooses the peer, carries offers and decides
 what serves.
 
     restarted rank                                    healthy peer: same rank of another replica, serving
@@ -14,11 +14,11 @@ what serves.
     Receiver.adopt: CLEAN
     release: closes the link
 
-The bytes are those that kernels read, fills and repacking included: nothing is loaded, sent or packed again, and no
-trainer rank takes part. A publish that begins on the peer meanwhile changes its epoch before it changes a byte: equal
-offers before and after a read mean that every byte is of one version. The hashes, where they are on, prove it again.
-An adapter slot is a Receiver too, so a restarted engine in adapter mode does this twice: for its base, which no publish
-ever changes again, and for the peer's newest slot.
+The bytes are those that kernels read, including fills and repacking: nothing is loaded, sent or packed again, and no
+trainer rank takes part. If a publish begins on the peer meanwhile, it changes the epoch before it changes a byte. So
+equal offers before and after a read mean that every byte is of one version. If hashes are on, they prove it again. An
+adapter slot is a Receiver, too, so a restarted engine in adapter mode does this twice: for its base, which no publish
+changes again, and for the peer's newest slot.
 Invariant: a pull that fails in any way leaves the rank DIRTY, and the next publish starts on a fresh connection.
 """
 
@@ -42,35 +42,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one engine rank lets its counterpart in another replica read."""
+    """What one engine rank lets the same rank of another replica read."""
 
     version: int
     epoch: int
     plan: str
     """Digest of the plan that brought the version."""
     layout: str
-    """layout_digest of the rank. Bytes mean the same only where it is equal."""
+    """layout_digest of the rank. Bytes have the same meaning only if it is equal."""
     link: str
     binding: Binding
     hashes: dict[str, int]
-    """Every parameter's hash at rest; empty where weight_sync.verify_hashes is off."""
+    """Every parameter's hash at rest; empty if weight_sync.verify_hashes is off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """One pull."""
+    """The result of one pull."""
 
     num_bytes: int
     read_s: float
     verify_s: float
 
     def then(self, other: Pulled) -> Pulled:
-        """Both, one after the other."""
+        """The sum of two pulls, one after the other."""
         return Pulled(self.num_bytes + other.num_bytes, self.read_s + other.read_s, self.verify_s + other.verify_s)
 
 
 def slowest(ranks: Sequence[Pulled]) -> Pulled:
-    """Pulls of all ranks at the same time: every rank's bytes, the slowest one's seconds."""
+    """Join the pulls of all ranks, which run at the same time: all ranks' bytes, the slowest rank's seconds."""
     return Pulled(
         sum(rank.num_bytes for rank in ranks),
         max(rank.read_s for rank in ranks),
@@ -79,12 +79,12 @@ def slowest(ranks: Sequence[Pulled]) -> Pulled:
 
 
 def layout_digest(layout: DestLayout) -> str:
-    """Fingerprint of everything a rank holds and of where it comes from; the rank's number is part of it."""
+    """Digest of everything that a rank holds and of where it comes from, including the rank's number."""
     return hashlib.sha256(pack(layout)).hexdigest()
 
 
 def make_offer(receiver: Receiver) -> Offer:
-    """What this rank can give. Raises ReplicaDirty unless it serves one committed version."""
+    """This rank's offer. Raises ReplicaDirty unless it serves one committed version."""
     state = receiver.state
     if not state.is_serving:
         raise ReplicaDirty(
@@ -111,7 +111,7 @@ def pull(receiver: Receiver, offer: Offer, *, timeout_s: float) -> Pulled:
 
     Raises:
         PlanMismatch: The peer holds another layout. Nothing was read.
-        TransportError: The bytes did not come. The rank is DIRTY.
+        TransportError: The bytes did not arrive. The rank is DIRTY.
         IntegrityError: They are not what the peer committed. The rank is DIRTY.
     """
     mine = layout_digest(receiver.layout)
@@ -145,7 +145,7 @@ def pull(receiver: Receiver, offer: Offer, *, timeout_s: float) -> Pulled:
 def release(receiver: Receiver, offer: Offer) -> None:
     """Close the link to a peer that was read from, once this rank serves.
 
-    Left open it would keep the peer's memory mapped here, and pinned after the peer's death. Not part of pull():
-    closing takes about a second, in which the version would move.
+    An open link would keep the peer's memory mapped here, and pinned after the peer's death. Not part of pull(),
+    because closing takes about a second, in which the peer's version may change.
     """
     receiver.transport.reset(offer.binding.session)

@@ -19,7 +19,7 @@ from weight_sync.errors import ProtocolError, StaleEpoch
 
 
 class Phase(StrEnum):
-    """Where a replica stands in a transaction."""
+    """A replica's phase in a transaction."""
 
     dirty = "dirty"
     """Some bytes may be of one version and some of another. Must not serve."""
@@ -31,9 +31,9 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class VersionState:
-    """A replica's (or one engine rank's) place in the protocol. Immutable; each transition returns the next state.
+    """A replica's (or one engine rank's) state in the protocol. Immutable; each transition returns the next state.
 
-    Example: VersionState(Phase.clean, version=3, epoch=4, digest="9f..") serves version 3, which epoch 4 brought.
+    Example: VersionState(Phase.clean, version=3, epoch=4, digest="9f..") serves version 3, which epoch 4 published.
     """
 
     phase: Phase = Phase.dirty
@@ -49,7 +49,8 @@ class VersionState:
         return self.phase is Phase.clean
 
     def begin(self, version: int, epoch: int, digest: str) -> VersionState:
-        """A publish starts: whatever was here stops being servable. The epoch must be larger than every earlier one."""
+        """Start a publish: what was here must not be served any more. The epoch must be larger than every earlier
+        one."""
         if version < 0:
             raise ProtocolError(f"begin of version {version}: versions start at 0")
         if epoch <= self.epoch:
@@ -57,7 +58,7 @@ class VersionState:
         return VersionState(Phase.dirty, version, epoch, digest)
 
     def verified(self, version: int, epoch: int, digest: str) -> VersionState:
-        """All bytes of the transaction that is under way were proven."""
+        """All bytes of the present transaction were proven."""
         self._require("verify", Phase.dirty, version, epoch)
         if digest != self.digest:
             raise ProtocolError(
@@ -71,13 +72,14 @@ class VersionState:
         return dataclasses.replace(self, phase=Phase.clean)
 
     def failed(self, epoch: int) -> VersionState:
-        """The transaction `epoch` failed. Without effect on a transaction that is committed or is another one."""
+        """The transaction `epoch` failed. No effect if it has committed, or if the present transaction is another
+        one."""
         if epoch != self.epoch or self.phase is Phase.clean:
             return self
         return dataclasses.replace(self, phase=Phase.dirty)
 
     def invalidate(self) -> VersionState:
-        """The bytes in memory can no longer be vouched for (addresses moved, memory was released)."""
+        """The bytes in memory are no longer known (addresses moved, memory was released)."""
         return dataclasses.replace(self, phase=Phase.dirty)
 
     def _require(self, verb: str, phase: Phase, version: int, epoch: int) -> None:

@@ -1,6 +1,6 @@
-"""The cluster on paper: link rates, which GPU sits on which node, and what is broken. Pure data for simulate.py.
+"""The simulated cluster: link rates, which GPU is on which node, and faults. Pure data for simulate.py.
 
-Owns: the figures that a simulation assumes, their checks, and the way from one GPU to another. Does not own: time
+Owns: the figures that a simulation assumes, their checks, and the path from one GPU to another. Does not own: time
 (simulate.py). Invariant: every rate is > 0 and every duration >= 0.
 
     trainer ranks and engine ranks are GPUs, numbered through the cluster; ranks_per_node of them share a node
@@ -17,7 +17,7 @@ from weight_sync.errors import PlanError
 from weight_sync.layout import Destination
 
 IDLE_BEGIN_S, IDLE_COMMIT_S = 2.7e-3, 2.3e-3
-"""Beginning and committing where there is no request to stop: measured as LinkRates says, on `--engine plain`."""
+"""Time to begin and to commit if there are no requests to stop: measured as LinkRates says, with `--engine plain`."""
 
 Port = tuple[str, int]
 """One direction of one device: ("nic", 12) or ("nvlink", 3)."""
@@ -25,47 +25,49 @@ Port = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """What the hardware and the host's part of a publish take. Rates are of one GPU and one direction, bytes/s.
+    """Rates of the hardware, and times of the host's part of a publish. Rates: one GPU, one direction, bytes/s.
 
-    Defaults: an H200 node with one 400 Gb/s NIC a GPU. The NIC is its line rate; all else is read off publishes that
-    were measured there over NVLink (bench/results/weight_sync-gpu-*.json): over four watermarks, hence 61 to 1,945
-    loads, the time of all writes is bytes / nvlink + loads x write_latency, and what the pipeline takes beside its
-    writes is source_begin + replay + loads x hand_over; the first two lie in the wait for the engines where sources
-    begin meanwhile (all but -plain and -vllm).
-    tests/unit/orchestrator/offline/test_simulation_measured.py holds them.
+    Defaults: an H200 node with one 400 Gb/s NIC per GPU. The NIC's rate is its line rate. The rest was derived from
+    publishes over NVLink on such a node (bench/results/weight_sync-gpu-*.json), with four watermarks and so 61 to 1,945
+    loads: the time of all writes is bytes / nvlink + loads x write_latency, and the pipeline's time besides its writes
+    is source_begin + replay + loads x hand_over. If sources begin while engines pause (in all but -plain and -vllm),
+    the first two are part of the wait for the engines.
+    tests/unit/orchestrator/offline/test_simulation_measured.py compares simulations with these measurements.
     """
 
     nic_bytes_s: float = 50e9
-    """One NIC a GPU."""
+    """One NIC per GPU."""
     nvlink_bytes_s: float = 396e9
     """One-sided writes to another GPU of the node."""
     hbm_bytes_s: float = 3.87e12
     """Device memory traffic of the kernels that pack, merge and hash: hashing 61 GB takes 15.8 ms."""
     write_latency_s: float = 45e-6
-    """One batched write to one session, beside its bytes."""
+    """Per batched write to one session, in addition to its bytes."""
     op_s: float = 1e-6
-    """One entry of a batched write, beside its bytes."""
+    """Per entry of a batched write, in addition to its bytes."""
     load_launch_s: float = 0.15e-3
-    """Host time to launch what fills and hashes one slot: one figure, though a load takes a launch for each stack and
-    destination that it has bytes for."""
+    """Host time to launch what fills and hashes one slot: one constant per load, although a load takes a launch per
+    stack and destination that it has bytes for."""
     hand_over_s: float = 20e-6
     """From the end of a link's write to the start of its next one."""
     source_begin_s: float = 7.5e-3
-    """What a rank does once a publish before it packs: gather adapters. Engines pause meanwhile."""
+    """A rank's work once per publish before it packs: gathering adapters. Engines pause meanwhile."""
     replay_s: float = 4.5e-3
-    """What a rank does once engines stand still: learn where to write, start lanes, add up hashes."""
+    """A rank's work once engines have paused: learning where to write, starting lanes, adding up hashes."""
     begin_s: float = 50e-3
-    """Pausing the engines: 256 requests in decode."""
+    """Pausing the engines, with 256 requests in decode."""
     commit_s: float = 7e-3
     """Adopting the version and resuming."""
     barrier_s: float = 6e-3
-    """Collecting what every rank wrote, and telling the replicas what to expect: of a few hundred parameters."""
+    """Collecting what every rank wrote, and telling the replicas what to expect, for a few hundred parameters."""
     entry_s: float = 20e-9
-    """What one more parameter of one engine rank adds to the barrier: rank 0 writes and reads it, on one core
+    """Added to the barrier per further parameter of an engine rank, which rank 0 writes and reads on one core
     (bench/plan.py, bench/results/plan-tp16.json)."""
 
     def without_pause(self) -> LinkRates:
-        """The rates of a publish into free slots of engines that go on: `begin` and `commit` are messages alone."""
+        """The rates of a publish into free slots of engines that are not paused: `begin` and `commit` are only
+        messages.
+        """
         return replace(self, begin_s=min(self.begin_s, IDLE_BEGIN_S), commit_s=min(self.commit_s, IDLE_COMMIT_S))
 
     def __post_init__(self) -> None:
@@ -102,9 +104,9 @@ class Placement:
 
 
 def place(trainer_ranks: Sequence[int], engine_ranks: Sequence[Destination], ranks_per_node: int) -> Placement:
-    """Trainer ranks first, then engine ranks, GPU after GPU.
+    """Place trainer ranks first, then engine ranks, on consecutive GPUs.
 
-    A replica that does not fit what is left of a node starts on the next one, so that it spans as few as it can.
+    A replica that does not fit the rest of a node starts on the next node, so that it spans as few nodes as possible.
     """
     if ranks_per_node < 1:
         raise PlanError(f"ranks_per_node must be >= 1, got {ranks_per_node}")
@@ -127,7 +129,7 @@ def place(trainer_ranks: Sequence[int], engine_ranks: Sequence[Destination], ran
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What is not as it should be."""
+    """Faults of the cluster."""
 
     slow_ranks: Mapping[int, float] = field(default_factory=dict[int, float])
     """Trainer rank -> how many times slower its links and its memory are, >= 1."""

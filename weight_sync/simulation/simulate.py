@@ -1,24 +1,24 @@
-"""A plan against a link model: when does which rank do what, and how long does a publish take. Integers and floats.
+"""Simulates a plan with a link model: when each rank does what, and how long a publish takes. Integers and floats.
 
 Owns: the timing rules of a publish. Does not own: the figures (links.py), the plan (plan.py), the real pipeline
-(pipeline.py), whose rules are repeated here without its memory, threads and torch; a test holds the two together.
+(pipeline.py), whose rules are repeated here without its memory, threads and torch; a test compares the two.
 
     begin (engines pause)     -> per trainer rank, load by load      -> barrier, messages -> verify -> commit
       source begins | prepare     |0 |1 |     |2|    |3     two slots: load i needs the slot that load i-2 left
-                    write to A |0   |1     |2   |3          one write at a time to a destination, of its part of each
-                    write to B |0 |1   |2   |3              load, whatever the writes to others do
+                    write to A |0   |1     |2   |3          one write at a time to a destination, of its part of a load;
+                    write to B |0 |1   |2   |3              writes to different destinations do not wait for each other
 
-Rules. Nothing is written before all replicas stand still; what two slots hold is packed meanwhile. A load is
+Rules. Nothing is written before all replicas have paused; the loads of two slots are packed meanwhile. A load is
 consecutive tasks that fit one slot (cut as pipeline.py cuts). Each stage of a rank, and each destination, takes its
-loads in schedule order. That a rank writes to no more than MAX_LINK_THREADS destinations at once costs it latency
-here, not its turn at a port. A load's bytes pass the sender's port and each receiver's port; a port serves its loads
-one after the other, as fast as it can, and a load is written when all its ports have served it: a first-in-first-out
-share of a port, not a max-min fair one. Fair shares must be computed anew at every event, and they have anomalies: a
-faster link lets a load arrive earlier, which slows whoever it then shares a port with. Here who comes first is
-decided by how many bytes its sender has sent before (times how slow that sender is), which no rate changes. Hence all
+loads in schedule order. A rank writes to at most MAX_LINK_THREADS destinations at once; here that adds latency but does
+not change the order at ports. A load's bytes pass the sender's port and each receiver's port. A port serves its loads
+one after the other, as fast as it can, and a load is written when all its ports have served it. So ports are shared
+first-in-first-out, not max-min fairly. Fair shares must be computed anew at every event, and they have anomalies: with
+a faster link, a load arrives earlier and slows down the loads with which it then shares a port. Here the order is
+decided by how many bytes a sender has sent before (times how slow that sender is), which no rate changes. Hence all
 times are sums and maxima along one fixed graph: a faster link never makes a publish slower, and a million tasks take
-seconds. The price: a port now and then waits for a load whose turn it is while another one is ready. Where a port is
-what limits, both shares end together. Launching a load takes the host one figure, however many launches fill it.
+seconds. The price: a port sometimes waits for the load whose turn it is while another one is ready. If a port is the
+bottleneck, both kinds of sharing end at the same time. Host launch time is one constant per load.
 
 Invariants: deterministic; no publish is faster than its floors; no rank holds more than its watermark.
 """
@@ -36,10 +36,10 @@ from weight_sync.simulation.links import Faults, LinkRates, Placement, Port, nic
 from weight_sync.simulation.slot_loads import SlotLoad, cut_loads
 
 PACK_PASSES = 5.0
-"""Device memory traffic of a packed and merged byte, in bytes: reading the weight and writing the slot are two, the
-rest is what the merge costs (79 ms for 61 GB with r=32, measured as LinkRates says)."""
+"""Device memory traffic per packed and merged byte, in bytes: reading the weight and writing the slot are two, and the
+rest is the merge's cost (79 ms for 61 GB with r=32, measured as LinkRates says)."""
 HASH_PASSES = 1.0
-"""... and once more, on either side, where it is hashed."""
+"""Further traffic per byte, on each side, if it is hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class RankTimeline:
-    """What one trainer rank does. Times count from the publish's "go"."""
+    """What one trainer rank does. Times count from the start of the publish, "go"."""
 
     rank: int
     gpu: int
@@ -65,10 +65,10 @@ class RankTimeline:
     sent_bytes: int
     slot_bytes: int
     peak_bytes: int
-    """Most temporary memory that it holds: both slots and what is reserved."""
+    """The most temporary memory that it holds: both slots and the reserved memory."""
 
     def busy_s(self, stage: str) -> float:
-        """Seconds during which a stage is at work."""
+        """Seconds during which a stage works."""
         busy_s = until_s = 0.0
         for start_s, stop_s in sorted((one.start_s, one.stop_s) for one in self.intervals if one.stage == stage):
             busy_s += max(0.0, stop_s - max(start_s, until_s))
@@ -89,7 +89,7 @@ class ReceiverTimeline:
     gpu: int
     received_bytes: int
     first_s: float
-    """When a first load on its way starts to be written."""
+    """When the writing of its first load starts."""
     last_s: float
     """When its last byte has arrived."""
     verify_start_s: float
@@ -106,12 +106,12 @@ class Simulation:
     write_end_s: float
     """When the last byte has arrived."""
     prepare_s: float
-    """Longest that one rank spends packing and hashing; overlaps with writing."""
+    """The longest time that a rank spends packing and hashing; overlaps with writing."""
     write_s: float
-    """Longest that one rank spends writing."""
+    """The longest time that a rank spends writing."""
     barrier_s: float
     messages_s: float
-    """What messages take because there are many parameters and ranks; after the last write, before the proof."""
+    """Time of the messages about all parameters and ranks; after the last write, before the proof."""
     verify_s: float
     commit_s: float
     sender_floor_s: float
@@ -119,13 +119,13 @@ class Simulation:
     receiver_floor_s: float
     """Largest bytes / rate of an incoming port."""
     peak_bytes: int
-    """Largest of the ranks'."""
+    """The largest peak of all ranks."""
     ranks: tuple[RankTimeline, ...]
     receivers: tuple[ReceiverTimeline, ...]
 
     @property
     def floor_s(self) -> float:
-        """What the wire alone takes."""
+        """The time that the links alone take."""
         return max(self.sender_floor_s, self.receiver_floor_s)
 
 
@@ -141,11 +141,11 @@ def simulate(
     """Predict one publish of a plan.
 
     Args:
-        plan: who sends what.
+        plan: which rank sends what.
         placement: the GPU of every rank of the plan.
-        rates: what the hardware does.
+        rates: rates of the hardware.
         staging: the watermark of every trainer rank.
-        faults: what is broken; None: nothing.
+        faults: faults of the cluster; None: none.
         verify_hashes: hash on both sides.
 
     Raises:
@@ -185,7 +185,8 @@ def simulate(
 
 
 def messages_s(plan: TransferPlan, rates: LinkRates) -> float:
-    """Rank 0 asks and tells for every parameter of every engine rank; then each replica reads its own part."""
+    """Time of the messages: rank 0 handles every parameter of every engine rank, then each replica reads its own
+    part."""
     entries: dict[int, int] = {}
     for (replica, _), params in plan.expected.items():
         entries[replica] = entries.get(replica, 0) + len(params)
@@ -194,17 +195,17 @@ def messages_s(plan: TransferPlan, rates: LinkRates) -> float:
 
 @dataclass(slots=True)
 class _PortState:
-    """One direction of one device, which serves its loads one after the other."""
+    """One direction of one device. It serves its loads one after the other."""
 
     free_s: float = 0.0
-    """Until when it is busy."""
+    """When it becomes free."""
     served_s: float = 0.0
     """How long it has been busy."""
 
 
 @dataclass(slots=True)
 class _Arrivals:
-    """What one engine rank has seen."""
+    """What one engine rank has received so far."""
 
     first_s: float
     last_s: float = 0.0
@@ -212,18 +213,18 @@ class _Arrivals:
 
 @dataclass(slots=True)
 class _Link:
-    """The way from one trainer rank to one engine rank."""
+    """The link from one trainer rank to one engine rank."""
 
     out_port: _PortState
     in_port: _PortState
     rate: float
     arrivals: _Arrivals | None = None
     sent_until_s: float | None = None
-    """When the destination has its parts of the loads so far; None before the first."""
+    """When the destination has its parts of all loads so far; None before the first."""
 
 
 class _Sender:
-    """One trainer rank under way: what each of its stages is done with."""
+    """One trainer rank during the simulation: how far each of its stages is."""
 
     def __init__(self, rank: int, gpu: int, slowness: float, loads: list[SlotLoad], slot_bytes: int) -> None:
         self.rank, self.gpu, self.slowness = rank, gpu, slowness
@@ -234,7 +235,7 @@ class _Sender:
         self.intervals: list[Interval] = []
 
     def timeline(self, reserved_bytes: int) -> RankTimeline:
-        """What it did."""
+        """The timeline of what it did."""
         return RankTimeline(
             self.rank,
             self.gpu,
@@ -246,7 +247,7 @@ class _Sender:
 
 
 class _Run:
-    """The state of one simulation: until when every port is busy, and what passed it."""
+    """The state of one simulation: when every port becomes free, and how much it has served."""
 
     def __init__(self, placement: Placement, rates: LinkRates, faults: Faults, *, verify_hashes: bool) -> None:
         self.placement, self.rates, self.faults, self.verify_hashes = placement, rates, faults, verify_hashes
@@ -256,7 +257,7 @@ class _Run:
 
     @staticmethod
     def busiest_s(ports: Mapping[Port, _PortState]) -> float:
-        """How long the busiest of some ports serves."""
+        """The longest time that any of these ports serves."""
         return max((port.served_s for port in ports.values()), default=0.0)
 
     def replay(self, senders: Sequence[_Sender], may_write_s: float) -> None:
@@ -282,7 +283,7 @@ class _Run:
         start_s = max(sender.prepared_s, sender.slot_free_s[slot])
         passes = PACK_PASSES + (HASH_PASSES if self.verify_hashes else 0.0)
         device_s = load.packed_bytes * passes * sender.slowness / rates.hbm_bytes_s
-        # The host launches the next load's kernels while the device works: the slower of the two counts.
+        # The host launches the next load's kernels while the device works, so the slower of the two counts.
         sender.prepared_s = start_s + max(device_s, rates.load_launch_s)
         group = load.mesh_group
         sender.intervals.append(Interval("prepare", number, group, start_s, sender.prepared_s, load.packed_bytes))
@@ -295,8 +296,8 @@ class _Run:
     def _write(self, sender: _Sender, load: SlotLoad, may_write_s: float) -> tuple[float, float]:
         """When a load's first write starts, and when its last one ends.
 
-        This loop runs once per load and destination, half a million times for a thousand GPUs' plan: comparisons
-        stand where max() and min() would read better, and take a third of the time.
+        This loop runs once per load and destination, half a million times for a plan of a thousand GPUs. So it uses
+        comparisons instead of max() and min(), which would read better but take three times as long.
         """
         rates, links, slowness = self.rates, sender.links, sender.slowness
         latency_s = -(-len(load.flows) // MAX_LINK_THREADS) * rates.write_latency_s

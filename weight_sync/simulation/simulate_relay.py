@@ -1,7 +1,7 @@
-"""A publish that enters every node once, on paper: who is written, who reads from a neighbour, and how long that takes.
+"""Simulates a publish with relay: which replicas the trainer writes, which read from a neighbour, and the time of that.
 
-Owns: the part after the writes, which simulate.py predicts for the replicas that are written. Does not own: the relay
-itself (orchestrator/fleet/relay.py, which reads in the same rounds). Pure.
+Owns: the reads after the writes; simulate.py predicts the writes. Does not own: the relay itself
+(orchestrator/fleet/relay.py, which reads in the same rounds). Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from weight_sync.simulation.simulate import HASH_PASSES
 
 
 def neighbours(placement: Placement) -> dict[int, list[int]]:
-    """Replica that is written -> replicas that read from it. One that spans nodes is written and read by nobody."""
+    """Replica that is written -> replicas that read from it. A replica that spans nodes is written, and none reads
+    it."""
     nodes: dict[int, set[int]] = {}
     for (replica, _), gpu in placement.engine_gpus.items():
         nodes.setdefault(replica, set()).add(placement.node_of(gpu))
@@ -30,14 +31,14 @@ def neighbours(placement: Placement) -> dict[int, list[int]]:
 
 
 def written_alone(placement: Placement, primaries: Sequence[int]) -> Placement:
-    """The same GPUs, with these replicas alone, numbered anew."""
+    """The same GPUs with only these replicas, numbered anew."""
     number = {replica: i for i, replica in enumerate(primaries)}
     engine_gpus = {(number[r], rank): gpu for (r, rank), gpu in placement.engine_gpus.items() if r in number}
     return Placement(placement.ranks_per_node, placement.trainer_gpus, engine_gpus)
 
 
 def num_rounds(num_readers: int) -> int:
-    """Reads one after the other until all have read: every holder feeds one reader, who is a holder then.
+    """Rounds until all have read. In a round, each replica that has the version is read by one that has it afterwards.
 
     0, 1, 2, 2, 3 for 0, 1, 2, 3, 4 readers: the smallest r with 2^r > readers.
     """
@@ -47,10 +48,10 @@ def num_rounds(num_readers: int) -> int:
 def relay_s(
     readers: Mapping[int, Sequence[int]], engine: Sequence[DestLayout], rates: LinkRates, *, verify_hashes: bool
 ) -> float:
-    """Seconds from the commit of those that were written until the last reader of any node serves.
+    """Seconds from the commit of the replicas that were written until the last reader of any node serves.
 
-    A round: pause the readers, every rank reads its counterpart over NVLink, hash, resume. Nodes do not share a link,
-    and neither do the pairs of a round; the calls between workers, some milliseconds, are left out.
+    In a round, readers pause, every rank reads the peer's same rank over NVLink, hashes and resumes. Nodes do not share
+    a link, and neither do the pairs of a round. Calls between workers, some milliseconds, are left out.
     """
     rounds = num_rounds(max((len(members) for members in readers.values()), default=0))
     slowest_s = 0.0

@@ -21,23 +21,23 @@ from weight_sync.plan.tasks import MESH_GROUPS, Task, TaskTable
 
 @dataclass(frozen=True, slots=True)
 class SlotLoad:
-    """What one slot carries at once, added up per destination."""
+    """What one slot carries at once, summed per destination."""
 
     mesh_group: str
     packed_bytes: int
-    """Packed and hashed once, however many replicas get them."""
+    """Bytes that are packed and hashed, once for all replicas that get them."""
     num_packets: int
     flows: Mapping[Destination, tuple[int, int]]
     """Destination -> bytes, and entries of its batched write."""
     sent_bytes: int
-    """Bytes that cross links, over all destinations."""
+    """Bytes that are sent, to all destinations together."""
 
 
 def cut_loads(tasks: Sequence[Task], staging: Staging) -> tuple[list[SlotLoad], int]:
     """Slot loads in schedule order, and the size of a slot, as pipeline.py makes them.
 
-    A row of a table is a packet here; where equal ranks of replicas are cut unlike, the pipeline may find a few more
-    that are equal.
+    Here a row of a table is a packet. If the same ranks of several replicas are cut differently, the pipeline may find
+    a few more equal packets.
 
     Raises:
         PlanError: a task is larger than a slot.

@@ -1,16 +1,16 @@
 """What a link must do: move bytes one-sided between registered memory here and registered memory of another process.
 
-Owns the protocol that `mooncake.py` implements; tests/contract/test_transport.py holds it, and the link inside one
-process that tests use, to this protocol. Knows nothing of plans, versions or parameters.
+Owns the protocol that `mooncake.py` implements. tests/contract/test_transport.py tests it, and the tests' own link
+inside one process, against this protocol. Does not know plans, versions or parameters.
 
 Failure model, the same for every link and for both directions:
 
     write() returned          every byte is in the destination's memory
-    write() raised            any part of the bytes may be there, and *more may still land*. The session is refused
-                              (TransferFailed) until reset(session) returned: from then on nothing of the failed write
-                              can touch this process's memory again.
-    renew()                   the destination's half: drops every incoming connection, so that nothing in flight towards
-                              the old session name can land any more. The session gets a new name.
+    write() raised            any part of the bytes may be there, and *more may still arrive*. The session is refused
+                              (TransferFailed) until reset(session) returned: from then on the failed write cannot
+                              touch this process's memory again.
+    renew()                   the same for the destination: drops every incoming connection, so that nothing in flight
+                              towards the old session name can still arrive. The session gets a new name.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 from weight_sync.errors import TransferFailed
 
 MAX_BATCH_ENTRIES = 1024
-"""Most pieces in one native batch: Mooncake's TCP lanes refuse 2500, and others met the same bound on RDMA."""
+"""The most pieces in one native batch: Mooncake's TCP lanes refuse 2500; others report the same bound for RDMA."""
 MAX_BATCH_BYTES = 1 << 30
-"""Most bytes in one native batch, which has one deadline: larger synchronous ones ran into it. That is no bound on a
-piece: a larger one goes alone, and Mooncake's TCP link read 1.5, 2.5 and 4.5 GiB right. NVLink and RDMA were not tried
-with such."""
+"""The most bytes in one native batch. A batch has one deadline, which larger synchronous ones exceeded. A single piece
+may be larger, and is then a batch of its own: Mooncake's TCP link read 1.5, 2.5 and 4.5 GiB correctly. NVLink and RDMA
+were not tried with such pieces."""
 
 
 class Transport(Protocol):
@@ -37,7 +37,7 @@ class Transport(Protocol):
 
     @property
     def link(self) -> str:
-        """The link REALLY in use: "memory", "tcp", "nvlink" or "rdma". Both ends of a sync must agree."""
+        """The link that is REALLY in use: "memory", "tcp", "nvlink" or "rdma". Both ends of a sync must agree."""
         ...
 
     @property
@@ -50,14 +50,14 @@ class Transport(Protocol):
         ...
 
     def unregister(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Forget tensors that were registered and are about to be freed: a link that starts again would register
-        memory that is gone. Call while nothing is being written from them. Harmless for others."""
+        """Forget registered tensors before they are freed: otherwise a link that starts again would register memory
+        that is gone. Call it while nothing is being written from them. Harmless for tensors that are not registered."""
         ...
 
     def write(
         self, session: str, src_ptrs: Sequence[int], dst_ptrs: Sequence[int], sizes: Sequence[int], *, timeout_s: float
     ) -> None:
-        """Copy `sizes[i]` bytes from local `src_ptrs[i]` to `dst_ptrs[i]` of `session`; returns when all have landed.
+        """Copy `sizes[i]` bytes from local `src_ptrs[i]` to `dst_ptrs[i]` of `session`; returns when all have arrived.
 
         Device work that produces the source bytes must be complete: no link orders with torch streams.
 
@@ -72,13 +72,13 @@ class Transport(Protocol):
     ) -> None:
         """Copy `sizes[i]` bytes from `src_ptrs[i]` of `session` to local `dst_ptrs[i]`; returns when all are here.
 
-        Nothing stops the peer from changing them meanwhile: what was read must be proven. Raises as write() does.
+        The peer may change the bytes meanwhile, so what was read must be proven. Raises as write() does.
         """
         ...
 
     def reset(self, session: str) -> None:
-        """Close this end's connection to `session`, with what a failed transfer left in flight on it and the maps of
-        its memory, and allow the session again. No transfer may be running.
+        """Close this end's connection to `session`, with all that a failed transfer left in flight on it and all maps
+        of its memory, and allow the session again. No transfer may be running.
 
         Raises:
             TransferTimeout: It cannot be closed yet; its source memory must stay untouched.
@@ -90,7 +90,7 @@ class Transport(Protocol):
         """Drop all connections and take a new session name. Registered memory stays registered.
 
         Raises:
-            TransportError: The link is down; whatever uses it next tries again.
+            TransportError: The link is down; its next use tries again.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""Takes listening sockets off every network interface but loopback, when a library listens on all of them.
+"""Restricts listening sockets to the loopback interface, for a library that listens on all interfaces.
 
-Mooncake's TCP link listens on every interface whatever it is told. Its sockets belong to this process, so they can be
-bound to the loopback device from here: the kernel then refuses connections that come over any other. Linux only. Users
-of this machine still reach the ports.
+Mooncake's TCP link listens on every interface, whatever it is told. Its sockets belong to this process, so they can be
+bound to the loopback device here: the kernel then refuses connections over any other interface. Linux only. Users of
+this machine can still reach the ports.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ WILDCARDS = ("0.0.0.0", "::")
 
 @contextlib.contextmanager
 def new_listeners_on_loopback() -> Generator[None]:
-    """Bind to loopback what this process listens on at its end, did not at its start, and is open to all interfaces.
+    """Bind to loopback the sockets that began to listen on all interfaces, in this process, while the block ran.
 
-    A socket that another thread opens meanwhile is taken for one of them.
+    That includes sockets that another thread opened meanwhile.
     """
     before = set(_wildcard_listeners())
     yield
@@ -41,7 +41,7 @@ def _wildcard_listeners() -> dict[str, int]:
     """TCP sockets of this process that listen on every interface: their inode and one descriptor."""
     found: dict[str, int] = {}
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or no socket
+        with contextlib.suppress(OSError):  # closed meanwhile, or not a socket
             inode = os.readlink(f"/proc/self/fd/{name}")
             if not inode.startswith("socket:"):
                 continue

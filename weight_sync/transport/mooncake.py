@@ -3,26 +3,27 @@
 Owns: choosing the link and proving that it is the one in use, registration by allocator segment, batch limits,
 translation of return codes. The only importer of mooncake. Its traps, and what this file does about each:
 
-* The `protocol` argument does not choose the link (CUDA wheel), and a link that cannot be had is replaced silently.
-  Environment variables choose: they are set from the requested kind before the engine exists, and what can be checked
-  is checked, before and after. A link that cannot be had is a LinkMismatch.
+* The `protocol` argument does not choose the link (CUDA wheel), and Mooncake silently replaces a link that is not
+  available. Environment variables choose the link: they are set from the requested kind before the engine exists, and
+  what can be checked is checked, before and after. If a link is not available, LinkMismatch is raised.
 * A transfer that returned -1 is not over. Its session is refused until reset(), which destroys the whole engine
-  (nothing smaller can be closed) and registers everything again on a fresh one: about 1 s, paid only after a failure.
-* A fresh engine may fail to start: its ports are drawn at random, and one may be taken. It is tried a few times; then
-  the link is down, every use of it is a TransportError, and the next one tries again.
+  (nothing smaller can be closed) and registers everything again on a fresh one. That takes about 1 s, and only happens
+  after a failure.
+* A fresh engine may fail to start: its ports are drawn at random, and one may be taken. It is tried a few times. Then
+  the link is down, a use of it raises TransportError, and the next use tries again.
 * NVLink does not order with torch streams. The caller synchronizes before write(); reset() waits for the device.
 * NVLink exports whole cudaMalloc allocations. CUDA tensors register as the caching allocator's segments that hold them;
   expandable segments are refused with their cure.
 * Registering an overlap fails with -7. Ranges are merged first.
 * More than 2048 pieces in one batch fail, and batches of several GiB may run into their deadline. See base.batches().
 * Deadlines come from the environment, per process. MC_TRANSFER_TIMEOUT (at least 5 s) and MC_TCP_PROGRESS_TIMEOUT_SEC
-  are set from timeout_s. A native call cannot be interrupted: a smaller timeout_s of one write() is looked at between
-  batches alone.
-* It listens on every interface (two TCP ports), whatever host and MC_TCP_BIND_ADDRESS say, and asks nobody who they
-  are: whoever reaches the ports can read and write registered memory (the rest of the process's memory it refuses). A
-  run on one host binds the ports to the loopback device (loopback_only.py); one on several needs a firewall.
+  are set from timeout_s. A native call cannot be interrupted, so a smaller timeout_s of one write() is checked only
+  between batches.
+* It listens on every interface (two TCP ports), whatever host and MC_TCP_BIND_ADDRESS say, and does not authenticate:
+  anyone who reaches the ports can read and write registered memory (not the rest of the process's memory). A run on one
+  host binds the ports to the loopback device (loopback_only.py); a run on several hosts needs a firewall.
 * A fresh engine's first contact with a stopped process blocks for a fixed 60 s. In a publish the replica acknowledges
-  Begin first, so only a process that stops between that and its first byte meets it.
+  Begin first, so this happens only if a process stops between that and its first byte.
 """
 
 from __future__ import annotations
@@ -52,24 +53,25 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 _NATIVE_LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
-"""What Mooncake's engine links, each after what it needs itself."""
+"""Libraries that Mooncake's engine links, each after those that it needs itself."""
 _OVERLAP = -7
 _MIN_TRANSFER_TIMEOUT_S = 5
 """Smallest MC_TRANSFER_TIMEOUT that Mooncake accepts."""
 RETRY_S = 0.3
-"""Longest pause before an engine that did not start is tried again."""
+"""Longest pause before another try to start an engine."""
 NUM_TRIES = 3
 DOWN_S = 2.0
-"""After so many tries failed, the link is refused for this long without another: many lanes may ask at once."""
+"""After all tries failed, uses of the link are refused for this long without another try: many lanes may ask at
+once."""
 
 
 class MooncakeTransport:
     """One TransferEngine and the memory registered with it. See Transport.
 
     Args:
-        kind: Requested link; anything but `auto` is met exactly or refused.
-        device: "cpu" or "cuda": where the memory at *both* ends of the link lives.
-        host: Address under which other processes reach this one. Loopback says that all peers are on this host.
+        kind: Requested link. Any kind except `auto` is provided exactly, or refused.
+        device: "cpu" or "cuda": where the memory at *both* ends of the link is.
+        host: Address at which other processes reach this one; loopback if all peers are on this host.
         timeout_s: Longest that one native transfer may take without progress.
         retry_s, down_s: See RETRY_S and DOWN_S.
         module: Has TransferEngine; by default `engine_module`.
@@ -99,7 +101,7 @@ class MooncakeTransport:
         self._host = host
         self._native_timeout_s = max(1, math.ceil(timeout_s))
         self._held: dict[MemoryRange, MemoryRange] = {}
-        """The bytes of every tensor that is to be reached -> the allocation that they are in."""
+        """The bytes of every registered tensor -> the allocation that contains them."""
         self._registered: list[MemoryRange] = []
         """The allocations that the engine knows."""
         self._failed: set[str] = set()
@@ -112,7 +114,7 @@ class MooncakeTransport:
         self._session = ""
         self._is_closed = False
         self._down: tuple[float, str] | None = None
-        """When a start failed, and why; None since one succeeded."""
+        """When the last start failed, and why; None after a start that succeeded."""
         self._start()
 
     @property
@@ -122,7 +124,7 @@ class MooncakeTransport:
 
     @property
     def session(self) -> str:
-        """host:port of this process's engine. Raises TransportError while there is none."""
+        """host:port of this process's engine. Raises TransportError if there is no engine."""
         with self._lock:
             self._ensure_started()
             return self._session
@@ -133,23 +135,23 @@ class MooncakeTransport:
         host = [t for t in tensors if not t.is_cuda]
         if host and self._link == "nvlink":
             raise LinkMismatch(f"the nvlink link moves device memory only, got a tensor on {host[0].device}")
-        if cuda:  # Mooncake calls the driver, which has no context in a thread that has not used CUDA yet (error 201)
+        if cuda:  # Mooncake calls the driver, and a thread that has not used CUDA yet has no context (error 201)
             torch.cuda.synchronize(cuda[0].device)
         held = _segments_of(cuda) | {range_of(t): _storage_range(t) for t in host}
         self._hold(self._held | held)
 
     def unregister(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Forget these tensors; an allocation that holds no other registered one is unregistered."""
+        """Forget these tensors, and unregister allocations without other registered tensors."""
         gone = {range_of(tensor) for tensor in tensors}
         kept = {tensor: allocation for tensor, allocation in self._held.items() if tensor not in gone}
         if len(kept) == len(self._held):
             return
-        if self._engine is None:  # the next one must not be told of memory that is freed
+        if self._engine is None:  # the next engine must not register memory that is freed
             self._held = kept
             return
         try:
             self._hold(kept)
-        except TransferFailed as e:  # on the way out: what uses the link next must not end with it
+        except TransferFailed as e:  # the memory is freed anyway, and the next use of the link must not fail
             logger.warning("memory that is about to be freed stays registered: %s", e)
             self._held = kept
 
@@ -227,8 +229,8 @@ class MooncakeTransport:
     def reset(self, session: str) -> None:
         """Destroy the engine and start a fresh one with the same memory. Other sessions continue on it.
 
-        Without effect on a session that this engine never met: several ranks of one dead replica cost one restart.
-        Where no engine starts the session stays refused, and another reset() tries again.
+        No effect on a session that this engine never contacted, so several ranks of one dead replica cost one restart.
+        If no engine starts, the session stays refused, and another reset() tries again.
         """
         with self._lock:
             if self._is_closed:
@@ -247,7 +249,7 @@ class MooncakeTransport:
             self._restart()
 
     def renew(self) -> None:
-        """Destroy the engine, hence every connection, and start a fresh one under another port."""
+        """Destroy the engine, and so every connection, and start a fresh one on another port."""
         with self._lock:
             self._restart()
 
@@ -258,12 +260,12 @@ class MooncakeTransport:
 
     def _restart(self) -> None:
         if self._link == "nvlink":
-            torch.cuda.synchronize()  # what still uses the maps; and a context for this thread, see register()
+            torch.cuda.synchronize()  # wait for kernels that use the maps; gives this thread a context, see register()
         self._engine = None
         self._start()
 
     def _ensure_started(self) -> None:
-        """Start an engine where there is none, unless that failed a moment ago. Raises TransportError."""
+        """Start an engine if there is none, unless that failed a moment ago. Raises TransportError."""
         if self._engine is not None:
             return
         if self._down is not None and time.monotonic() < self._down[0] + self._down_s:
@@ -271,7 +273,7 @@ class MooncakeTransport:
         self._restart()
 
     def _start(self) -> None:
-        """Make an engine and register what is held. Until both are done there is none, and nothing is forgotten."""
+        """Make an engine and register all held memory. If either fails there is no engine, and nothing is forgotten."""
         if self._is_closed:
             raise TransferFailed(f"the {self._link} link was closed")
         ranges = merge_ranges(list(set(self._held.values())))
@@ -287,7 +289,7 @@ class MooncakeTransport:
         self._contacted.clear()
 
     def _make_engine(self) -> Any:
-        """An engine under an environment that leaves it no other link; what it found is looked at."""
+        """Make an engine in an environment that allows only the wanted link, and check what it found."""
         for name, value in _environment(self._link, self._native_timeout_s).items():
             if value is None:
                 os.environ.pop(name, None)
@@ -302,7 +304,7 @@ class MooncakeTransport:
                 break
             if num_left == 0:
                 raise TransferFailed(f"Mooncake did not start on {self._host} over {self._link}: code {code}")
-            time.sleep(random.uniform(0.2, 1.0) * self._retry_s)  # others that start now have drawn the same port
+            time.sleep(random.uniform(0.2, 1.0) * self._retry_s)  # random: processes that drew the same port also retry
         if self._link == "rdma" and not _topology_devices(engine.get_local_topology()):
             raise LinkMismatch("weight_sync.transport=rdma, but Mooncake finds no RDMA device; choose tcp or nvlink")
         return engine
@@ -323,11 +325,11 @@ class MooncakeTransport:
 def choose_link(kind: TransportKind, *, device: str, host: str, has_hca: bool, has_nvlink: bool, has_cuda: bool) -> str:
     """The link that a request means on this machine. Pure.
 
-    auto: nvlink when memory is on GPUs and all peers are on this host, else rdma when there is an HCA, else tcp.
+    auto: nvlink if memory is on GPUs and all peers are on this host, otherwise rdma if there is an HCA, otherwise tcp.
     nvlink is Mooncake's name for CUDA IPC between GPUs of one host.
 
     Raises:
-        LinkMismatch: The requested link cannot be had; the message says why.
+        LinkMismatch: The requested link is not available; the message says why.
     """
     on_gpu = device.startswith("cuda")
     if on_gpu and not has_cuda:
@@ -361,7 +363,7 @@ def has_hca() -> bool:
 
 
 def _environment(link: str, native_timeout_s: int) -> dict[str, str | None]:
-    """What Mooncake reads from the environment when an engine is made; None removes a variable."""
+    """Variables that Mooncake reads from the environment when an engine is made; None removes one."""
     return {
         "MC_FORCE_TCP": "1" if link == "tcp" else None,
         "MC_INTRANODE_NVLINK": "1" if link == "nvlink" else None,
@@ -373,10 +375,10 @@ def _environment(link: str, native_timeout_s: int) -> dict[str, str | None]:
 
 
 def engine_module() -> Any:
-    """mooncake.engine, imported late: it needs libibverbs, and this file is imported where it may be absent."""
+    """mooncake.engine, imported late, because it needs libibverbs, which may be absent where this file is imported."""
     for name in _NATIVE_LIBRARIES:
         unpacked = Path(sys.prefix) / "lib" / "native" / name
-        if unpacked.exists():  # a set-up without root unpacks them there, where the loader does not look
+        if unpacked.exists():  # a set-up without root unpacks them where the loader does not look
             ctypes.CDLL(str(unpacked), ctypes.RTLD_GLOBAL)
     try:
         import mooncake.engine
@@ -403,7 +405,7 @@ def _storage_range(tensor: torch.Tensor) -> MemoryRange:
 
 
 def _segments_of(tensors: Sequence[torch.Tensor]) -> dict[MemoryRange, MemoryRange]:
-    """The caching allocator's segment that holds each CUDA tensor. One cudaMalloc each, the unit that IPC exports."""
+    """The caching allocator's segment that holds each CUDA tensor. A segment is one cudaMalloc, which IPC exports."""
     if not tensors:
         return {}
     segments = [
