@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from orchestrator.cluster import nodes
+from weight_sync.gc_freeze import frozen_imports
 
 if TYPE_CHECKING:
     from conf.schema import (
@@ -103,7 +104,8 @@ class TrainerActor:
     @ray.method
     def start(self, rank: int, options: TrainerOptions, is_only_node: bool) -> dict[str, Any]:
         """Build the rank and load the model. Returns facts for the log."""
-        from trainer.rank import TrainerRank
+        with frozen_imports():
+            from trainer.rank import TrainerRank
 
         host = nodes.address_of_this_node(is_only=is_only_node)
         nodes.meet_over(host)

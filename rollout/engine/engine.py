@@ -43,8 +43,10 @@ from rollout.engine.engine_options import (
 )
 from rollout.engine.start_failure import OutputSince, why_it_failed
 from rollout.errors import EngineDied, EngineError, error_class
+from rollout.in_vllm.process_imports import come_first
 from rollout.in_vllm.vllm_patches import end_for_good, watch_outputs
 from rollout.types import Adapter, AdapterSlotsSpec, Rollout
+from weight_sync.gc_freeze import frozen_imports
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -71,8 +73,9 @@ def make_llm(arguments: dict[str, Any]) -> AsyncLLM:
     Raises:
         EngineError: This vLLM does not know an argument.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
+    with frozen_imports():
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
 
     unknown = set(arguments) - {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     if unknown:
@@ -80,7 +83,8 @@ def make_llm(arguments: dict[str, Any]) -> AsyncLLM:
             f"this vLLM does not know the engine arguments {', '.join(sorted(unknown))}; "
             "supported releases are 0.25.1 and 0.32.0"
         )
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    with come_first():
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
 
 class Engine:

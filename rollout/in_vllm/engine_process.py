@@ -1,8 +1,8 @@
 """What vLLM imports into each process of an engine before it loads the model: the product's worker_extension_cls.
 
-This is the only module of the product that acts when it is imported: vLLM calls nothing of ours at this point, and both
-actions must come before the model is loaded. (vLLM calls its plugins there, but finds them only if the package is
-installed.)
+This module acts when it is imported, and no other of the product does but process_imports.py: vLLM calls nothing of
+ours at this point, and both actions must come before the model is loaded. (vLLM calls its plugins there, but finds them
+only if the package is installed.)
 """
 
 from __future__ import annotations

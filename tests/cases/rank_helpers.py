@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -190,17 +189,12 @@ def spawn(work: Callable[..., Any], world_size: int, folder: Path, cases: list[t
 
     One set of processes runs all cases, because starting a process takes longer than any of them.
     """
-    sockets = [socket.socket() for _ in cases]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    rendezvous = [f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    for one in sockets:
-        one.close()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     folders = [folder / str(index) for index in range(len(cases))]
     for one in folders:
         one.mkdir()
+    rendezvous = [f"file://{one}/meeting" for one in folders]
     run_processes(_run_cases, (work, world_size, rendezvous, folders, cases), world_size)
     return [[torch.load(one / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)] for one in folders]
 

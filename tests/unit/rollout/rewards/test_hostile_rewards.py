@@ -209,6 +209,7 @@ asyncio.run(main())
 async def test_class_and_place_of_an_exception_survive_a_message_of_any_size(folder, caplog):
     async with running(folder, "shout") as score:
         with caplog.at_level(logging.WARNING, "rollout.rewards.runner"):
+            caplog.clear()
             assert await score("raise", "return", "huge") == [None, None, None]
     line = 1 + REWARDS.splitlines().index('        raise LookupError("x" * (1 << 20))')
     raised = caplog.records[0].message

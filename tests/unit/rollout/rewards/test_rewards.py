@@ -103,9 +103,10 @@ async def test_each_failure_costs_one_sample_and_is_counted(rewards_module, capl
     try:
         texts = ["ok", "raise", "hang", "exit", "sys.exit", "string", "nan", "print", "raise", "ok"]
         with caplog.at_level(logging.WARNING, "rollout.rewards.runner"):
+            caplog.clear()
             rewards = await runner.score_group(PROMPT, rollouts(*texts))
         assert rewards == [0.5, None, None, None, None, None, None, 0.5, None, 0.5]
-        told = [record.message.partition("(")[2].partition(")")[0] for record in caplog.records]
+        told = [one.message.partition("(")[2].partition(")")[0] for one in caplog.records]
         # KeyError (twice raised, once told) and SystemExit; a string and a number that is none
         assert told == ["raised", "timeout", "died", "raised", "not_a_number", "not_a_number"]
         assert any("exit status 3" in record.message for record in caplog.records)
@@ -150,6 +151,7 @@ async def test_exceptions_that_quote_the_response_are_of_one_kind(rewards_module
     await runner.start()
     try:
         with caplog.at_level(logging.WARNING, "rollout.rewards.runner"):
+            caplog.clear()
             rewards = await runner.score_group(PROMPT, rollouts("cannot parse 1", "cannot parse 2", "raise"))
         assert rewards == [None, None, None]
         assert [("ValueError" in one.message, "KeyError" in one.message) for one in caplog.records] == [
