@@ -98,7 +98,9 @@ def run(config: RunConfig, overrides: list[str]) -> RunResult:
         except BaseException as error:
             logger.debug("the run has ended early", exc_info=True)  # run.log alone: the caller tells people
             if isinstance(error, DiskFull):
-                raise DiskFull(f"{error}; {_what_is_saved(folder)}. Make room, and go on with run.resume") from error
+                raise DiskFull(
+                    f"{error}; {_what_is_saved(folder)}. Make room, and go on with slipstream resume"
+                ) from error
             raise
         log.say(result.summary())
     return result

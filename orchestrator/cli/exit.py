@@ -11,7 +11,6 @@ Owns: whose mistake an error was, and the words for it. Does not own: a run's ow
 
 from __future__ import annotations
 
-import shlex
 import sys
 import traceback
 from contextlib import suppress
@@ -77,6 +76,7 @@ def tell(text: str) -> None:
 def _where(latest: Path, before: Path | None) -> str:
     """Where to read on and how to go on, once the run has a folder of its own."""
     from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
+    from orchestrator.files.run_folder import RunFolder
 
     folder = latest.resolve()
     if not latest.exists() or folder == before:
@@ -86,4 +86,4 @@ def _where(latest: Path, before: Path | None) -> str:
     complete = complete_checkpoints(folder / "checkpoints")
     if not complete:
         return f"{said}\nThere is no checkpoint yet (run.checkpoint_every_steps)."
-    return f"{said}\nGo on from step {step_of(complete[-1])}: slipstream resume {shlex.quote(str(folder))}"
+    return f"{said}\nGo on from step {step_of(complete[-1])}: {RunFolder(folder).how_to_resume}"

@@ -27,6 +27,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,6 +68,11 @@ class RunFolder:
     def run_id(self) -> str:
         """The folder's name: unique on this machine, and the run's name everywhere else."""
         return self.root.name
+
+    @property
+    def how_to_resume(self) -> str:
+        """The command that goes on with this run, for a shell."""
+        return f"slipstream resume {shlex.quote(str(self.root))}"
 
     @property
     def config(self) -> Path:

@@ -28,7 +28,7 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.schema import Objective
-from orchestrator.files.run_folder import saved_options
+from orchestrator.files.run_folder import RunFolder, saved_options
 from orchestrator.fleet.replicas import ReplicaState
 from orchestrator.fleet.supervisor import Supervisor
 
@@ -113,7 +113,7 @@ def ask(run: Path, worker: int | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -
     if is_running is None:
         raise ConfigError(f"the run in {run} belongs to another user, who alone may ask it; ask as that user")
     if not is_running:
-        raise ConfigError(f"the run in {run} is not alive; to go on with it: slipstream resume {run}")
+        raise ConfigError(f"the run in {run} is not alive; to go on with it: {RunFolder(run).how_to_resume}")
     if options.get("algorithm", {}).get("objective") == Objective.sft:
         raise ConfigError(f"the run in {run} is fine-tuning (algorithm=sft): it has no rollout workers to restart")
     name = secrets.token_hex(8)

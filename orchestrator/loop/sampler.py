@@ -124,7 +124,7 @@ class Sampler:
                 f"{self._num_uninformative_in_a_row} groups in a row had equal rewards ({last} in the last one) and "
                 "were dropped (algorithm.drop_zero_variance_groups), so that no batch comes together: the prompts are "
                 "solved, or out of reach. Give others, or raise algorithm.max_uninformative_batches, and go on with "
-                "run.resume"
+                "slipstream resume"
             )
         return False
 
@@ -136,5 +136,5 @@ class Sampler:
             raise TrainingStopped(
                 f"reward.kind={self._config.reward.kind} failed on every response of {self._num_unjudged_in_a_row} "
                 "groups in a row, so there is nothing to learn from; run.log has the first failure of each kind, and "
-                "rewards.log what the reward printed. Repair it and go on with run.resume"
+                "rewards.log what the reward printed. Repair it and go on with slipstream resume"
             )

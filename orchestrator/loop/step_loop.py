@@ -169,12 +169,12 @@ class StepLoop(ABC):
             raise TrainingStopped(
                 f"{MAX_REFUSED_STEPS} steps in a row had no finite loss and gradient (step {self.step}). Policy "
                 f"version {self.policy_version}, the last finite one, {await self._saved()}. Look at metrics.jsonl "
-                "(rewards and parity/k3), lower trainer.optim.lr, and go on with run.resume"
+                "(rewards and parity/k3), lower trainer.optim.lr, and go on with slipstream resume"
             )
         if self._alarm_raised:
             raise TrainingStopped(
                 f"step {self.step}: {self._alarm_raised}. Policy version {self.policy_version} {await self._saved()}; "
-                "go on with run.resume"
+                "go on with slipstream resume"
             )
 
     async def _saved(self) -> str:
