@@ -306,6 +306,32 @@ class Engine:
             raise EngineError("a probe of the engine ended without an output")
         return {token: entry.logprob for token, entry in final.outputs[0].logprobs[0].items()}
 
+    async def score(self, token_ids: Sequence[int], adapter: Adapter | None = None) -> list[float]:
+        """Log-probability of every token but the first, at temperature 1, from one prefill of the whole sequence.
+
+        Args:
+            token_ids: At least two, and fewer than rollout.max_model_len.
+            adapter: Applied to all of them. The caller holds a lease on its slot.
+
+        Raises:
+            EngineDied: The process is gone.
+            EngineError: vLLM refused the request, or it was ended before its prefill was complete.
+        """
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,  # of the given token alone
+            flat_logprobs=True,
+            skip_reading_prefix_cache=True,  # blocks that decoding filled would be returned as they are
+            detokenize=False,
+        )
+        final = await self._run(token_ids, params, f"score-{next(self._request_numbers)}", adapter)
+        flat = None if final is None else final.prompt_logprobs
+        if flat is None or list(flat.token_ids) != list(token_ids[1:]):
+            raise EngineError(f"the engine ended a prefill of {len(token_ids)} tokens without their log-probabilities")
+        return list(flat.logprobs)
+
     async def abort_version(self, version: int) -> None:
         """End the requests in flight that use this version's adapter. Each returns what it has so far, as ABORTED."""
         requests = [request for request, adapter in self._adapters.items() if adapter.version == version]

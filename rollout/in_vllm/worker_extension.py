@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from vllm.config import set_current_vllm_config
 
 from conf.errors import SlipstreamError
 from conf.schema import TransportKind
+from rollout.in_vllm.activations import ActivationRecorder
 from rollout.in_vllm.adapter_slots import AdapterSlots, own_stream, slot_buffers, without_adapters
 from rollout.in_vllm.load_time import load_time_parameters
 from rollout.in_vllm.post_load import Forms, readable, refuse_unwritable
@@ -64,6 +66,7 @@ class WeightReceiver:
 
     _slipstream: Receiver
     _slipstream_transport: MooncakeTransport
+    _slipstream_recorder: ActivationRecorder
     slipstream_seconds: dict[str, float]
     """Seconds of slipstream_describe, by step."""
     slipstream_is_expected: bool
@@ -198,6 +201,20 @@ class WeightReceiver:
         """recovery.release. `offers` as given to slipstream_pull."""
         worker: Any = self
         release(self._slipstream, unpack(tuple[Offer, ...], offers)[worker.rank])
+
+    @_replies
+    def slipstream_record_activations(self) -> None:
+        """Record what the model computes from now on (activations.py). The engine must run eagerly."""
+        worker: Any = self
+        self._slipstream_recorder = ActivationRecorder(worker.get_model())
+
+    @_replies
+    def slipstream_write_activations(self, file: str) -> None:
+        """Stop recording and write what was recorded, as safetensors. Of several ranks, the first one's."""
+        worker: Any = self
+        recorded = self._slipstream_recorder.finish()
+        if worker.rank == 0:
+            save_file(recorded, file)
 
     @_replies
     def slipstream_read_params(self) -> dict[str, str]:

@@ -198,7 +198,7 @@ class Decoder(nn.Module):
         self.attention_backend = build.attention_backend
         self.model = Trunk(build)
         self.lm_head = None if build.spec.tie_embeddings else VocabTable(build)
-        self._rotary = RotaryEmbedding(build.spec.rope)
+        self.rotary = RotaryEmbedding(build.spec.rope)
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, routes: RecordedRoutes | None = None
@@ -217,7 +217,7 @@ class Decoder(nn.Module):
             hidden_TH in the compute dtype.
         """
         sequences = PackedSequences.from_cu_seqlens(cu_seqlens, token_ids_T.shape[0], token_ids_T.device)
-        rope = self._rotary(positions_T, self.dtype)
+        rope = self.rotary(positions_T, self.dtype)
         is_on_host = self.model.embed_tokens.weight.device != token_ids_T.device
         x_TH = self.model.embed_tokens(_rows_of_host if is_on_host else F.embedding, token_ids_T)
         for layer in self.model.layers:

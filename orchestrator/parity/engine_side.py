@@ -1,0 +1,94 @@
+"""What the engine does for a comparison: it samples, prefills what it sampled, and records one forward pass.
+
+    checkpoint --vLLM--> sample(prompts) --> prefill(sequences) --> record(sequences) --> end
+
+Owns: the order, and which log-probability belongs to which token. Does not own: the engine (rollout.engine), what is
+recorded (rollout/in_vllm/activations.py). The engine's processes, and with them its GPU memory, are gone afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from rollout.engine.engine import Engine, make_llm
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One sampled sequence. The lists of log-probabilities have one entry per sampled token."""
+
+    num_prompt: int
+    token_ids: tuple[int, ...]
+    """Prompt and response."""
+    decoded: tuple[float, ...]
+    """As the engine sampled them, token by token."""
+    prefilled: tuple[float, ...]
+    """As the engine computes them in one prefill of the whole sequence."""
+
+    def response_of(self, values: Sequence[float]) -> Sequence[float]:
+        """Those of `values`, one per token but the first, that belong to the response."""
+        return values[self.num_prompt - 1 :]
+
+
+def sample_and_record(
+    folder: Path,
+    config: RolloutConfig,
+    prompts: Sequence[Sequence[int]],
+    *,
+    dtype: DType,
+    device: Device,
+    seed: int,
+    max_tokens: int,
+    num_recorded: int,
+    activations: Path,
+    say: Callable[[str], None],
+) -> list[Sampled]:
+    """Sample one response to each prompt at temperature 1, score it again by prefill, and record activations.
+
+    Args:
+        folder: Checkpoint.
+        config: Sizes of the engine; its length, its cache and its eagerness are set here.
+        max_tokens: Of each response, exactly.
+        num_recorded: The first so many sequences are prefilled once more, one by one, while activations are recorded
+            into the file `activations` (safetensors). 0: none.
+        say: Told what begins.
+    """
+    sampling = SamplingConfig(max_tokens=max_tokens, stop_at_eos=False)
+    longest = max(map(len, prompts)) + max_tokens + 1
+    config = replace(config, max_model_len=longest, sampling=sampling, enforce_eager=True)
+
+    async def run() -> list[Sampled]:
+        engine = Engine(folder, config, dtype=dtype, device=device, seed=seed, make_llm=_with_weights)
+        say("engine: start")
+        await engine.start()
+        try:
+            engine.version = 0
+            say(f"engine: sample {len(prompts)} x {max_tokens} tokens")
+            groups = await asyncio.gather(*(engine.generate_group(prompt, 1, sampling) for prompt in prompts))
+            sequences = [(*prompt, *rollouts[0].token_ids) for prompt, rollouts in zip(prompts, groups, strict=True)]
+            say("engine: prefill what it sampled")
+            scores = await asyncio.gather(*map(engine.score, sequences))
+            if num_recorded:
+                say(f"engine: record {num_recorded} sequences")
+                await engine.call_ranks("slipstream_record_activations")
+                for sequence in sequences[:num_recorded]:
+                    await engine.score(sequence)
+                await engine.call_ranks("slipstream_write_activations", str(activations))
+            return [
+                Sampled(len(prompt), sequence, tuple(rollouts[0].logprobs), tuple(score[len(prompt) - 1 :]))
+                for prompt, rollouts, sequence, score in zip(prompts, groups, sequences, scores, strict=True)
+            ]
+        finally:
+            engine.shutdown()
+
+    return asyncio.run(run())
+
+
+def _with_weights(arguments: dict[str, Any]) -> Any:
+    """An engine that reads the checkpoint's weights itself instead of waiting for a publish."""
+    return make_llm({**arguments, "load_format": "auto"})

@@ -1,0 +1,293 @@
+"""`slipstream parity`, measured: who agrees with whom about the sampled tokens, and where trainer and engine part.
+
+    checkpoint --engine_side--> sequences, log-probabilities twice, recorded activations
+         |                          |                                   |
+         +--trainer.scoring-------> log-probabilities of the same       +--> each operation alone, on the engine's
+         |                          |                                   |    inputs (compare.py)
+         +--transformers----------> the same, if asked                  +--> k3 with one block's output taken from
+                                                                             the engine
+Owns: the order (a device holds one model at a time), and the report. Does not own: what a difference is (compare.py),
+words and pictures (report.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from conf.schema import Device, Init, RunConfig
+from orchestrator.inputs.model_folder import resolve_hf_config
+from orchestrator.parity.compare import (
+    Difference,
+    against,
+    agreement,
+    difference,
+    routing_difference,
+    verdict,
+)
+from orchestrator.parity.engine_side import Sampled, sample_and_record
+from trainer.lora import disabled_adapters
+from trainer.model.operations import Operation, run_chained, run_isolated
+from trainer.scoring import Scorer
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """k3 between engine and trainer over the recorded sequences when one block's output is the engine's."""
+
+    block: str
+    """Example: "layers.3.mlp"; "" where nothing is swapped, "self_attn" where all attention blocks are."""
+    k3_mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class ParityReport:
+    """All figures."""
+
+    model: str
+    device: str
+    dtype: str
+    num_prompts: int
+    max_tokens: int
+    entropy: float
+    """Mean over sampled tokens, by the trainer, in nats."""
+    matrix: dict[str, dict[str, float]]
+    """Figures of each pair (compare.agreement), by "sampler, other"."""
+    differences: list[Difference]
+    chained: dict[str, float]
+    """Of the residual stream at each layer: relative difference when each side goes its own way."""
+    swaps: list[Swap]
+    flipped: float | None
+    """Share of routings of the recorded tokens that differ when each side goes its own way; None without experts."""
+    sentence: str
+    agrees: bool
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def as_plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked beside the run's options."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    num_recorded: int
+    """Sequences whose operations are compared."""
+    with_transformers: bool = False
+    usual: dict[str, float] | None = None
+    """`relative` by tensor of an earlier report."""
+
+
+def measure(config: RunConfig, device: Device, question: Question, say: Say) -> ParityReport:
+    """Run everything, one model on the device at a time."""
+    hf_config = resolve_hf_config(config.model)
+    with tempfile.TemporaryDirectory(prefix="slipstream-parity-") as name:
+        temporary = Path(name)
+        folder = _engine_folder(config, hf_config, device, temporary / "checkpoint", say)
+        activations = temporary / "activations.safetensors"
+        sampled = sample_and_record(
+            folder,
+            config.rollout,
+            question.prompts,
+            dtype=config.model.dtype,
+            device=device,
+            seed=config.run.seed,
+            max_tokens=question.max_tokens,
+            num_recorded=question.num_recorded,
+            activations=activations,
+            say=say,
+        )
+        others: dict[str, list[Tensor]] = {}
+        if question.with_transformers:
+            say("transformers: score")
+            others["transformers"] = hf_logprobs(folder, str(config.model.dtype), device, sampled)
+        say("trainer: load and score")
+        with _freed(device):
+            scorer = Scorer(config.model, config.trainer, hf_config, seed=config.run.seed, device=str(device))
+            rows, entropies = scorer.logprobs([one.token_ids for one in sampled])
+            others["trainer"] = [torch.tensor(one.response_of(row)) for one, row in zip(sampled, rows, strict=True)]
+            entropy = [value for one, row in zip(sampled, entropies, strict=True) for value in one.response_of(row)]
+            recorded = sampled[: question.num_recorded]
+            say("trainer: each operation on the engine's inputs")
+            layers = compare_layers(scorer, recorded, read_tensors(activations), question.usual)
+            del scorer
+    return ParityReport(
+        model=config.model.path or str(hf_config.get("model_type")),
+        device=str(device),
+        dtype=str(config.model.dtype),
+        num_prompts=len(question.prompts),
+        max_tokens=question.max_tokens,
+        entropy=sum(entropy) / len(entropy),
+        matrix=agreements(sampled, others),
+        differences=layers.differences,
+        chained=layers.chained,
+        swaps=layers.swaps,
+        flipped=layers.flipped,
+        sentence=layers.sentence,
+        agrees=layers.agrees,
+    )
+
+
+def agreements(sampled: Sequence[Sampled], others: dict[str, list[Tensor]]) -> dict[str, dict[str, float]]:
+    """The matrix: the engine against its own prefill (the floor), against the others, and the others among themselves.
+
+    Args:
+        sampled: The engine's side.
+        others: Log-probabilities of each response, by who computed them.
+    """
+    engine = torch.tensor([value for one in sampled for value in one.decoded])
+    sides = {"engine prefill": torch.tensor([value for one in sampled for value in one.prefilled])}
+    sides |= {name: torch.cat(rows) for name, rows in others.items()}
+    matrix = {f"engine, {name}": agreement(engine, values) for name, values in sides.items()}
+    for first, second in pairwise(others):
+        matrix[f"{first}, {second}"] = agreement(sides[first], sides[second])
+    return matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """What comparing operations found; fields as in ParityReport."""
+
+    differences: list[Difference]
+    chained: dict[str, float]
+    swaps: list[Swap]
+    flipped: float | None
+    sentence: str
+    agrees: bool
+
+
+def compare_layers(
+    scorer: Scorer, recorded: Sequence[Sampled], activations: dict[str, Tensor], usual: dict[str, float] | None = None
+) -> Layers:
+    """Compare every operation on the engine's inputs, then the whole way, then with one block taken from the engine.
+
+    Args:
+        scorer: The trainer's side.
+        recorded: The sequences whose prefill was recorded.
+        activations: What was recorded, by name.
+        usual: `relative` by tensor of an earlier comparison.
+    """
+    sequences = [one.token_ids for one in recorded]
+    operations = scorer.operations(sequences)
+    given = scorer.to_device(activations)
+    given["token_ids"] = torch.tensor([token for one in sequences for token in one], device=scorer.device)
+    found = isolated_differences(operations, given, usual)
+    without: list[Difference] = []
+    if scorer.decoder.lora is not None:
+        with disabled_adapters(scorer.decoder):
+            without = isolated_differences(operations, given, usual)
+    own = run_chained(operations, given)
+    engine = torch.tensor([value for one in recorded for value in one.prefilled])
+    is_response = torch.cat([torch.arange(1, len(one.token_ids)) >= one.num_prompt for one in recorded])
+
+    def k3_of(tensors: dict[str, Tensor]) -> float:
+        logprobs = scorer.logprobs_of_hidden(tensors["norm"], sequences).cpu()
+        return agreement(engine, logprobs[is_response])["k3_mean"]
+
+    swaps = [Swap("", k3_of(own))]
+    blocks = [name for name in given if name.endswith((".self_attn.o_proj", ".mlp")) and name in own]
+    for kind in (".self_attn.o_proj", ".mlp"):
+        names = [name for name in blocks if name.endswith(kind)]
+        swaps.append(Swap(_block(kind[1:]), k3_of(run_chained(operations, given, names))))
+    for name in sorted(blocks, key=lambda name: (int(name.split(".")[1]), name.endswith(".mlp"))):
+        swaps.append(Swap(_block(name), k3_of(run_chained(operations, given, {name}))))
+    streams = [name for name in own if name.endswith(".stream") and name in given]
+    return Layers(
+        found,
+        {name: difference(name, name, given[name], own[name]).relative for name in streams},
+        swaps,
+        _flipped(own, given),
+        *verdict(found, without),
+    )
+
+
+def isolated_differences(
+    operations: list[Operation], given: dict[str, Tensor], usual: dict[str, float] | None = None
+) -> list[Difference]:
+    """Each operation on the engine's inputs against the engine's output."""
+    found: list[Difference] = []
+    for operation, outputs in run_isolated(operations, given):
+        names = operation.outputs
+        if names[-1].endswith("topk_ids"):
+            found.append(
+                routing_difference(operation.name, (given[names[0]], given[names[1]]), (outputs[0], outputs[1]))
+            )
+            continue
+        pairs = zip(names, outputs, strict=True)
+        found += [difference(operation.name, name, given[name], out) for name, out in pairs if name in given]
+    return against(found, usual)
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, on the CPU."""
+    opened: Any = safe_open(file, framework="pt")
+    names: list[str] = opened.keys()
+    return {name: opened.get_tensor(name) for name in names}
+
+
+def hf_logprobs(folder: Path, dtype: str, device: Device, sampled: Sequence[Sampled]) -> list[Tensor]:
+    """Log-probabilities of each response by transformers, eager attention, one sequence at a time."""
+    from transformers import AutoModelForCausalLM
+
+    loader: Any = AutoModelForCausalLM
+    with _freed(device):
+        model = loader.from_pretrained(folder, dtype=getattr(torch, dtype)).to(str(device)).eval()
+        rows: list[Tensor] = []
+        with torch.no_grad():
+            for one in sampled:
+                ids = torch.tensor([one.token_ids], device=str(device))
+                logits = model(ids).logits[0, one.num_prompt - 1 : -1].float()
+                rows.append(logits.log_softmax(-1).gather(1, ids[0, one.num_prompt :, None])[:, 0].cpu())
+        del model
+    return rows
+
+
+def _engine_folder(config: RunConfig, hf_config: dict[str, Any], device: Device, made: Path, say: Say) -> Path:
+    """The checkpoint that the engine loads: the model's own where the trainer computes with exactly that."""
+    lora = config.trainer.lora
+    if config.model.init is Init.checkpoint and lora.init_from is None:
+        assert config.model.path is not None
+        return Path(config.model.path)
+    say("trainer: write what it computes with as a checkpoint for the engine")
+    with _freed(device):
+        scorer = Scorer(config.model, config.trainer, hf_config, seed=config.run.seed, device=str(device))
+        scorer.save(made)
+        del scorer
+    return made
+
+
+def _block(name: str) -> str:
+    return name.removesuffix(".o_proj")
+
+
+def _flipped(own: dict[str, Tensor], given: dict[str, Tensor]) -> float | None:
+    """Share of routings that are not among the engine's, over all layers."""
+    names = [name for name in own if name.endswith("topk_ids") and name in given]
+    if not names:
+        return None
+    shares = [~(own[name][:, :, None] == given[name][:, None, :]).any(-1) for name in names]
+    return float(torch.stack(shares).double().mean())
+
+
+@contextmanager
+def _freed(device: Device) -> Generator[None]:
+    """Give the device's memory back after the block, whose names must be gone by then."""
+    yield
+    gc.collect()
+    if device is Device.cuda:
+        torch.cuda.empty_cache()

@@ -1,0 +1,47 @@
+"""The list of operations is the decoder: chained, it returns the same bits; isolated, each takes what it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases.tiny_models import DEEPSEEK, DENSE, GLM, GPT_OSS, LLAMA, MIXED, make_decoder, packed
+
+from trainer.model.operations import decoder_operations, run_chained, run_isolated
+
+FAMILIES = {"llama": LLAMA, "qwen3": DENSE, "qwen3_moe": MIXED, "glm4_moe": GLM, "gpt_oss": GPT_OSS, "mla": DEEPSEEK}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chained_operations_are_the_forward_bit_by_bit(family: str, dtype: torch.dtype):
+    decoder = make_decoder(FAMILIES[family], dtype=dtype)
+    token_ids, positions, cu_seqlens = packed()
+    chained = run_chained(decoder_operations(decoder, positions, cu_seqlens), {"token_ids": token_ids})
+    with torch.no_grad():
+        assert torch.equal(chained["norm"], decoder(token_ids, positions, cu_seqlens))
+
+
+def test_an_operation_is_run_on_what_is_given_and_not_on_what_others_returned():
+    decoder = make_decoder(DENSE)
+    token_ids, positions, cu_seqlens = packed()
+    operations = decoder_operations(decoder, positions, cu_seqlens)
+    own = run_chained(operations, {"token_ids": token_ids})
+    moved = own["layers.1.stream"] + 1
+    ran = {operation.name: out for operation, (out, *_) in run_isolated(operations, {"layers.1.stream": moved})}
+    layer: Any = decoder.model.layers[1]
+    assert set(ran) == {"layers.1.input_layernorm"}
+    assert torch.equal(ran["layers.1.input_layernorm"], layer.input_layernorm(moved))
+
+
+def test_what_is_replaced_reaches_everything_after_it_and_nothing_before():
+    decoder = make_decoder(MIXED)
+    token_ids, positions, cu_seqlens = packed()
+    operations = decoder_operations(decoder, positions, cu_seqlens)
+    own = run_chained(operations, {"token_ids": token_ids})
+    given = {"token_ids": token_ids, "layers.1.mlp": torch.zeros_like(own["layers.1.mlp"])}
+    other = run_chained(operations, given, {"layers.1.mlp"})
+    assert torch.equal(other["layers.1.post_attention_layernorm"], own["layers.1.post_attention_layernorm"])
+    assert torch.equal(other["layers.2.stream"], own["layers.1.stream_mid"])
+    assert not torch.equal(other["norm"], own["norm"])

@@ -1,0 +1,208 @@
+"""The decoder as a list of operations with named inputs and outputs, to compare it with an engine one by one.
+
+    token_ids -> [ operation -> ... ] -> norm            chained: each one takes what the ones before it returned
+    recorded activations -> operation -> its output      isolated: each one takes what an engine computed
+
+Owns: the names, which are those of `rollout/in_vllm/activations.py`, and which parts of the model each operation calls.
+Does not own: any arithmetic. Operations call what the decoder's own forward calls, in its order.
+Invariant: the chained list returns the bits of `Decoder.forward` (without gradients, on one rank).
+
+Shapes: T packed tokens; every activation is [T, width].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.kernels.latent import latent_heads
+from trainer.kernels.rms_norm import norm_rotate
+from trainer.lora import Linear, apply_together
+from trainer.model.attend import attend
+from trainer.model.attention import GroupedQueryAttention, LatentAttention
+from trainer.model.decoder import Decoder, DecoderLayer
+from trainer.model.packed_sequences import PackedSequences
+from trainer.moe.block import MoeBlock
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Example: Operation("layers.3.input_layernorm", ("layers.3.stream",), ("layers.3.input_layernorm",), run)."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    run: Callable[..., tuple[Tensor, ...]]
+    """Takes the inputs in order, returns the outputs in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What all operations of one forward have in common."""
+
+    rope: tuple[Tensor, Tensor]
+    sequences: PackedSequences
+
+
+def decoder_operations(decoder: Decoder, positions_T: Tensor, cu_seqlens: Tensor) -> list[Operation]:
+    """All operations between `token_ids` and `norm`, in the order in which the decoder computes them.
+
+    Args:
+        decoder: on one rank.
+        positions_T, cu_seqlens: as Decoder.forward takes them.
+    """
+    sequences = PackedSequences.from_cu_seqlens(cu_seqlens, positions_T.shape[0], positions_T.device)
+    place = Place(decoder.rotary(positions_T, decoder.dtype), sequences)
+    trunk = decoder.model
+    operations = [
+        Operation(
+            "embed_tokens", ("token_ids",), ("layers.0.stream",), lambda ids: (trunk.embed_tokens(F.embedding, ids),)
+        )
+    ]
+    for number, layer in enumerate(trunk.layers):
+        assert isinstance(layer, DecoderLayer)
+        operations += _layer(f"layers.{number}.", f"layers.{number + 1}.stream", layer, place)
+    last = f"layers.{len(trunk.layers)}.stream"
+    return [*operations, Operation("norm", (last,), ("norm",), lambda x: (trunk.norm(x),))]
+
+
+@torch.no_grad()
+def run_isolated(operations: list[Operation], given: Mapping[str, Tensor]) -> Iterator[tuple[Operation, list[Tensor]]]:
+    """Run each operation whose inputs are all given, on those. Yields its outputs."""
+    for operation in operations:
+        if all(name in given for name in operation.inputs):
+            yield operation, list(operation.run(*(given[name] for name in operation.inputs)))
+
+
+@torch.no_grad()
+def run_chained(
+    operations: list[Operation], given: Mapping[str, Tensor], replaced: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Run all operations, each on what the others returned.
+
+    Args:
+        given: `token_ids`, and the tensors that are taken from elsewhere.
+        replaced: outputs that are taken from `given` instead of what the operation returned.
+
+    Returns:
+        Every tensor by name.
+    """
+    known = {"token_ids": given["token_ids"]}
+    for operation in operations:
+        outputs = operation.run(*(known[name] for name in operation.inputs))
+        for name, value in zip(operation.outputs, outputs, strict=True):
+            known[name] = given[name] if name in replaced else value
+    return known
+
+
+def _layer(prefix: str, following: str, layer: DecoderLayer, place: Place) -> Iterator[Operation]:
+    stream, normed, middle = f"{prefix}stream", f"{prefix}input_layernorm", f"{prefix}stream_mid"
+    attention, after = f"{prefix}self_attn.", f"{prefix}post_attention_layernorm"
+    yield Operation(normed, (stream,), (normed,), lambda x: (layer.input_layernorm(x),))
+    if isinstance(layer.self_attn, GroupedQueryAttention):
+        yield from _grouped_query(attention, normed, layer.self_attn, place)
+    else:
+        assert isinstance(layer.self_attn, LatentAttention)
+        yield from _latent(attention, normed, layer.self_attn, place)
+    o_proj = layer.self_attn.get_submodule("o_proj")
+    yield Operation(f"{attention}o_proj", (f"{attention}attn",), (f"{attention}o_proj",), lambda x: (o_proj(x),))
+    add = layer.post_attention_layernorm.after_sum
+    yield Operation(after, (stream, f"{attention}o_proj"), (middle, after), add)
+    yield from _feed_forward(prefix, after, layer)
+    yield Operation(f"{prefix}residual", (middle, f"{prefix}mlp"), (following,), lambda x, delta: (x + delta,))
+
+
+def _grouped_query(prefix: str, normed: str, own: GroupedQueryAttention, place: Place) -> Iterator[Operation]:
+    q, k, v = (f"{prefix}{name}_proj" for name in "qkv")
+    yield Operation(
+        f"{prefix}qkv_proj", (normed,), (q, k, v), lambda x: apply_together([own.q_proj, own.k_proj, own.v_proj], x)
+    )
+    heads = dict(zip("qkv", own.heads, strict=True))
+
+    def normed_heads(q_TO: Tensor, k_TO: Tensor) -> tuple[Tensor, ...]:
+        assert own.q_norm is not None and own.k_norm is not None
+        still = torch.ones_like(place.rope[0]), torch.zeros_like(place.rope[1])
+        both = (q_TO.unflatten(1, heads["q"]), k_TO.unflatten(1, heads["k"]))
+        return tuple(x.flatten(1) for x in norm_rotate(*both, own.q_norm.weight, own.k_norm.weight, own.eps, *still))
+
+    if own.q_norm is not None:
+        names = f"{prefix}q_norm", f"{prefix}k_norm"
+        yield Operation(f"{prefix}qk_norm", (q, k), names, normed_heads)
+        q, k = names
+
+    def rotated(q_TO: Tensor, k_TO: Tensor) -> tuple[Tensor, ...]:
+        both = (q_TO.unflatten(1, heads["q"]), k_TO.unflatten(1, heads["k"]))
+        return tuple(x.flatten(1) for x in norm_rotate(*both, None, None, own.eps, *place.rope))
+
+    names = f"{prefix}q_rotary", f"{prefix}k_rotary"
+    yield Operation(f"{prefix}rotary_emb", (q, k), names, rotated)
+
+    def attended(*qkv: Tensor) -> tuple[Tensor, ...]:
+        q_TND, k_TGD, v_TGD = (x.unflatten(1, heads[name]) for name, x in zip("qkv", qkv, strict=True))
+        out_TND = attend(
+            q_TND, k_TGD, v_TGD, place.sequences, own.backend, own.scale, window=own.window, sinks_N=own.sinks
+        )
+        return (out_TND.flatten(1),)
+
+    yield Operation(f"{prefix}attn", (*names, v), (f"{prefix}attn",), attended)
+
+
+def _latent(prefix: str, normed: str, own: LatentAttention, place: Place) -> Iterator[Operation]:
+    mla = own.mla
+    first, kv_a = f"{prefix}{'q_proj' if mla.q_lora_rank is None else 'q_a_proj'}", f"{prefix}kv_a_proj_with_mqa"
+    projection = own.get_submodule(first.rpartition(".")[2])
+    assert isinstance(projection, Linear)
+    yield Operation(
+        f"{prefix}fused_qkv_a_proj",
+        (normed,),
+        (first, kv_a),
+        lambda x: apply_together([projection, own.kv_a_proj_with_mqa], x),
+    )
+    query = first
+    if mla.q_lora_rank is not None:
+        q_norm, query = f"{prefix}q_a_layernorm", f"{prefix}q_b_proj"
+        q_b_proj = own.get_submodule("q_b_proj")
+        yield Operation(q_norm, (first,), (q_norm,), lambda x: (own.q_a_layernorm(x),))
+        yield Operation(query, (q_norm,), (query,), lambda x: (q_b_proj(x),))
+    kv_norm, kv_b = f"{prefix}kv_a_layernorm", f"{prefix}kv_b_proj"
+    rank = mla.kv_lora_rank
+    yield Operation(kv_norm, (kv_a,), (kv_norm,), lambda x: (own.kv_a_layernorm(x.split(rank, dim=-1)[0]),))
+    yield Operation(kv_b, (kv_norm,), (kv_b,), lambda x: (own.kv_b_proj(x),))
+
+    def attended(q_TO: Tensor, latents: Tensor, kv_TO: Tensor) -> tuple[Tensor, ...]:
+        q_TND, kv_TNE = q_TO.unflatten(1, (mla.num_heads, mla.qk_head_dim)), kv_TO.unflatten(1, (mla.num_heads, -1))
+        turning_TR = latents.split((rank, mla.qk_rope_head_dim), dim=-1)[1]
+        qkv = latent_heads(q_TND, kv_TNE, turning_TR, *place.rope, interleaved=own.interleaved)
+        return (attend(*qkv, place.sequences, own.backend, mla.softmax_scale).flatten(1),)
+
+    yield Operation(f"{prefix}attn", (query, kv_a, kv_b), (f"{prefix}attn",), attended)
+
+
+def _feed_forward(prefix: str, normed: str, layer: DecoderLayer) -> Iterator[Operation]:
+    block, out = layer.mlp, f"{prefix}mlp"
+    if not isinstance(block, MoeBlock):
+        yield Operation(out, (normed,), (out,), lambda x: (block(x),))
+        return
+    weights, ids, routed = (f"{out}.{name}" for name in ("topk_weights", "topk_ids", "experts"))
+
+    def choose(x_TH: Tensor) -> tuple[Tensor, ...]:
+        routing = block.gate(x_TH)
+        return routing.weights_TK, routing.experts_TK
+
+    def compute(x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, ...]:
+        own_dtype = block.gate(x_TH[:1]).weights_TK.dtype
+        return (block.finish(x_TH, weights_TK.to(own_dtype), ids_TK, None),)
+
+    yield Operation(f"{out}.gate", (normed,), (weights, ids), choose)
+    yield Operation(routed, (normed, weights, ids), (routed,), compute)
+    shared = block.shared_experts
+    if shared is None:
+        yield Operation(out, (routed,), (out,), lambda x: (x,))
+        return
+    name = f"{out}.shared_experts"
+    yield Operation(name, (normed,), (name,), lambda x: (shared(x),))
+    yield Operation(out, (routed, name), (out,), lambda x, y: (x + y,))

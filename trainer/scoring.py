@@ -1,0 +1,129 @@
+"""The policy without training: log-probabilities of given sequences, and the operations that compute them.
+
+    Scorer -- build, load -->  logprobs(sequences)      one number per token that has one before it
+                               operations(sequences)    trainer.model.operations, over the same packed tokens
+                               save(folder)             a checkpoint of what it computes with, for an engine
+
+Owns: a decoder on one device, outside of a run. Does not own: sampling, comparing. One process, no gradients, no
+optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.schema import ModelConfig, TrainerConfig, TrainMode
+from trainer.adapter_io import load_adapter, save_merged
+from trainer.architecture.families import read_config
+from trainer.model.build_decoder import build_decoder
+from trainer.model.decoder import Decoder
+from trainer.model.logprobs import token_logprobs
+from trainer.model.operations import Operation, decoder_operations
+from trainer.weights.loading import load_weights, open_reader
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Sequences one after the other, as Decoder.forward takes them."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    cu_seqlens: Tensor
+    """On the CPU."""
+
+    @classmethod
+    def of(cls, sequences: Sequence[Sequence[int]], device: torch.device) -> Packed:
+        """On `device`."""
+        token_ids = torch.tensor([token for sequence in sequences for token in sequence], device=device)
+        positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences]).to(device)
+        return cls(token_ids, positions, torch.tensor([0, *map(len, sequences)]).cumsum(0))
+
+    @property
+    def targets(self) -> tuple[Tensor, Tensor]:
+        """(rows that predict a token of their own sequence, those tokens)."""
+        is_last = torch.zeros(self.token_ids_T.shape[0], dtype=torch.bool)
+        is_last[self.cu_seqlens[1:] - 1] = True
+        rows = (~is_last).nonzero()[:, 0].to(self.token_ids_T.device)
+        return rows, self.token_ids_T[rows + 1]
+
+
+class Scorer:
+    """See the module's docstring.
+
+    Args:
+        model, trainer: Sections of the options. Adapters start from trainer.lora.init_from, else they add nothing.
+        hf_config: The policy's Hugging Face config.
+        seed: Of random weights.
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(
+        self, model: ModelConfig, trainer: TrainerConfig, hf_config: dict[str, Any], *, seed: int, device: str
+    ) -> None:
+        self.device = torch.device(device)
+        self._trainer, self._hf_config = trainer, hf_config
+        spec = read_config(hf_config, model.mla_norm_eps)
+        self.decoder: Decoder = build_decoder(
+            spec, dtype=getattr(torch, model.dtype.value), device=self.device, trainer=trainer
+        )
+        load_weights(self.decoder, open_reader(model, spec, seed=seed, device=self.device), seed=seed)
+        if trainer.mode is TrainMode.lora and trainer.lora.init_from is not None:
+            load_adapter(self.decoder, trainer.lora.init_from)
+
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face checkpoint of the weights, adapters merged into them."""
+        save_merged(self.decoder, folder, self._hf_config)
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[list[float]]]:
+        """Per sequence, of every token but the first: its log-probability at temperature 1, and the entropy (nats)."""
+        logprobs: list[list[float]] = []
+        entropies: list[list[float]] = []
+        for part in self._microbatches(sequences):
+            packed = Packed.of(part, self.device)
+            hidden_TH = self.decoder(packed.token_ids_T, packed.positions_T, packed.cu_seqlens)
+            logprobs_N, entropy_N = self._head(hidden_TH, packed)
+            counts = [len(sequence) - 1 for sequence in part]
+            logprobs += [one.tolist() for one in logprobs_N.split(counts)]
+            entropies += [one.tolist() for one in entropy_N.split(counts)]
+        return logprobs, entropies
+
+    def operations(self, sequences: Sequence[Sequence[int]]) -> list[Operation]:
+        """The decoder's operations over these sequences, packed."""
+        packed = Packed.of(sequences, self.device)
+        return decoder_operations(self.decoder, packed.positions_T, packed.cu_seqlens)
+
+    @torch.no_grad()
+    def logprobs_of_hidden(self, hidden_TH: Tensor, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """[N]: log-probabilities as in `logprobs`, of packed sequences whose final hidden states are given."""
+        return self._head(hidden_TH, Packed.of(sequences, self.device))[0]
+
+    def to_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies where the decoder is."""
+        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
+
+    def _head(self, hidden_TH: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+        rows, targets_N = packed.targets
+        return self.decoder.apply_head(
+            lambda rows_NH, weight_VH: token_logprobs(
+                rows_NH, weight_VH, targets_N, temperature=1.0, chunk_tokens=self._trainer.logprob_chunk_tokens
+            ),
+            hidden_TH[rows],
+        )
+
+    def _microbatches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+        """Sequences in order, as many at a time as trainer.max_microbatch_tokens allows."""
+        part: list[Sequence[int]] = []
+        for sequence in sequences:
+            if part and sum(map(len, part)) + len(sequence) > self._trainer.max_microbatch_tokens:
+                yield part
+                part = []
+            part.append(sequence)
+        if part:
+            yield part
