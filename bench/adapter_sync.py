@@ -1,29 +1,30 @@
-"""Publishes of an adapter into a live vLLM engine under load, and what they cost the requests.
+"""Publishes an adapter into a live vLLM engine under load, and measures what that costs the requests.
 
     python bench/adapter_sync.py                                      Qwen3-30B-A3B's shape, GPU 0 -> GPU 1
     python bench/adapter_sync.py --experts 0 --layers 2 --hidden 64 --heads 4 --head-dim 32 --width 64 --vocab 512 \\
-        --requests 8 --seconds 3 --device cpu                        a CPU will do: no experts
+        --requests 8 --seconds 3 --device cpu                        runs on a CPU: no experts
 
-One trainer rank with random weights and LoRA on attention and all experts (on a CPU: attention and feed-forward), one
-rollout worker in adapter mode. In one engine, one phase after the other, each with the same number of requests, whose
-lengths come from the same distribution and whose prompts are drawn anew so that none is prefilled from a cache:
+It runs one trainer rank with random weights and LoRA on attention and all experts (on a CPU: attention and
+feed-forward), and one rollout worker in adapter mode. One engine runs these phases one after the other. All have the
+same number of requests, with lengths from the same distribution and new prompts, so that none is prefilled from a
+cache:
 
     quiet         one version, nothing happens
-    flipping      one flip a second to a slot that holds an older version; nothing is sent
-    publishing    one publish a second, A and B drawn before each
+    flipping      one flip per second to a slot that holds an older version; nothing is sent
+    publishing    one publish per second, A and B drawn before each
     flipping again, quiet again: how much equal phases differ
     no adapter    requests that name no adapter
 
-A batch with several versions costs vLLM more than one with a single version, however they came. "flipping" has that mix
-and no publish: publishing against it is what publishes cost, publishing against quiet is the two together. Both are
-compared with the mean of before and after.
+A batch with several versions costs vLLM more than one with a single version, with or without publishes. "flipping" has
+that mix without publishes, so publishing compared with flipping is the cost of publishes alone, and publishing compared
+with quiet is the cost of both. The phases before and after are averaged for this.
 
 A phase begins when no request reads a version of the phase before. Inter-token latency is the time between two outputs
-of one request. "late" is how long the rollout worker's event loop, on which messages of a publish wait too, let a timer
-wait; "gc" its process's longest collection. "wire" is Mooncake's own write between the same two processes. CUDA graphs
-are on; only the batch sizes that these requests make are captured, which the output lists.
+of one request. "late" is the delay of a timer in the rollout worker's event loop, which delays messages of a publish,
+too; "gc" is its process's longest collection. "wire" is Mooncake's own write between the same two processes. CUDA
+graphs are on; only the batch sizes that these requests make are captured, and the output lists them.
 
-Every publish is printed when it ends, and bench/results/adapter_sync-<device>.json is there after the first phase, with
+Every publish is printed when it ends. bench/results/adapter_sync-<device>.json is written after every phase, with
 "is_partial" until the last.
 """
 
@@ -43,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, where a file hides the package weight_sync
+sys.path[0] = str(ROOT)  # instead of this folder, in which a file hides the package weight_sync
 
 from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config  # noqa: E402
@@ -62,7 +63,7 @@ SHOWN = (
 )
 PHASES = ("quiet", "flipping", "publishing", "flipping again", "quiet again", "no adapter")
 BOUND_S = 0.060
-"""What a publish of an adapter may take from one GPU to another."""
+"""Seconds that the publish of an adapter from one GPU to another may take."""
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -134,7 +135,7 @@ class Trainer:
         )  # fmt: skip
 
     def publish(self, version: int) -> dict[str, Any]:
-        """Another adapter, into a free slot."""
+        """Publish another adapter into a free slot."""
         draw_adapters(self.adapters)
         wait(self.device)
         report = self.publisher.publish(version)
@@ -151,7 +152,7 @@ def line(stages: dict[str, Any]) -> str:
 def measure(
     trainer: Trainer, pipe: Connection, args: argparse.Namespace, keep: Callable[[dict[str, Any], list[Any]], None]
 ) -> None:
-    """All phases; after each, `keep` gets what is known."""
+    """Run all phases. After each, `keep` gets the figures so far."""
 
     def ask(*call: Any, timeout_s: float = 300.0) -> Any:
         pipe.send(call)
@@ -217,7 +218,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def ratios(phases: dict[str, Any]) -> dict[str, float]:
-    """Publishing against flipping and quiet phases, before and after; and how much equal phases differ."""
+    """Publishing compared with flipping and quiet phases, before and after; and how much equal phases differ."""
 
     def mean(phase: str, key: str) -> float:
         return statistics.mean(phases[name][key] for name in (phase, f"{phase} again"))

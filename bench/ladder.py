@@ -1,12 +1,12 @@
-"""What each step towards packed grouped kernels gives: one batch of unequal sequences, one GPU, our trainer.
+"""Measures what each step towards packed grouped kernels gains: one batch of unequal sequences, one GPU, our trainer.
 
     python bench/ladder.py            Qwen3-30B-A3B's shape, r=64, one H200
-    python bench/ladder.py --tiny     a CPU will do
+    python bench/ladder.py --tiny     runs on a CPU
 
-Rungs, each on top of the one before (tokens per second count real tokens only):
+Rungs, each in addition to the ones before (tokens per second count only real tokens):
 
-    loop        one product an expert and projection in a loop; every sequence padded to the longest; padded attention
-    grouped     experts through grouped products, of the backend that the trainer picks for the device
+    loop        a loop of one product per expert and projection; every sequence padded to the longest; padded attention
+    grouped     experts through grouped products, with the backend that the trainer picks for the device
     attention   the fastest attention of the device (cuDNN's, or varlen)
     no pads     every sequence a microbatch of its own length
     packed      all sequences in one microbatch, without pads
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, where trainer.py hides the package trainer
+sys.path[0] = str(ROOT)  # instead of this folder, in which trainer.py hides the package trainer
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -44,13 +44,13 @@ RUNGS = ("loop", "grouped", "attention", "no pads", "packed")
 
 
 def draw_lengths(count: int, longest: int) -> list[int]:
-    """Log-uniform over four octaves, the longest among them."""
+    """Draw lengths log-uniformly over four octaves, including the longest."""
     drawn = 2 ** np.random.default_rng(SEED).uniform(-4, 0, count - 1) * longest
     return [*(max(2, int(length)) for length in drawn), longest]
 
 
 def microbatches(rung: str, lengths: list[int], vocab: int, version: int) -> list[list[Sample]]:
-    """The batch as this rung cuts it. Pads are tokens that no loss counts."""
+    """The microbatches of this rung. Pads are tokens that do not count in the loss."""
     is_padded = rung in ("loop", "grouped", "attention")
     samples = []
     for index, length in enumerate(lengths):
@@ -69,7 +69,7 @@ def microbatches(rung: str, lengths: list[int], vocab: int, version: int) -> lis
 
 
 def set_backends(ours: Ours, rung: str, chosen: dict[str, str]) -> None:
-    """The rung's kernels, in place of those chosen at construction."""
+    """Set the rung's kernels instead of those chosen at construction."""
     experts = GroupedBackend.native if rung == "loop" else GroupedBackend(chosen["experts"])
     is_plain = rung in ("loop", "grouped")
     attention = AttentionBackend.padded if is_plain else AttentionBackend(chosen["attention"])

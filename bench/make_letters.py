@@ -2,9 +2,9 @@
 
     41g7=   ->  g        the right answer depends on the prompt; the best constant answer scores 1/8
 
-Each prompt has 3 or 4 digits, one of 8 letters at a random place, and "=". A digit string is used in one split only,
-so no held-out prompt shares its digits with a training prompt; within a split every letter appears equally often. The
-output is a function of SEED alone: run it again and git shows no difference.
+Each prompt has 3 or 4 digits, one of 8 letters at a random place, and "=". A digit string is used in only one split, so
+no held-out prompt shares its digits with a training prompt. Within a split every letter appears equally often. The
+output depends only on SEED: run it again and git shows no difference.
 
     python bench/make_letters.py
 """

@@ -1,11 +1,11 @@
-"""The MoE block alone on one GPU: every kernel against the machine, adapters against the frozen block.
+"""The MoE block alone on one GPU: every kernel compared with the machine's limits, adapters with the frozen block.
 
     python bench/moe_block.py [--tables block profile ...] [--tiny] [--out FILE]
 
 Prints its environment, the copy bandwidth and a large matrix product measured in the same run, then its tables:
 
     block     forward + backward at the shape of Qwen3-30B-A3B: frozen, rank 16, rank 64, even and skewed routing
-    profile   the device's time in that by kernel, beside the frozen block's
+    profile   the device's time for that, by kernel, beside the frozen block's
     dequant   unpacking of one layer's experts at the shape of one GPU's part of Kimi-K2
     kernels   each kernel alone: time, GB/s or TFLOP/s, share of the measured limit; other ways to add an adapter
     packed    layers of packed experts, forward + backward
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, where trainer.py hides the package trainer
+sys.path[0] = str(ROOT)  # instead of this folder, in which trainer.py hides the package trainer
 
 from bench.environment import environment  # noqa: E402
 from conf.schema import DType, LoraConfig  # noqa: E402
@@ -70,7 +70,7 @@ def timed(run: Callable[[], Any], device: torch.device, *, before: Callable[[], 
     for step in range(25):
         if before is not None:
             before()
-        torch.cuda._sleep(4_000_000)  # about 2 ms, in which the host gets ahead: the device's time is meant
+        torch.cuda._sleep(4_000_000)  # about 2 ms, in which the host gets ahead, so that only the device's time counts
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         run()
@@ -84,7 +84,7 @@ def timed(run: Callable[[], Any], device: torch.device, *, before: Callable[[], 
 
 
 def limits(device: torch.device, tiny: bool) -> dict[str, float]:
-    """What this device does at best: bytes a second of a copy (read + written), FLOP a second of a product."""
+    """The limits of this device: bytes per second of a copy (read + written), FLOP per second of a product."""
     size, side = (1 << 16, 64) if tiny else (1 << 31, 8192)
     a, b = torch.empty(size, dtype=torch.uint8, device=device), torch.empty(size, dtype=torch.uint8, device=device)
     copy = 2 * size / timed(lambda: b.copy_(a), device)
@@ -93,7 +93,7 @@ def limits(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def routing_of(num_tokens: int, shape: dict[str, int], device: torch.device, *, skewed: bool = False) -> Tensor:
-    """Experts of every token, drawn uniformly, or with max/mean rows near 2."""
+    """Every token's experts, drawn uniformly, or with a maximum of about twice the mean rows per expert."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(num_tokens, shape["num_experts"], generator=generator)
     if skewed:
@@ -131,7 +131,7 @@ def make_experts(shape: dict[str, int], rank: int, device: torch.device, *, lora
 def block_calls(
     experts: list[Any], experts_TK: Tensor, shape: dict[str, int], device: torch.device
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Forward alone; forward + backward."""
+    """Functions for forward alone, and for forward + backward."""
     num_tokens = experts_TK.shape[0]
     x = torch.randn(num_tokens, shape["hidden_size"], device=device, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.rand(experts_TK.shape, device=device).bfloat16().requires_grad_()
@@ -155,7 +155,7 @@ def block_calls(
 def block_seconds(
     experts: list[Any], experts_TK: Tensor, shape: dict[str, int], device: torch.device
 ) -> dict[str, float]:
-    """Forward, forward + backward and what the host needs to launch them; peak bytes beyond what was there."""
+    """Seconds of forward, of forward + backward, and of the host to launch them; peak bytes beyond the initial ones."""
     forward, both = block_calls(experts, experts_TK, shape, device)
     results = {"forward_s": timed(forward, device), "both_s": timed(both, device)}
     if device.type == "cuda":
@@ -170,7 +170,7 @@ def block_seconds(
 
 
 def block_table(shape: dict[str, int], token_counts: list[int], device: torch.device) -> Rows:
-    """The block with adapters against the frozen block, same routing."""
+    """The block with adapters compared with the frozen block, with the same routing."""
     rows: Rows = []
     for skewed in (False, True):
         for num_tokens in token_counts:
@@ -196,7 +196,7 @@ def block_table(shape: dict[str, int], token_counts: list[int], device: torch.de
 
 
 def profile_table(shape: dict[str, int], token_counts: list[int], device: torch.device) -> Rows:
-    """Microseconds of the device by kernel, forward + backward; columns are CASES."""
+    """The device's microseconds by kernel, forward + backward; columns are CASES."""
     rows: Rows = []
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     for num_tokens in token_counts:
@@ -226,7 +226,7 @@ def profile_table(shape: dict[str, int], token_counts: list[int], device: torch.
 
 
 def packed_table(shape: dict[str, int], num_tokens: int, num_layers: int, device: torch.device) -> Rows:
-    """Layers of packed experts, unpacked one ahead, against plain ones."""
+    """Layers of packed experts, unpacked one layer ahead, compared with plain ones."""
     rows: Rows = []
     experts_TK = routing_of(num_tokens, shape, device)
     for expert_format in ExpertFormat:
@@ -245,7 +245,7 @@ def packed_table(shape: dict[str, int], num_tokens: int, num_layers: int, device
 def kernel_table(
     shape: dict[str, int], num_tokens: int, rank: int, device: torch.device, limit: dict[str, float]
 ) -> Rows:
-    """Each kernel of the block by itself, with the bytes or operations it cannot do without."""
+    """Each kernel of the block by itself, with the bytes or operations that it needs at least."""
     hidden, width, num_experts = shape["hidden_size"], shape["intermediate_size"], shape["num_experts"]
     experts_TK = routing_of(num_tokens, shape, device)
     plan = plan_dispatch(experts_TK, num_experts, None)
@@ -307,7 +307,7 @@ def kernel_table(
             ("dW, dense", lambda b=backend: grouped_gradient(gu, rows_SH, groups, b), 2 * width, hidden),
         ]  # fmt: skip
         for name, run, inner_size, out_size in products:
-            with mock.patch.object(grouped, "has_fast_grouped_mm", lambda *_: False):  # Triton's whatever their size
+            with mock.patch.object(grouped, "has_fast_grouped_mm", lambda *_: False):  # Triton's for any size
                 seconds = timed(run, device)
             rate = 2 * num_rows * inner_size * out_size / seconds / 1e12
             share = rate / limit["matmul_tflop_s"]

@@ -5,12 +5,12 @@
     taskset -c 0 python bench/plan.py --adapter      r=32 adapters of all experts into EP16 slots, nothing else
     python bench/plan.py --layers 2 --experts-per-layer 32 --sources 16 --ep-size 16 --replicas 2   a small one
 
-The trainer's layout is trainer/delivery/planned_layouts.py's. The engine's is written down here by hand from the
-architecture (config.json of Kimi-K2) and vLLM's parallel layers, so that planner and simulator can be judged without
+trainer/delivery/planned_layouts.py gives the trainer's layout. The engine's is written here by hand from the
+architecture (config.json of Kimi-K2) and vLLM's parallel layers, so that planner and simulator can be measured without
 an engine: MLA with heads split and low-rank projections replicated, shared expert and dense layer split, block-FP8
-128x128 weights with float32 scales. The engine's own recorded layouts are what `slipstream plan` uses. Prints
-seconds, memory, balance, what the messages of a publish take on this core, and the simulated publish, with what was
-just measured of its messages and without. --out writes a file of bench/results.
+128x128 weights with float32 scales. (`slipstream plan` uses the engine's own recorded layouts.) Prints seconds, memory,
+balance, the time of a publish's messages on this core, and the simulated publish, with these times of messages and
+without. --out writes a file of bench/results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, where trainer.py hides the package trainer
+sys.path[0] = str(ROOT)  # instead of this folder, in which trainer.py hides the package trainer
 
 import numpy as np  # noqa: E402
 
@@ -78,7 +78,7 @@ class Model:
         self.tensors: list[TensorMeta] = []
 
     def add(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        """A tensor; block-FP8 brings its scales."""
+        """Add a tensor and, if it is block-FP8, its scales."""
         self.tensors.append(TensorMeta(name, shape, dtype))
         if dtype == FP8:
             scales = tuple(-(-size // BLOCK) for size in shape)
@@ -86,7 +86,7 @@ class Model:
 
 
 def kimi_k2(layers: int, experts: int) -> list[TensorMeta]:
-    """Kimi-K2's FP8 checkpoint: the first layer dense, the others of experts and a shared one."""
+    """Kimi-K2's FP8 checkpoint: the first layer is dense, the others have experts and a shared expert."""
     model = Model()
     model.add("model.embed_tokens.weight", (VOCAB, HIDDEN), BF16)
     for layer in range(layers):
@@ -225,7 +225,7 @@ def model_of(args: argparse.Namespace) -> tuple[ModelSpec, BlockFp8 | None]:
 
 
 def lora_of(args: argparse.Namespace) -> LoraConfig:
-    """Adapters of all experts, and nothing else, where adapters are what is sent."""
+    """With --adapter: adapters of all experts and of nothing else."""
     return LoraConfig(rank=args.rank, attention=not args.adapter, mlp=not args.adapter)
 
 
@@ -239,7 +239,7 @@ def sources_of(args: argparse.Namespace) -> Sequence[SourceLayout]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Record in a process of its own, whose memory does not count; plan, simulate."""
+    """Record in a process of its own, so that its memory does not count; then plan and simulate."""
     with tempfile.NamedTemporaryFile() as cache:
         recorder = multiprocessing.get_context("spawn").Process(target=record, args=(args, Path(cache.name)))
         recorder.start()
@@ -248,7 +248,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def figures(args: argparse.Namespace, sources: Sequence[SourceLayout], cache: Path) -> dict[str, Any]:
-    """What is measured: from a cached layout to a proven plan, and its simulation."""
+    """The figures: from a cached layout to a proven plan, and its simulation."""
     began = time.perf_counter()
     layouts = layouts_from_bytes(cache.read_bytes())
     read_s = time.perf_counter() - began
@@ -292,17 +292,17 @@ def figures(args: argparse.Namespace, sources: Sequence[SourceLayout], cache: Pa
 
 
 def rates_of(args: argparse.Namespace, nic_bytes_s: float) -> LinkRates:
-    """Engines are paused for whole weights only."""
+    """The link rates; engines are paused only for whole weights."""
     rates = LinkRates(nic_bytes_s=nic_bytes_s)
     return rates.without_pause() if args.adapter else rates
 
 
 def message_seconds(plan: TransferPlan) -> dict[str, float]:
-    """This core's seconds for the messages of one publish, on the way of the bytes.
+    """This core's seconds for the messages of one publish that delay its bytes.
 
-    Rank 0 asks, reads where to write and writes what to expect, replica after replica; a replica reads the latter and
-    hands it to its ranks, each of which takes its own. What every trainer rank counts is no part of the way: it does so
-    load by load, while the next one is written.
+    Per replica, rank 0 asks, reads where to write and writes what to expect. A replica reads that and passes it to its
+    ranks, each of which takes its own part. Every trainer rank's counting is left out: it counts load by load, while
+    the next load is written.
     """
     signer = Signer(bytes(32))
     facts: dict[str, Any] = {"run_id": signer.run_id, "client": "", "request_id": 1}
@@ -325,7 +325,7 @@ def message_seconds(plan: TransferPlan) -> dict[str, float]:
         return made
 
     def answers() -> list[bytes]:
-        """What the replicas say to Begin."""
+        """The replicas' answers to Begin."""
         said = {n: tuple(Bound.of(bindings[dest], book.known(n)) for dest in own) for n, own in ranks.items()}
         return [signer.seal(Begun(bindings=bound, idle_s=0.0, mark_s=0.0, **facts)) for bound in said.values()]
 
@@ -336,7 +336,7 @@ def message_seconds(plan: TransferPlan) -> dict[str, float]:
             book.learn(replica, book.check(replica, reply.bindings, params[replica]))
 
     def read_commit(commit: bytes) -> None:
-        """The worker, then its last rank."""
+        """Read as the worker does, then as its last rank does."""
         request = signer.open_request(commit)
         assert isinstance(request, Commit)
         handed_on = unpack(tuple[Expected, ...], pack(list(request.expected)))
@@ -366,18 +366,18 @@ def message_seconds(plan: TransferPlan) -> dict[str, float]:
 
 
 def entry_seconds(measured: dict[str, float]) -> float:
-    """LinkRates.entry_s, as just measured: rank 0's share of an entry, or a replica's where that is more."""
+    """LinkRates.entry_s as measured: rank 0's seconds per entry, or a replica's if they are more."""
     by_rank_0 = sum(measured[step] for step in ("rank_0_asks_s", "rank_0_reads_begun_s", "rank_0_writes_commit_s"))
     return max(by_rank_0 / measured["entries"], measured["replica_reads_commit_s"] / measured["entries_of_a_replica"])
 
 
 def asdict_shallow(value: Any) -> dict[str, Any]:
-    """Fields, and the floor."""
+    """The fields of a simulation, and its floor."""
     return {name: getattr(value, name) for name in value.__slots__} | {"floor_s": value.floor_s}
 
 
 def node_duplicates(plan: TransferPlan, ranks_per_node: int = 8) -> float:
-    """Part of the bytes that a relay inside the node would spare the NICs: equal bytes to several GPUs of a node.
+    """The part of the bytes that a relay inside the node would save the NICs: equal bytes to several GPUs of a node.
 
     Rows count as equal when they have the same source, dtype and pieces; replica and node are those of the GPU.
     """

@@ -1,23 +1,23 @@
-"""From safetensors on disk to engines that serve: `slipstream push` beside a plain vLLM load, and its parts alone.
+"""From safetensors on disk to engines that serve: `slipstream push`, its parts alone, and a plain vLLM load.
 
     python bench/push.py --layers 24                     half of Qwen3-30B-A3B's layers: 31 GB, one GPU, 64 GB of disk
     python bench/push.py                                 all 48: 61 GB
     python bench/push.py --folder F --parts disk publish, then --parts starts       the same as two commands
     python bench/push.py --layers 2 --experts 4 --hidden 64 --heads 4 --width 32 --head-dim 16 --vocab 500       a CPU
 
-On one checkpoint of random bfloat16 weights (written once into --folder, while vLLM starts for the first time):
+All use one checkpoint of random bfloat16 weights (written once into --folder, while vLLM starts for the first time):
 
     h2d        page-locked host memory to the device, 1 GiB at a time: the bound of the offloaded publish
-    disk       this product's own read alone, page cache dropped before; then one file again, out of the cache
+    disk       only this product's read, with the page cache dropped before; then one file again, from the cache
     publish    from page-locked host memory into a process with vLLM's parameter layout, hashes on, median
     dummy      `vllm serve` with dummy weights, until it answers
     push       `slipstream push --start 1`, until the engine serves the checkpoint; page cache dropped
     plain      `vllm serve` that loads the checkpoint, until it answers; page cache dropped
 
 The first start fills vLLM's caches of compiled kernels and is not compared. The page cache is dropped with
-posix_fadvise(DONTNEED), and what stays resident is measured (mincore) and reported: where a file system keeps pages, or
-a sandbox calls every page resident, "disk" may not be the disk's. Read beside the rate of the cache, one can tell.
-Every figure is printed when it is known and kept in bench/results/push-<device>.json at once; a later command for the
+posix_fadvise(DONTNEED), and what stays resident is measured (mincore) and reported. If a file system keeps pages, or a
+sandbox reports every page as resident, "disk" may not be the disk's rate; compare it with the cache's rate to find out.
+Every figure is printed as soon as it is known, and kept in bench/results/push-<device>.json. A later command for the
 same commit and model adds its parts there.
 """
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from weight_sync.layout import TensorMeta
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, where files hide the packages trainer and weight_sync
+sys.path[0] = str(ROOT)  # instead of this folder, in which files hide the packages trainer and weight_sync
 
 from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config  # noqa: E402
@@ -59,13 +59,13 @@ START_TIMEOUT_S = 240.0
 LAYERS_A_FILE = 4
 BFLOAT16_BYTES = 2
 POOL_ELEMENTS = 1 << 26
-"""Random numbers that all tensors are cut from, each from another place."""
+"""Random numbers from which all tensors are cut, each at another place."""
 NUM_WRITERS = 4
 BEGAN = time.monotonic()
 
 
 class Figures:
-    """Prints every figure when it is known, and keeps it in a file at once."""
+    """Prints every figure as soon as it is known, and keeps it in a file."""
 
     def __init__(self, file: Path, facts: dict[str, Any]) -> None:
         self._file = file
@@ -74,7 +74,7 @@ class Figures:
         self.all: dict[str, Any] = (known if is_same else {}) | facts
 
     def keep(self, name: str, figure: Any, text: str) -> None:
-        """One more."""
+        """Print and keep one more figure."""
         self.all[name] = figure
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text(json.dumps(self.all, indent=2) + "\n")
@@ -82,10 +82,10 @@ class Figures:
 
 
 def begin_checkpoint(folder: Path, config: dict[str, Any]) -> None:
-    """config.json alone, all that an engine with dummy weights reads.
+    """Write only config.json, which is all that an engine with dummy weights reads.
 
     Raises:
-        SystemExit: The folder is another model's; nothing in it is touched.
+        SystemExit: The folder holds another model, and is not changed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file, text = folder / "config.json", json.dumps(config)
@@ -95,7 +95,7 @@ def begin_checkpoint(folder: Path, config: dict[str, Any]) -> None:
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any]) -> dict[str, float]:
-    """Random weights in files of a few layers, on disk when this returns; nothing if they are there.
+    """Write random weights in files of a few layers, synchronously; does nothing if they are there.
 
     Raises:
         SystemExit: The disk is too small.
@@ -128,7 +128,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> dict[str, float]:
 
 
 def _write_file(path: Path, metas: list[TensorMeta], values: memoryview) -> None:
-    """One safetensors file, from the pool to the disk."""
+    """Write one safetensors file from the pool to the disk."""
     header: dict[str, Any] = {}
     at = 0
     for meta in metas:
@@ -186,7 +186,7 @@ def measure_h2d(device: str, num_bytes: int) -> float | None:
 
 
 def read_disk(folder: Path, num_threads: int) -> tuple[dict[str, Any], Any]:
-    """A cold read, one file of it once more, and the checkpoint that was read, for the publish."""
+    """Read cold, and one file once more. Returns figures, and the checkpoint that was read, for the publish."""
     from weight_sync.disk.safetensors_source import CHUNK_BYTES, Checkpoint
 
     resident = drop_cache(folder)
@@ -205,7 +205,7 @@ def read_disk(folder: Path, num_threads: int) -> tuple[dict[str, Any], Any]:
             os.close(file)
 
     with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(read_again, range(0, path.stat().st_size, CHUNK_BYTES)))  # threads and buffers are there now
+        list(pool.map(read_again, range(0, path.stat().st_size, CHUNK_BYTES)))  # threads and buffers already exist
         began = time.perf_counter()
         num_bytes = sum(pool.map(read_again, range(0, path.stat().st_size, CHUNK_BYTES)))
         cached_s = time.perf_counter() - began
@@ -222,7 +222,7 @@ def read_disk(folder: Path, num_threads: int) -> tuple[dict[str, Any], Any]:
 
 
 def measure_publish(checkpoint: Any, config: dict[str, Any], device: str, args: Any) -> dict[str, Any]:
-    """Publishes from host memory into plain memory of another process."""
+    """Publish from host memory into plain memory of another process."""
     from conf.schema import WeightSyncConfig
     from weight_sync.api import Sender
     from weight_sync.gc_freeze import freeze_heap
@@ -273,7 +273,7 @@ def measure_publish(checkpoint: Any, config: dict[str, Any], device: str, args: 
 
 
 def measure_server(folder: Path, device: str, words: list[str], log: Path) -> float:
-    """Seconds until `vllm serve` with these words answers; it is ended then."""
+    """Seconds until `vllm serve` with these arguments answers; it is ended then."""
     from conf.schema import Device
     from rollout.served.client import ServedEngine
     from rollout.served.servers import SERVER_MODULE, server_environment
@@ -303,12 +303,12 @@ def measure_server(folder: Path, device: str, words: list[str], log: Path) -> fl
             time.sleep(0.05)
         return time.perf_counter() - began
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # the engine, too: it is of the same session
+        os.killpg(process.pid, signal.SIGKILL)  # also ends the engine, which is in the same session
         process.wait(20)
 
 
 def measure_push(folder: Path, args: Any, words: list[str], log_dir: Path) -> dict[str, Any]:
-    """The command, as a user types it."""
+    """Run the command as a user types it."""
     command = [
         sys.executable,
         "-m",
@@ -334,7 +334,7 @@ def measure_push(folder: Path, args: Any, words: list[str], log_dir: Path) -> di
 
 
 def serve_words(device: str, args: Any) -> list[str]:
-    """Words of the command that all starts share."""
+    """Arguments of the command that all starts share."""
     words = ["--max-model-len", str(args.max_model_len), *args.serve]
     if device == "cpu":
         words += ["--enforce-eager", "--kv-cache-memory-bytes", str(64 * MIB)]
@@ -342,7 +342,7 @@ def serve_words(device: str, args: Any) -> list[str]:
 
 
 def measure_starts(folder: Path, device: str, args: Any, scratch: Path, figures: Figures) -> None:
-    """dummy, push and plain."""
+    """Measure dummy, push and plain."""
     words = serve_words(device, args)
     figures.keep("serve_words", words, f"vllm serve {' '.join(words)}")
     dummy_s = measure_server(folder, device, ["--load-format", "dummy", *words], scratch / "1")
@@ -365,7 +365,7 @@ def measure_starts(folder: Path, device: str, args: Any, scratch: Path, figures:
 
 
 def measure_memory(folder: Path, config: dict[str, Any], device: str, args: Any, figures: Figures) -> None:
-    """disk, h2d and publish, which share the memory that the checkpoint is read into."""
+    """Measure disk, h2d and publish, which share the memory into which the checkpoint is read."""
     disk, checkpoint = read_disk(folder, args.threads)
     text = f"disk              {disk['seconds']:8.2f} s {disk['gb_per_s']:8.2f} GB/s, {args.threads} threads, "
     text += f"{disk['resident_before']:.0%} cached before; the cache itself {disk['cached_gb_per_s']:.2f} GB/s"
@@ -424,7 +424,7 @@ def main() -> None:
             measure_memory(folder, config, device, args, figures)
         if "starts" in args.parts:
             if device == "cuda":
-                torch.cuda.empty_cache()  # the engines come to this GPU
+                torch.cuda.empty_cache()  # engines will use this GPU
             measure_starts(folder, device, args, Path(scratch), figures)
     print(f"written: {out}")
 

@@ -1,11 +1,11 @@
-"""Whole runs, start to end, and what their metrics say: the quick start, its two controls, and the GPU presets.
+"""Whole runs, from start to end, and figures from their metrics: the quick start, its two controls, the GPU presets.
 
     python bench/runs.py quickstart no_publish shuffled       on a CPU
     python bench/runs.py quickstart_gpu qwen3_moe_2gpu        on a host with 2 GPUs
 
-A control is the quick start with the thing under test taken away: `no_publish` never sends a trained version to the
-engines, `shuffled` permutes advantages within each group. Neither may learn. Figures are medians over the steps after
-the first two (warm-up). Prints its environment and a table; writes bench/results/runs-<device>.json.
+A control is the quick start without what is tested: `no_publish` never sends a trained version to the engines,
+`shuffled` permutes advantages within each group. Neither may learn. Figures are medians over the steps after the first
+two (warm-up). Prints its environment and a table; writes bench/results/runs-<device>.json.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main() -> None:
     print(json.dumps(report["environment"], indent=2))
     device = "gpu" if report["environment"]["gpus"] else "cpu"
     out: Path = args.out or ROOT / "bench" / "results" / f"runs-{device}.json"
-    if out.exists():  # scenarios measured before on the same commit stay
+    if out.exists():  # keep scenarios that were measured on the same commit
         before = json.loads(out.read_text())
         if before["environment"] == report["environment"]:
             report["runs"] = before["runs"]

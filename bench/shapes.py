@@ -1,4 +1,4 @@
-"""The model that benches run: a Qwen3-MoE of any size, and the options that say which."""
+"""The model that benches run: a Qwen3-MoE of any size, and the options for its size."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_shape_options(parser: argparse.ArgumentParser, *, rank: int | None) -> None:
-    """Sizes of the model, by default Qwen3-30B-A3B's; --rank of its adapters where it has some."""
+    """Add options for the sizes of the model, by default Qwen3-30B-A3B's, and --rank if it has adapters."""
     for name, value in (("layers", 48), ("experts", 128), ("hidden", 2048), ("width", 768), ("heads", 32)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -46,6 +46,6 @@ def add_shape_options(parser: argparse.ArgumentParser, *, rank: int | None) -> N
 
 
 def shrink(args: argparse.Namespace) -> None:
-    """--tiny of the trainer's benches: two small layers."""
+    """Apply --tiny of the trainer's benches: two small layers."""
     args.layers, args.experts, args.hidden, args.width, args.vocab, args.rank = 2, 8, 64, 32, 512, 8
     args.heads, args.head_dim = 8, 16

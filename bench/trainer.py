@@ -3,11 +3,11 @@
     python bench/trainer.py                                    Qwen3-30B-A3B's shape, r=64, 1k to 32k tokens, one H200
     python bench/trainer.py --tokens 4096 --rows ours-float32 peft-float32 --profile
     python bench/trainer.py --tokens 4096 --rows ours-int8 --memory      what is held at the peak
-    python bench/trainer.py --tiny                             a CPU will do
+    python bench/trainer.py --tiny                             runs on a CPU
 
-Both train the same random weights (bfloat16, drawn by name from one seed) on the same tokens, one sequence a step, with
-LoRA on q, k, v, o and on gate, up and down of every expert (gate and up of an expert share one A, as PEFT has it),
-activation checkpointing, and AdamW with the same formats of adapters and moments; each step is forward, backward and
+Both train the same random weights (bfloat16, drawn by name from one seed) on the same tokens, one sequence per step,
+with LoRA on q, k, v, o and on gate, up and down of every expert (gate and up of an expert share one A, as in PEFT),
+activation checkpointing, and AdamW with the same formats of adapters and moments. Each step is forward, backward and
 update. Losses of the first steps are compared at the end: they are the same number, up to bfloat16. Each row is a
 process of its own, which loads once for all lengths, and keeps each length's figures as it gets them:
 
@@ -15,11 +15,11 @@ process of its own, which loads once for all lengths, and keeps each length's fi
     ours-bfloat16   bfloat16 adapters and moments           peft-bfloat16    the same
     ours-int8       bfloat16 adapters, 8-bit moments,       ours-host        float32 adapters, moments in host memory
                     embeddings read from host memory
-    unsloth-*       the same formats in Unsloth, where --unsloth names its packages (bench/training/unsloth_row.py)
+    unsloth-*       the same formats in Unsloth, if --unsloth names its packages (bench/training/unsloth_row.py)
 
-MFU counts the multiplications of the model (frozen weights forward and to activations, adapters three times, causal
-attention), without those of recomputation, against the datasheet's 989 TFLOP/s; "of the roofline" against a large
-matrix product measured in the same run, with recomputation counted. Writes bench/results/trainer-<device>.json and
+MFU compares the model's multiplications (frozen weights forward and to activations, adapters three times, causal
+attention), without those of recomputation, with the datasheet's 989 TFLOP/s. "of the roofline" counts recomputation,
+too, and compares with a large matrix product measured in the same run. Writes bench/results/trainer-<device>.json and
 docs/images/trainer-<device>.png; --plot draws an older JSON again.
 """
 
@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, where this file hides the package trainer
+sys.path[0] = str(ROOT)  # instead of this folder, in which this file hides the package trainer
 
 from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
@@ -49,9 +49,9 @@ from bench.training.unsloth_row import Unsloth  # noqa: E402
 OURS = ("ours-float32", "ours-bfloat16", "ours-int8", "ours-host")
 ROWS = (*OURS, "peft-float32", "peft-bfloat16", "unsloth-float32", "unsloth-bfloat16")
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0}
-"""Dense bfloat16, from the datasheets."""
+"""Dense bfloat16 FLOP/s, from the datasheets."""
 PROFILED_TOKENS = 4096
-"""Length of --profile and --memory, where it is among --tokens; else the first."""
+"""Length for --profile and --memory if it is among --tokens; otherwise they use the first."""
 LOSS_TOLERANCE = 2e-4
 """Relative tolerance of a mean over a sequence. Every token's logits are rounded to bfloat16 (2^-9); the errors are
 independent, and 1,024 of them average out to a thirty-second."""
@@ -65,7 +65,7 @@ KINDS = {
     "norm and rotation": ("_rms_norm", "_norm_rotate"),
     "copies": ("Memcpy", "Memset"),
 }
-"""Kinds of kernels by what their names contain; the rest are elementwise."""
+"""Kinds of kernels by parts of their names; the rest are elementwise."""
 
 
 # ---- what a step multiplies ----
@@ -132,7 +132,7 @@ def _sync(device: str) -> None:
 
 
 def run_row(name: str, args: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """All lengths of one row; what there is of it lies in `out` after each."""
+    """Measure all lengths of one row. After each, the results so far are written to `out`."""
     import numpy as np
     import torch
 
@@ -212,9 +212,9 @@ def profile(subject: Any, token_ids: Any) -> list[dict[str, Any]]:
 
 
 def memory_at_peak(subject: Any, token_ids: Any) -> dict[str, Any]:
-    """GB that one step holds on the device at its peak, by the line that asked for them.
+    """GB that one step holds on the device at its peak, by the line that allocated them.
 
-    "before" was there when the step began: weights, moments, and what libraries keep.
+    "before" is what was there when the step began: weights, moments, and libraries' memory.
     """
     import torch
 
@@ -261,7 +261,7 @@ def kind_of(kernel: str) -> str:
 
 
 def print_table(report: dict[str, Any]) -> None:
-    """Rows by lengths."""
+    """Print rows by lengths."""
     heads = ("tok/s", "step s", "MFU", "roofline", "peak GB", "Mtok/$", "loss")
     print(f"\n{'row':16}{'tokens':>8}" + "".join(f"{head:>10}" for head in heads))
     for name, row in report["rows"].items():
@@ -292,7 +292,7 @@ def print_table(report: dict[str, Any]) -> None:
 
 
 def do_losses_agree(report: dict[str, Any]) -> bool:
-    """Print every row's first loss beside the first row's, at the first length: before any update."""
+    """Print every row's first loss, before any update, beside the first row's, at the first length."""
     lengths = {name: row["lengths"] for name, row in report["rows"].items() if row.get("lengths")}
     first = {name: next(iter(cells.values())).get("first_loss") for name, cells in lengths.items()}
     losses = {name: loss for name, loss in first.items() if loss is not None}
@@ -305,7 +305,7 @@ def do_losses_agree(report: dict[str, Any]) -> bool:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Tokens per second and peak memory against length."""
+    """Plot tokens per second and peak memory against length."""
     try:
         import matplotlib
 

@@ -1,4 +1,4 @@
-"""Publishes of merged weights into a live engine, stage by stage, beside the bare wire and beside peers.
+"""Publishes merged weights into a live engine, and measures each stage, the bare wire and peers.
 
     python bench/weight_sync.py --tiny                            everything once on a CPU, with real processes
     python bench/weight_sync.py --plan 1x1                        2 GPUs: one trainer rank -> vLLM TP=1, 256 requests
@@ -9,18 +9,18 @@
                                                                   2x2's code path at full size, not its speed
     python bench/weight_sync.py --plan 1x1 --colocate             1 GPU for both
 
-The model has Qwen3-30B-A3B's shape (61 GB) unless told otherwise. The source is the product's own decoder with random
-weights and LoRA on attention and all experts; A and B are drawn anew before every publish, all parameters are sent.
-Figures are medians over the publishes after the warm-up. Publishes with and without hashes take turns (on, off, off,
-on, ...), so that what else changes meanwhile meets both. Each begins when all requests are decoding, those prefilled
-again that the publish before had frozen. "wire" is Mooncake's transfer_sync_write between the same two processes into
-the engine's largest parameter; with several ranks it is one rank's. "of wire" compares the writes of one rank with it.
-"excess" is the pause minus the publish. Memory, sampled every millisecond (NVML), of the GPUs that take part: "trainer"
-is the growth during publishes over what was in use before staging was allocated, "engine" over what was in use right
-before each publish, and "handed" is what torch's allocator handed out in the engine's processes between begin and
-commit, most of which it had already. What peers' figures include is in bench/sync/peers.py and in the output.
+The model has Qwen3-30B-A3B's shape (61 GB) by default. The source is the product's own decoder with random weights and
+LoRA on attention and all experts. A and B are drawn anew before every publish, and all parameters are sent. Figures are
+medians over the publishes after the warm-up. Publishes with and without hashes alternate (on, off, off, on, ...), so
+that other changes affect both. Each begins when all requests are decoding, after those that the publish before had
+frozen were prefilled again. "wire" is Mooncake's transfer_sync_write between the same two processes into the engine's
+largest parameter; with several ranks it is one rank's. "of wire" compares the writes of one rank with it. "excess" is
+the pause minus the publish. The memory of the GPUs that take part is sampled every millisecond (NVML): "trainer" is the
+growth during publishes over what was in use before staging was allocated, "engine" over what was in use right before
+each publish. "handed" is what torch's allocator gave out in the engine's processes between begin and commit; it had
+most of that already. bench/sync/peers.py and the output say what peers' figures include.
 
-Writes a table, bench/results/weight_sync-<plan>.json, a timeline for ui.perfetto.dev and, where matplotlib is, a PNG.
+Writes a table, bench/results/weight_sync-<plan>.json, a timeline for ui.perfetto.dev and, with matplotlib, a PNG.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, where this file hides the package weight_sync
+sys.path[0] = str(ROOT)  # instead of this folder, in which this file hides the package weight_sync
 
 from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config  # noqa: E402
@@ -51,8 +51,8 @@ from bench.sync.memory import MemorySampler, Samples  # noqa: E402
 from bench.sync.trainer_process import MIB, Row, TrainerSpec, run_rank  # noqa: E402
 
 PARTS = ("begin_s", "write_s", "verify_s", "commit_s")
-"""Stages that do not overlap. The time of a publish beside them is "rest": the link waits for a slot to be packed, rank
-0 adds up and sends messages."""
+"""Stages that do not overlap. The remaining time of a publish is "rest": the link waits for a slot to be packed, rank 0
+adds up and sends messages."""
 STAGES = ("begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s", "pause_s")
 START_TIMEOUT_S = 240.0
 ROW_TIMEOUT_S = 180.0
@@ -70,7 +70,7 @@ class Child:
         theirs.close()
 
     def answer(self, timeout_s: float) -> Any:
-        """Its next answer. Raises where the process dies or answers with an error."""
+        """Its next answer. Raises if the process dies or answers with an error."""
         end = time.monotonic() + timeout_s
         while not self.pipe.poll(1):
             if not self.process.is_alive():
@@ -81,7 +81,7 @@ class Child:
 
 
 class Bench:
-    """The trainer's ranks, which live as long as the bench, and one engine at a time."""
+    """The trainer's ranks, which run as long as the bench, and one engine at a time."""
 
     def __init__(self, args: argparse.Namespace, num_ranks: int, device: str, folder: str) -> None:
         self.args, self.device, self.num_ranks = args, device, num_ranks
@@ -109,10 +109,10 @@ class Bench:
     def measure(
         self, spec: EngineSpec, rows: dict[str, Row], *, is_last: bool, keep: Callable[[dict[str, Any]], None]
     ) -> None:
-        """All rows into one engine, then the peers. `keep` gets the figures before the peers and after each."""
+        """Measure all rows with one engine, then the peers. `keep` gets the figures before the peers and after each."""
         gpus = [gpu + (0 if spec.is_colocated else self.num_ranks) for gpu in range(spec.tp_size)]
         if spec.is_colocated:
-            self.wait_for_ranks()  # vLLM takes stock of free memory at its start
+            self.wait_for_ranks()  # vLLM measures free memory at its start
         began = time.monotonic()
         engine = Child(run_engine, spec, gpus)
         try:
@@ -146,7 +146,7 @@ class Bench:
     def row(
         self, title: str, row: Row, spec: EngineSpec, engine: Child, gpus: list[int], endpoint: str
     ) -> list[dict[str, Any]]:
-        """One set of options, with hashes; and without, where both take turns."""
+        """Measure one set of options with hashes and, if both alternate, without."""
         self.everywhere("settle_memory")
         self.sampler.start()
         facts = self.everywhere("open_row", row.watermark_bytes, endpoint)[0]
@@ -266,7 +266,7 @@ def parse() -> argparse.Namespace:
         args.heads, args.head_dim, args.rank = 8, 32, 4
         args.requests, args.publishes, args.warm_up = min(args.requests, 4), 3, 1
         args.watermark_mib = [4, 16]
-    args.no_peers |= args.colocate  # NCCL wants a GPU of its own for every rank of a group
+    args.no_peers |= args.colocate  # NCCL needs a GPU of its own for every rank of a group
     args.name = ("tiny-" if args.tiny else "") + args.plan
     args.name += "-colocated" if args.colocate else ""
     return args

@@ -1,8 +1,8 @@
 # pyright: strict
 """Facts about this machine, read without torch, Ray or any other library that would touch a GPU.
 
-Owns: readers of /proc, /sys, /dev and of the NVIDIA tools; each takes what it reads as a parameter, so that tests give
-their own. Does not own: judgements (doctor, preflight).
+Owns: readers of /proc, /sys, /dev and of the NVIDIA tools. Each takes the place to read from as a parameter, so that
+tests can pass their own. Does not own: judgements (doctor, preflight).
 Invariant: nothing is started, allocated or changed, and no reader raises because a machine lacks something.
 """
 
@@ -70,9 +70,9 @@ class Topology:
 
 
 def count_gpus(environ: Mapping[str, str] | None = None) -> int:
-    """GPUs that a CUDA program started now could use; CUDA_VISIBLE_DEVICES is honoured.
+    """GPUs that a CUDA program started now could use, with CUDA_VISIBLE_DEVICES respected.
 
-    The driver is asked in a process of its own: asking it here would leave CUDA state that does not survive a fork.
+    A child process asks the driver, because asking here would leave CUDA state that does not survive a fork.
     """
     environment = dict(os.environ if environ is None else environ)
     output = _output([sys.executable, "-I", "-S", "-c", _COUNT_GPUS], environment)
@@ -80,7 +80,7 @@ def count_gpus(environ: Mapping[str, str] | None = None) -> int:
 
 
 def list_gpus() -> list[Gpu]:
-    """GPUs by nvidia-smi, whether visible to CUDA or not; empty without the tool."""
+    """GPUs that nvidia-smi lists, even if CUDA does not see them; empty without the tool."""
     query = ["nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     if shutil.which("nvidia-smi") is None:
         return []
@@ -106,7 +106,7 @@ def read_topology() -> Topology | None:
 
 
 def parse_topology(text: str) -> Topology | None:
-    """Parse `nvidia-smi topo -m`; None when it is not such a table."""
+    """Parse `nvidia-smi topo -m`; None if the text is not such a table."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in text.splitlines()]
     header = next((line for line in lines if line.split()[:1] == ["GPU0"]), None)
     if header is None:
@@ -146,7 +146,7 @@ def list_interfaces(root: Path = Path("/sys/class/net")) -> dict[str, str]:
 
 
 def count_cpus() -> int:
-    """Cores that this process may use: its affinity mask and its control group's quota, whichever is less."""
+    """Cores that this process may use: the smaller of its affinity mask and its control group's quota."""
     cores = len(os.sched_getaffinity(0))
     quota, _, period = _read(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
     if quota.isdigit() and period.isdigit():
@@ -155,7 +155,7 @@ def count_cpus() -> int:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(total, available) memory of this machine; the control group's limit counts as total when it is less."""
+    """(total, available) memory of this machine. The control group's limit counts as the total if it is smaller."""
     facts: dict[str, int] = {}
     for line in _read(Path("/proc/meminfo")).splitlines():
         name, _, rest = line.partition(":")
@@ -168,7 +168,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free space of the file system that holds `folder`, or would hold it."""
+    """Free space of the file system of `folder`, which need not exist yet."""
     return shutil.disk_usage(nearest_existing(folder)).free
 
 
@@ -181,7 +181,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server could bind the port now."""
+    """Whether a server can bind the port now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -192,7 +192,7 @@ def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def answers(host: str, port: int, timeout_s: float = 3.0) -> bool:
-    """Whether a server takes connections there."""
+    """Whether a server accepts connections at this address."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError:
@@ -201,7 +201,7 @@ def answers(host: str, port: int, timeout_s: float = 3.0) -> bool:
 
 
 def running_ray_cluster(record: Path = Path("/tmp/ray/ray_current_cluster")) -> str | None:
-    """Address of a Ray cluster that runs on this machine, from the file that Ray leaves; its server must answer."""
+    """Address of a Ray cluster that runs on this machine, from a file that Ray writes; None if no server answers."""
     address = _read(record)
     host, _, port = address.rpartition(":")
     return address if port.isdigit() and answers(host or "127.0.0.1", int(port)) else None
@@ -209,7 +209,7 @@ def running_ray_cluster(record: Path = Path("/tmp/ray/ray_current_cluster")) -> 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The readers that judgements ask; by default they read this machine.
+    """The readers that judgements use; by default they read this machine.
 
     Example: Machine(count_gpus=lambda: 2) is this machine with two GPUs.
     """
@@ -225,7 +225,7 @@ class Machine:
     running_ray_cluster: Callable[[], str | None] = running_ray_cluster
 
     def next_free_port(self, after: int) -> int | None:
-        """The first free port of the hundred after `after`."""
+        """The first free port of the hundred after `after`; None if none is free."""
         last = min(after + 100, 65535)
         return next((port for port in range(after + 1, last + 1) if self.is_port_free(port)), None)
 
@@ -234,7 +234,7 @@ HERE = Machine()
 
 
 def _output(command: list[str], environ: Mapping[str, str] | None = None, timeout_s: float = 20.0) -> str:
-    """Standard output of a tool; empty when it is absent, fails or hangs."""
+    """Standard output of a tool; empty if it is absent, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environ, check=False)
     except (OSError, subprocess.TimeoutExpired):

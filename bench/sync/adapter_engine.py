@@ -1,6 +1,7 @@
 """The engine's process of bench/adapter_sync.py: one rollout worker in adapter mode, its requests, their tokens' times.
 
-Owns: what keeps the worker busy, flips without a publish, and what is read off a phase. Obeys bench/adapter_sync.py.
+Owns: the requests that keep the worker busy, flips without a publish, and the figures of a phase. bench/adapter_sync.py
+controls it.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 from bench.sync.trainer_process import KEY
 
 WATCH_S = 0.005
-"""How often the worker's event loop is asked whether it is late."""
+"""How often the delay of the worker's event loop is measured."""
 FIRST_FLIP = 1_000_000
-"""Versions of flips: no publish has them, so no prefix block is shared."""
+"""Versions of flips. No publish has them, so no prefix block is shared."""
 SETTLE_S = 0.02
-"""How often it is asked which versions requests read."""
+"""How often to check which versions requests read."""
 
 
 def slots_of(config: dict[str, Any], args: argparse.Namespace) -> Any:
-    """The adapter slots that the engine is given."""
+    """The engine's adapter slots."""
     from conf.schema import LoraConfig
     from rollout.types import AdapterSlotsSpec
     from trainer.architecture.families import read_config
@@ -47,16 +48,16 @@ def slots_of(config: dict[str, Any], args: argparse.Namespace) -> Any:
 
 
 def capture_sizes(num_requests: int) -> list[int]:
-    """Batch sizes with a CUDA graph, in tokens: every 8th about the number of requests, which is what decodes, every
-    32nd up to twice as many, with prefills among them; few below, which are met as requests begin. As in vLLM's own
-    list, larger batches have none."""
+    """Batch sizes with a CUDA graph, in tokens: every 8th near the number of requests, which decode; every 32nd up to
+    twice as many, for batches with prefills; a few smaller ones, for the time in which requests begin. As in vLLM's own
+    list, larger batches have no graph."""
     few = [1, *(num_requests * quarter // 4 for quarter in (1, 2, 3))]
     decodes = range(num_requests * 7 // 8, num_requests, 8)
     return sorted({*few, *decodes, *range(num_requests, 2 * num_requests + 1, 32)} - {0})
 
 
 class Load:
-    """Requests at work, and when each of their tokens came."""
+    """Requests in flight, and the time of each of their tokens."""
 
     def __init__(self, worker: RolloutWorker, args: argparse.Namespace) -> None:
         self._worker = worker
@@ -90,7 +91,7 @@ class Load:
         gc.callbacks.append(self._note_collection)
 
     async def start(self, has_adapter: bool) -> None:
-        """Requests of random lengths, each followed by another one; returns when all are at work."""
+        """Start requests of random lengths, each followed by another. Returns when all are in flight."""
         await self.stop()
         before = self._worker._engine.num_generated_tokens
         self._tasks = [asyncio.create_task(self._keep_sampling(i, has_adapter)) for i in range(self._args.requests)]
@@ -109,13 +110,13 @@ class Load:
         return self._worker._replica._table
 
     async def close(self) -> None:
-        """End the requests and the watch."""
+        """End the requests and the measuring of delays."""
         await self.stop()
         self._watching.cancel()
         gc.callbacks.remove(self._note_collection)
 
     async def settle(self) -> None:
-        """Return when what began under other versions has ended: older ones, or with flips all of this moment."""
+        """Return when all requests that began under older versions have ended; with flips, all present requests."""
         table = self._table()
         others = set(table.num_readers)
         if self._flipping is None and table.newest is not None:
@@ -124,7 +125,7 @@ class Load:
             await asyncio.sleep(SETTLE_S)
 
     def begin(self, flip_every_s: float | None) -> None:
-        """A phase; with flips."""
+        """Begin a phase, with flips or (None) without."""
         if flip_every_s is not None:
             self._flipping = asyncio.create_task(self._flip(flip_every_s))
         self._gaps, self._versions, self._late, self._collected = [], set(), [0.0], [0.0]
@@ -154,7 +155,7 @@ class Load:
         }
 
     async def _watch(self) -> None:
-        """How late the worker's event loop is, which a publish meets at every message."""
+        """Measure the delay of the worker's event loop, which delays every message of a publish."""
         while True:
             due = time.monotonic() + WATCH_S
             await asyncio.sleep(WATCH_S)
@@ -193,12 +194,13 @@ class Load:
 
 
 def run_engine(config: dict[str, Any], device: str, args: argparse.Namespace, pipe: Connection) -> None:
-    """One rollout worker until told to end."""
+    """Run one rollout worker until told to end."""
     asyncio.run(serve(config, device, args, pipe))
 
 
 async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, pipe: Connection) -> None:
-    """Obeys: ("start", has_adapter), ("begin", seconds from flip to flip or None), ("settle",), ("end",), ("stop",)."""
+    """Orders: ("start", has_adapter), ("begin", seconds from flip to flip or None), ("settle",), ("end",),
+    ("stop",)."""
     from conf.schema import BusySlot, Device, DType, RolloutConfig, SamplingConfig, SyncMode, WeightSyncConfig
     from orchestrator.inputs.character_tokenizer import save_character_tokenizer
     from rollout.engine.engine_options import engine_environment

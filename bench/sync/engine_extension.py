@@ -1,4 +1,4 @@
-"""What bench/weight_sync.py gives to vLLM: the product's worker extension, with memory counted and a peer's hooks."""
+"""The vLLM worker extension of bench/weight_sync.py: the product's, with counted memory and a peer's hooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ except ImportError:  # only the peer needs it
 
 
 class MeasuredReceiver(WeightReceiver, PeerHooks):
-    """The product's worker extension, which also notes what torch hands out between begin and commit."""
+    """The product's worker extension, which also notes how much memory torch allocates between begin and commit."""
 
     _allocated: list[int]
 
@@ -26,20 +26,20 @@ class MeasuredReceiver(WeightReceiver, PeerHooks):
         self._allocated = []
 
     def slipstream_begin(self, version: int, epoch: int, digest: str, known: Any) -> Any:
-        """The product's; the allocator's peak counts from here on."""
+        """As the product's; also resets the allocator's peak."""
         reply = super().slipstream_begin(version, epoch, digest, known)
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         return reply
 
     def slipstream_commit(self, version: int, epoch: int) -> Any:
-        """The product's; notes by how much the peak since begin exceeds what is still allocated."""
+        """As the product's; also notes by how much the peak since begin exceeds what is still allocated."""
         reply = super().slipstream_commit(version, epoch)
         if torch.cuda.is_initialized():
             self._allocated.append(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
         return reply
 
     def allocated(self) -> list[int]:
-        """Bytes that torch handed out during each publish since the last call, new from the device or reused."""
+        """Bytes that torch allocated during each publish since the last call, new from the device or reused."""
         found, self._allocated = self._allocated, []
         return found

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 KEY = b"slipstream-bench-weight-sync-key"
 KV_CACHE_BYTES = 24 << 30
-"""KV cache on a GPU: enough for the load, with room beside it for what a peer allocates."""
+"""KV cache on a GPU: enough for the load, and small enough to leave room for a peer's allocations."""
 COLOCATED_KV_CACHE_BYTES = 12 << 30
 COLOCATED_MEMORY = 0.5
-"""Part of a GPU that the engine may take where a trainer rank has the same one."""
+"""Part of a GPU that the engine may take if a trainer rank has the same GPU."""
 SETTLE_S = 15.0
 """Longest wait for all requests to be decoding."""
 FUSIONS = (
@@ -34,7 +34,7 @@ FUSIONS = (
     (r"(.*\.experts)\.\d+\.down_proj\.weight", r"\1.w2_weight"),
     (r"(.*\.mlp)\.(?:gate|up)_proj\.weight", r"\1.gate_up_proj.weight"),
 )
-"""Checkpoint tensors that vLLM lays one below the other in one parameter."""
+"""Checkpoint tensors that vLLM puts one below the other in one parameter."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def run_engine(spec: EngineSpec, pipe: Connection) -> None:
 
 
 async def serve_plain(spec: EngineSpec, pipe: Connection) -> None:
-    """Parameters in vLLM's layout behind an endpoint."""
+    """Serve parameters in vLLM's layout behind an endpoint, without an engine."""
     import torch
 
     from weight_sync.replica.control_server import ReplicaEndpoint
@@ -135,7 +135,8 @@ def plain_layout(config: dict[str, Any]) -> Any:
 
 
 async def serve_vllm(spec: EngineSpec, pipe: Connection) -> None:
-    """A rollout worker with so many requests at work from its first version on; orders come over the pipe."""
+    """Run a rollout worker, with spec.num_requests requests in flight from its first version on; orders come over the
+    pipe."""
     from conf.schema import Device
     from rollout.engine.engine_options import engine_environment
 
@@ -195,7 +196,7 @@ def build_worker(spec: EngineSpec, folder: Path) -> RolloutWorker:
 
 
 async def keep_sampling(worker: RolloutWorker, index: int) -> None:
-    """One response after the other, of random lengths, whenever the worker serves."""
+    """Sample one response after the other, of random lengths, while the worker serves."""
     from rollout.errors import ReplicaNotServing
     from rollout.types import Prompt
 
@@ -210,10 +211,10 @@ async def keep_sampling(worker: RolloutWorker, index: int) -> None:
 
 
 async def settle(worker: RolloutWorker, num_requests: int) -> float:
-    """Wait until every request at work now has one more token: those that a publish froze are prefilled again by then.
+    """Wait until every present request has one more token. By then, those that a publish froze are prefilled again.
 
-    Does not wait for requests that start meanwhile: with many there is always one. Returns the seconds that it waited;
-    returns at once before the first version.
+    Does not wait for requests that start meanwhile, because with many requests one always starts. Returns the seconds
+    that it waited; returns at once before the first version.
     """
     began = time.monotonic()
     before = {request: len(stamps) for request, stamps in worker._engine._stamps.items()}
@@ -231,7 +232,7 @@ async def settle(worker: RolloutWorker, num_requests: int) -> float:
 
 
 async def obey(worker: RolloutWorker, order: str, *args: Any) -> Any:
-    """Carry out one order. A peer's update is timed from the engine's pause until it goes on, as a publish is."""
+    """Carry out one order. A peer's update is timed from the engine's pause until it resumes, as a publish is."""
     from conf.schema import PauseMode
 
     llm = worker._engine._running()

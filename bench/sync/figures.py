@@ -13,11 +13,11 @@ from typing import Any
 
 MIB = 1 << 20
 PARTS = (("begin", "#56B4E9"), ("transfer", "#0072B2"), ("verify", "#E69F00"), ("commit", "#009E73"))
-"""Consecutive parts of a publish; the transfer is what is left: packing, gathering and writing, overlapped."""
+"""Consecutive parts of a publish. The rest is the transfer: packing, gathering and writing, overlapped."""
 
 
 def show(report: dict[str, Any]) -> None:
-    """The table."""
+    """Print the table."""
     for engine in report["engines"]:
         wire = engine["wire"]["gb_per_s"]
         num_bytes = engine["rows"][0]["num_bytes"]
@@ -50,8 +50,8 @@ def show(report: dict[str, Any]) -> None:
 
 
 def _cost(with_hashes: dict[str, Any], without: dict[str, Any]) -> float:
-    """Time that hashes add, as a part of a publish without them. The wait for the steps in flight is left out of the
-    difference: hashes do not change it, and it varies by more than they cost."""
+    """Time that hashes add, as a part of a publish without them. The difference leaves out the wait for the steps in
+    flight, because hashes do not change it and it varies by more than they cost."""
     own = [statistics.median(r["total_s"] - r["idle_s"] for r in row["reports"]) for row in (with_hashes, without)]
     return (own[0] - own[1]) / without["total_s"]
 
@@ -61,7 +61,7 @@ def _line(*cells: str) -> None:
 
 
 def plot(report: dict[str, Any], file: Path) -> None:
-    """Stacked bars of every row, and the peers."""
+    """Plot stacked bars of every row, and the peers."""
     try:
         import matplotlib
 

@@ -1,8 +1,8 @@
-"""Device memory in use, sampled every millisecond by a process of its own, so that nobody who is measured waits for it.
+"""Device memory in use, sampled every millisecond by a separate process, so that no measured process waits for it.
 
-Owns the sampling and what is read off the samples. Reads NVML through ctypes: it counts all memory of a GPU, whoever
-allocated it, and needs no CUDA context there. Times are time.monotonic(), which all processes of a host share. Memory
-that an allocator reuses is no growth here; bench/sync/engine_extension.py asks the engine's allocator for that.
+Owns the sampling and the figures from the samples. Reads NVML through ctypes, which counts all memory of a GPU, of all
+processes, and needs no CUDA context there. Times are time.monotonic(), which all processes of a host share. Memory that
+an allocator reuses does not show as growth here; bench/sync/engine_extension.py asks the engine's allocator for that.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Samples:
 
     times_s: list[float]
     used: list[list[int]]
-    """One entry a sample, with one entry a GPU."""
+    """One entry per sample, with one number per GPU."""
 
     def growth(self, gpus: Sequence[int], windows: Sequence[tuple[float, float]], *, over_start: bool) -> int | None:
-        """Largest growth in bytes on any of these GPUs inside any window (start, stop); None where nothing was sampled.
+        """Largest growth in bytes on any of these GPUs inside any window (start, stop); None if nothing was sampled.
 
         Args:
-            over_start: Over the first sample of all; else over the last one before the window.
+            over_start: Growth over the very first sample; otherwise over the last sample before the window.
         """
         found = []
         for start, stop in windows:
@@ -57,12 +57,12 @@ class MemorySampler:
         theirs.close()
 
     def start(self) -> None:
-        """Forget all samples; the first one of the next series is taken now."""
+        """Forget all samples and take the first one of a new series."""
         self._pipe.send("start")
         self._pipe.recv()
 
     def samples(self) -> Samples:
-        """Since start()."""
+        """The samples since start()."""
         self._pipe.send("samples")
         return Samples(*self._pipe.recv())
 

@@ -1,14 +1,14 @@
-"""Other ways to bring the same weights into the same live engine, in the same run. A peer that fails says why.
+"""Other ways to send the same weights into the same live engine, in the same run. If a peer fails, the output says why.
 
     vllm_nccl           vLLM's own NCCL weight transfer, packed, from trainer rank 0. Figure: pause, start, broadcast of
                         every checkpoint tensor, load_weights, finish, resume. Left out: gathering and merging (the
-                        tensors lie ready in rank 0's memory), any proof of the bytes.
-    checkpoint_engine   checkpoint-engine, one parameter server a GPU of the engine, broadcast mode. Figure: pause,
+                        tensors are ready in rank 0's memory), any proof of the bytes.
+    checkpoint_engine   checkpoint-engine, one parameter server per GPU of the engine, broadcast mode. Figure: pause,
                         host to device, broadcast among the servers, load_weights through IPC, post-processing, resume.
                         Left out: the trainer's gathering, merging and copy to the host (register_s is the copy into
                         pinned memory), any proof of the bytes.
 
-Both send all of the checkpoint's tensors, as many bytes as a publish; values repeat from one pool of random ones.
+Both send all tensors of the checkpoint, as many bytes as a publish. Values are taken from one pool of random numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tensors_of(hf_config: dict[str, Any]) -> tuple[list[str], list[list[int]]]:
 
 
 def answer(pipe: Connection, timeout_s: float = TIMEOUT_S) -> Any:
-    """The next answer. Raises the error that it holds."""
+    """The next answer. Raises the error that it contains."""
     if not pipe.poll(timeout_s):
         raise TimeoutError(f"no answer within {timeout_s:g} s")
     reply = pipe.recv()
@@ -122,7 +122,7 @@ def _serve_parameters(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    cast("dict[str, Any]", sys.modules)["mooncake.engine"] = None  # its P2P store wants a NIC; broadcast does not
+    cast("dict[str, Any]", sys.modules)["mooncake.engine"] = None  # its P2P store needs a NIC; broadcast does not
     try:
         import torch
         from checkpoint_engine.ps import ParameterServer
@@ -153,14 +153,14 @@ def _serve_parameters(
 
 
 def free_port() -> int:
-    """A TCP port that nobody has."""
+    """A free TCP port."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
 
 
 def attempt(name: str, pipes: list[Connection], work: Callable[[], Any]) -> dict[str, Any]:
-    """A peer's figures, or why it has none. Late answers to an earlier one are dropped."""
+    """A peer's figures, or why it has none. Drops late answers to an earlier peer."""
     try:
         for pipe in pipes:
             while pipe.poll(0):

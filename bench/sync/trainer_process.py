@@ -1,8 +1,9 @@
 """The trainer's processes of bench/weight_sync.py: the product's decoder, weight source and Publisher, rank by rank.
 
-Owns one rank's orders: connect and publish under one set of options, write over the bare wire, send the weights as the
-NCCL peer does. Does not own engines nor figures. All weights are random and stay where they are drawn; A and B of every
-adapter are drawn anew before each publish. bench/adapter_sync.py takes the wire and the drawing of adapters from here.
+Owns one rank's orders: connect and publish with one set of options, write over the bare wire, send the weights as the
+NCCL peer does. Does not own engines nor figures. All weights are random and keep their place in memory; A and B of
+every adapter are drawn anew before each publish. bench/adapter_sync.py uses the wire and the drawing of adapters from
+here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from bench.sync.engine_process import KEY
 MIB = 1 << 20
 POOL_BYTES = 1 << 30
 NCCL_MODULE = "vllm.distributed.weight_transfer.nccl_engine"
-"""Where vLLM 0.25.1 has it."""
+"""Its module in vLLM 0.25.1."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class Row:
     warm_up: int = 2
     publishes: int = 10
     is_pair: bool = False
-    """Also as many publishes without hashes, in turns with the others: on, off, off, on, on, off, ..."""
+    """Also make as many publishes without hashes, alternating: on, off, off, on, on, off, ..."""
     trace: Path | None = None
     """File for the timeline of one more publish, the last one."""
 
     def turns(self) -> list[bool]:
-        """Publish by publish after the warm-up: with hashes?"""
+        """Per publish after the warm-up, whether it has hashes."""
         return [index % 4 in (0, 3) for index in range(2 * self.publishes)] if self.is_pair else [True] * self.publishes
 
 
@@ -75,7 +76,7 @@ def wait(device: Any) -> None:
 
 
 def draw_adapters(adapters: list[Any]) -> None:
-    """Draw every A and B anew, as another policy has them."""
+    """Draw every A and B anew, as if the policy had changed."""
     import torch
 
     with torch.no_grad():
@@ -144,7 +145,7 @@ class _Rank:
         with torch.no_grad():
             for parameter in self.decoder.parameters():
                 local = local_part(parameter)[0]
-                if parameter.dim() == 1:  # every rank has it whole, and the same
+                if parameter.dim() == 1:  # every rank has the same whole one
                     local.fill_(1.0)
                 else:
                     local.normal_(0.0, 0.02)
@@ -157,13 +158,13 @@ class _Rank:
         self._loads: list[Any] = []
 
     def link(self) -> Any:
-        """A transport of its own for every row: what one leaves registered, the next would not see allocated."""
+        """A new transport for every row: memory that one row leaves registered would not be counted in the next."""
         from weight_sync.transport.mooncake import MooncakeTransport
 
         return contextlib.closing(MooncakeTransport(device=self.spec.device))
 
     def settle_memory(self) -> None:
-        """Give back what the allocator keeps, before a baseline."""
+        """Free what the allocator keeps, before a baseline is measured."""
         import torch
 
         gc.collect()
@@ -172,7 +173,7 @@ class _Rank:
             wait(self.device)
 
     def open_row(self, watermark_bytes: int, endpoint: str) -> dict[str, Any]:
-        """Connect under one set of options."""
+        """Connect with one set of options."""
         from conf.schema import WeightSyncConfig
         from weight_sync.gc_freeze import freeze_heap
         from weight_sync.publish.publisher import Publisher
@@ -200,7 +201,7 @@ class _Rank:
         }
 
     def publish(self, verify_hashes: bool, trace: Path | None) -> dict[str, Any]:
-        """Another policy, then one publish. Hashes may differ from one to the next: all else stays as it is."""
+        """Change the policy, then publish once, with or without hashes; all else stays the same."""
         publisher = self.publisher
         publisher._config = replace(publisher._config, verify_hashes=verify_hashes)
         publisher._pipeline._slots.loads = (
@@ -223,7 +224,7 @@ class _Rank:
             self._row.close()
 
     def _parts(self, publisher: Any) -> dict[str, float]:
-        """Seconds of packing and of hashing with nothing beside them: the host's, and until the device is done."""
+        """Seconds of packing alone and of hashing alone: the host's, and until the device is done."""
         import torch
 
         pipeline, slots = publisher._pipeline, publisher._pipeline._slots
@@ -254,7 +255,7 @@ class _Rank:
         return figures
 
     def wire(self, endpoint: str, repeats: int, dest_rank: int) -> dict[str, Any]:
-        """The bare link from this rank to one engine rank."""
+        """Measure the bare link from this rank to one engine rank."""
         with self.link() as transport:
             return measure_wire(transport, endpoint, repeats, device=self.device, rank=dest_rank)
 
@@ -264,7 +265,9 @@ class _Rank:
         self.sender = nccl.NCCLWeightTransferEngine.trainer_init(info)
 
     def nccl_send(self, names: list[str], shapes: list[list[int]]) -> None:
-        """Every checkpoint tensor, packed. Views of one pool of random bytes: there is nothing to gather or merge."""
+        """Send every checkpoint tensor, packed. They are views of one pool of random bytes, so none is gathered or
+        merged.
+        """
         import torch
 
         nccl: Any = importlib.import_module(NCCL_MODULE)

@@ -1,7 +1,7 @@
 """One rank of bench/kimi_slice.py: Kimi-K2-Thinking's layers in the product's own trainer, measured.
 
 Owns what happens inside a rank's process: forced routing, timing, memory by component, the kernel table.
-All of them reach into a loaded TrainerRank from here; the product knows none of them.
+All of this reaches into a loaded TrainerRank; the product has nothing of it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Case:
 
 
 def hf_config(case: Case, world_size: int) -> dict[str, Any]:
-    """Kimi-K2-Thinking's config.json with fewer layers, and as many experts as the GPUs hold at `experts_a_gpu`."""
+    """Kimi-K2-Thinking's config.json with fewer layers, and `experts_a_gpu` experts per GPU."""
     config = yaml.safe_load((ROOT / "conf" / "model" / "kimi_k2_thinking.yaml").read_text())["hf_config"]
     changes: dict[str, Any] = {
         "num_hidden_layers": 1 + case.num_moe_layers,
@@ -70,7 +70,7 @@ def hf_config(case: Case, world_size: int) -> dict[str, Any]:
 
 
 def zipf_exponent(num_experts: int, top_k: int, max_over_mean: float, device: torch.device) -> float:
-    """Exponent s of p(e) ~ 1 / (e + 1)^s under which the fullest expert gets max_over_mean times the mean."""
+    """Exponent s of p(e) ~ 1 / (e + 1)^s with which the fullest expert gets max_over_mean times the mean."""
     low, high = 0.0, 3.0
     for _ in range(20):
         middle = (low + high) / 2
@@ -80,7 +80,7 @@ def zipf_exponent(num_experts: int, top_k: int, max_over_mean: float, device: to
 
 
 def drawn(num_experts: int, top_k: int, exponent: float, num_tokens: int, seed: int, device: torch.device) -> Tensor:
-    """Experts (T, K) drawn without replacement (Gumbel), expert 0 the likeliest."""
+    """Draw experts (T, K) without replacement (Gumbel); expert 0 is the likeliest."""
     generator = torch.Generator(device).manual_seed(seed)
     noise = torch.rand((num_tokens, num_experts), generator=generator, device=device).clamp_min_(1e-12)
     log_p = -exponent * torch.arange(1, num_experts + 1, device=device).log()
@@ -100,7 +100,7 @@ def rank_imbalance(max_over_mean: float | None, top_k: int, device: torch.device
 
 
 class ForcedRouting:
-    """Replaces each router's choice, not its work: it still computes scores, and its weights and gradients are used."""
+    """Replaces each router's choice but not its work: it still computes scores, and its weights and gradients count."""
 
     def __init__(self, rank: TrainerRank, layout_rank: int, num_tokens: int, device: torch.device) -> None:
         self._routers = [m for m in rank._loaded().modules() if isinstance(m, Router)]
@@ -108,7 +108,7 @@ class ForcedRouting:
         self._rank, self._num_tokens, self._device = layout_rank, num_tokens, device
 
     def force(self, max_over_mean: float | None) -> dict[str, float]:
-        """Uniform (None) or Zipf; experts in another order in every layer. Returns facts."""
+        """Force uniform (None) or Zipf routing, with experts in another order in every layer. Returns facts."""
         moe = self._routers[0].moe
         exponent = 0.0
         if max_over_mean is not None:
@@ -135,7 +135,7 @@ def _forced(forward: Callable[[Tensor], Routing], experts_TK: Tensor) -> Callabl
 
 
 def make_rank(case: Case, rank: int, world_size: int, rendezvous: str) -> TrainerRank:
-    """Loaded, with random INT4 experts."""
+    """Make a loaded rank with random INT4 experts."""
     config = hf_config(case, world_size)
     made = TrainerRank(
         model=schema.ModelConfig(init=schema.Init.random, hf_config=config, dtype=schema.DType.bfloat16),
@@ -182,7 +182,7 @@ def samples_of(lengths: tuple[int, ...], vocab_size: int, rank: int, version: in
 
 
 def step(made: TrainerRank, rank: int, world_size: int, lengths: tuple[int, ...]) -> float:
-    """Forward, backward, update; seconds until the device is done."""
+    """Run forward, backward and update. Returns the seconds until the device is done."""
     version = made.policy_version
     samples = samples_of(lengths, made._loaded().spec.vocab_size, rank, version)
     num_tokens = sum(sample.num_valid_tokens for sample in samples) * world_size
@@ -241,7 +241,7 @@ def memory(made: TrainerRank) -> dict[str, float]:
 
 
 def exchange_seconds(num_rows: int, hidden: int, device: torch.device) -> dict[str, float]:
-    """An all-to-all of one layer's rows, evenly split: seconds, and bytes that leave a GPU a second."""
+    """An all-to-all of one layer's rows, evenly split: seconds, and bytes per second that leave a GPU."""
     if not dist.is_initialized():
         return {}
     world_size = dist.get_world_size()
@@ -259,13 +259,13 @@ def exchange_seconds(num_rows: int, hidden: int, device: torch.device) -> dict[s
 
 
 def run_rank(rank: int, world_size: int, case: Case, rendezvous: str, out: str) -> None:
-    """A process: one case. Rank 0 writes its results, and prints them."""
-    faulthandler.enable()  # a signal out of a library says which call it was
+    """Run one case in this process. Rank 0 writes the results and prints them."""
+    faulthandler.enable()  # if a library dies by a signal, the stack shows the call
     if case.device == "cpu":
         torch.set_num_threads(1)
     for result in run_case(rank, world_size, rendezvous, case):
         if rank == 0:
-            half = Path(out).with_suffix(".half")  # a file that is there is whole
+            half = Path(out).with_suffix(".half")  # so that a finished file is always whole
             half.write_text(json.dumps(result))
             half.rename(out)
     if rank == 0:
@@ -275,9 +275,9 @@ def run_rank(rank: int, world_size: int, case: Case, rendezvous: str, out: str) 
 
 
 def run_case(rank: int, world_size: int, rendezvous: str, case: Case) -> Iterator[dict[str, Any]]:
-    """One model: every workload on it. Yields what is known; once more with a profile, which has a way of dying.
+    """Run every workload on one model. Yields the results so far; the profile comes last, because it sometimes dies.
 
-    Where it is goes to stderr before each part, so that a signal's stack names its place.
+    Prints each part's name to stderr before it runs, so that after a signal its place is known.
     """
 
     def say(what: str) -> None:
@@ -339,7 +339,7 @@ CATEGORIES = (
 
 
 def profile(made: TrainerRank, work: Callable[[], Any]) -> dict[str, Any]:
-    """Device milliseconds of one step: kernels by category, the longest of each, and where the device idled."""
+    """Device milliseconds of one step: kernels by category, the longest of each, and the device's idle times."""
     if made._device.type != "cuda":
         return {}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:

@@ -1,8 +1,8 @@
 """What bench/trainer.py runs: our trainer, and transformers + PEFT, on the same weights drawn by name from one seed.
 
-Owns how each is built, and one step of it. Does not own what is timed. A row has `facts`, for the report, and `step`,
-which takes the token ids of one sequence and returns its loss before the update. Unsloth's is in unsloth_row.py.
-transformers and PEFT are imported where they are used: in Unsloth's process they must be imported after Unsloth.
+Owns how each is built, and one step of it. Does not own timing. A row has `facts`, for the report, and `step`, which
+takes the token ids of one sequence and returns its loss before the update. Unsloth's row is in unsloth_row.py.
+transformers and PEFT are imported inside functions, because in Unsloth's process they must be imported after Unsloth.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SEED = 3
 
 
 class Ours:
-    """TrainerRank, as a run uses it."""
+    """The product's TrainerRank, used as in a run."""
 
     def __init__(self, config: dict[str, Any], state: str, args: argparse.Namespace) -> None:
         from conf import schema
@@ -70,7 +70,7 @@ class Ours:
 
 
 class Peft:
-    """transformers + PEFT, experts through grouped_mm where the device has it."""
+    """transformers + PEFT, with experts through grouped_mm if the device has it."""
 
     def __init__(self, config: dict[str, Any], state: str, args: argparse.Namespace) -> None:
         import torch
@@ -120,7 +120,7 @@ class Peft:
 
 
 def fill_hf(model: Any, config: dict[str, Any], device: str) -> None:
-    """The same values that TrainerRank draws, by checkpoint name; experts are stacked in transformers."""
+    """Fill in the values that TrainerRank draws, by checkpoint name; transformers stacks experts."""
     import torch
 
     from trainer.architecture.families import read_config
@@ -144,7 +144,7 @@ def fill_hf(model: Any, config: dict[str, Any], device: str) -> None:
             else:
                 rows = slice(0, width) if leaf == "gate_proj" else slice(width, 2 * width)
                 params[f"{prefix}.experts.gate_up_proj"][int(expert), rows].copy_(values)
-        for module in model.modules():  # not in a checkpoint: inverse frequencies, which to_empty() left undefined
+        for module in model.modules():  # inverse frequencies: not in a checkpoint, undefined after to_empty()
             if hasattr(module, "inv_freq"):
                 half = torch.arange(0, config["head_dim"], 2, dtype=torch.float32, device=device)
                 module.inv_freq = 1.0 / config["rope_theta"] ** (half / config["head_dim"])

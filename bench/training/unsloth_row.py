@@ -5,11 +5,11 @@
         tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0
     python bench/trainer.py --tokens 4096 --rows peft-bfloat16 unsloth-bfloat16 --unsloth SITE
 
-Unsloth 2026.10.9 takes transformers up to 5.17 and torch up to 2.14, and loads from a folder only. It is given one
-with a config, a tokenizer of two words and a safetensors file of a single tensor: transformers draws what is missing
-on the device, and the bench overwrites it. Unsloth must be imported before transformers and PEFT, so it has a process
-of its own, and SITE stands there in place of PYTHONPATH: on a path with vLLM it would import and patch vLLM as well.
-Without an accelerator Unsloth takes another path, plain transformers and PEFT, and the row shows only that it loads.
+Unsloth 2026.10.9 takes transformers up to 5.17 and torch up to 2.14, and loads only from a folder. It gets one with a
+config, a tokenizer of two words and a safetensors file of a single tensor: transformers draws the missing tensors on
+the device, and the bench overwrites them. Unsloth must be imported before transformers and PEFT, so it has a process
+of its own. There SITE replaces PYTHONPATH: on a path with vLLM, Unsloth would import and patch vLLM, too. Without an
+accelerator Unsloth uses plain transformers and PEFT, and the row shows only that it loads.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Unsloth:
 
 
 def _checkpoint(folder: Path, config: dict[str, Any]) -> Path:
-    """A folder that loads as the model, with one tensor of it."""
+    """Write a folder that loads as the model, with one tensor of it."""
     import torch
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models

@@ -1,5 +1,5 @@
 # pyright: strict
-"""`slipstream doctor`: what a run would find on this machine, each finding judged, each problem with its cure.
+"""`slipstream doctor`: checks what a run would find on this machine, judges each finding and gives each problem's cure.
 
     gather (machine.py, imports in child processes) --> Finding(area, name, value, status, advice) --> table or JSON
 
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Supported:
-    """A package, its known-good versions on CPU and GPU hosts, and the names under which it is distributed."""
+    """A package, its tested versions on CPU and GPU hosts, and the names under which it is distributed."""
 
     label: str
     versions: tuple[str, ...]
@@ -77,16 +77,17 @@ PACKAGES = (
     Supported("triton", ("3.7", "3.6"), ("triton",), is_required=False),
     Supported("tensorboard", ("2",), ("tensorboard",), is_required=False),
 )
-"""Major and minor versions that the test suite runs on; the exact pins of an environment are in requirements/*.lock."""
+"""Major and minor versions that the test suite runs with; the exact pins of an environment are in requirements/*.lock.
+"""
 
 
 def run_doctor(*, as_json: bool) -> int:
-    """Print all findings; 0 when a run can work here, 1 when something required is missing or broken."""
+    """Print all findings. Returns 0 if a run can work here, 1 if something required is missing or broken."""
     return print_findings(list(gather(HERE, trouble_in_child)), as_json=as_json)
 
 
 def print_findings(findings: list[Finding], *, as_json: bool) -> int:
-    """The findings on standard output, and the exit code that they make."""
+    """Print the findings. Returns the exit code that follows from them."""
     failed = any(finding.status is Status.fail for finding in findings)
     if as_json:
         print(json.dumps({"usable": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
@@ -99,8 +100,8 @@ def gather(machine: Machine, trouble_in_child: Callable[[str], str | None]) -> I
     """Every finding, in the order of the table.
 
     Args:
-        machine: What is judged.
-        trouble_in_child: Runs Python code in a process of its own; what is wrong with it.
+        machine: The machine's facts.
+        trouble_in_child: Runs Python code in a child process. Returns what went wrong, or None.
     """
     yield from python_and_packages()
     yield from processors_and_memory(machine)
@@ -113,7 +114,7 @@ def gather(machine: Machine, trouble_in_child: Callable[[str], str | None]) -> I
 
 
 def python_and_packages() -> Iterator[Finding]:
-    """The interpreter and every package against what the tests run on."""
+    """The interpreter and every package, compared with what the tests run with."""
     version = ".".join(str(part) for part in sys.version_info[:3])
     supported = (3, 11) <= sys.version_info[:2] < (3, 13)
     yield Finding(
@@ -128,7 +129,7 @@ def python_and_packages() -> Iterator[Finding]:
 
 
 def judge_package(package: Supported, installed: Mapping[str, str]) -> Finding:
-    """One package against its supported versions.
+    """One package, compared with its supported versions.
 
     Args:
         package: What is supported.
@@ -145,7 +146,7 @@ def judge_package(package: Supported, installed: Mapping[str, str]) -> Finding:
         installed[name] if len(package.distributions) == 1 else f"{name} {installed[name]}" for name in found
     )
     if len(found) > 1:
-        # They install the same import package over each other; which one is in use depends on the order.
+        # They install the same import package over each other; the order of installation decides which one is in use.
         return Finding(
             "python", package.label, value, Status.fail, f"keep one: pip uninstall {' '.join(found)}, then make setup"
         )
@@ -178,7 +179,7 @@ def processors_and_memory(machine: Machine) -> Iterator[Finding]:
 
 
 def gpus_and_links(machine: Machine) -> Iterator[Finding]:
-    """GPUs, how many CUDA may use, and what joins them."""
+    """GPUs, how many of them CUDA may use, and the links between them."""
     gpus, usable = machine.list_gpus(), machine.count_gpus()
     if not gpus and not usable:
         yield Finding("gpu", "GPUs", "none", Status.note, "runs use cluster.device=cpu")
@@ -234,7 +235,7 @@ def networks(machine: Machine) -> Iterator[Finding]:
 
 
 def limits(machine: Machine) -> Iterator[Finding]:
-    """What the kernel lets a process have."""
+    """The kernel's limits for a process."""
     has_rdma = bool(machine.list_rdma_nics())
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = files != resource.RLIM_INFINITY and files < 8192
@@ -256,7 +257,7 @@ def limits(machine: Machine) -> Iterator[Finding]:
 
 
 def ports_and_ray(machine: Machine) -> Iterator[Finding]:
-    """The dashboard's port, a Ray cluster that runs here already, and the token of each run of this user."""
+    """The dashboard's port, a Ray cluster that already runs here, and the token of each run of this user."""
     port = ClusterConfig().dashboard_port
     is_free = machine.is_port_free(port)
     cure = f"set cluster.dashboard_port={machine.next_free_port(port)} or cluster.dashboard=false"
@@ -283,7 +284,7 @@ def ports_and_ray(machine: Machine) -> Iterator[Finding]:
 
 
 def mooncake_library(trouble_in_child: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Whether Mooncake's engine loads, and the library that it links."""
+    """Whether Mooncake's engine loads, and the library that it needs."""
     verbs = trouble_in_child("import ctypes; ctypes.CDLL('libibverbs.so.1')")
     native = Path(sys.prefix) / "lib" / "native" / "libibverbs.so.1"
     found = "present" if verbs is None else f"present in {native.parent}" if native.exists() else "absent"
@@ -335,9 +336,9 @@ def _print_table(findings: list[Finding], failed: bool) -> None:
         area = finding.area
         mark = f"[{colors[finding.status]}]{finding.status.value}[/]"
         table.add_row(mark, escape(finding.name), escape(finding.value), escape(finding.advice))
-    # A pipe has no width; 80 columns would fold every line of advice.
+    # A pipe has no width, and with 80 columns every line of advice would be folded.
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    with console.capture() as captured:  # rich would end the process by itself where a reader has gone (| head)
+    with console.capture() as captured:  # rich itself would end the process if the reader is gone (| head)
         console.print(table)
     print(captured.get(), end="")
     count = Counter(finding.status for finding in findings)
@@ -358,7 +359,7 @@ def _installed_versions() -> dict[str, str]:
 
 
 def trouble_in_child(code: str) -> str | None:
-    """Run Python code in a child process; None when it worked, else its last line of complaint."""
+    """Run Python code in a child process. Returns None if it worked, otherwise the last line of its error."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=CHILD_TIMEOUT_S, check=False

