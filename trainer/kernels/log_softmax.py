@@ -61,13 +61,18 @@ def log_softmax_triton(logits_CV: Tensor, targets_C: Tensor, temperature: float)
     return logprobs_C, normalizers_C, entropy_C
 
 
+def gradient_grid(num_rows: int, num_columns: int) -> tuple[int, int]:
+    """Programs of the gradient's kernel. Rows come first, because CUDA's second axis ends at 65,535."""
+    return num_rows, triton.cdiv(num_columns, BLOCK)
+
+
 def logits_gradient_triton(
     logits_CV: Tensor, targets_C: Tensor, normalizers_C: Tensor, grads_C: Tensor, temperature: float
 ) -> Tensor:
     """The same as logits_gradient_torch, by a kernel; writes over the logits."""
     num_rows, num_columns = logits_CV.shape
     if num_rows:
-        programs(_logits_gradient, (num_rows, triton.cdiv(num_columns, BLOCK)))(  # its second axis ends at 65,535
+        programs(_logits_gradient, gradient_grid(num_rows, num_columns))(
             logits_CV, targets_C, normalizers_C, grads_C.contiguous(), num_columns, 1.0 / temperature,
             BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip

@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
@@ -79,15 +80,29 @@ def _cudnn_takes(
     shapes = ((num_heads, key_dim), (num_kv_heads, key_dim), (num_kv_heads, 2 * value_dim))
     q, k, kv = (torch.zeros(LONG, *shape, dtype=dtype, device=device) for shape in shapes)
     inputs = [x.requires_grad_() for x in (q, k, kv[..., value_dim:])]  # a latent's values lie beside its keys
-    try:
+
+    def attempt() -> None:
         with torch.enable_grad():
             _CudnnAttention.apply(*inputs, (0, LONG), 1.0, None).sum().backward()
+
+    refusal = refusal_of(attempt)
+    if refusal is not None:
+        logger.warning("attention: cuDNN refuses heads of %d and %d, so varlen: %s", key_dim, value_dim, refusal)
+    return refusal is None
+
+
+def refusal_of(attempt: Callable[[], None]) -> RuntimeError | None:
+    """The error by which a kernel refuses its arguments; None if it takes them.
+
+    An error of the device is raised: it says nothing about the arguments.
+    """
+    try:
+        attempt()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # the device failed; this says nothing about these heads
+        raise
     except RuntimeError as error:
-        logger.warning("attention: cuDNN refuses heads of %d and %d, so varlen: %s", key_dim, value_dim, error)
-        return False
-    return True
+        return error
+    return None
 
 
 def attend(
@@ -274,11 +289,11 @@ class _CudnnAttention(torch.autograd.Function):
         results = None if kept is None else kept.take()
         if results is None:
             parts = []
-            for run in _runs(starts):
-                qkv = (_batch(x, run) for x in (q_TND, k_TGD, v_TGV))
+            for run in runs_of_equal_length(starts):
+                qkv = (cut_out(x, run) for x in (q_TND, k_TGD, v_TGV))
                 forward = torch.ops.aten._scaled_dot_product_cudnn_attention
                 parts.append(forward(*qkv, None, True, 0.0, True, False, scale=scale)[:8])
-            results = _rows([part[0] for part in parts], starts), [part[1:] for part in parts]
+            results = put_back([part[0] for part in parts], starts), [part[1:] for part in parts]
             if kept is not None:
                 kept.put(results)
         out_TNV, rest = results
@@ -291,19 +306,19 @@ class _CudnnAttention(torch.autograd.Function):
     def backward(ctx: Any, dout_TNV: Tensor) -> tuple[Tensor | None, ...]:
         q_TND, k_TGD, v_TGV, out_TNV, *saved = ctx.saved_tensors
         grads = []
-        for index, run in enumerate(_runs(ctx.starts)):
+        for index, run in enumerate(runs_of_equal_length(ctx.starts)):
             log_sums, cum_q, cum_k, seed, offset = saved[5 * index : 5 * index + 5]
-            dout, *qkv, out = (_batch(x, run) for x in (dout_TNV, q_TND, k_TGD, v_TGV, out_TNV))
+            dout, *qkv, out = (cut_out(x, run) for x in (dout_TNV, q_TND, k_TGD, v_TGV, out_TNV))
             grads.append(
                 torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
                     dout, *qkv, out, log_sums, seed, offset, None, cum_q, cum_k, *ctx.lengths[index], 0.0, True,
                     scale=ctx.scale,
                 )
             )  # fmt: skip
-        return *(_rows(list(parts), ctx.starts) for parts in zip(*grads, strict=True)), None, None, None
+        return *(put_back(list(parts), ctx.starts) for parts in zip(*grads, strict=True)), None, None, None
 
 
-def _runs(starts: tuple[int, ...]) -> list[tuple[int, int, int]]:
+def runs_of_equal_length(starts: tuple[int, ...]) -> list[tuple[int, int, int]]:
     """(first row, number of sequences, their length) of each run of neighbours of one length. Leaves out empty ones.
 
     Example: (0, 5, 5, 10, 12) gives [(0, 2, 5), (10, 1, 2)].
@@ -317,7 +332,7 @@ def _runs(starts: tuple[int, ...]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _batch(x_TND: Tensor, run: tuple[int, int, int]) -> Tensor:
+def cut_out(x_TND: Tensor, run: tuple[int, int, int]) -> Tensor:
     """[count, N, padded length, D] of a run, with zeros on the right; a view if nothing is padded."""
     first, count, length = run
     rows = x_TND[first : first + count * length].unflatten(0, (count, length))
@@ -325,9 +340,9 @@ def _batch(x_TND: Tensor, run: tuple[int, int, int]) -> Tensor:
     return (F.pad(rows, (0, 0, 0, 0, 0, missing)) if missing else rows).transpose(1, 2)
 
 
-def _rows(parts: list[Tensor], starts: tuple[int, ...]) -> Tensor:
+def put_back(parts: list[Tensor], starts: tuple[int, ...]) -> Tensor:
     """The inverse, for all runs: [T, N, D]."""
-    runs = zip(parts, _runs(starts), strict=True)
+    runs = zip(parts, runs_of_equal_length(starts), strict=True)
     rows = [part.transpose(1, 2)[:, :length].flatten(0, 1) for part, (_, _, length) in runs]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 

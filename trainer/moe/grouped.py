@@ -61,6 +61,16 @@ def has_fast_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
     return is_there and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0), (10, 3))
 
 
+def backend_of_product(
+    backend: GroupedBackend, num_operations: int, *, has_adapter: bool, is_grouped_mm_fast: bool
+) -> GroupedBackend:
+    """`backend`, but grouped_mm where Triton would take longer (see LIGHT_FLOP)."""
+    is_light = num_operations < LIGHT_FLOP and not has_adapter
+    return (
+        GroupedBackend.grouped_mm if backend is GroupedBackend.triton and is_light and is_grouped_mm_fast else backend
+    )
+
+
 def grouped_product(
     x_SK: Tensor,
     matrices_EKN: Tensor,
@@ -86,9 +96,12 @@ def grouped_product(
     """
     if x_SK.shape[0] == 0:
         return x_SK.new_empty(0, matrices_EKN.shape[2])
-    is_light = low_SR is None and 2 * x_SK.numel() * matrices_EKN.shape[2] < LIGHT_FLOP
-    if backend is GroupedBackend.triton and is_light and has_fast_grouped_mm(x_SK.device, x_SK.dtype):
-        backend = GroupedBackend.grouped_mm
+    backend = backend_of_product(
+        backend,
+        2 * x_SK.numel() * matrices_EKN.shape[2],
+        has_adapter=low_SR is not None,
+        is_grouped_mm_fast=has_fast_grouped_mm(x_SK.device, x_SK.dtype),
+    )
     if backend is GroupedBackend.triton:
         out_SN = grouped_product_triton(x_SK, matrices_EKN, groups, low_SR, p_ENR)
         low_SR = p_ENR = None

@@ -128,7 +128,16 @@ class RandomReader:
     device that will hold the values draws them; devices of another kind draw other values.
     """
 
-    def __init__(self, spec: ModelSpec, *, seed: int, std: float, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        seed: int,
+        std: float,
+        device: torch.device | str,
+        block_elements: int = BLOCK_ELEMENTS,
+    ) -> None:
+        self._block_elements = block_elements
         self._shapes = {meta.name: meta.shape for meta in spec.checkpoint_tensors("float32")}
         self._seed, self._std, self._device = seed, std, torch.device(device)
 
@@ -147,7 +156,7 @@ class RandomReader:
             return torch.tensor([rows, columns * WEIGHTS_A_WORD])
         draw = self._draw(tensor)
         num_rows, *row_shape = self._shapes[tensor]
-        block_rows = max(1, BLOCK_ELEMENTS // math.prod(row_shape))
+        block_rows = max(1, self._block_elements // math.prod(row_shape))
         first, stop = region.start[0], region.stop[0]
         blocks: list[Tensor] = []
         for start in range(first - first % block_rows, stop, block_rows):

@@ -8,8 +8,14 @@ import math
 import pytest
 import torch
 
-from trainer.model import attend
-from trainer.model.attend import KeptAttention, padded_length
+from trainer.model.attend import (
+    KeptAttention,
+    cut_out,
+    padded_length,
+    put_back,
+    refusal_of,
+    runs_of_equal_length,
+)
 from trainer.model.packed_sequences import PackedSequences
 
 
@@ -26,11 +32,11 @@ def test_few_padded_lengths_and_little_padding():
 def test_sequences_cut_out_and_put_back_are_the_rows(lengths):
     starts = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
     rows = torch.randn(sum(lengths), 2, 8)
-    runs = attend._runs(starts)
+    runs = runs_of_equal_length(starts)
     assert [length for _, count, length in runs for _ in range(count)] == [n for n in lengths if n]
     assert all(one[2] != other[2] for one, other in itertools.pairwise(runs))
-    parts = [attend._batch(rows, run) for run in runs]
-    assert torch.equal(attend._rows(parts, starts), rows)
+    parts = [cut_out(rows, run) for run in runs]
+    assert torch.equal(put_back(parts, starts), rows)
     for part, (first, count, length) in zip(parts, runs, strict=True):
         assert tuple(part.shape) == (count, 2, padded_length(length), 8)
         assert not part[:, :, length:].any()
@@ -63,19 +69,15 @@ def test_results_are_kept_for_one_recomputation():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_full_device_is_no_refusal_of_heads(monkeypatch, error, does_mean_refused):
+def test_a_full_device_is_no_refusal_of_heads(error, does_mean_refused):
     """As a refusal it would be remembered, and the whole run would take the slower kernel without a word of memory."""
 
-    def fails(*_: object) -> None:
+    def fails() -> None:
         raise error
 
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(attend._CudnnAttention, "apply", fails)
-    takes = attend._cudnn_takes.__wrapped__
-    heads = (torch.device("cpu"), torch.bfloat16, 2, 2, 192, 128)
     if does_mean_refused:
-        assert not takes(*heads)
+        assert refusal_of(fails) is error
     else:
         with pytest.raises(type(error)):
-            takes(*heads)
+            refusal_of(fails)
+    assert refusal_of(lambda: None) is None

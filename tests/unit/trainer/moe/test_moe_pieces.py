@@ -7,32 +7,37 @@ import torch
 
 from trainer.architecture.model_spec import MoeSpec, RouterScore
 from trainer.kernels.groups import RowGroups
-from trainer.moe import grouped
 from trainer.moe.dispatch import plan_dispatch
-from trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product
+from trainer.moe.grouped import (
+    LIGHT_FLOP,
+    GroupedBackend,
+    backend_of_product,
+    choose_grouped_backend,
+    grouped_gradient,
+    grouped_product,
+)
 from trainer.moe.router import Router
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("rank", "columns", "kernel"), [(0, 40, "grouped_mm"), (0, 48, "triton"), (16, 40, "triton"), (16, 48, "triton")]
+    ("backend", "num_operations", "has_adapter", "is_grouped_mm_fast", "chosen"),
+    [
+        ("triton", LIGHT_FLOP - 1, False, True, "grouped_mm"),
+        ("triton", LIGHT_FLOP, False, True, "triton"),
+        ("triton", LIGHT_FLOP - 1, True, True, "triton"),
+        ("triton", LIGHT_FLOP - 1, False, False, "triton"),
+        ("native", LIGHT_FLOP - 1, False, True, "native"),
+    ],
 )
-def test_on_hopper_light_products_without_an_adapter_are_grouped_mm(monkeypatch, rank, columns, kernel):
-    """Ten rows, a depth of 16, 15,000 operations called heavy. Nothing runs: who is asked is looked at."""
-    asked = []
-
-    def one(name):
-        return lambda x, matrices, *_, **__: asked.append(name) or x @ matrices[0]
-
-    monkeypatch.setattr(grouped, "LIGHT_FLOP", 15_000)
-    monkeypatch.setattr(grouped, "has_fast_grouped_mm", lambda device, dtype: True)
-    monkeypatch.setattr(grouped, "grouped_product_triton", one("triton"))
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", one("grouped_mm"), raising=False)
-    low, factors = (torch.zeros(10, rank), torch.zeros(1, columns, rank)) if rank else (None, None)
-    x, matrices, groups = torch.zeros(10, 16), torch.zeros(1, 16, columns), RowGroups(torch.tensor([10]), 10)
-    grouped_product(x, matrices, groups, GroupedBackend.triton, low_SR=low, p_ENR=factors)
-    assert asked == [kernel]
+def test_on_hopper_light_products_without_an_adapter_are_grouped_mm(
+    backend, num_operations, has_adapter, is_grouped_mm_fast, chosen
+):
+    found = backend_of_product(
+        GroupedBackend(backend), num_operations, has_adapter=has_adapter, is_grouped_mm_fast=is_grouped_mm_fast
+    )
+    assert found == chosen
 
 
 @pytest.mark.parametrize("backend", [GroupedBackend.grouped_mm, GroupedBackend.native])
