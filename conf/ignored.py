@@ -200,6 +200,20 @@ def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or set weight_sync.mode=adapter",
         ),
         Ignored(
+            ("parity.floor_every_steps", "parity.floor_sequences"),
+            not config.rollout.sampling.is_plain,
+            f"rollout.sampling.temperature={config.rollout.sampling.temperature:g} and "
+            f"rollout.sampling.top_p={config.rollout.sampling.top_p:g}: an engine's prefill gives log-probabilities "
+            "without them",
+            "remove it, or set both to 1",
+        ),
+        Ignored(
+            "parity.floor_sequences",
+            config.parity.floor_every_steps == 0,
+            "parity.floor_every_steps=0",
+            "remove one of the two",
+        ),
+        Ignored(
             "weight_sync.relay",
             config.rollout.num_workers == 1 and cluster.rollout_gpus is None,
             "rollout.num_workers=1",

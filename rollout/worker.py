@@ -217,6 +217,19 @@ class RolloutWorker:
             # pause_mode=abort ended the group. Siblings should have one version, so all of them start anew.
             await self._serving.wait()
 
+    async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
+        """Log-probabilities of all tokens but the first from one prefill, at temperature 1, under policy `version`.
+
+        Returns:
+            None when the engine holds another version, or took one meanwhile.
+        """
+        if self.adapter_replica is not None:
+            return await self.adapter_replica.score(token_ids, version)
+        if not self.state.is_serving or self.engine.version != version:
+            return None
+        logprobs = await self.engine.score(token_ids)
+        return logprobs if self.engine.version == version else None
+
     async def offer(self) -> list[Offer]:
         """What every rank lets the same rank of a restarted worker read: first all ranks' weights, then, with adapter
         slots, all ranks' slots of the newest version.

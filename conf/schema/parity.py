@@ -23,8 +23,17 @@ class ParityConfig:
     """Tokens whose log-probabilities differ by more than this are left out of the policy's loss, whatever
     algorithm.correction does with the others: they still count in what it is divided by. 0: none.
     """
+    floor_every_steps: int = 10
+    """Measure the floor at the first step and this often: one engine scores responses of the step again by prefill,
+    while the trainer computes gradients, and parity/floor_k3 is its mismatch with its own decoding. 0: never. Never
+    with a sampling temperature other than 1 or top_p below 1, which prefill does not apply.
+    """
+    floor_sequences: int = 4
+    """Responses that are scored for it, of different prompts; of each the first 1024 tokens, its prompt included."""
 
     def __post_init__(self) -> None:
+        at_least(1, "parity", floor_sequences=self.floor_sequences)
+        at_least(0, "parity", floor_every_steps=self.floor_every_steps)
         at_least(0, "parity", warn_k3=self.warn_k3, stop_k3=self.stop_k3, mask_log_ratio=self.mask_log_ratio)
         require(
             math.isfinite(self.warn_k3) and math.isfinite(self.stop_k3),

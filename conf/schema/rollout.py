@@ -26,6 +26,11 @@ class SamplingConfig:
         require(0 < self.top_p <= 1, f"rollout.sampling.top_p must lie in (0, 1], got {self.top_p}")
         at_least(1, "rollout.sampling", max_tokens=self.max_tokens)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether responses are sampled from the model's own distribution."""
+        return self.temperature == 1 and self.top_p == 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:

@@ -32,6 +32,7 @@ _SHOWN = (
     ("reward/mean", "reward", ".3f"),
     ("sft/nll", "nll", ".4f"),
     ("parity/k3", "k3", ".1e"),
+    ("parity/floor_k3", "its floor", ".1e"),
     ("parity/k3_stale", "k3 of stale tokens", ".1e"),
     ("policy/entropy", "entropy", ".2f"),
     ("optim/grad_norm", "gradient norm", ".3g"),

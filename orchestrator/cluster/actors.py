@@ -250,6 +250,11 @@ class RolloutActor:
         return await self._worker.generate_group(prompt, n, sampling)
 
     @ray.method
+    async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
+        """RolloutWorker.score."""
+        return await self._worker.score(token_ids, version)
+
+    @ray.method
     async def offer(self) -> list[Offer]:
         """RolloutWorker.offer."""
         return await self._worker.offer()

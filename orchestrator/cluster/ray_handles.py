@@ -162,6 +162,10 @@ class RayRolloutWorker:
         """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise."""
         return await self._result(self._actor.generate_group.remote(prompt, n, sampling))
 
+    async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
+        """Log-probabilities of all tokens but the first, from one prefill; None under another version."""
+        return await self._result(self._actor.score.remote(token_ids, version))
+
     async def offer(self) -> list[Offer]:
         """What a restarted worker may read here."""
         return await self._result(self._actor.offer.remote())

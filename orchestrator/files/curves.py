@@ -16,7 +16,7 @@ Panels = tuple[tuple[str, tuple[str, ...], str], ...]
 
 RL_PANELS: Panels = (
     ("reward", ("reward/mean", "eval/reward"), "linear"),
-    ("mismatch KL (k3)", ("parity/k3", "parity/k3_p99", "parity/k3_stale"), "log"),
+    ("mismatch KL (k3)", ("parity/k3", "parity/floor_k3", "parity/k3_p99", "parity/k3_stale"), "log"),
     ("k3 by position in the response", tuple(f"parity/k3_from_{start}" for start in POSITION_STARTS), "log"),
     ("policy entropy, nats", ("policy/entropy",), "linear"),
     (

@@ -73,6 +73,9 @@ METRICS: dict[str, str] = {
     "parity/prob_diff_max": "largest of the same",
     "parity/log_ratio_max": "largest |trainer - rollout log-probability| of the same",
     "parity/num_tokens": "tokens behind these figures",
+    "parity/floor_k3": "k3 between an engine's decoding and its own prefill of some of those tokens",
+    "parity/floor_log_ratio_max": "largest |prefill - decoding log-probability| of the same",
+    "parity/k3_over_floor": "parity/k3 over parity/floor_k3",
     "parity/k3_stale": "parity/k3 of tokens of older versions: numerics and drift",
     "parity/k3_p99_stale": "parity/k3_p99 of those",
     "parity/k3_max_stale": "parity/k3_max of those",
@@ -163,6 +166,8 @@ def row_of(record: StepRecord) -> dict[str, Value]:
         if unknown:
             raise AssertionError(f"metrics outside of the catalogue: {sorted(unknown)}")
         row.update(part)
+    k3, floor = row["parity/k3"], row["parity/floor_k3"]
+    row["parity/k3_over_floor"] = k3 / floor if k3 is not None and floor else None
     if record.optim is not None:
         row["optim/grad_norm"], row["optim/lr"] = record.optim.grad_norm, record.optim.lr
         row["optim/skipped"] = int(not record.optim.is_finite)

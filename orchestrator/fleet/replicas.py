@@ -32,6 +32,12 @@ class RolloutHandle(Protocol):
         """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise."""
         ...
 
+    async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
+        """Log-probabilities of all tokens but the first, from one prefill at temperature 1; None under another
+        version.
+        """
+        ...
+
     async def offer(self) -> list[Offer]:
         """What a restarted worker may read here. The last one names the version that is served."""
         ...

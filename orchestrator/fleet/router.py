@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from orchestrator.errors import WaitTimeout
@@ -67,6 +68,16 @@ class Router:
                     await self._supervisor.fail(replica, f"{type(error).__name__}: {error}")
             finally:
                 replica.num_in_flight -= 1
+
+    async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
+        """Score one sequence on the least loaded serving replica; None when none serves, or another version.
+
+        One try: a replica that fails here stays in service, because sampling will tell.
+        """
+        if self._supervisor.num_serving == 0:
+            return None
+        replica = await self._supervisor.least_loaded()
+        return await replica.worker.score(token_ids, version)
 
     async def _generate_on(
         self, replica: Replica, prompt: Prompt, n: int, sampling: SamplingConfig | None

@@ -47,6 +47,7 @@ from orchestrator.files.run_checkpoint import RunState
 from orchestrator.files.telemetry import StepRecord, Value
 from orchestrator.loop.advantages import build_samples, denominators_of
 from orchestrator.loop.buffer import Batch, GroupBuffer
+from orchestrator.loop.floor import measure_floor
 from orchestrator.loop.ports import LoopServices, Stopwatch
 from orchestrator.loop.publication import Publication
 from orchestrator.loop.sampler import Sampler
@@ -128,7 +129,12 @@ class Controller(StepLoop):
         record.extra["staleness/dropped_groups"] = batch.num_dropped
         samples = build_samples(batch.groups, config.algorithm, self._shuffle_rng)
         if samples:
-            await self._update(samples, record, clock)
+            floor = asyncio.create_task(self._floor_of(batch, record.step))
+            try:
+                await self._update(samples, record, clock)
+                record.extra |= await floor  # before a publish changes the weights that sampled
+            finally:
+                floor.cancel()
         else:
             logger.warning("step %d: no response of its batch counts, so nothing is updated or published", record.step)
             record.extra |= {"optim/skipped": 1, "trainer/num_microbatches": 0}
@@ -155,6 +161,22 @@ class Controller(StepLoop):
         record.optim = await trainer.optimizer_step()  # refuses a loss or norm that is not finite
         clock.lap("trainer/optimizer_s")
         record.extra["trainer/num_microbatches"] = len(plan[0])
+
+    async def _floor_of(self, batch: Batch, step: int) -> dict[str, Value]:
+        """The engines' mismatch with themselves, where it is due. They have little else to do while gradients are
+        computed.
+        """
+        parity = self._config.parity
+        is_due = parity.floor_every_steps > 0 and (step == 1 or step % parity.floor_every_steps == 0)
+        if not is_due or not self._config.rollout.sampling.is_plain:
+            return {}
+        return await measure_floor(
+            self.services.router,
+            batch.groups,
+            self.policy_version,
+            num_sequences=parity.floor_sequences,
+            max_model_len=self._config.rollout.max_model_len,
+        )
 
     async def publish(self) -> PublishReport:
         """Send the trainer's version to every replica. A replica that fails is restarted, or out; the others go on."""

@@ -111,6 +111,13 @@ class AdapterReplica:
         calls = [self._continue(token_ids, sampling, own, part) for own, part in zip(seeds, parts, strict=True)]
         return list(await asyncio.gather(*calls))
 
+    async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
+        """Engine.score under `version`; None when it is not the newest one."""
+        if self._table.newest is None or self._table.newest.version != version:
+            return None
+        with self._table.lease() as adapter:
+            return await self._engine.score(token_ids, adapter)
+
     async def _continue(
         self, token_ids: Sequence[int], sampling: SamplingConfig, seed: int | None, so_far: Rollout
     ) -> Rollout:

@@ -251,6 +251,21 @@ async def test_logprobs_and_stamps_are_those_of_the_published_weights(setup: Set
                 assert_sampled_by(setup, prompt(1), rollout)
 
 
+async def test_prefill_scores_what_was_sampled_and_only_under_its_version(setup: Setup):
+    """Twice: the second time every block of the sequence is cached, and must not be read."""
+    await setup.publish(0)
+    sampling = SamplingConfig(max_tokens=32, stop_at_eos=False)
+    (rollout,) = await setup.worker.generate_group(prompt(1), 1, sampling=sampling, seed=7)
+    sequence = [*prompt(1).token_ids, *rollout.token_ids]
+    for _ in range(2):
+        scored = await setup.worker.score(sequence, version=0)
+        assert scored is not None and len(scored) == len(sequence) - 1
+        assert scored[-32:] == pytest.approx(rollout.logprobs, abs=MAX_LOGPROB_ERROR)
+    assert await setup.worker.score(sequence, version=1) is None
+    with pytest.raises(EngineError):
+        await setup.worker.score([5] * 2000, version=0)
+
+
 async def test_a_seed_repeats_its_group(setup: Setup):
     await setup.publish(0)
     first, again = [await setup.worker.generate_group(prompt(2), 3, seed=11) for _ in range(2)]

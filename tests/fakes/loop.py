@@ -97,6 +97,8 @@ class World:
     version: int = 0
     committed: list[int] = field(default_factory=list)
     diary: list[tuple[Any, ...]] = field(default_factory=list)
+    scored: list[tuple[int, list[int]]] = field(default_factory=list)
+    """Version and tokens of every sequence that a worker was asked to score."""
 
 
 class FakeTrainer:
@@ -194,6 +196,7 @@ class FakeWorker:
         self.gate: asyncio.Event | None = None
         self.num_groups = 0
         self.wants_base_at = ""
+        self.scores_fail = False
 
     async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
         if self.fails_after is not None and self.num_groups >= self.fails_after:
@@ -207,6 +210,13 @@ class FakeWorker:
         return [
             Rollout([5, 2], [-1.0, -0.5], [version, version], "right" if i % 2 else "wrong", "stop") for i in range(n)
         ]
+
+    async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
+        """Half a nat above what it sampled with, [5, 2] at -1.0 and -0.5."""
+        self.world.scored.append((version, list(token_ids)))
+        if self.scores_fail:
+            raise ConnectionError(f"{self.name} died")
+        return None if version != self.world.committed[self.index] else [0.0] * (len(token_ids) - 3) + [-0.5, 0.0]
 
     async def offer(self) -> list[Offer]:
         return [an_offer(self.world.committed[self.index])]

@@ -102,6 +102,8 @@ OPTIONS = [
     "parity.warn_k3",
     "parity.stop_k3",
     "parity.mask_log_ratio",
+    "parity.floor_every_steps",
+    "parity.floor_sequences",
     "data.path",
     "data.eval_path",
     "data.prompt_key",

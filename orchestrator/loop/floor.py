@@ -1,0 +1,60 @@
+"""The floor of the mismatch: how far an engine is from itself, when it scores its own responses again by prefill.
+
+Owns: which responses are scored, and the figures. Does not own: when (controller), the scoring (rollout/worker.py).
+Invariant: scored are tokens whose every stamp is the version that the engines hold, so decoding and prefill differ in
+their kernels and batches alone. A floor that cannot be measured is a null and a warning; it never ends a run.
+
+    decoding   log mu of each token, as it was sampled      d = prefill - decoding
+    prefill    log mu' of the same tokens at once           floor k3 = mean of exp(d) - d - 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+
+from orchestrator.files.telemetry import Value
+from orchestrator.fleet.router import Router
+from rollout.types import Group
+
+logger = logging.getLogger(__name__)
+
+MAX_SCORED_TOKENS = 1024
+"""Of one sequence. vLLM holds float32 logits of all its tokens at once: 1024 times 150 000 entries take 0.6 GB."""
+FLOOR_TIMEOUT_S = 60.0
+"""Longest that the scoring may take; it overlaps with the trainer's forward and backward."""
+
+
+async def measure_floor(
+    router: Router, groups: Sequence[Group], version: int, *, num_sequences: int, max_model_len: int
+) -> dict[str, Value]:
+    """Score the first response of each of the first groups that `version` sampled alone.
+
+    Returns:
+        Metrics by name; empty when no group is of that version, or the engines moved on or failed.
+    """
+    longest = min(MAX_SCORED_TOKENS, max_model_len - 1)  # vLLM insists on one more token
+    chosen = [
+        (group.prompt.token_ids, rollout.token_ids, rollout.logprobs)
+        for group in groups
+        for rollout in group.rollouts[:1]
+        if rollout.token_ids and set(rollout.policy_versions) == {version} and len(group.prompt.token_ids) < longest
+    ][:num_sequences]
+    differences: list[float] = []
+    try:
+        async with asyncio.timeout(FLOOR_TIMEOUT_S):
+            for prompt, response, decoded in chosen:  # one after the other: see MAX_SCORED_TOKENS
+                scored = await router.score([*prompt, *response][:longest], version)
+                prefilled = [] if scored is None else scored[len(prompt) - 1 :]
+                differences += [one - other for one, other in zip(prefilled, decoded, strict=False)]
+    except Exception as error:  # noqa: BLE001 - it crosses Ray, and a figure is not worth a run
+        logger.warning("the floor of the mismatch was not measured: %s: %s", type(error).__name__, error)
+        return {}
+    if not differences:
+        return {}
+    return {
+        "parity/floor_k3": math.fsum(math.expm1(d) - d for d in differences) / len(differences),
+        "parity/floor_log_ratio_max": max(map(abs, differences)),
+    }

@@ -1,0 +1,94 @@
+"""Promises of orchestrator/loop/floor.py, and of the controller that asks for it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from fakes.loop import FakeWorker, Loop, World, make_config, outcome
+
+from conf.schema import ParityConfig, RolloutConfig, RunConfig, SamplingConfig
+from orchestrator.fleet.router import Router
+from orchestrator.fleet.supervisor import Supervisor
+from orchestrator.loop.floor import MAX_SCORED_TOKENS, measure_floor
+from rollout.types import Group, Prompt, Rollout
+
+
+def a_run(tmp_path: Path, parity: ParityConfig, sampling: SamplingConfig | None = None, **changes: int) -> Loop:
+    config = make_config(**changes)
+    rollout = RolloutConfig(sampling=sampling or SamplingConfig())
+    return Loop(tmp_path, RunConfig(run=config.run, algorithm=config.algorithm, parity=parity, rollout=rollout))
+
+
+async def test_floor_is_measured_at_the_first_step_and_then_this_often(tmp_path: Path) -> None:
+    """The fakes' prefill is half a nat above their decoding: k3 = e^0.5 - 1.5."""
+    loop = a_run(tmp_path, ParityConfig(floor_every_steps=3, floor_sequences=2), num_steps=7)
+    loop.trainer.extra_sums = {"parity/k3_sum": 4.0, "parity/num_tokens": 10.0}
+    await loop.run()
+    k3 = math.exp(0.5) - 1.5
+    wanted = [None, k3, None, k3, None, None, k3, None]
+    assert [row["parity/floor_k3"] for row in loop.rows] == [value and pytest.approx(value) for value in wanted]
+    assert loop.rows[3]["parity/k3_over_floor"] == pytest.approx(0.4 / k3)
+    assert loop.rows[3]["parity/floor_log_ratio_max"] == 0.5
+    assert loop.rows[2]["parity/k3_over_floor"] is None
+    assert loop.world.scored == [(version, [1, 7, 5, 2]) for version in (0, 0, 2, 2, 5, 5)]
+
+
+async def test_engines_score_before_the_publish_that_changes_them(tmp_path: Path) -> None:
+    """A worker that committed a later version has no answer."""
+    loop = a_run(tmp_path, ParityConfig(floor_every_steps=1), num_steps=3)
+    await loop.run()
+    assert [version for version, _ in loop.world.scored] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert all(row["parity/floor_k3"] is not None for row in loop.rows[1:])
+
+
+async def test_a_worker_that_cannot_score_costs_a_warning_and_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = a_run(tmp_path, ParityConfig(), num_steps=2)
+    for worker in loop.workers:
+        worker.scores_fail = True
+    await loop.run()
+    assert loop.rows[-1]["step"] == 2 and loop.rows[1]["parity/floor_k3"] is None
+    assert "the floor of the mismatch was not measured: ConnectionError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("parity", "sampling"),
+    [(ParityConfig(floor_every_steps=0), SamplingConfig()), (ParityConfig(), SamplingConfig(temperature=0.5))],
+)
+async def test_no_floor_where_it_is_off_or_prefill_has_another_distribution(
+    tmp_path: Path, parity: ParityConfig, sampling: SamplingConfig
+) -> None:
+    loop = a_run(tmp_path, parity, sampling, num_steps=1)
+    await loop.run()
+    assert not loop.world.scored
+
+
+def a_group(num_prompt: int, versions: list[int]) -> Group:
+    rollout = Rollout([5] * len(versions), [-1.0] * len(versions), versions, "", "stop")
+    return Group(Prompt(0, (1,) * num_prompt, ""), [rollout], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("group", "max_model_len", "scored_tokens"),
+    [
+        (a_group(2, [3, 3]), 99, 4),
+        (a_group(2, [2, 3]), 99, None),  # begun under an older version
+        (a_group(2, [3] * 2000), 9999, MAX_SCORED_TOKENS),
+        (a_group(MAX_SCORED_TOKENS, [3, 3]), 9999, None),  # no room for the response
+        (a_group(2, [3] * 8), 10, 9),  # an engine takes one token less than it can hold
+    ],
+)
+async def test_scored_are_tokens_of_the_engines_version_as_far_as_they_fit(
+    group: Group, max_model_len: int, scored_tokens: int | None
+) -> None:
+    world = World(committed=[3])
+    supervisor = Supervisor([FakeWorker(world, 0)])
+    await supervisor.hold()
+    await supervisor.settle([outcome(True)])
+    router = Router(supervisor, request_timeout_s=5)
+    found = await measure_floor(router, [group], 3, num_sequences=4, max_model_len=max_model_len)
+    assert [len(tokens) for _, tokens in world.scored] == ([] if scored_tokens is None else [scored_tokens])
+    assert bool(found) == (scored_tokens is not None)
