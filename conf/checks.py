@@ -13,6 +13,8 @@ from conf.schema import (
     ENGINE_LORA_RANKS,
     Correction,
     Device,
+    DType,
+    EngineFormat,
     Init,
     Objective,
     Relay,
@@ -38,6 +40,8 @@ def check_all(config: RunConfig) -> None:
         check_adapter_mode_has_an_adapter(config)
         check_relay_has_weights_to_pass_on(config)
         check_tokens_are_masked_by_one_rule(config)
+        check_batch_invariant_engine_has_gpus(config)
+        check_bitwise_parity_is_possible(config)
     if config.model.init is Init.random and config.model.path is None:
         check_architecture(config, config.model.hf_config)
 
@@ -139,3 +143,37 @@ def check_relay_has_weights_to_pass_on(config: RunConfig) -> None:
             "weight_sync.relay=node contradicts weight_sync.mode=adapter, whose publishes are too small to gain by a "
             "second transfer; set weight_sync.relay=none, or weight_sync.mode=merged"
         )
+
+
+def check_batch_invariant_engine_has_gpus(config: RunConfig) -> None:
+    """vLLM's batch-invariant kernels are for GPUs."""
+    if config.rollout.batch_invariant and config.cluster.device is Device.cpu:
+        raise ConfigError(
+            "rollout.batch_invariant=true (parity=bitwise) contradicts cluster.device=cpu, which has no such kernels; "
+            "choose cluster.device=cuda, or parity=standard"
+        )
+
+
+def check_bitwise_parity_is_possible(config: RunConfig) -> None:
+    """The trainer computes an engine's bits where it can call the engine's kernels on equal inputs."""
+    if not config.trainer.engine_forward:
+        return
+    rollout, sampling = config.rollout, config.rollout.sampling
+    broken = {
+        "rollout.batch_invariant=false, with which an engine's bits depend on its batch; set it to true": (
+            not rollout.batch_invariant
+        ),
+        f"rollout.tp_size={rollout.tp_size}, which adds in another order; set it to 1": rollout.tp_size > 1,
+        f"rollout.sampling.temperature={sampling.temperature}; set it to 1": sampling.temperature != 1.0,
+        f"rollout.sampling.top_p={sampling.top_p}; set it to 1": sampling.top_p != 1.0,
+        f"model.dtype={config.model.dtype}; set it to bfloat16": config.model.dtype is not DType.bfloat16,
+        "weight_sync.mode=adapter, whose engines add adapters in kernels of their own; set it to merged": (
+            config.weight_sync.mode is SyncMode.adapter
+        ),
+        "model.engine_format=block_fp8, in which engines compute and the trainer does not; set it to checkpoint": (
+            config.model.engine_format is EngineFormat.block_fp8
+        ),
+    }
+    for reason, is_broken in broken.items():
+        if is_broken:
+            raise ConfigError(f"trainer.engine_forward=true (parity=bitwise) contradicts {reason}, or parity=standard")

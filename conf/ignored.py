@@ -123,6 +123,18 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
         ),
         Ignored(READ_BY_SFT_ALONE, not is_sft, "algorithm.objective=policy", "remove it, or choose algorithm=sft"),
         Ignored(
+            "trainer.engine_forward",
+            is_sft,
+            "algorithm=sft, which has no engine to agree with",
+            "remove it, or choose algorithm=grpo",
+        ),
+        Ignored(
+            "trainer.activation_checkpointing",
+            config.trainer.engine_forward,
+            "trainer.engine_forward=true, with which each layer keeps its input alone",
+            "remove it, or choose parity=standard",
+        ),
+        Ignored(
             "model.init_std",
             model.init is Init.checkpoint,
             "model.init=checkpoint",

@@ -58,6 +58,7 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
         check_fp8_engine_has_gpus(config, hf_config)
         check_fp8_engine_computes_in_two_bytes(config, hf_config)
         check_adapters_beside_experts_have_gpu_engines(config, hf_config)
+        check_engine_forward_knows_the_model(config, hf_config)
 
 
 def check_adapters_beside_experts_have_gpu_engines(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
@@ -69,6 +70,31 @@ def check_adapters_beside_experts_have_gpu_engines(config: RunConfig, hf_config:
         raise ConfigError(
             "weight_sync.mode=adapter: the CPU engine serves no adapters in a model with experts, whose kernels are a "
             "GPU's; set weight_sync.mode=merged, choose a dense model (model=tiny_qwen3), or cluster.device=cuda"
+        )
+
+
+BITWISE_FAMILIES = ("qwen3", "qwen3_moe")
+"""model_type of models whose forward trainer/engine_ops has in the engine's kernels."""
+
+
+def check_engine_forward_knows_the_model(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """The engine's forward is written down for some families, in 16 bits and without scaled positions."""
+    if not config.trainer.engine_forward:
+        return
+    kind = hf_config.get("model_type")
+    rope: Mapping[str, Any] = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    scaling = rope.get("rope_type", rope.get("type", "default"))
+    reason = None
+    if kind not in BITWISE_FAMILIES:
+        reason = f"model_type={kind}, which is not one of {', '.join(BITWISE_FAMILIES)}"
+    elif scaling != "default":
+        reason = f"positions scaled by {scaling} (rope_scaling in config.json)"
+    elif hf_config.get("quantization_config"):
+        reason = "quantized engines (quantization_config in config.json)"
+    if reason is not None:
+        raise ConfigError(
+            f"trainer.engine_forward=true (parity=bitwise) does not know {reason}; choose parity=standard, or another "
+            "model"
         )
 
 

@@ -17,16 +17,26 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+NUM_FIXED = 3
+"""Arguments of _Recompute.forward before inputs and parameters."""
+
 
 class Recomputed:
     """part(*inputs), whose activations are not kept.
 
     Gradients reach inputs that are tensors and the trainable parameters of `owners`, but not tensors inside other
     inputs. The output is a tensor, or a tuple of tensors and other values; none of them is an input.
+
+    Args:
+        first: computes the values, instead of the part, which then computes the gradients alone; it returns what the
+            part returns, up to rounding.
     """
 
-    def __init__(self, part: Callable[..., Any], owners: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, part: Callable[..., Any], owners: Sequence[nn.Module], *, first: Callable[..., Any] | None = None
+    ) -> None:
         self._part = part
+        self._first = part if first is None else first
         self._owners = owners
         self._places: list[tuple[nn.Module, str]] | None = None
 
@@ -37,12 +47,12 @@ class Recomputed:
             named = ((module, *named) for module in modules for named in module.named_parameters(recurse=False))
             self._places = [(module, name) for module, name, parameter in named if parameter.requires_grad]
         parameters = (getattr(module, name) for module, name in self._places)  # FSDP2 exchanges them
-        return _Recompute.apply(self._part, len(inputs), *inputs, *parameters)
+        return _Recompute.apply(self._part, self._first, len(inputs), *inputs, *parameters)
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Callable[..., Any], num_inputs: int, *given: Any) -> Any:
+    def forward(ctx: Any, part: Callable[..., Any], first: Callable[..., Any], num_inputs: int, *given: Any) -> Any:
         inputs = given[:num_inputs]
         ctx.part, ctx.parameters = part, given[num_inputs:]
         ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
@@ -50,7 +60,7 @@ class _Recompute(torch.autograd.Function):
         ctx.save_for_backward(*(inputs[index] for index in ctx.at))
         ctx.ahead = None
         ctx.set_materialize_grads(False)
-        outs = part(*inputs)
+        outs = first(*inputs)
         indices = (x for x in _tuple(outs) if isinstance(x, Tensor) and not x.is_floating_point())
         ctx.mark_non_differentiable(*indices)
         return outs
@@ -62,11 +72,11 @@ class _Recompute(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()  # frees an input without a gradient, unless the part keeps it
         wanted, places = [], []
         for index in ctx.at:
-            if ctx.needs_input_grad[2 + index]:
+            if ctx.needs_input_grad[NUM_FIXED + index]:
                 wanted.append(inputs[index])
-                places.append(2 + index)
+                places.append(NUM_FIXED + index)
         wanted += ctx.parameters
-        places += range(2 + len(inputs), 2 + len(inputs) + len(ctx.parameters))
+        places += range(NUM_FIXED + len(inputs), NUM_FIXED + len(inputs) + len(ctx.parameters))
         del inputs
         used = [(out, dout) for out, dout in zip(outs, douts, strict=True) if dout is not None and out.requires_grad]
         grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
@@ -95,7 +105,7 @@ def _again(ctx: Any) -> tuple[list[Any], tuple[Any, ...]]:
     if ctx.ahead is None:
         inputs = list(ctx.others)
         for index, x in zip(ctx.at, ctx.saved_tensors, strict=True):
-            inputs[index] = x.detach().requires_grad_(ctx.needs_input_grad[2 + index])
+            inputs[index] = x.detach().requires_grad_(ctx.needs_input_grad[NUM_FIXED + index])
         with torch.enable_grad():
             ctx.ahead = inputs, _tuple(ctx.part(*inputs))
     return ctx.ahead

@@ -195,6 +195,11 @@ class TrainerConfig:
     per token, partial sums, too. hf_eager: both are rounded, and experts are summed in ascending order, as
     transformers' eager experts.
     """
+    engine_forward: bool = False
+    """Compute the policy's values by the engine's own kernels, with the weights that a publish writes, and gradients by
+    the trainer's. The other half of parity=bitwise, which says what it costs and which runs it is for. Needs vLLM on
+    the trainer's node.
+    """
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits exist at once in the head. It limits their memory to this x vocabulary x 4 bytes."""
 
@@ -217,6 +222,11 @@ class TrainerConfig:
             not (self.optim.state is OptimState.host and self.lora.dtype is DType.bfloat16),
             "trainer.optim.state=host needs trainer.lora.dtype=float32, got bfloat16; choose trainer.optim.state=int8 "
             "to save memory with bfloat16 adapters",
+        )
+        require(
+            not self.engine_forward or self.num_ranks == 1,
+            f"trainer.engine_forward=true (parity=bitwise) needs trainer.num_ranks=1, got {self.num_ranks}: several "
+            "ranks gather adapters rounded to model.dtype, and a publish merges them as they are",
         )
         require(
             not self.embedding_on_host or (self.mode is TrainMode.lora and self.num_ranks == 1),

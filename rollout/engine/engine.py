@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
 from rollout.die_with_owner import OWNER_VARIABLE
 from rollout.engine.engine_options import (
+    BATCH_INVARIANT_VARIABLE,
     SOCKETS_VARIABLE,
     engine_arguments,
     engine_environment,
@@ -149,6 +150,8 @@ class Engine:
         """
         for name, value in engine_environment(self._device).items():
             os.environ.setdefault(name, value)
+        if self._config.batch_invariant:
+            os.environ[BATCH_INVARIANT_VARIABLE] = "1"  # an option of the run, whatever was set before
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         # In a thread, so that the event loop goes on, and vLLM's output handler starts only after watch_outputs().
         self._llm = await asyncio.to_thread(self._build)

@@ -15,6 +15,8 @@ from rollout.types import AdapterSlotsSpec
 CPU_KV_CACHE_BYTES = 256 << 20
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 """Where vLLM puts Unix sockets."""
+BATCH_INVARIANT_VARIABLE = "VLLM_BATCH_INVARIANT"
+"""1: vLLM's batch-invariant kernels, in every process of the engine."""
 
 
 def engine_environment(device: Device) -> dict[str, str]:
@@ -89,6 +91,11 @@ def engine_arguments(
         # latent heads wrongly (0.32).
         arguments["attention_backend"] = "CPU_MLA"
         arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    if config.batch_invariant:
+        # torch.compile would make other kernels of norms and activations than those that the trainer calls; CUDA graphs
+        # replay the same ones.
+        arguments["attention_backend"] = "FLASH_ATTN_MLA" if _has_latent_attention(folder) else "FLASH_ATTN"
+        arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if adapters is not None:
         arguments |= {
             "enable_lora": True,

@@ -2,6 +2,8 @@
 
     keep_linear_weights_in_place   0.32   CPUs compute linear layers from parameters, not from packed copies of them.
                                           Until an option of vLLM says so.
+    norm_sums_batch_invariantly    0.25   With VLLM_BATCH_INVARIANT=1 the norm of a sum does not depend on the batch.
+                                          Until vLLM's fused kernel does not (it claims so).
     watch_outputs                  both   One engine's client shows its outputs to a listener before vLLM handles them.
                                           Until outputs carry the version of the weights, or a listener can be given.
     end_for_good                   both   One engine is shut down once. Until AsyncLLM.shutdown() may be called twice.
@@ -53,6 +55,32 @@ def keep_linear_weights_in_place() -> None:
     if current_platform.is_cpu():
         _replace(vllm._custom_ops, "_supports_onednn", False)
         _replace(utils, "check_cpu_sgl_kernel", lambda *_: False)
+
+
+def norm_sums_batch_invariantly() -> None:
+    """With VLLM_BATCH_INVARIANT=1, norms of residual sums use the kernel of all other norms. Call it before a model is
+    loaded; again is harmless.
+
+    vLLM's fused kernel adds squares in as many parts as a block has threads, 1024 below 256 rows and 256 from there on,
+    so that a token's bits depend on how many others are in its batch (measured: docs/parity.md).
+    """
+    import vllm.envs
+
+    if not vllm.envs.VLLM_BATCH_INVARIANT:
+        return
+    from vllm.model_executor.layers import layernorm
+
+    norm = layernorm.rms_norm_batch_invariant
+    if norm.__module__ == __name__:
+        return
+
+    def norm_of_sum(input: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            return norm(input, weight, eps)
+        residual.add_(input)
+        return norm(residual, weight, eps), residual
+
+    _replace(layernorm, "rms_norm_batch_invariant", norm_of_sum)
 
 
 def watch_outputs(llm: AsyncLLM, see: Callable[[Any], None]) -> None:

@@ -27,6 +27,7 @@ from trainer.kernels.gather import gather_rows
 from trainer.lora import Linear, apply_together
 from trainer.model.attend import AttentionBackend, KeptAttention
 from trainer.model.attention import make_attention
+from trainer.model.logprobs import Head
 from trainer.model.norm import RMSNorm
 from trainer.model.packed_sequences import PackedSequences
 from trainer.model.rope import RotaryEmbedding
@@ -123,11 +124,13 @@ class DecoderLayer(nn.Module):
             spec.hidden_size, eps=spec.rms_norm_eps, weight_dtype=build.weight_dtype
         )
         self.mlp = _moe_block(build, layer) if spec.is_moe_layer(layer) else DenseMlp(build, spec.intermediate_size)
-        self._moe_index = sum(map(spec.is_moe_layer, range(layer)))
+        self.moe_index = sum(map(spec.is_moe_layer, range(layer)))
         rest: Callable[..., Any] = DecoderLayer._feed_forward
         owners = [self.post_attention_layernorm, self.mlp]
         if isinstance(self.mlp, MoeBlock):
             rest, owners[1:] = DecoderLayer._until_experts, self.mlp.owners_of_start
+        self.in_place: Recomputed | None = None
+        """Takes values from elsewhere, and gradients alone from `own`; set by trainer.engine_ops."""
         self._parts = (DecoderLayer._attend, rest)
         self._recomputed_parts = (
             Recomputed(DecoderLayer._attend, [self.input_layernorm, self.self_attn]),
@@ -142,14 +145,28 @@ class DecoderLayer(nn.Module):
         routes: RecordedRoutes | None = None,
     ) -> Tensor:
         """[T, H] -> [T, H]."""
+        if self.in_place is not None and x_TH.shape[0]:
+            return self.in_place(self, x_TH, rope, sequences, [])
         is_recomputed = self.checkpointing and torch.is_grad_enabled()
+        return self.own(x_TH, rope, sequences, routes, is_recomputed=is_recomputed)
+
+    def own(
+        self,
+        x_TH: Tensor,
+        rope: tuple[Tensor, Tensor],
+        sequences: PackedSequences,
+        routes: RecordedRoutes | None,
+        *,
+        is_recomputed: bool,
+    ) -> Tensor:
+        """The same, by the trainer's own kernels."""
         kept = KeptAttention() if is_recomputed else None
         attend, rest = self._recomputed_parts if is_recomputed else self._parts
         heads_TO = attend(self, x_TH, rope, sequences, kept)
         delta_TH = self.self_attn.get_submodule("o_proj")(heads_TO)
         if not isinstance(self.mlp, MoeBlock):
             return rest(self, x_TH, delta_TH)
-        recorded = None if routes is None else routes.of_layer(self._moe_index)
+        recorded = None if routes is None else routes.of_layer(self.moe_index)
         residual_TH, *started, num_flipped = rest(self, x_TH, delta_TH, recorded)
         if routes is not None:
             routes.flipped.append(num_flipped)
@@ -199,6 +216,10 @@ class Decoder(nn.Module):
         self.model = Trunk(build)
         self.lm_head = None if build.spec.tie_embeddings else VocabTable(build)
         self.rotary = RotaryEmbedding(build.spec.rope)
+        self.last_norm_in_place: Recomputed | None = None
+        """As DecoderLayer.in_place."""
+        self.head: Head | None = None
+        """Where the head's values come from, if not from the trainer's own operations."""
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, routes: RecordedRoutes | None = None
@@ -222,7 +243,7 @@ class Decoder(nn.Module):
         x_TH = self.model.embed_tokens(_rows_of_host if is_on_host else F.embedding, token_ids_T)
         for layer in self.model.layers:
             x_TH = layer(x_TH, rope, sequences, routes)
-        return self.model.norm(x_TH)
+        return (self.model.norm if self.last_norm_in_place is None else self.last_norm_in_place)(x_TH)
 
     def apply_head(self, use: Callable[[Tensor, Tensor], Out], hidden_TH: Tensor) -> Out:
         """Call use(hidden_TH, weight_VH). The whole head weight exists during this call, and again in its backward.

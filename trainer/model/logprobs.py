@@ -12,7 +12,7 @@ Shapes: T rows, H hidden, V vocabulary, C rows of one chunk.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +20,26 @@ from torch import Tensor
 from trainer.kernels.log_softmax import log_softmax, logits_gradient
 
 
+class Head(Protocol):
+    """Computes logits and log-probabilities in place of the operations here; gradients stay those here."""
+
+    def logits(self, hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
+        """[T, V] in the inputs' dtype."""
+        ...
+
+    def token_logprobs(self, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+        """[T] float32, at temperature 1."""
+        ...
+
+
 def token_logprobs(
-    hidden_TH: Tensor, head_weight_VH: Tensor, targets_T: Tensor, *, temperature: float, chunk_tokens: int
+    hidden_TH: Tensor,
+    head_weight_VH: Tensor,
+    targets_T: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    head: Head | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ head^T / temperature) at the targets, and the entropy of that distribution.
 
@@ -31,6 +49,7 @@ def token_logprobs(
         targets_T: int64 token ids in [0, V).
         temperature: > 0, the sampling temperature.
         chunk_tokens: rows whose logits exist at once, >= 1.
+        head: computes the values, at temperature 1.
 
     Returns:
         logprobs_T and entropy_T (nats), float32. Gradient flows from logprobs_T to hidden_TH, and to
@@ -40,7 +59,8 @@ def token_logprobs(
         raise ValueError(f"hidden states are {hidden_TH.dtype} but the head's weight is {head_weight_VH.dtype}")
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(f"need temperature > 0 and chunk_tokens >= 1, got {temperature} and {chunk_tokens}")
-    return _TokenLogprobs.apply(hidden_TH, head_weight_VH, targets_T, temperature, chunk_tokens)
+    assert head is None or temperature == 1.0
+    return _TokenLogprobs.apply(hidden_TH, head_weight_VH, targets_T, temperature, chunk_tokens, head)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -48,7 +68,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, head_weight_VH: Tensor, targets_T: Tensor, temperature: float, chunk_tokens: int
+        ctx: Any,
+        hidden_TH: Tensor,
+        head_weight_VH: Tensor,
+        targets_T: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        head: Head | None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the logits of one chunk at a time."""
         num_rows = hidden_TH.shape[0]
@@ -57,10 +83,14 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy_T = torch.empty_like(logprobs_T)
         for start in range(0, num_rows, chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits_CV = hidden_TH[rows] @ head_weight_VH.t()
-            logprobs_T[rows], log_normalizers_T[rows], entropy_T[rows] = log_softmax(
+            logits_CV = (
+                hidden_TH[rows] @ head_weight_VH.t() if head is None else head.logits(hidden_TH[rows], head_weight_VH)
+            )
+            values_C = None if head is None else head.token_logprobs(logits_CV, targets_T[rows])
+            logprobs_C, log_normalizers_T[rows], entropy_T[rows] = log_softmax(  # may write over the logits
                 logits_CV, targets_T[rows], temperature
             )
+            logprobs_T[rows] = logprobs_C if values_C is None else values_C
             del logits_CV  # before the next chunk's exist
         ctx.save_for_backward(hidden_TH, head_weight_VH, targets_T, log_normalizers_T)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
@@ -88,4 +118,4 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight_VH += grad_logits_CV.t() @ hidden_TH[rows]
             del grad_logits_CV
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(head_weight_VH.dtype)
-        return grad_hidden_TH, grad_weight, None, None, None
+        return grad_hidden_TH, grad_weight, None, None, None, None

@@ -53,6 +53,11 @@ class PackedSequences:
         )
 
     @property
+    def positions_T(self) -> Tensor:
+        """int64 [T]; position of each token in its own sequence."""
+        return self.padded_row_T % max(1, self.max_length)
+
+    @property
     def is_long(self) -> bool:
         """Whether sequences are, on average, long enough to be computed one after the other."""
         return self.starts[-1] >= LONG * self.num_sequences > 0

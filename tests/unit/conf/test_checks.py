@@ -9,7 +9,33 @@ import pytest
 from conf.errors import ConfigError
 from conf.load import check_model_reads_overrides, load_run_config
 
+BITWISE = ["parity=bitwise", "cluster.device=cuda", "trainer.num_ranks=1", "trainer.ep_size=1"]
 CASES = [
+    (["parity=bitwise", *BITWISE[2:]], "rollout.batch_invariant=true.*contradicts cluster.device=cpu.*parity=standard"),
+    (["parity=bitwise"], "trainer.engine_forward=true.*needs trainer.num_ranks=1, got 2"),
+    ([*BITWISE, "rollout.batch_invariant=false"], "parity=bitwise.*contradicts rollout.batch_invariant=false"),
+    ([*BITWISE, "rollout.tp_size=2"], "parity=bitwise.*contradicts rollout.tp_size=2.*set it to 1"),
+    ([*BITWISE, "rollout.sampling.temperature=0.7"], "parity=bitwise.*temperature=0.7.*set it to 1"),
+    ([*BITWISE, "rollout.sampling.top_p=0.9"], "parity=bitwise.*top_p=0.9; set it to 1"),
+    ([*BITWISE, "model.dtype=float32"], "parity=bitwise.*model.dtype=float32; set it to bfloat16"),
+    ([*BITWISE, "model.dtype=bfloat16", "weight_sync.mode=adapter"], "parity=bitwise.*weight_sync.mode=adapter"),
+    ([*BITWISE, "model.dtype=bfloat16", "model.engine_format=block_fp8"], "parity=bitwise.*engine_format=block_fp8"),
+    (
+        [*BITWISE, "model=tiny_deepseek_v3", "model.dtype=bfloat16"],
+        "parity=bitwise.*does not know model_type=deepseek_v3.*qwen3, qwen3_moe",
+    ),
+    (
+        [*BITWISE, "model.dtype=bfloat16", "+model.hf_config.rope_scaling={rope_type: yarn, factor: 2.0}"],
+        "parity=bitwise.*positions scaled by yarn",
+    ),
+    (
+        [*BITWISE, "model.dtype=bfloat16", "trainer.activation_checkpointing=false"],
+        "trainer.activation_checkpointing has no effect with trainer.engine_forward=true",
+    ),
+    (
+        ["algorithm=sft", *BITWISE[2:], "trainer.engine_forward=true"],
+        "trainer.engine_forward has no effect with algorithm=sft",
+    ),
     (
         ["trainer.num_ranks=16", "trainer.ep_size=16", "algorithm.groups_per_step=16"],
         "trainer.ep_size=16 is more than the model's 8 experts.*can be 1, 2, 4, 8",

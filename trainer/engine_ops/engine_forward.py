@@ -1,0 +1,128 @@
+"""The decoder's forward in the engine's operations and with the weights that the engine holds.
+
+    layer(x):    norm -> q, k, v -> norms, RoPE -> attention -> o, + -> norm -> router, experts | feed-forward, +
+    hidden:      norm                                                logprobs: head -> log-softmax at the targets
+
+Owns the order of operations, which is that of vLLM's Qwen3 and Qwen3-MoE models, and thereby values that are the
+engine's bit by bit (docs/parity.md). Gradients are those of the trainer's own kernels: a layer keeps its input alone,
+and its backward runs the layer again by itself, with the experts that were chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from trainer.engine_ops.published_weights import published_experts, published_linears
+from trainer.lora import Linear
+from trainer.model.attention import GroupedQueryAttention
+from trainer.model.decoder import Decoder, DecoderLayer, DenseMlp
+from trainer.model.norm import RMSNorm
+from trainer.model.packed_sequences import PackedSequences
+from trainer.moe.block import MoeBlock
+from trainer.moe.replay import RecordedRoutes
+from trainer.recompute import Recomputed
+
+if TYPE_CHECKING:
+    from trainer.engine_ops.vllm_operations import VllmOperations
+
+
+def compute_in_engine_operations(decoder: Decoder, operations: VllmOperations) -> None:
+    """Let a decoder take its values from `operations` from now on."""
+    forward = EngineForward(operations)
+    for layer in decoder.model.layers:
+        assert isinstance(layer, DecoderLayer)
+        layer.in_place = Recomputed(_own_layer, [layer], first=partial(_engine_layer, forward))
+    norm = decoder.model.norm
+    decoder.last_norm_in_place = Recomputed(norm, [norm], first=partial(forward.norm, norm))
+    decoder.head = forward
+
+
+def _engine_layer(
+    forward: EngineForward,
+    layer: DecoderLayer,
+    x_TH: Tensor,
+    rope: object,
+    sequences: PackedSequences,
+    chosen: list[Tensor],
+) -> Tensor:
+    """The layer's values. Puts the experts of each token into `chosen`, where the layer has experts."""
+    out_TH, experts_TK = forward.layer(layer, x_TH, sequences)
+    chosen[:] = [] if experts_TK is None else [experts_TK]
+    return out_TH
+
+
+def _own_layer(
+    layer: DecoderLayer,
+    x_TH: Tensor,
+    rope: tuple[Tensor, Tensor],
+    sequences: PackedSequences,
+    chosen: list[Tensor],
+) -> Tensor:
+    """The layer by the trainer's own kernels, with those experts: its gradients."""
+    routes = None
+    if chosen:
+        experts_TLK = chosen[0][:, None].expand(-1, layer.moe_index + 1, -1)
+        routes = RecordedRoutes(experts_TLK, torch.ones_like(experts_TLK[:, 0, 0], dtype=torch.bool))
+    return layer.own(x_TH, rope, sequences, routes, is_recomputed=False)
+
+
+class EngineForward:
+    """See the module's docstring."""
+
+    def __init__(self, operations: VllmOperations) -> None:
+        self._ops = operations
+
+    @torch.no_grad()
+    def layer(self, layer: DecoderLayer, x_TH: Tensor, sequences: PackedSequences) -> tuple[Tensor, Tensor | None]:
+        """The layer's output, and the experts of each token (None: the layer has none)."""
+        attention = layer.self_attn
+        assert isinstance(attention, GroupedQueryAttention)
+        heads_TO = self._attention(attention, self.norm(layer.input_layernorm, x_TH), sequences)
+        x_TH = x_TH + self._linears([attention.o_proj], heads_TO)
+        y_TH = self.norm(layer.post_attention_layernorm, x_TH)
+        if isinstance(layer.mlp, DenseMlp):
+            return x_TH + self._feed_forward(layer.mlp, y_TH), None
+        out_TH, experts_TK = self._experts(layer.mlp, y_TH)
+        return x_TH + out_TH, experts_TK
+
+    @torch.no_grad()
+    def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        """The norm over the last dim."""
+        return self._ops.norm(x, norm.weight.to(x.dtype), norm.eps)
+
+    def logits(self, hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
+        """What the head computes."""
+        return self._ops.linear(hidden_TH, weight_VH)
+
+    def token_logprobs(self, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+        """What the sampler computes from them at temperature 1."""
+        return self._ops.token_logprobs(logits_TV, targets_T)
+
+    def _attention(self, attention: GroupedQueryAttention, y_TH: Tensor, sequences: PackedSequences) -> Tensor:
+        """[T, N * D], what o_proj takes."""
+        widths = [count * width for count, width in attention.heads]
+        qkv_TO = self._linears([attention.q_proj, attention.k_proj, attention.v_proj], y_TH)
+        q, k, v = (x.unflatten(1, heads) for x, heads in zip(qkv_TO.split(widths, 1), attention.heads, strict=True))
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q, k = self.norm(attention.q_norm, q), self.norm(attention.k_norm, k)
+        q, k = self._ops.rotate(q, k, sequences)
+        return self._ops.attend(q, k, v, sequences, attention.scale).flatten(1)
+
+    def _feed_forward(self, mlp: DenseMlp, y_TH: Tensor) -> Tensor:
+        return self._linears([mlp.down_proj], self._ops.silu_and_mul(self._linears([mlp.gate_proj, mlp.up_proj], y_TH)))
+
+    def _experts(self, block: MoeBlock, y_TH: Tensor) -> tuple[Tensor, Tensor]:
+        router = block.gate
+        logits_TE = self._ops.linear(y_TH, router.weight.to(y_TH.dtype))
+        weights_TK, experts_TK = self._ops.route(y_TH, logits_TE, router.moe.top_k, router.moe.norm_topk_prob)
+        gate_up, down = published_experts(block.experts, y_TH.dtype)
+        return self._ops.experts(y_TH, gate_up, down, weights_TK, experts_TK), experts_TK
+
+    def _linears(self, linears: Sequence[Linear], x: Tensor) -> Tensor:
+        """Outputs of linears of one input, side by side."""
+        return self._ops.linear(x, *published_linears(linears, x.dtype))

@@ -1,0 +1,66 @@
+"""Weights as engines hold them: what a publish would write there now, for the trainer's own use.
+
+Owns nothing that is kept: every call merges anew, into memory that ends with its use. Invariant: the bits are those of
+`trainer.delivery.merged_source`, because both merge with `trainer.weights.merge` and round once, to the compute dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainer.lora import Linear
+from trainer.moe.experts import Experts
+from trainer.weights.merge import merger
+
+
+def published_linears(linears: Sequence[Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Weights of linears of one input, one below the other, and their biases; None where they have none."""
+    rows = [linear.weight.shape[0] for linear in linears]
+    if any(_is_adapted(linear) for linear in linears):
+        weight = linears[0].weight.new_empty(sum(rows), linears[0].weight.shape[1], dtype=dtype)
+        for linear, out in zip(linears, weight.split(rows), strict=True):
+            _write(linear, linear.weight, linear.lora_A, linear.lora_B, out)
+    else:
+        weights = [linear.base(dtype)[0] for linear in linears]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    biases = [linear.base(dtype)[1] for linear in linears]
+    present = [bias for bias in biases if bias is not None]
+    return weight.detach(), torch.cat(present).detach() if present else None
+
+
+def published_experts(bank: Experts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """gate_up (E, 2I, H) and down (E, H, I) of all experts of a layer."""
+    gate_up, down = bank.gate_up_proj, bank.down_proj
+    assert gate_up is not None and down is not None, "packed experts have no merged weights"
+    if not _is_adapted(bank):
+        return gate_up.detach().to(dtype), down.detach().to(dtype)
+    outs = torch.empty_like(gate_up, dtype=dtype), torch.empty_like(down, dtype=dtype)
+    _write(bank, gate_up, bank.gate_up_lora_A, bank.gate_up_lora_B, outs[0])
+    _write(bank, down, bank.down_lora_A, bank.down_lora_B, outs[1])
+    return outs
+
+
+def _is_adapted(module: Linear | Experts) -> bool:
+    return module.lora is not None and module.adapters_enabled
+
+
+@torch.no_grad()
+def _write(module: Linear | Experts, base: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Merge a matrix, or a stack of them, into `out`."""
+    if not _is_adapted(module):
+        out.copy_(base)
+        return
+    assert module.lora is not None
+    rows, columns, rank = base.shape[-2], base.shape[-1], a.shape[-2]
+    merger(
+        base.detach().view(1, -1, columns),
+        b.detach().view(1, -1, rank),
+        a.detach().view(-1, rank, columns),
+        module.lora.scale,
+        out.view(1, -1, columns),
+        first_row=0,
+        rows_a_factor=rows,
+    )()

@@ -1,0 +1,128 @@
+"""The operations that a batch-invariant vLLM engine computes a model with, as functions of tensors.
+
+Owns the only imports of vLLM in the trainer, all inside functions: without trainer.engine_forward=true the trainer
+needs no vLLM. Does not own their order (engine_forward.py), nor gradients: nothing here is differentiable.
+Invariant: a row's result depends on that row alone, hence not on how many rows a call has, and it has the bits that
+the engine computes with VLLM_BATCH_INVARIANT=1 (vLLM 0.25.1, `model_executor/layers/batch_invariant.py`).
+
+Shapes: T packed tokens, H hidden, N query heads, G key/value heads, D head_dim, E experts, K experts of a token,
+I width of a feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from trainer.architecture.attention_spec import GqaSpec
+from trainer.architecture.model_spec import ModelSpec
+from trainer.errors import TrainerError
+from trainer.model.packed_sequences import PackedSequences
+
+MODULES = (
+    "vllm._custom_ops",
+    "vllm.model_executor.layers.batch_invariant",
+    "vllm.model_executor.layers.fused_moe.fused_moe",
+    "vllm.model_executor.layers.fused_moe.router.fused_topk_router",
+    "vllm.v1.attention.backends.fa_utils",
+    "vllm.v1.worker.gpu.sample.logprob",
+)
+"""Where vLLM 0.25.1 has what is called here."""
+FIRST_POSITIONS = 4096
+"""Rows of the first table of cosines and sines; it doubles as sequences grow."""
+
+
+class VllmOperations:
+    """See the module's docstring. Made once per process, before anything else in it imports vLLM."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        """Load vLLM's kernels.
+
+        Raises:
+            TrainerError: vLLM is missing on this node.
+        """
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's C++ and Triton wrappers read it once, at their first use
+        try:
+            custom_ops, batch_invariant, experts, router, attention, self._sampler = map(import_module, MODULES)
+        except ImportError as error:
+            raise TrainerError(
+                f"trainer.engine_forward=true needs vLLM where the trainer runs: {error}; install it there, or set "
+                "trainer.engine_forward=false"
+            ) from error
+        assert isinstance(spec.attention, GqaSpec)
+        self._custom_ops, self._batch_invariant = custom_ops, batch_invariant
+        self._fused_experts, self._fused_topk = experts.fused_experts, router.fused_topk
+        self._flash_attention = attention.flash_attn_varlen_func
+        self._flash_version = attention.get_flash_attn_version(head_size=spec.attention.head_dim)
+        self._head_dim, self._theta, self._dtype, self._device = spec.attention.head_dim, spec.rope.theta, dtype, device
+        self._cos_sin = self._rotation_table(FIRST_POSITIONS)
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dim, also of the rounded sum of the residual stream and a block's output.
+
+        For sums vLLM has another kernel, whose bits depend on the number of rows; engines are told to use this one
+        (rollout.in_vllm.vllm_patches).
+        """
+        return self._batch_invariant.rms_norm_batch_invariant(x, weight, eps)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x weight^T + bias."""
+        return self._batch_invariant.linear_batch_invariant(x, weight, bias)
+
+    def rotate(self, q_TND: Tensor, k_TGD: Tensor, sequences: PackedSequences) -> tuple[Tensor, Tensor]:
+        """RoPE over all heads of q and k."""
+        if sequences.max_length > len(self._cos_sin):
+            self._cos_sin = self._rotation_table(1 << (sequences.max_length - 1).bit_length())
+        q_TND, k_TGD = (x.clone(memory_format=torch.contiguous_format) for x in (q_TND, k_TGD))  # written over
+        self._custom_ops.rotary_embedding(
+            sequences.positions_T, q_TND.flatten(1), k_TGD.flatten(1), self._head_dim, self._cos_sin, True
+        )
+        return q_TND, k_TGD
+
+    def attend(self, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+        """Causal attention, each sequence alone: [T, N, D]."""
+        return self._flash_attention(
+            q=q_TND,
+            k=k_TGD,
+            v=v_TGD,
+            cu_seqlens_q=sequences.cu_seqlens,
+            cu_seqlens_k=sequences.cu_seqlens,
+            max_seqlen_q=sequences.max_length,
+            max_seqlen_k=sequences.max_length,
+            softmax_scale=scale,
+            causal=True,
+            num_splits=1,
+            fa_version=self._flash_version,
+        )
+
+    def silu_and_mul(self, gate_up_TI: Tensor) -> Tensor:
+        """silu(gate) * up of [T, 2I], gate first."""
+        out_TI = gate_up_TI.new_empty(*gate_up_TI.shape[:-1], gate_up_TI.shape[-1] // 2)
+        torch.ops._C.silu_and_mul(out_TI, gate_up_TI)
+        return out_TI
+
+    def route(self, x_TH: Tensor, logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, Tensor]:
+        """Weights (float32) and ids (int32) of the K best experts by softmax."""
+        weights_TK, experts_TK, _ = self._fused_topk(x_TH, logits_TE, top_k, does_normalize)
+        return weights_TK, experts_TK
+
+    def experts(self, x_TH: Tensor, gate_up: Tensor, down: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """The weighted sum of each token's experts: gate_up (E, 2I, H), down (E, H, I)."""
+        return self._fused_experts(x_TH, gate_up, down, weights_TK, experts_TK)
+
+    def token_logprobs(self, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+        """The sampler's log-probabilities of the targets at temperature 1, float32."""
+        return self._sampler.compute_token_logprobs(logits_TV.float(), targets_T[:, None])[:, 0]
+
+    def _rotation_table(self, num_positions: int) -> Tensor:
+        """Cosines beside sines, by the engine's own code on its own device: powers differ by an ulp between devices."""
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.model_executor.layers.rotary_embedding import get_rope
+
+        turning = {"rope_theta": self._theta, "rope_type": "default"}
+        with set_current_vllm_config(VllmConfig()), self._device:
+            rope = get_rope(self._head_dim, num_positions, rope_parameters=turning, dtype=self._dtype)
+        return rope.cos_sin_cache.to(self._device, self._dtype)
