@@ -63,7 +63,7 @@ def log_softmax_triton(logits_CV: Tensor, targets_C: Tensor, temperature: float)
 
 def gradient_grid(num_rows: int, num_columns: int) -> tuple[int, int]:
     """Programs of the gradient's kernel. Rows come first, because CUDA's second axis ends at 65,535."""
-    return num_rows, triton.cdiv(num_columns, BLOCK)
+    return num_rows, -(-num_columns // BLOCK)
 
 
 def logits_gradient_triton(

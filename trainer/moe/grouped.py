@@ -66,9 +66,9 @@ def backend_of_product(
 ) -> GroupedBackend:
     """`backend`, but grouped_mm where Triton would take longer (see LIGHT_FLOP)."""
     is_light = num_operations < LIGHT_FLOP and not has_adapter
-    return (
-        GroupedBackend.grouped_mm if backend is GroupedBackend.triton and is_light and is_grouped_mm_fast else backend
-    )
+    if backend is GroupedBackend.triton and is_light and is_grouped_mm_fast:
+        return GroupedBackend.grouped_mm
+    return backend
 
 
 def grouped_product(
