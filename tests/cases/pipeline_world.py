@@ -9,18 +9,27 @@ import torch
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import DictSource, PlainEngine, engine_bytes, engine_layout, repacked
 
+from weight_sync.errors import TransferTimeout
 from weight_sync.integrity import MIN_SCRATCH_BYTES
 from weight_sync.layout import Binding, Destination
 from weight_sync.plan.budget import sums_bytes
 from weight_sync.plan.plan import build_plan
 from weight_sync.publish.lanes import PipelineResult
+from weight_sync.publish.packing import Packet
 from weight_sync.publish.pipeline import Pipeline
-from weight_sync.publish.staging_slots import Load
 
 NUM_RANKS = 2
 HASH_BYTES = MIN_SCRATCH_BYTES + sums_bytes(0)
 SMALL_WATERMARK = HASH_BYTES + 256
 """Two slots of 128 bytes: the tiny model (290 bytes a rank and replica) needs several loads."""
+
+
+def wire_of(version: int, rank: int) -> dict[str, torch.Tensor]:
+    """What a publish leaves in the memory of an engine rank, before its commit."""
+    wanted = engine_bytes(version, rank)
+    wanted["w2"] = repacked(wanted["w2"])
+    del wanted["absorbed"]
+    return wanted
 
 
 class World:
@@ -60,16 +69,39 @@ class World:
         self.pipeline.prepare(version)
         return self.pipeline.run(version, self.bindings() if bindings is None else bindings, self.budgets_s)
 
+    def holds_nothing_else(self, replica: int, version: int) -> bool:
+        """Whether every value of a replica is that of a version, or was never written."""
+        return all(
+            bool(((held == wanted) | (held == 0)).all())
+            for rank, params in enumerate(self.engines[replica].params)
+            for held, wanted in ((params[name], data) for name, data in wire_of(version, rank).items())
+        )
+
     def arrived(self, replica: int, version: int) -> bool:
         """Whether a replica holds a version's wire bytes."""
         for rank, params in enumerate(self.engines[replica].params):
-            wanted = engine_bytes(version, rank)
-            wanted["w2"] = repacked(wanted["w2"])
-            del wanted["absorbed"]
-            if not all(torch.equal(params[name], data) for name, data in wanted.items()):
+            if not all(torch.equal(params[name], data) for name, data in wire_of(version, rank).items()):
                 return False
         return True
 
 
-def num_reads(loads: Sequence[Load]) -> int:
-    return sum(len(packet.tasks[0].pieces) for load in loads for packet in load.packets)
+class UnclosableTransport(MemoryTransport):
+    """A link whose failed writes cannot be closed for a while."""
+
+    is_stuck = True
+    num_refused = 0
+
+    def reset(self, session: str) -> None:
+        if self.is_stuck:
+            self.num_refused += 1
+            raise TransferTimeout(f"{session} is still draining")
+        super().reset(session)
+
+
+def num_reads(loads: Sequence[Sequence[Packet]]) -> int:
+    return sum(len(packet.tasks[0].pieces) for packets in loads for packet in packets)
+
+
+def destinations(packets: Sequence[Packet]) -> set[Destination]:
+    """Where a load goes."""
+    return {(task.replica, task.dest_rank) for packet in packets for task in packet.tasks}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -67,6 +67,8 @@ class DictSource:
         self.begin_error: Exception | None = None
         self.num_ends = 0
         self.num_reads = 0
+        self.before_read: Callable[[str], None] = lambda tensor: None
+        self.undeclared_bytes = 0
 
     def layout(self) -> SourceLayout:
         """Rows split over the ranks, experts whole on one rank each, the norm on all of them."""
@@ -89,11 +91,12 @@ class DictSource:
             raise self.begin_error
         self.version = version
         self.tensors = checkpoint(version)
-        return self.temporary_bytes
+        return self.temporary_bytes + self.undeclared_bytes
 
     def read(self, tensor: str, region: Region, out: torch.Tensor) -> None:
         """Copy a rectangle."""
         assert tuple(out.shape) == region.shape
+        self.before_read(tensor)
         self.num_reads += 1
         index = tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))
         out.copy_(self.tensors[tensor][index])

@@ -114,9 +114,8 @@ class Replay:
         self._lane_of = {dest: number % MAX_LINK_THREADS for number, dest in enumerate(served)}
         self._lanes = [queue.SimpleQueue[_Part | None]() for _ in range(min(len(served), MAX_LINK_THREADS))]
         """Per lane, the parts that it has to write."""
-        self._door = _Door()
-        self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        """Slots that may be packed; None: no more slots will come."""
+        self._door = Door()
+        self._free = FreeSlots(slots.quarantined)
         self._seconds = dict.fromkeys(served, 0.0)
         """Seconds spent on writing to each destination."""
         self._written: dict[Destination, list[slice]] = {dest: [] for dest in served}
@@ -132,7 +131,7 @@ class Replay:
         sent = {load.number for load in loads}
         taken = {filled.slot for number, filled in ready.items() if number in sent}
         for slot in set(range(NUM_SLOTS)) - taken:
-            self._free.put(slot)
+            self._free.give_back(slot)
         lanes: list[Future[float]] = []
         try:
             lanes += [thread.submit(self._run_lane, parts) for thread, parts in zip(self._slots.threads, self._lanes)]
@@ -154,7 +153,7 @@ class Replay:
             if filled is None:
                 if not self._wanted(load):  # all replicas that need it have failed
                     continue
-                slot = self._next_slot()
+                slot = self._free.take(self._seconds)
                 if slot is None:
                     return
                 began = time.monotonic()
@@ -165,30 +164,13 @@ class Replay:
     def _wanted(self, load: Load) -> list[Destination]:
         return [dest for dest in load.batches if dest in self._bindings and dest[0] not in self._result.report.errors]
 
-    def _next_slot(self) -> int | None:
-        """A slot that may be packed; None if a lane failed (its error is raised later).
-
-        Raises:
-            TransportError: Every slot is quarantined.
-        """
-        waited_s = 0.0
-        while True:
-            try:
-                slot = self._free.get(timeout=WAIT_LOG_S)
-                if slot is None and len(self._slots.quarantined) == NUM_SLOTS:
-                    raise TransportError("no staging slot is left: earlier failed writes cannot be closed yet")
-                return slot
-            except queue.Empty:
-                waited_s += WAIT_LOG_S
-                logger.warning("packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, self._seconds)
-
     def _hand_over(self, filled: Filled) -> None:
         """Give a packed load to every lane that writes a part of it."""
         parts: dict[int, list[Destination]] = {}
         for dest in self._wanted(filled.load):
             parts.setdefault(self._lane_of[dest], []).append(dest)
         if not parts:
-            self._give_back(filled.slot)
+            self._free.give_back(filled.slot)
         load = _OnItsWay(filled, len(parts))
         for lane, destinations in parts.items():
             self._lanes[lane].put((load, destinations))
@@ -205,18 +187,11 @@ class Replay:
                 for dest in destinations:
                     self._write(load.filled, dest)
                 if load.part_is_over():
-                    self._give_back(load.filled.slot)
+                    self._free.give_back(load.filled.slot)
         except BaseException:  # reaches the caller's thread through the future
-            self._free.put(None)
+            self._free.end()
             raise
         return waited_s
-
-    def _give_back(self, slot: int) -> None:
-        """Make a slot free again: every write from it is over."""
-        if slot not in self._slots.quarantined:
-            self._free.put(slot)
-        elif len(self._slots.quarantined) == NUM_SLOTS:
-            self._free.put(None)
 
     def _write(self, filled: Filled, dest: Destination) -> None:
         """Write one destination's part of a load, unless its replica has failed."""
@@ -246,22 +221,8 @@ class Replay:
             return
         logger.warning("replica %d, rank %d: %s", *dest, error)
         self._result.report.errors.setdefault(replica, f"{type(error).__name__}: {error}")
-        self._close_failed(filled.slot, binding.session)
-
-    def _close_failed(self, slot: int, session: str) -> None:
-        """Make sure that a failed write never reads its slot again.
-
-        The slot is not used meanwhile, because this lane's part of its load is not over. It is quarantined only if
-        closing fails, because lanes with other slots count the slots that are left.
-        """
         with self._door.alone():
-            try:
-                self._transport.reset(session)
-            except BaseException as e:
-                self._slots.quarantined.setdefault(slot, []).append(session)
-                if not isinstance(e, TransportError):
-                    raise
-                logger.error("slot %d is quarantined: %s", slot, e)
+            self._free.close_failed(filled.slot, binding.session, self._transport.reset)
 
     def _count(self) -> None:
         """Add up what was written, after the lanes have ended."""
@@ -312,7 +273,61 @@ _Part = tuple[_OnItsWay, Sequence[Destination]]
 """The part of a load that one lane writes."""
 
 
-class _Door:
+class FreeSlots:
+    """Slots that may be packed. A slot that a failed write may still read is quarantined, and is not among them."""
+
+    def __init__(self, quarantined: dict[int, list[str]]) -> None:
+        self._quarantined = quarantined
+        self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        """None: no more slots will come."""
+
+    def take(self, seconds: Mapping[Destination, float]) -> int | None:
+        """Wait for a slot; None when a lane failed, whose error is raised later.
+
+        Args:
+            seconds: Of writing so far, for the log.
+
+        Raises:
+            TransportError: Every slot is quarantined.
+        """
+        waited_s = 0.0
+        while True:
+            try:
+                slot = self._free.get(timeout=WAIT_LOG_S)
+                if slot is None and len(self._quarantined) == NUM_SLOTS:
+                    raise TransportError("no staging slot is left: earlier failed writes cannot be closed yet")
+                return slot
+            except queue.Empty:
+                waited_s += WAIT_LOG_S
+                logger.warning("packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, seconds)
+
+    def give_back(self, slot: int) -> None:
+        """Every write from a slot is over."""
+        if slot not in self._quarantined:
+            self._free.put(slot)
+        elif len(self._quarantined) == NUM_SLOTS:
+            self._free.put(None)
+
+    def end(self) -> None:
+        """A lane failed: take() waits no longer."""
+        self._free.put(None)
+
+    def close_failed(self, slot: int, session: str, reset: Callable[[str], None]) -> None:
+        """Make sure that nothing of a failed write ever reads its slot again.
+
+        The slot is in nobody's hands meanwhile: this lane's part of its load is not over. It is quarantined only where
+        `reset` failed, since lanes of other slots ask how many are left.
+        """
+        try:
+            reset(session)
+        except BaseException as e:
+            self._quarantined.setdefault(slot, []).append(session)
+            if not isinstance(e, TransportError):
+                raise
+            logger.error("slot %d is quarantined: %s", slot, e)
+
+
+class Door:
     """A lock that writes hold together, and the closing of a failed write holds alone. Counts the seconds of
     writing."""
 

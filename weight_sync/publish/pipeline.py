@@ -88,6 +88,11 @@ class Pipeline:
         self._prepared: Prepared | None = None
 
     @property
+    def loads(self) -> list[tuple[Packet, ...]]:
+        """What goes through the slots, load by load; after compile()."""
+        return [packets for packets, _ in self._compiled]
+
+    @property
     def max_task_bytes(self) -> int:
         """Largest task that a plan for this rank should contain: a part of a slot."""
         return self._limits.max_task_bytes
@@ -135,7 +140,7 @@ class Pipeline:
         self._tasks, self._places = tasks, Places.of_tasks(tasks) if places is None else places
         self._compiled = [
             (packets, compile_reads(self._source, packed_reads(packets)))
-            for packets in _cut(tasks, self._slot_bytes, limits)
+            for packets in cut_into_packets(tasks, self._slot_bytes, limits)
         ]
         if self._verify_hashes:
             compile_kernels(self._device)
@@ -271,7 +276,7 @@ class Pipeline:
         return peak
 
 
-def _cut(tasks: Sequence[Task], slot_bytes: int, limits: Staging) -> list[tuple[Packet, ...]]:
+def cut_into_packets(tasks: Sequence[Task], slot_bytes: int, limits: Staging) -> list[tuple[Packet, ...]]:
     """Cut tasks into slot loads, in schedule order. Each has as many aligned packets as fit and as are allowed."""
     loads: list[list[list[Task]]] = []
     used = slot_bytes

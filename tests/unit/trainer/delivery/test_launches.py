@@ -56,7 +56,7 @@ def test_a_load_serves_all_destinations_alike_and_packs_what_each_gets_of_a_stac
     launches: list[int] = []
     writes: list[int] = []
     sent = [0] * tp_size
-    for packets, _ in pipeline._compiled:
+    for packets in pipeline.loads:
         tasks = [packet.tasks[0] for packet in packets]
         launches.append(len(source.joined(packed_reads(packets))))
         writes.append(len({task.dest_rank for task in tasks}))

@@ -5,6 +5,7 @@ of it.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -174,18 +175,30 @@ def test_an_a_that_is_not_gathered_anew_is_refused():
         gather_lora_a(make_rank().decoder, {"model.layers.0.self_attn.q_proj.lora_A": a})
 
 
+class RememberingTransport(MemoryTransport):
+    """Knows the storages that were registered, and does not hold them."""
+
+    def __init__(self, fabric: MemoryFabric) -> None:
+        super().__init__(fabric)
+        self.storages: list[StorageWeakRef] = []
+
+    def register(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().register(tensors)
+        self.storages += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+
 @pytest.mark.parametrize("end", [Pipeline.allocate, Pipeline.release, Pipeline.close])
 def test_staging_ends_though_the_plan_is_kept(end):
     """What fills a slot names its addresses; torch must not find it in use when it is asked to give memory back."""
-    rank, transport = make_rank(), MemoryTransport(MemoryFabric())
-    layout = MirrorEngine(rank.delivery.source.layout().tensors, transport).receivers[0].describe().layout
+    rank, fabric = make_rank(), MemoryFabric()
+    transport, engine = RememberingTransport(fabric), MemoryTransport(fabric)
+    layout = MirrorEngine(rank.delivery.source.layout().tensors, engine).receivers[0].describe().layout
     pipeline = Pipeline(rank.delivery.source, transport, device="cpu", watermark_bytes=1 << 20, verify_hashes=True)
     plan = build_plan([rank.delivery.source.layout()], [[layout]], max_task_bytes=pipeline.max_task_bytes)
     pipeline.load(plan.tasks[0])
     pipeline.prepare(0)
-    assert pipeline._prepared.filled
-    pipeline.cancel()
-    staging = StorageWeakRef(pipeline._slots._staging.untyped_storage())
+    assert pipeline.run(0, {}, {}).report.prepare_s > 0, "slots were filled"
+    (staging,) = transport.storages
     assert not staging.expired()
     end(pipeline)
     assert staging.expired()

@@ -6,40 +6,51 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from cases.pipeline_world import HASH_BYTES, NUM_RANKS, World, num_reads
+from cases.pipeline_world import HASH_BYTES, NUM_RANKS, UnclosableTransport, World, destinations, num_reads
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 
 from weight_sync.errors import TransferTimeout
 from weight_sync.plan.budget import NUM_SLOTS
-from weight_sync.publish.lanes import PipelineResult, Replay, _Door
+from weight_sync.publish.lanes import Door, FreeSlots
 from weight_sync.publish.pipeline import Pipeline
-from weight_sync.publish.sums import Places, Sums
+from weight_sync.publish.staging_slots import Slots
 
 
-def test_a_device_that_fails_at_the_end_does_not_leave_a_write_under_way() -> None:
-    world, is_writing, written = World(), threading.Event(), []
-    write = world.transport.write
+class SlowTransport(MemoryTransport):
+    """Takes a while to write, and knows who writes."""
 
-    def slow(*args: object, **options: object) -> None:
-        is_writing.set()
-        time.sleep(0.2)
-        write(*args, **options)  # type: ignore[arg-type]
-        written.append(args)
+    def __init__(self, fabric: MemoryFabric) -> None:
+        super().__init__(fabric)
+        self.is_writing = threading.Event()
+        self.num_written = 0
+        self.threads: set[threading.Thread] = set()
 
-    def broken() -> None:
-        assert is_writing.wait(5)
-        raise RuntimeError("the device is gone")
+    def write(self, *args: Any, **options: Any) -> None:
+        self.is_writing.set()
+        self.threads.add(threading.current_thread())
+        time.sleep(0.05)
+        super().write(*args, **options)
+        self.num_written += 1
 
-    world.transport.write = slow  # type: ignore[method-assign]
-    world.pipeline._slots.take_sums = broken  # type: ignore[union-attr, method-assign]
+
+def test_a_device_that_fails_does_not_leave_a_write_under_way() -> None:
+    world = World(transport=SlowTransport)
+    prepared_reads = num_reads(world.pipeline.loads[:2])
+
+    def broken(_: str) -> None:
+        if world.source.num_reads == prepared_reads:
+            assert world.transport.is_writing.wait(5)
+            raise RuntimeError("the device is gone")
+
+    world.source.before_read = broken
     assert world.run(1).report.errors == {0: "RuntimeError: the device is gone"}
-    num_written = len(written)
-    time.sleep(0.5)
-    assert len(written) == num_written > 0
+    num_written = world.transport.num_written
+    time.sleep(0.3)
+    assert world.transport.num_written == num_written > 0
 
 
 @pytest.mark.parametrize("fault", [Fault(refuse=True), Fault(stall=True)])
@@ -74,18 +85,8 @@ def test_a_skipped_replica_gets_nothing() -> None:
     assert world.arrived(1, 1)
 
 
-class UnclosableTransport(MemoryTransport):
-    """A link whose failed writes cannot be closed for a while."""
-
-    is_stuck = True
-
-    def reset(self, session: str) -> None:
-        if self.is_stuck:
-            raise TransferTimeout(f"{session} is still draining")
-        super().reset(session)
-
-
-def test_a_slot_whose_write_cannot_be_closed_is_not_packed_again() -> None:
+@pytest.mark.parametrize("does_land", [True, False])
+def test_a_slot_whose_write_cannot_be_closed_is_not_packed_again(does_land: bool) -> None:
     world = World(2, transport=UnclosableTransport)
     world.budgets_s = {0: 5.0, 1: 0.05}
     world.fabric.inject(world.sessions[1][0].session, Fault(stall=True))
@@ -93,14 +94,13 @@ def test_a_slot_whose_write_cannot_be_closed_is_not_packed_again() -> None:
     assert set(result.report.errors) == {1}
     assert world.arrived(0, 1)
 
-    # What the stalled write had not sent is still in its slot: it would land as version 1, never as something else.
-    staging = world.pipeline._slots._staging
-    (slot,) = world.pipeline._quarantined
-    before = staging[slot * len(staging) // 2 :][: len(staging) // 2].clone()
     blocked = world.run(2)
     assert "still draining" in blocked.report.errors[0]
-    assert torch.equal(staging[slot * len(staging) // 2 :][: len(staging) // 2], before)
-
+    if does_land:
+        # What the stalled write had not sent is still in its slot: it lands as version 1, never as something else.
+        assert world.fabric.land_late_writes() == 1
+        assert world.holds_nothing_else(1, version=1)
+        return
     world.transport.is_stuck = False
     assert world.run(3).report.errors == {}
     assert world.fabric.land_late_writes() == 0
@@ -109,12 +109,12 @@ def test_a_slot_whose_write_cannot_be_closed_is_not_packed_again() -> None:
 
 def test_a_replica_that_has_every_byte_is_not_blamed_for_slots_that_nobody_needs() -> None:
     world = World(3, HASH_BYTES + 1024, transport=UnclosableTransport)
-    loads = world.pipeline._slots.loads
+    loads = world.pipeline.loads
     for replica, last in ((1, -2), (2, -1)):  # fails in the last load but one, in the last
-        before = sum((replica, 0) in load.batches for load in loads[:last])
+        before = sum((replica, 0) in destinations(packets) for packets in loads[:last])
         world.fabric.inject(world.sessions[replica][0].session, *[Fault()] * before, Fault(refuse=True))
     result = world.run(1)
-    assert len(world.pipeline._quarantined) == NUM_SLOTS
+    assert world.transport.num_refused == NUM_SLOTS, "each is lost"
     assert set(result.report.errors) == {1, 2}
     assert world.arrived(0, 1)
     with pytest.raises(TransferTimeout, match="still draining"):  # nor is staging given to another plan
@@ -123,17 +123,10 @@ def test_a_replica_that_has_every_byte_is_not_blamed_for_slots_that_nobody_needs
 
 def test_a_slot_whose_failed_write_is_being_closed_is_not_lost() -> None:
     """One slot is lost, and its last lane ends while a failed write from the other one is being closed."""
-    world = World()
-    world.pipeline.prepare(1)
-    result = PipelineResult(Sums(Places({})))
-    replay = Replay(
-        world.pipeline._slots, world.transport, world.bindings(), world.budgets_s, world.pipeline._prepared, result
-    )
-    world.pipeline._quarantined[0] = ["lost"]
-    with mock.patch.object(world.transport, "reset", lambda _: replay._give_back(0)):
-        replay._close_failed(1, world.sessions[0][0].session)
-    replay._give_back(1)
-    assert replay._next_slot() == 1
+    free = FreeSlots({0: ["lost"]})
+    free.close_failed(1, "session", lambda _: free.give_back(0))
+    free.give_back(1)
+    assert free.take({}) == 1
 
 
 class BreakingTransport(MemoryTransport):
@@ -148,7 +141,9 @@ def test_a_slot_is_not_packed_again_where_closing_its_write_broke() -> None:
     world.budgets_s = {0: 5.0, 1: 0.05}
     world.fabric.inject(world.sessions[1][0].session, Fault(stall=True))
     assert set(world.run(1).report.errors) == {0, 1}, "this rank's device is lost, and all replicas with it"
-    assert list(world.pipeline._quarantined.values()) == [[world.sessions[1][0].session]]
+    with pytest.raises(RuntimeError, match="illegal memory access"):  # it is still asked for, and its slot kept
+        world.pipeline.release()
+    assert world.transport.registered
 
 
 @pytest.mark.parametrize("num_starting", [0, 1])
@@ -156,11 +151,11 @@ def test_a_lane_that_cannot_enter_the_device_fails_the_publish(num_starting: int
     world = World(2)
     entered = iter(range(100))
 
-    def enter() -> None:
+    def enter(_: Slots) -> None:
         if next(entered) >= num_starting:
             raise RuntimeError("CUDA error: out of memory")
 
-    with mock.patch.object(world.pipeline._slots, "enter_thread", enter):
+    with mock.patch.object(Slots, "enter_thread", enter):
         result = world.run(1)
     assert set(result.report.errors) == {0, 1}
     assert "CUDA error" in result.report.errors[0]
@@ -169,14 +164,8 @@ def test_a_lane_that_cannot_enter_the_device_fails_the_publish(num_starting: int
 
 @pytest.mark.parametrize("end", [Pipeline.allocate, Pipeline.release, Pipeline.close])
 def test_lanes_keep_their_threads_from_publish_to_publish_and_end_with_staging(end: Callable[[Pipeline], None]) -> None:
-    world, threads = World(), set[threading.Thread]()
-    slots, write = world.pipeline._slots, world.transport.write
-
-    def watched(*args: object, **options: object) -> None:
-        threads.add(threading.current_thread())
-        write(*args, **options)
-
-    world.transport.write = watched  # type: ignore[method-assign]
+    world = World(transport=SlowTransport)
+    threads = world.transport.threads
     bindings = world.bindings()
     assert world.run(1, dict([bindings.popitem()])).report.errors == {}
     for version in (2, 3):
@@ -184,7 +173,6 @@ def test_lanes_keep_their_threads_from_publish_to_publish_and_end_with_staging(e
     assert len(threads) == NUM_RANKS
     assert all(thread.is_alive() for thread in threads)
     end(world.pipeline)
-    assert slots is not world.pipeline._slots
     assert not any(thread.is_alive() for thread in threads)
 
 
@@ -197,33 +185,34 @@ class GatedTransport(MemoryTransport):
         self.num_done: Counter[str] = Counter()
         self.is_writing = threading.Event()
         self.go_on = threading.Event()
+        self.after_write: Callable[[str], None] = lambda session: None
 
-    def write(self, session: str, *args: object, **kwargs: object) -> None:
+    def write(self, session: str, *args: Any, **kwargs: Any) -> None:
         if self.num_done[session] >= self.num_passing.get(session, 1 << 30):
             self.is_writing.set()
             assert self.go_on.wait(timeout=20)
-        super().write(session, *args, **kwargs)  # type: ignore[arg-type]
+        super().write(session, *args, **kwargs)
         self.num_done[session] += 1
+        self.after_write(session)
 
 
 def test_packing_goes_on_while_a_load_is_written() -> None:
     world = World(transport=GatedTransport)
     gated = world.transport
-    assert len(world.pipeline._slots.loads) > 2
-    loads = world.pipeline._slots.loads
-    for _, rank in loads[0].batches:
+    loads = world.pipeline.loads
+    assert len(loads) > 2
+    for _, rank in destinations(loads[0]):
         gated.num_passing[world.sessions[0][rank].session] = 1
     prepared_reads = num_reads(loads[:2])
-    read, during_write = world.source.read, threading.Event()
+    during_write = threading.Event()
 
-    def watched(tensor: str, *rest: object) -> None:
+    def watched(_: str) -> None:
         if world.source.num_reads == prepared_reads:  # load 2 is packed while the gate holds load 1 in its write
             assert gated.is_writing.wait(timeout=20)
             during_write.set()
             gated.go_on.set()
-        read(tensor, *rest)  # type: ignore[arg-type]
 
-    world.source.read = watched  # type: ignore[method-assign]
+    world.source.before_read = watched
     result = world.run(1)
     assert during_write.is_set()
     assert result.report.errors == {}
@@ -233,21 +222,19 @@ def test_packing_goes_on_while_a_load_is_written() -> None:
 def test_a_link_goes_on_while_another_one_still_sends_its_part_of_a_load() -> None:
     world = World(transport=GatedTransport)
     gated = world.transport
-    first, second = world.pipeline._slots.loads[:2]
-    (quick, _), (slow, _) = sorted(world.bindings().items(), key=lambda item: item[0] not in second.batches)
-    assert {quick, slow} <= set(first.batches) and quick in second.batches
+    first, second = map(destinations, world.pipeline.loads[:2])
+    (quick, _), (slow, _) = sorted(world.bindings().items(), key=lambda item: item[0] not in second)
+    assert {quick, slow} <= first and quick in second
     quick_session, slow_session = (world.sessions[replica][rank].session for replica, rank in (quick, slow))
     gated.num_passing[slow_session] = 0
-    super_write = MemoryTransport.write
 
-    def released(self: MemoryTransport, session: str, *args: object, **kwargs: object) -> None:
-        super_write(self, session, *args, **kwargs)  # type: ignore[arg-type]
-        if session == quick_session and gated.num_done[session] == 1:  # its part of the second load is over
+    def release(session: str) -> None:
+        if session == quick_session and gated.num_done[session] == 2:  # its part of the second load is over
             assert gated.num_done[slow_session] == 0
             gated.go_on.set()
 
-    with mock.patch.object(MemoryTransport, "write", released):
-        result = world.run(1)
+    gated.after_write = release
+    result = world.run(1)
     assert result.report.errors == {}
     assert world.arrived(0, 1)
 
@@ -261,11 +248,11 @@ class WatchedTransport(MemoryTransport):
         self.writing_at_reset: list[int] = []
         self._lock = threading.Lock()
 
-    def write(self, *args: object, **kwargs: object) -> None:
+    def write(self, *args: Any, **kwargs: Any) -> None:
         with self._lock:
             self.num_writing += 1
         try:
-            super().write(*args, **kwargs)  # type: ignore[arg-type]
+            super().write(*args, **kwargs)
         finally:
             with self._lock:
                 self.num_writing -= 1
@@ -292,7 +279,7 @@ def test_a_failed_write_is_closed_alone_and_nobody_elses_time_runs_meanwhile() -
 
 
 def test_no_write_begins_while_a_failed_one_is_closed() -> None:
-    door, has_entered = _Door(), threading.Event()
+    door, has_entered = Door(), threading.Event()
 
     def write() -> None:
         with door.writing():

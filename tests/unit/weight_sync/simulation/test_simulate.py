@@ -164,7 +164,7 @@ def test_loads_are_those_of_the_pipeline(system, limit):
     for tasks in plan.tasks.values():
         limits = Staging(watermark_bytes=2 * limit)
         loads, slot_bytes = cut_loads(tuple(tasks), limits)
-        expected = pipeline._cut(tasks, slot_bytes, limits)
+        expected = pipeline.cut_into_packets(tasks, slot_bytes, limits)
         assert [load.num_packets for load in loads] == [len(packets) for packets in expected]
         assert [load.sent_bytes for load in loads] == [
             sum(task.num_bytes for packet in packets for task in packet.tasks) for packets in expected
@@ -184,7 +184,7 @@ def test_loads_of_many_packets_are_those_of_the_pipeline(watermark_bytes, packet
     limits = Staging(watermark_bytes=watermark_bytes)
     loads, slot_bytes = cut_loads(schedule, limits)
     assert [load.num_packets for load in loads] == packets
-    assert [len(load) for load in pipeline._cut(schedule, slot_bytes, limits)] == packets
+    assert [len(load) for load in pipeline.cut_into_packets(schedule, slot_bytes, limits)] == packets
 
 
 def test_scratch_is_that_of_the_hashes():
