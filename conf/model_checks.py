@@ -59,6 +59,7 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
         check_fp8_engine_computes_in_two_bytes(config, hf_config)
         check_adapters_beside_experts_have_gpu_engines(config, hf_config)
         check_engine_forward_knows_the_model(config, hf_config)
+        check_engine_records_routes(config, hf_config)
 
 
 def check_adapters_beside_experts_have_gpu_engines(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
@@ -95,6 +96,24 @@ def check_engine_forward_knows_the_model(config: RunConfig, hf_config: Mapping[s
         raise ConfigError(
             f"trainer.engine_forward=true (parity=bitwise) does not know {reason}; choose parity=standard, or another "
             "model"
+        )
+
+
+def check_engine_records_routes(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Routing replay needs experts, and an engine that records which of them it chose: vLLM 0.25.1 and 0.32 on GPUs.
+    On a CPU, 0.32 has no model runner that does (`VllmConfig._verify_aux_output_compatibility`).
+    """
+    if not config.parity.replay_routing:
+        return
+    if not num_experts_of(hf_config):
+        raise ConfigError(
+            f"parity.replay_routing=true needs a mixture of experts, and model_type={hf_config.get('model_type')} has "
+            "none; set parity.replay_routing=false"
+        )
+    if config.cluster.device is Device.cpu:
+        raise ConfigError(
+            "parity.replay_routing=true contradicts cluster.device=cpu: the CPU engine does not record which experts "
+            "it chose; set parity.replay_routing=false, or cluster.device=cuda"
         )
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from weight_sync.layout import TensorMeta
 
 PROBE = -1
@@ -61,6 +63,33 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """What an engine records for each token (parity.replay_routing). Example: RoutingShape((1, 2), 8, 128)."""
+
+    layers: tuple[int, ...]
+    """Decoder layers with experts, ascending."""
+    top_k: int
+    """Experts of a token in each of them."""
+    num_experts: int
+
+    @property
+    def dtype(self) -> type[np.unsignedinteger[Any] | np.signedinteger[Any]]:
+        """The narrowest that torch has for these experts."""
+        return np.uint8 if self.num_experts <= 256 else np.int16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """The experts that the engine chose at the first N positions of prompt and response, N one less than their tokens:
+    the last sampled token was never fed to the model. Made by rollout/routes.py."""
+
+    experts: np.ndarray
+    """[N, layers with experts, experts per token] uint8, or int16 with more than 256 experts."""
+    is_recorded: np.ndarray
+    """[N] bool; False where the engine's choice is not known."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One sampled response. All lists have one entry per response token."""
 
@@ -75,6 +104,16 @@ class Rollout:
     """"stop" (end of sequence) or "length"."""
     num_evictions: int = 0
     """How often a publish ended this response's request because it needed the adapter slot that the request read."""
+    routes: Routes | None = None
+    """None: the engine was not asked (parity.replay_routing=false)."""
+
+    @property
+    def num_tokens_without_route(self) -> int:
+        """Response tokens that were sampled at a position whose route is missing."""
+        if self.routes is None:
+            return 0
+        sampled_at = self.routes.is_recorded[len(self.routes.is_recorded) - len(self.token_ids) :]
+        return int(np.count_nonzero(~sampled_at))
 
 
 @dataclass(frozen=True, slots=True)

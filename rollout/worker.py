@@ -41,7 +41,7 @@ from rollout.adapters.adapter_replica import AdapterReplica
 from rollout.engine.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.slot_channel import SlotClients
-from rollout.types import PROBE, Adapter, AdapterSlotsSpec, Prompt, Rollout
+from rollout.types import PROBE, Adapter, AdapterSlotsSpec, Prompt, Rollout, RoutingShape
 from weight_sync.errors import PlanMismatch
 from weight_sync.gc_freeze import allow_collections, freeze_heap, hold_collections
 from weight_sync.layout import TensorMeta
@@ -73,6 +73,7 @@ class RolloutWorker:
         host: Address at which trainer ranks reach this worker.
         adapters: Slots of the engine, when weight_sync.mode=adapter. Base weights then come once, over endpoint() or
             from disk, and policy versions over adapter_endpoint().
+        routing: Shape of the model's routing, for rollouts that carry their routes.
         keep_special_tokens: Whether the text of responses contains special tokens.
         make_engine: Called with Engine's arguments.
 
@@ -93,6 +94,7 @@ class RolloutWorker:
         key: bytes,
         host: str = "127.0.0.1",
         adapters: AdapterSlotsSpec | None = None,
+        routing: RoutingShape | None = None,
         keep_special_tokens: bool = False,
         make_engine: Callable[..., Engine] = Engine,
     ) -> None:
@@ -106,7 +108,9 @@ class RolloutWorker:
         self._adapter_endpoint: ReplicaEndpoint | None = None
         self._sockets = contextlib.ExitStack()
         """The folder of the slots' sockets, and our ends of them."""
-        self.engine = make_engine(folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters)
+        self.engine = make_engine(
+            folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters, routing=routing
+        )
         self._endpoint = ReplicaEndpoint(self, key, host=host)
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._skip_special_tokens = not keep_special_tokens

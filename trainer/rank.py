@@ -48,6 +48,7 @@ from trainer.model.decoder import Decoder
 from trainer.model.logprobs import token_logprobs
 from trainer.model.reference import ReferencePolicy
 from trainer.model.shard_decoder import dense_trainable, expert_trainable
+from trainer.moe.replay import RecordedRoutes
 from trainer.parallel import ParallelLayout, sharded_rows, take_device
 from trainer.process_group import ControlGroup
 from trainer.step.checkpoint_state import read_rank_state, state_layout, write_rank_state
@@ -269,8 +270,9 @@ class TrainerRank:
         ref_logprobs_N = None
         if self._reference is not None:
             with self._reference.active():
-                ref_logprobs_N, _ = self._logprobs(decoder, micro)
-        logprobs_N, entropy_N = self._logprobs(decoder, micro)
+                ref_logprobs_N, _ = self._logprobs(decoder, micro, self._routes(micro))
+        routes = self._routes(micro)
+        logprobs_N, entropy_N = self._logprobs(decoder, micro, routes)
         tokens = CountedTokens(
             rollout_logprobs_N=self._to_device(micro.rollout_logprobs),
             advantages_N=self._to_device(micro.advantages),
@@ -280,14 +282,26 @@ class TrainerRank:
             staleness_N=self._to_device(micro.staleness),
             ref_logprobs_N=ref_logprobs_N,
         )
-        return self._loss(logprobs_N, entropy_N, tokens, self._algorithm, denominators, self._parity.mask_log_ratio)
+        part = self._loss(logprobs_N, entropy_N, tokens, self._algorithm, denominators, self._parity.mask_log_ratio)
+        if routes is not None:
+            part.sums["parity/num_flipped"] = torch.stack(routes.flipped).sum().double()
+            part.sums["parity/num_routings"] = routes.num_routings.double()
+        return part
 
-    def _logprobs(self, decoder: Decoder, micro: Microbatch) -> tuple[Tensor, Tensor]:
+    def _routes(self, micro: Microbatch) -> RecordedRoutes | None:
+        """What the engine recorded for one forward pass. The reference replays it too: its distance from the policy is
+        one of weights, not of choices at near-ties."""
+        if micro.routed_experts is None or micro.has_route is None:
+            return None
+        return RecordedRoutes(self._to_device(micro.routed_experts), self._to_device(micro.has_route))
+
+    def _logprobs(self, decoder: Decoder, micro: Microbatch, routes: RecordedRoutes | None) -> tuple[Tensor, Tensor]:
         """(log-probability, entropy) of every counted token. The head runs only on the rows that predict one."""
         hidden_TH = decoder(
             self._to_device(micro.token_ids),
             self._to_device(micro.positions),
             torch.from_numpy(micro.cu_seqlens),  # stays on the host: it decides shapes
+            routes,
         )
         hidden_NH = hidden_TH.index_select(0, self._to_device(micro.predictor_rows))
         targets_N = self._to_device(micro.targets)

@@ -21,6 +21,12 @@ class Sample:
     """[T] float32; 0 where loss_mask is False."""
     oldest_version: int
     """Oldest policy version among the response tokens."""
+    routed_experts: np.ndarray | None = None
+    """[T, layers with experts, experts per token] uint8 or int16; the experts that the engine chose for token t. None:
+    the trainer chooses."""
+    has_route: np.ndarray | None = None
+    """[T] bool, given with routed_experts; False: the trainer chooses for token t. Always False for the last token,
+    which the engine never computed."""
 
     @property
     def num_tokens(self) -> int:

@@ -31,6 +31,11 @@ class ParityConfig:
     floor_sequences: int = 4
     """Responses that are scored for it, of different prompts; of each the first 1024 tokens, its prompt included."""
 
+    replay_routing: bool = False
+    """Replay routing: the engine records which experts it chose for each token, and the trainer uses these instead of
+    its own choice. Needs a mixture of experts, and engines on GPUs.
+    """
+
     def __post_init__(self) -> None:
         at_least(1, "parity", floor_sequences=self.floor_sequences)
         at_least(0, "parity", floor_every_steps=self.floor_every_steps)

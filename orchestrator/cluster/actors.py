@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         TrainerConfig,
         WeightSyncConfig,
     )
-    from rollout.types import AdapterSlotsSpec, Prompt, Rollout
+    from rollout.types import AdapterSlotsSpec, Prompt, Rollout, RoutingShape
     from rollout.worker import RolloutWorker
     from trainer.rank import TrainerRank
     from trainer.types import Denominators, LossStats, OptimStats, Sample
@@ -72,6 +72,7 @@ class WorkerOptions:
     tensors: Sequence[TensorMeta]
     key: bytes
     adapters: AdapterSlotsSpec | None
+    routing: RoutingShape | None
     keep_special_tokens: bool
 
 
@@ -225,6 +226,7 @@ class RolloutActor:
             key=options.key,
             host=nodes.address_of_this_node(is_only=is_only_node),
             adapters=options.adapters,
+            routing=options.routing,
             keep_special_tokens=options.keep_special_tokens,
         )
         return await self._worker.start()

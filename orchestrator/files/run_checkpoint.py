@@ -16,6 +16,7 @@ Invariant: a folder named step-* was complete when it got its name; a crash at a
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -25,11 +26,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from conf.schema import RunConfig
 from orchestrator.environment import resolve_device
 from orchestrator.errors import CheckpointError
 from orchestrator.files.run_folder import flatten, to_plain
-from rollout.types import Group, Prompt, Rollout
+from rollout.types import Group, Prompt, Rollout, Routes
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +87,7 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
             "data.path": config.data.path,
             "run.seed": config.run.seed,
             "weight_sync.enabled": config.weight_sync.enabled,
+            "parity.replay_routing": config.parity.replay_routing,
         }
     )
 
@@ -170,7 +174,8 @@ class CheckpointStore:
         """Add the run's state, make all files durable, name the folder, and remove the oldest. Returns the path."""
         buffered = [{"ticket": t, **asdict(group)} for t, group in sorted(state.buffer.groups.items())]
         in_flight = [{"ticket": t, "prompt": asdict(prompt)} for t, prompt in sorted(state.buffer.in_flight.items())]
-        (partial / "groups.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*buffered, *in_flight]))
+        rows = (json.dumps(row, default=_encode) + "\n" for row in [*buffered, *in_flight])
+        (partial / "groups.jsonl").write_text("".join(rows))
         (partial / "state.json").write_text(
             json.dumps(
                 {
@@ -219,7 +224,7 @@ class CheckpointStore:
         with (path / "groups.jsonl").open() as lines:
             for row in map(json.loads, lines):
                 if "rollouts" in row:
-                    rollouts = [Rollout(**rollout) for rollout in row["rollouts"]]
+                    rollouts = [_to_rollout(rollout) for rollout in row["rollouts"]]
                     groups[row["ticket"]] = Group(_to_prompt(row["prompt"]), rollouts, row["rewards"])
                 else:
                     in_flight[row["ticket"]] = _to_prompt(row["prompt"])
@@ -285,6 +290,21 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _encode(array: np.ndarray) -> dict[str, Any]:
+    """What JSON holds of an array; json.dumps calls this for what it does not know, which in a group are arrays."""
+    data = base64.b64encode(array.tobytes()).decode()
+    return {"dtype": array.dtype.name, "shape": array.shape, "base64": data}
+
+
+def _decode(raw: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(raw["base64"]), raw["dtype"]).reshape(raw["shape"])
+
+
+def _to_rollout(raw: dict[str, Any]) -> Rollout:
+    routes = raw.pop("routes", None)
+    return Rollout(**raw, routes=None if routes is None else Routes(**{k: _decode(v) for k, v in routes.items()}))
 
 
 def _to_prompt(raw: dict[str, Any]) -> Prompt:

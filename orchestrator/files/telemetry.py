@@ -29,7 +29,7 @@ from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.metric_sinks import RayGauges, TensorBoardEvents, Value
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
-from rollout.types import Group
+from rollout.types import Group, Rollout
 from trainer.step.mismatch_bins import POSITION_STARTS, quantile
 from trainer.types import LossStats, OptimStats
 
@@ -90,6 +90,9 @@ METRICS: dict[str, str] = {
     "parity/k3_from_1024": "parity/k3 of the tokens 1024 to 4095",
     "parity/k3_from_4096": "parity/k3 of the tokens 4096 to 16383",
     "parity/k3_from_16384": "parity/k3 of the tokens from 16384 on",
+    "parity/flipped_routings": "share of the replayed choices of experts that the trainer would not have made",
+    "parity/tokens_without_route": "response tokens outside of the loss because their route is missing",
+    "parity/route_bytes_per_token": "bytes of recorded routes (parity.replay_routing), per prompt and response token",
     "policy/entropy": "mean entropy of the policy, in nats per token",
     "loss/total": "loss that was differentiated",
     "loss/policy": "its policy term",
@@ -203,6 +206,7 @@ def loss_metrics(stats: Sequence[LossStats]) -> dict[str, Value]:
     clipped = sums["policy/num_clipped_low"] + sums["policy/num_clipped_high"]
     return {
         **_parity_metrics(sums, maxima, vectors),
+        "parity/flipped_routings": mean("parity/num_flipped", "parity/num_routings"),
         "policy/entropy": mean("policy/entropy_sum"),
         "loss/total": sums["loss/total_sum"],  # already divided by the batch's denominators
         "loss/policy": sums["loss/policy_sum"],
@@ -385,9 +389,20 @@ def _rollout_metrics(record: StepRecord) -> dict[str, Value]:
         "rollout/response_tokens_mean": num_response_tokens / len(rollouts),
         "rollout/truncated_fraction": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
         "rollout/evictions": sum(rollout.num_evictions for rollout in rollouts),
+        **_route_metrics(rollouts, num_prompt_tokens + num_response_tokens),
         "trainer/tokens_per_s_per_rank": (num_prompt_tokens + num_response_tokens) / train_s / record.num_ranks
         if train_s
         else None,
+    }
+
+
+def _route_metrics(rollouts: Sequence[Rollout], num_tokens: int) -> dict[str, Value]:
+    routes = [rollout.routes for rollout in rollouts if rollout.routes is not None]
+    if not routes:
+        return {}
+    return {
+        "parity/tokens_without_route": sum(rollout.num_tokens_without_route for rollout in rollouts),
+        "parity/route_bytes_per_token": sum(r.experts.nbytes + r.is_recorded.nbytes for r in routes) / num_tokens,
     }
 
 

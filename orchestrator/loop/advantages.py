@@ -48,7 +48,8 @@ def is_informative(rewards: Sequence[float | None]) -> bool:
 
 def build_samples(groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng: np.random.Generator) -> list[Sample]:
     """Samples of one batch, in group order; rollouts without a reward and empty responses are left out, and with
-    `algorithm.mask_truncated` those that ended by length, after they counted in their group's advantages.
+    `algorithm.mask_truncated` those that ended by length, after they counted in their group's advantages. With
+    `parity.replay_routing`, tokens that were sampled at a position whose route is missing are left out in the same way.
 
     `shuffle_rng` is used only by the control experiment `algorithm.shuffle_advantages`, which permutes the advantages
     among the siblings of each group: same rewards, same lengths, same loss scale, and nothing to learn from.
@@ -67,7 +68,7 @@ def build_samples(groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng:
         if config.shuffle_advantages:
             values = shuffle_rng.permutation(values)
         samples += [_build_sample(group, i, value) for i, value in zip(kept, values, strict=True)]
-    return samples
+    return [sample for sample in samples if sample.num_valid_tokens]
 
 
 def denominators_of(samples: Sequence[Sample], policy_version: int, max_response_tokens: int = 0) -> Denominators:
@@ -95,10 +96,17 @@ def _build_sample(group: Group, index: int, advantage: float) -> Sample:
     loss_mask[num_prompt:] = True
     rollout_logprobs = np.zeros(num_tokens, dtype=np.float32)
     rollout_logprobs[num_prompt:] = rollout.logprobs
+    experts = has_route = None
+    if rollout.routes is not None:
+        experts = np.concatenate([rollout.routes.experts, np.zeros_like(rollout.routes.experts[:1])])
+        has_route = np.append(rollout.routes.is_recorded, False)
+        loss_mask[1:] &= rollout.routes.is_recorded  # token t was sampled at position t - 1
     return Sample(
         token_ids=np.array([*group.prompt.token_ids, *rollout.token_ids], dtype=np.int32),
         loss_mask=loss_mask,
         rollout_logprobs=rollout_logprobs,
         advantages=np.where(loss_mask, np.float32(advantage), np.float32(0.0)),
         oldest_version=min(rollout.policy_versions),
+        routed_experts=experts,
+        has_route=has_route,
     )

@@ -32,6 +32,7 @@ from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
 from rollout.adapters.slot_leases import SlotTable
 from rollout.engine.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
+from rollout.routes import continued
 from rollout.slot_channel import SlotClients
 from rollout.types import PROBE, Adapter, Rollout
 from weight_sync.replica.messages import Bound, EngineRank, Expected
@@ -140,6 +141,7 @@ class AdapterReplica:
                 "",
                 part.finish_reason,
                 so_far.num_evictions + is_evicted,
+                continued(so_far, part),
             )
         return so_far
 

@@ -46,7 +46,8 @@ from rollout.engine.start_failure import OutputSince, why_it_failed
 from rollout.errors import EngineDied, EngineError, error_class
 from rollout.in_vllm.process_imports import come_first
 from rollout.in_vllm.vllm_patches import end_for_good, watch_outputs
-from rollout.types import Adapter, AdapterSlotsSpec, Rollout
+from rollout.routes import read_routes
+from rollout.types import Adapter, AdapterSlotsSpec, Rollout, RoutingShape
 from weight_sync.gc_freeze import frozen_imports
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class Engine:
         device: cpu or cuda; the caller has resolved `auto`.
         seed: Seed of the engine's own random numbers; give every worker another one.
         adapters: Slots for adapters; None: requests use no adapters.
+        routing: Shape of the model's routing, to record routes; None: rollouts carry none.
         make_llm: Called with the arguments of AsyncEngineArgs.
     """
 
@@ -110,12 +112,22 @@ class Engine:
         device: Device,
         seed: int,
         adapters: AdapterSlotsSpec | None = None,
+        routing: RoutingShape | None = None,
         make_llm: Callable[[dict[str, Any]], AsyncLLM] = make_llm,
     ) -> None:
         self._folder = folder
         self._config = config
         self._device = device
-        self._arguments = engine_arguments(folder, config, dtype=dtype, device=device, seed=seed, adapters=adapters)
+        self._arguments = engine_arguments(
+            folder,
+            config,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            adapters=adapters,
+            records_routes=routing is not None,
+        )
+        self._routing = routing
         self._make_llm = make_llm
         self._llm: AsyncLLM | None = None
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
@@ -268,7 +280,7 @@ class Engine:
             final = await self._run(prompt_token_ids, params, request_id, adapter)
         finally:
             del self._stamps[request_id]
-        return self._to_rollout(request_id, final, stamps)
+        return self._to_rollout(request_id, final, stamps, num_prompt_tokens=len(prompt_token_ids))
 
     async def _run(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str, adapter: Adapter | None
@@ -340,7 +352,7 @@ class Engine:
         requests = [request for request, adapter in self._adapters.items() if adapter.version == version]
         await self._running().abort(requests)
 
-    def _to_rollout(self, request_id: str, final: Any, stamps: list[int]) -> Rollout:
+    def _to_rollout(self, request_id: str, final: Any, stamps: list[int], num_prompt_tokens: int) -> Rollout:
         if final is None or not final.outputs:
             raise EngineError(f"{request_id} ended without an output")
         (completion,) = final.outputs
@@ -355,7 +367,12 @@ class Engine:
             raise EngineError(f"{request_id} has {len(token_ids)} tokens and {len(stamps)} version stamps")
         if not all(map(math.isfinite, logprobs)):
             raise EngineError(f"{request_id} has a log-probability that is not finite; are the weights finite?")
-        return Rollout(token_ids, logprobs, list(stamps), "", str(completion.finish_reason))
+        rollout = Rollout(token_ids, logprobs, list(stamps), "", str(completion.finish_reason))
+        if self._routing is None:
+            return rollout
+        num_tokens, was_aborted = num_prompt_tokens + len(token_ids), rollout.finish_reason == ABORTED
+        routes = read_routes(completion.routed_experts, self._routing, num_tokens, was_aborted=was_aborted)
+        return dataclasses.replace(rollout, routes=routes)
 
     async def pause(self, mode: PauseMode, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Stop stepping. When this returns the device is idle and new requests queue up until resume().

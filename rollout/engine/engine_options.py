@@ -57,6 +57,7 @@ def engine_arguments(
     device: Device,
     seed: int,
     adapters: AdapterSlotsSpec | None = None,
+    records_routes: bool = False,
 ) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs. The same names hold for both supported releases."""
     is_cpu = device is not Device.cuda
@@ -96,6 +97,10 @@ def engine_arguments(
         # replay the same ones.
         arguments["attention_backend"] = "FLASH_ATTN_MLA" if _has_latent_attention(folder) else "FLASH_ATTN"
         arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if records_routes:
+        # 0.25.1 keeps a byte (two with more than 256 experts) per layer and chosen expert for each token of the KV
+        # cache, in the host memory of the engine's process.
+        arguments["enable_return_routed_experts"] = True
     if adapters is not None:
         arguments |= {
             "enable_lora": True,

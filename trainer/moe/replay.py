@@ -56,6 +56,11 @@ class RecordedRoutes:
     flipped: list[Tensor] = field(default_factory=list)
     """For each layer of a forward pass, what LayerRoutes.instead_of counted."""
 
+    @property
+    def num_routings(self) -> Tensor:
+        """Recorded choices (int64 scalar): tokens times layers times experts per token."""
+        return self.is_recorded_T.sum() * self.experts_TLK[0].numel()
+
     def of_layer(self, index: int) -> LayerRoutes:
         """Args: index: among the layers with experts."""
         return LayerRoutes(self.experts_TLK[:, index], self.is_recorded_T)

@@ -155,6 +155,10 @@ class Microbatch:
     """[N] int64; position of the n-th token behind the first counted one of its sequence."""
     staleness: np.ndarray
     """[N] int64; steps between the version that is trained and the oldest version in the token's sample."""
+    routed_experts: np.ndarray | None = None
+    """[T, layers with experts, experts per token]; None: no sample has any."""
+    has_route: np.ndarray | None = None
+    """[T] bool, given with routed_experts."""
 
 
 def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
@@ -196,7 +200,21 @@ def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
         sequence_index=np.repeat(np.arange(len(samples)), num_counted),
         response_positions=np.concatenate([rows - rows[:1] for rows in counted]).astype(np.int64),
         staleness=np.repeat(np.array([policy_version - sample.oldest_version for sample in samples]), num_counted),
+        **_routes(samples),
     )
+
+
+def _routes(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """Routes of all samples, none where a sample has none; empty when no sample has any."""
+    known = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+    if not known:
+        return {}
+    parts = [(sample.num_tokens, sample.routed_experts, sample.has_route) for sample in samples]
+    none = known[0][:1]
+    return {
+        "routed_experts": np.concatenate([np.repeat(none, n, axis=0) if e is None else e for n, e, _ in parts]),
+        "has_route": np.concatenate([np.zeros(n, dtype=bool) if has is None else has for n, _, has in parts]),
+    }
 
 
 def _check_sample(index: int, sample: Sample, policy_version: int) -> None:
@@ -207,8 +225,11 @@ def _check_sample(index: int, sample: Sample, policy_version: int) -> None:
         "rollout_logprobs": len(sample.rollout_logprobs),
         "advantages": len(sample.advantages),
     }
+    if sample.routed_experts is not None:
+        sizes["routed_experts"] = len(sample.routed_experts)
+        sizes["has_route"] = 0 if sample.has_route is None else len(sample.has_route)
     if len(set(sizes.values())) != 1 or sample.num_tokens == 0:
-        raise ValueError(f"sample {index} needs four arrays of one length >= 1, got {sizes}")
+        raise ValueError(f"sample {index} needs arrays of one length >= 1, got {sizes}")
     if sample.loss_mask[0]:
         raise ValueError(f"sample {index} counts its first token in the loss, but nothing precedes it to predict it")
     if sample.oldest_version > policy_version:

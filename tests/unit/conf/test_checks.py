@@ -130,6 +130,12 @@ CASES = [
     (["parity.floor_sequences=0"], "parity.floor_sequences must be >= 1, got 0"),
     (["parity.warn_k3=-1"], "parity.warn_k3 must be >= 0, got -1"),
     (["parity.stop_k3=inf"], "must be finite, got 0.05 and inf; 0 turns one off"),
+    (["parity.replay_routing=true"], "contradicts cluster.device=cpu.*does not record.*cluster.device=cuda"),
+    (
+        ["model=tiny_qwen3", "trainer.ep_size=1", "parity.replay_routing=true"],
+        "parity.replay_routing=true needs a mixture of experts.*qwen3.*parity.replay_routing=false",
+    ),
+    (["algorithm=sft", "parity.replay_routing=true"], "parity.replay_routing has no effect with algorithm=sft"),
     (["algorithm=sft", "parity.warn_k3=0.1"], "parity.warn_k3 has no effect with algorithm=sft"),
     (
         ["algorithm.clip_high=0.3"],

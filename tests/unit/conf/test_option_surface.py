@@ -106,6 +106,7 @@ OPTIONS = [
     "parity.mask_log_ratio",
     "parity.floor_every_steps",
     "parity.floor_sequences",
+    "parity.replay_routing",
     "data.path",
     "data.eval_path",
     "data.prompt_key",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cases.rank_helpers import (
+    MOE_CONFIG,
     SYNC_KEY,
     are_equal,
     count,
@@ -25,6 +26,7 @@ from cases.rank_helpers import (
     trained,
     values_of,
 )
+from cases.route_cases import own_routes
 from fakes import publish
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 
@@ -349,3 +351,38 @@ def test_a_base_that_is_sent_again_has_the_watermark_for_itself():
 def test_a_world_of_another_size_is_refused():
     with pytest.raises(LayoutError, match=r"world of 2, but trainer\.num_ranks=1"):
         make_rank(world_size=2, num_ranks=1)
+
+
+def test_recorded_routes_are_replayed_and_those_that_the_trainer_would_not_choose_are_counted() -> None:
+    """Its own choice, given back by hand, changes no gradient; another choice changes them. Two layers, two experts per
+    token; samples of 4, 6, ... tokens, of which the last has no route."""
+    rank, samples = make_rank(0, 1, ""), make_samples(3)
+    fill_adapters(rank, 1)
+    with own_routes(rank.decoder) as layers:
+        free = rank.forward_backward([samples], count(samples))
+    gradients = local_gradients(rank)
+    assert "parity/num_routings" not in free.sums
+    experts = torch.stack(layers, dim=1).numpy().astype(np.uint8)
+    given, start = [], 0
+    for sample in samples:
+        rows = slice(start, start + sample.num_tokens)
+        has_route = np.arange(sample.num_tokens) < sample.num_tokens - 1
+        given.append(replace(sample, routed_experts=experts[rows], has_route=has_route))
+        start = rows.stop
+
+    rank.decoder.zero_grad()
+    found = rank.forward_backward([given], count(samples))
+    assert found.sums["parity/num_routings"] == (3 + 5 + 7) * 2 * 2
+    assert found.sums["parity/num_flipped"] == 0
+    assert found.sums["loss/total_sum"] == free.sums["loss/total_sum"]
+    assert all(torch.equal(grad, gradients[name][1]) for name, (_, grad) in local_gradients(rank).items())
+
+    other = [
+        replace(sample, routed_experts=(sample.routed_experts + 1) % MOE_CONFIG["num_experts"]) for sample in given
+    ]
+    rank.decoder.zero_grad()
+    found = rank.forward_backward([[other[0], samples[2]], [other[1]]], count(samples))
+    assert found.sums["parity/num_routings"] == (3 + 5) * 2 * 2
+    assert 0 < found.sums["parity/num_flipped"] <= (3 + 5) * 2 * 2
+    assert found.sums["loss/total_sum"] != free.sums["loss/total_sum"]
+    rank.shutdown()

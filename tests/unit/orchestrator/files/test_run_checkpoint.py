@@ -11,7 +11,7 @@ import pytest
 from conf.schema import RunConfig, RunSection
 from orchestrator.errors import CheckpointError
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint, step_of
-from rollout.types import Group, Prompt, Rollout
+from rollout.types import Group, Prompt, Rollout, Routes
 
 
 def make_state(step: int = 7) -> RunState:
@@ -43,6 +43,18 @@ def test_state_comes_back_exactly(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rng.bit_generator.state = state.shuffle_rng
     assert rng.random() == np.random.default_rng(5).random()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_routes_of_a_finished_group_come_back_exactly(tmp_path: Path, dtype: type) -> None:
+    routes = Routes(np.arange(24, dtype=dtype).reshape(3, 4, 2), np.array([True, False, True]))
+    state, store = make_state(), make_store(tmp_path)
+    state.buffer.groups[30].rollouts[0] = replace(state.buffer.groups[30].rollouts[0], routes=routes)
+    found, without = store.read(store.finish(store.begin(7), state)).buffer.groups[30].rollouts
+    assert found.routes is not None and without.routes is None
+    assert found.routes.experts.dtype == dtype
+    assert np.array_equal(found.routes.experts, routes.experts)
+    assert np.array_equal(found.routes.is_recorded, routes.is_recorded)
 
 
 def test_newest_complete_one_is_resumed_and_older_ones_are_removed(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import errno
 import json
 import math
 import re
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fakes.loop import measured, outcome, publish_report
 from rich.console import Console
@@ -17,7 +19,7 @@ from orchestrator.files.curves import draw_curves
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine, RunLog, format_s
 from orchestrator.files.telemetry import METRICS, StepRecord, Telemetry, loss_metrics, read_rows, row_of, truncate_rows
-from rollout.types import Group, Prompt, Rollout
+from rollout.types import Group, Prompt, Rollout, Routes
 from trainer.types import LossStats, OptimStats
 
 
@@ -64,6 +66,23 @@ def test_row_has_every_metric_by_hand() -> None:
     assert row["trainer/tokens_per_s_per_rank"] == (2 * 3 + 6) / 1.0 / 2
     assert (row["sync/replicas_committed"], row["sync/publish_s"], row["sync/watermark_bytes"]) == (1, 0.06, 1 << 20)
     assert row["eval/reward"] is None
+
+
+def test_routes_are_counted_by_hand() -> None:
+    """Two rollouts of 3 + 2 and 3 + 4 tokens, of which the first has routes of four positions: 4 * 2 * 2 bytes, and one
+    per position."""
+    plain = record(3)
+    assert row_of(plain)["parity/route_bytes_per_token"] is None and row_of(plain)["parity/flipped_routings"] is None
+    rollouts = plain.groups[0].rollouts
+    routes = Routes(np.zeros((4, 2, 2), np.uint8), np.array([True, True, True, False]))
+    rollouts[0] = replace(rollouts[0], routes=routes)
+    first, second = stats(4, 0.5), stats(2, 0.2)
+    first.sums.update({"parity/num_flipped": 3.0, "parity/num_routings": 16.0})
+    second.sums.update({"parity/num_flipped": 1.0, "parity/num_routings": 4.0})
+    row = row_of(replace(plain, loss=[first, second, stats(0, 0.0)]))
+    assert row["parity/route_bytes_per_token"] == (4 * 2 * 2 + 4) / 12
+    assert row["parity/tokens_without_route"] == 1
+    assert row["parity/flipped_routings"] == 4 / 20
 
 
 def test_means_do_not_depend_on_how_samples_were_split_over_ranks() -> None:

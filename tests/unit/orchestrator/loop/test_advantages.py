@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conf.schema import AdvantageScale, AlgorithmConfig
 from orchestrator.loop.advantages import build_samples, denominators_of, group_advantages, is_informative
-from rollout.types import Group, Prompt, Rollout
+from rollout.types import Group, Prompt, Rollout, Routes
 
 REWARDS = st.lists(st.one_of(st.none(), st.integers(-3, 3).map(float)), min_size=2, max_size=12)
 
@@ -90,6 +90,25 @@ def test_truncated_responses_count_in_the_baseline_alone() -> None:
     assert (denominators.num_valid_tokens, denominators.num_sequences) == (5, 2)
     assert denominators.num_possible_tokens == 2 * 4
     assert len(build_samples([group], replace(config, mask_truncated=False), np.random.default_rng(0))) == 4
+
+
+def test_tokens_that_were_sampled_at_a_position_without_a_route_do_not_count() -> None:
+    """Three prompt tokens and two or three of the response: positions 0 to 3, or 4; tokens 3, 4, 5 are sampled at 2, 3,
+    4. The first response lacks the route at 3, the second all of them; what is missing at 0 is only context."""
+    group = make_group([1.0, 0.0, 0.0], [2, 3, 1])
+    missing = [[0, 3], [0, 1, 2, 3, 4], []]
+    group.rollouts[:] = [
+        replace(rollout, routes=Routes(np.full((n, 2, 2), n, np.uint8), ~np.isin(np.arange(n), gone)))
+        for rollout, n, gone in zip(group.rollouts, (4, 5, 3), missing, strict=True)
+    ]
+    first, last = build_samples([group], AlgorithmConfig(), np.random.default_rng(0))
+    assert first.loss_mask.tolist() == [False, False, False, True, False]
+    assert first.advantages[4] == 0
+    assert last.loss_mask.tolist() == [False, False, False, True]
+    assert first.routed_experts is not None and first.has_route is not None
+    assert first.routed_experts.shape == (5, 2, 2) and first.routed_experts.dtype == np.uint8
+    assert first.has_route.tolist() == [False, True, True, False, False]  # the last token was never computed
+    assert [rollout.num_tokens_without_route for rollout in group.rollouts] == [1, 3, 0]
 
 
 def test_a_batch_of_truncated_responses_leaves_nothing_to_divide_by() -> None:

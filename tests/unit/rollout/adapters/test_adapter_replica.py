@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
 from rollout.adapters.adapter_replica import MAX_RESTARTS, AdapterReplica
 from rollout.engine.engine import ABORTED
 from rollout.errors import EngineError
-from rollout.types import Adapter, Rollout
+from rollout.types import Adapter, Rollout, Routes
 
 SAMPLING = SamplingConfig(max_tokens=12)
 PROMPT = (1, 2, 3)
@@ -64,6 +66,25 @@ async def test_a_resumed_response_does_not_repeat_the_random_numbers_of_its_begi
     unseeded, engine = make(BusySlot.re_prefill, [5, None])
     await unseeded.sample(PROMPT, 1, SAMPLING, seed=None)
     assert [seed for _, seed in engine.requests] == [None, None]
+
+
+async def test_a_resumed_response_keeps_the_routes_that_its_tokens_were_sampled_at() -> None:
+    """Each request computes all positions before it anew: its number is in the routes that it returns."""
+    replica, engine = make(BusySlot.re_prefill, [5, 0, 4, None])
+    generate = engine.generate_group
+
+    async def with_routes(token_ids: Any, n: int, *given: Any, **named: Any) -> list[Rollout]:
+        (rollout,) = await generate(token_ids, n, *given, **named)
+        num_positions = len(token_ids) + len(rollout.token_ids) - 1
+        is_recorded = np.full(num_positions, bool(rollout.token_ids))  # without a token, vLLM returns none
+        experts = np.full((num_positions, 2, 2), len(engine.requests), np.uint8)
+        return [replace(rollout, routes=Routes(experts, is_recorded))]
+
+    engine.generate_group = with_routes
+    (rollout,) = await replica.sample(PROMPT, 1, SAMPLING, seed=11)
+    assert rollout.routes is not None
+    assert rollout.routes.experts[:, 0, 0].tolist() == [1] * 7 + [3] * 4 + [4] * 3  # 3 prompt tokens, then 5, 4 and 3
+    assert rollout.routes.is_recorded.all()
 
 
 async def test_evictions_are_counted_by_request_and_siblings_start_anew_together() -> None:

@@ -4,6 +4,8 @@ shift of targets.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -101,6 +103,34 @@ def test_collate_shifts_targets_to_the_row_before_them():
     assert micro.staleness.tolist() == [2, 2, 0]
 
 
+def with_routes(sample: Sample, first: int) -> Sample:
+    """Two layers, two experts per token; those of token t are 4 * (first + t) and the next three numbers."""
+    num_tokens = sample.num_tokens
+    experts = 4 * first + np.arange(4 * num_tokens, dtype=np.uint8).reshape(num_tokens, 2, 2)
+    return replace(sample, routed_experts=experts, has_route=np.arange(num_tokens) < num_tokens - 1)
+
+
+def test_collate_lays_routes_beside_their_tokens():
+    micro = collate(
+        [with_routes(make_sample([7], [8, 9]), 0), with_routes(make_sample([4], [5]), 10)], policy_version=3
+    )
+    assert micro.routed_experts is not None and micro.has_route is not None
+    assert micro.routed_experts.dtype == np.uint8
+    assert micro.routed_experts[:, 0, 0].tolist() == [0, 4, 8, 40, 44]
+    assert micro.has_route.tolist() == [True, True, False, True, False]
+
+
+def test_collate_leaves_the_choice_to_the_trainer_where_a_sample_has_no_routes():
+    free, fixed = make_sample([4], [5]), with_routes(make_sample([7], [8, 9]), 0)
+    micro = collate([free, fixed], policy_version=3)
+    assert micro.routed_experts is not None and micro.has_route is not None
+    assert micro.has_route.tolist() == [False, False, True, True, False]
+    assert micro.routed_experts[2:, 0, 0].tolist() == [0, 4, 8]
+    assert collate([free], policy_version=3).routed_experts is None
+    with pytest.raises(ValueError, match=r"arrays of one length.*'has_route': 0"):
+        collate([replace(fixed, has_route=None)], policy_version=3)
+
+
 def test_collate_of_nothing_is_one_dummy_token_that_does_not_count():
     micro = collate([], policy_version=0)
     assert micro.token_ids.tolist() == [0] and micro.cu_seqlens.tolist() == [0, 1]
@@ -114,5 +144,5 @@ def test_collate_refuses_what_cannot_be_trained():
     with pytest.raises(ValueError, match="policy version 3, but the trainer is only at 2"):
         collate([sample], policy_version=2)
     short = Sample(sample.token_ids, sample.loss_mask[:1], sample.rollout_logprobs, sample.advantages, 0)
-    with pytest.raises(ValueError, match="four arrays of one length"):
+    with pytest.raises(ValueError, match="arrays of one length"):
         collate([short], policy_version=0)
