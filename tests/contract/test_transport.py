@@ -126,7 +126,7 @@ def random_bytes(seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (NUM_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_write_lands_where_it_was_sent_and_nowhere_else(ends) -> None:  # type: ignore[no-untyped-def]
+def test_a_write_lands_where_it_was_sent_and_nowhere_else(ends) -> None:
     transport, make_peer = ends
     peer, data = make_peer(), random_bytes()
     transport.register([data])
@@ -141,7 +141,7 @@ def test_a_write_lands_where_it_was_sent_and_nowhere_else(ends) -> None:  # type
     assert torch.equal(peer.bytes(), wanted)
 
 
-def test_more_pieces_than_one_native_batch_holds(ends) -> None:  # type: ignore[no-untyped-def]
+def test_more_pieces_than_one_native_batch_holds(ends) -> None:
     transport, make_peer = ends
     peer, data = make_peer(), random_bytes(1)
     transport.register([data])
@@ -157,7 +157,7 @@ def test_more_pieces_than_one_native_batch_holds(ends) -> None:  # type: ignore[
     assert torch.equal(peer.bytes()[: 1000 * num_pieces], data[: 1000 * num_pieces])
 
 
-def test_a_read_brings_what_a_write_left_and_touches_nothing_else(ends) -> None:  # type: ignore[no-untyped-def]
+def test_a_read_brings_what_a_write_left_and_touches_nothing_else(ends) -> None:
     transport, make_peer = ends
     peer, data, copy = make_peer(), random_bytes(3), torch.zeros(NUM_BYTES, dtype=torch.uint8)
     transport.register([data, copy])
@@ -175,7 +175,7 @@ def test_a_read_brings_what_a_write_left_and_touches_nothing_else(ends) -> None:
     assert torch.equal(peer.bytes(), data)
 
 
-def test_a_read_that_fails_needs_a_reset_as_a_write_does(ends) -> None:  # type: ignore[no-untyped-def]
+def test_a_read_that_fails_needs_a_reset_as_a_write_does(ends) -> None:
     transport, make_peer = ends
     peer, data = make_peer(), torch.zeros(NUM_BYTES, dtype=torch.uint8)
     with pytest.raises(TransferFailed, match="not in registered memory"):
@@ -190,7 +190,7 @@ def test_a_read_that_fails_needs_a_reset_as_a_write_does(ends) -> None:  # type:
         transport.read(peer.session, [data.data_ptr()], [peer.address], [100], timeout_s=TIMEOUT_S)
 
 
-def test_registering_again_or_overlapping_is_fine(ends) -> None:  # type: ignore[no-untyped-def]
+def test_registering_again_or_overlapping_is_fine(ends) -> None:
     transport, make_peer = ends
     peer, data = make_peer(), random_bytes(2)
     transport.register([data[:1000], data[500:2000]])
@@ -200,7 +200,7 @@ def test_registering_again_or_overlapping_is_fine(ends) -> None:  # type: ignore
     assert torch.equal(peer.bytes(), data)
 
 
-def test_unregistered_memory_is_forgotten_and_its_neighbour_is_not(ends) -> None:  # type: ignore[no-untyped-def]
+def test_unregistered_memory_is_forgotten_and_its_neighbour_is_not(ends) -> None:
     transport, make_peer = ends
     peer, data, other = make_peer(), random_bytes(2), random_bytes(3)
     transport.register([data[:1000], data[1000:], other])
@@ -213,14 +213,14 @@ def test_unregistered_memory_is_forgotten_and_its_neighbour_is_not(ends) -> None
     transport.unregister([other])  # once more is harmless
 
 
-def test_a_source_outside_registered_memory_is_refused(ends) -> None:  # type: ignore[no-untyped-def]
+def test_a_source_outside_registered_memory_is_refused(ends) -> None:
     transport, make_peer = ends
     peer, data = make_peer(), random_bytes()
     with pytest.raises(TransferFailed, match="not in registered memory"):
         transport.write(peer.session, [data.data_ptr()], [peer.address], [100], timeout_s=TIMEOUT_S)
 
 
-def test_a_failed_session_is_refused_until_reset(ends) -> None:  # type: ignore[no-untyped-def]
+def test_a_failed_session_is_refused_until_reset(ends) -> None:
     transport, make_peer = ends
     peer, data = make_peer(), random_bytes()
     transport.register([data])
@@ -233,7 +233,7 @@ def test_a_failed_session_is_refused_until_reset(ends) -> None:  # type: ignore[
     assert torch.equal(peer.bytes(), data)
 
 
-def test_a_peer_that_vanished_fails_and_spares_others(ends) -> None:  # type: ignore[no-untyped-def]
+def test_a_peer_that_vanished_fails_and_spares_others(ends) -> None:
     transport, make_peer = ends
     gone, other, data = make_peer(), make_peer(), random_bytes()
     transport.register([data])
@@ -245,7 +245,7 @@ def test_a_peer_that_vanished_fails_and_spares_others(ends) -> None:  # type: ig
     assert torch.equal(other.bytes(), data)
 
 
-def test_a_renewed_peer_is_reached_under_its_next_name_alone(ends) -> None:  # type: ignore[no-untyped-def]
+def test_a_renewed_peer_is_reached_under_its_next_name_alone(ends) -> None:
     transport, make_peer = ends
     peer, data = make_peer(), random_bytes()
     transport.register([data])
@@ -259,7 +259,7 @@ def test_a_renewed_peer_is_reached_under_its_next_name_alone(ends) -> None:  # t
     assert torch.equal(peer.bytes(), data)
 
 
-def test_the_link_says_what_it_is(ends) -> None:  # type: ignore[no-untyped-def]
+def test_the_link_says_what_it_is(ends) -> None:
     transport, _ = ends
     assert transport.link in ("memory", "tcp")
     assert transport.session

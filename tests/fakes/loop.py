@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -101,10 +101,23 @@ class World:
     """Version and tokens of every sequence that a worker was asked to score."""
 
 
-class FakeTrainer:
+class Watched:
+    """What a test awaits before a call: it may wait, change the world, or raise."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, Callable[[], Awaitable[None]]] = {}
+        """By the call's name."""
+
+    async def _reached(self, call: str) -> None:
+        if call in self.before:
+            await self.before[call]()
+
+
+class FakeTrainer(Watched):
     """Raises the version by one a step, unless the step is listed as not finite."""
 
     def __init__(self, world: World, num_workers: int, *, num_ranks: int = 2) -> None:
+        super().__init__()
         self.world = world
         self.num_ranks = num_ranks
         self.num_steps = 0
@@ -137,12 +150,14 @@ class FakeTrainer:
         return [measured(sums | self.extra_sums), measured()]
 
     async def optimizer_step(self) -> OptimStats:
+        await self._reached("optimizer_step")
         is_finite = self.num_steps not in self.not_finite
         self.num_steps += 1
         self.world.version += int(is_finite)
         return OptimStats(self.world.version, 1.0 if is_finite else math.nan, 1e-3, is_finite)
 
     async def publish(self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
+        await self._reached("publish")
         version = self.world.version
         if trace is not None:
             self.traced[version] = trace
@@ -173,6 +188,7 @@ class FakeTrainer:
 
     async def save_state(self, folder: Path) -> None:
         (folder / "rank0.json").write_text(str(self.world.version))
+        await self._reached("end of save_state")
 
     async def export(self, folder: Path) -> None:
         await asyncio.to_thread(folder.mkdir)
@@ -182,10 +198,11 @@ class FakeTrainer:
         self.world.version = int((folder / "rank0.json").read_text())
 
 
-class FakeWorker:
+class FakeWorker(Watched):
     """Answers with the version it has committed; every second sibling is right."""
 
     def __init__(self, world: World, index: int) -> None:
+        super().__init__()
         self.world = world
         self.index = index
         self.name = f"rollout-{index}"
@@ -199,6 +216,7 @@ class FakeWorker:
         self.scores_fail = False
 
     async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
+        await self._reached("generate_group")
         if self.fails_after is not None and self.num_groups >= self.fails_after:
             raise ConnectionError(f"{self.name} died")
         self.num_groups += 1
@@ -219,29 +237,37 @@ class FakeWorker:
         return None if version != self.world.committed[self.index] else [0.0] * (len(token_ids) - 3) + [-0.5, 0.0]
 
     async def offer(self) -> list[Offer]:
+        await self._reached("offer")
         return [an_offer(self.world.committed[self.index])]
 
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
+        await self._reached("pull")
         self.world.diary.append(("pull", self.index, offers[0].version))
         return Pulled(num_bytes=10, read_s=0.5, verify_s=0.1)
 
     async def adopt(self, version: int, epoch: int) -> None:
+        await self._reached("adopt")
         self.world.committed[self.index] = version
 
     async def release(self, offers: Sequence[Offer]) -> None:
         self.world.diary.append(("release", self.index))
 
     async def base_wanted_at(self) -> str:
+        await self._reached("base_wanted_at")
         return self.wants_base_at
 
 
 class FakeRewards:
-    """1 for "right"; `fails` makes every reward fail."""
+    """1 for "right"; `fails` says that every reward fails, `is_flat` for which prompts every reward is 1."""
 
-    fails = False
+    def __init__(self) -> None:
+        self.fails: Callable[[], bool] = lambda: False
+        self.is_flat: Callable[[Prompt], bool] = lambda prompt: False
 
     async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float | None]:
-        return [None if self.fails else float(rollout.text == "right") for rollout in rollouts]
+        if self.fails():
+            return [None] * len(rollouts)
+        return [float(rollout.text == "right" or self.is_flat(prompt)) for rollout in rollouts]
 
 
 class FakePrompts:

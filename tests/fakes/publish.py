@@ -243,7 +243,7 @@ class EndpointThread:
         self.endpoint = ReplicaEndpoint(handler, key)  # type: ignore[arg-type]
         self.address = self.run(self.endpoint.start())
 
-    def run(self, coroutine):  # type: ignore[no-untyped-def]
+    def run(self, coroutine):
         """Run a coroutine on the endpoint's loop and wait for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=20)
 

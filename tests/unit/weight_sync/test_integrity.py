@@ -121,7 +121,7 @@ def swapped_rectangle(t: torch.Tensor) -> torch.Tensor:
     "damage", [swapped_rows, swapped_halves, shifted, zeroed_range, repeated_block, swapped_rectangle]
 )
 @pytest.mark.parametrize("seed", range(8))
-def test_structured_damage_is_caught(damage, seed: int) -> None:  # type: ignore[no-untyped-def]
+def test_structured_damage_is_caught(damage, seed: int) -> None:
     data = torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
     assert hash_bytes(damage(data)) != hash_bytes(data)
 

@@ -210,13 +210,11 @@ async def test_a_read_that_fails_takes_its_reader_out_and_nobody_else(how: str) 
 
 async def test_a_version_that_moved_while_it_was_read_is_not_adopted() -> None:
     cast = Cast("aa")
-    pull = cast.workers[1].pull
 
-    async def pull_while_the_peer_moves(offers: Sequence[Offer]) -> Pulled:
+    async def the_peer_moves() -> None:
         cast.world.committed[0] = 9
-        return await pull(offers)
 
-    cast.workers[1].pull = pull_while_the_peer_moves  # type: ignore[method-assign]
+    cast.workers[1].before["pull"] = the_peer_moves
     report = await cast.publish(1)
     assert not report.replicas[1].committed
     assert "has moved on" in (report.replicas[1].error or "")
@@ -234,13 +232,11 @@ async def test_nobody_who_left_meanwhile_is_chosen() -> None:
 
 async def test_a_replica_that_fails_while_its_neighbours_read_is_left_alone() -> None:
     cast = Cast("aaa")
-    pull = cast.workers[1].pull
 
-    async def pull_while_a_neighbour_dies(offers: Sequence[Offer]) -> Pulled:
+    async def a_neighbour_dies() -> None:
         await cast.supervisor.fail(cast.supervisor.replicas[2], "a group on it failed")
-        return await pull(offers)
 
-    cast.workers[1].pull = pull_while_a_neighbour_dies  # type: ignore[method-assign]
+    cast.workers[1].before["pull"] = a_neighbour_dies
     report = await cast.publish(1)
     assert cast.pulls() == [1]
     assert [replica.committed for replica in report.replicas] == [True, True, False]

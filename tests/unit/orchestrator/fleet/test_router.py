@@ -65,15 +65,14 @@ async def test_request_that_crossed_a_publish_is_repeated_and_costs_nobody() -> 
     supervisor, (worker,) = make(1)
     router = Router(supervisor, request_timeout_s=5)
     await serve(supervisor)
-    generate = worker.generate_group
 
-    async def dirty_once(prompt: Prompt, n: int, sampling: object = None) -> list[Rollout]:
-        worker.generate_group = generate  # type: ignore[method-assign]
+    async def dirty_once() -> None:
+        worker.before.clear()
         await supervisor.hold()
         asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(supervisor.settle([outcome(True)])))
         raise ReplicaDirty("begin came first")
 
-    worker.generate_group = dirty_once  # type: ignore[method-assign]
+    worker.before["generate_group"] = dirty_once
     assert len(await router.generate_group(PROMPT, 2)) == 2
     assert router.num_failed_groups == 0
     assert supervisor.replicas[0].state is ReplicaState.serving
@@ -84,10 +83,10 @@ async def test_replica_that_refuses_without_a_publish_goes_out() -> None:
     router = Router(supervisor, request_timeout_s=5)
     await serve(supervisor)
 
-    async def dirty(prompt: Prompt, n: int, sampling: object = None) -> list[Rollout]:
+    async def dirty() -> None:
         raise ReplicaDirty("phase DIRTY")
 
-    worker.generate_group = dirty  # type: ignore[method-assign]
+    worker.before["generate_group"] = dirty
     with pytest.raises(NoReplicasLeft, match="phase DIRTY"):
         await router.generate_group(PROMPT, 2)
 

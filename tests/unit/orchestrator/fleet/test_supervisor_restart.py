@@ -26,6 +26,8 @@ class Cast:
         self.gate = asyncio.Event()
         self.gate.set()
         self.failures: list[Exception] = []
+        self.prepare: Callable[[FakeWorker], None] = lambda worker: None
+        """Called with every worker that was started again."""
         self.num_started = 0
         self.supervisor = Supervisor(
             [FakeWorker(self.world, i) for i in range(num_workers)],
@@ -51,6 +53,7 @@ class Cast:
         self.world.committed[index] = -1
         worker = FakeWorker(self.world, index)
         worker.name, worker.endpoint = f"rollout-{index}.{self.num_started}", f"tcp://{self.num_started}"
+        self.prepare(worker)
         return worker
 
     async def publish(self, version: int) -> list[int]:
@@ -66,6 +69,10 @@ class Cast:
 
     async def fail(self, index: int) -> None:
         await self.supervisor.fail(self.supervisor.replicas[index], "it died")
+
+
+async def broken_link() -> None:
+    raise ConnectionError("the link broke")
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -99,21 +106,12 @@ async def test_a_publish_leaves_out_whoever_is_starting_and_a_version_that_moves
     cast = Cast()
     await cast.publish(0)
     offered, go_on = asyncio.Event(), asyncio.Event()
-    pull = FakeWorker.pull
 
-    async def slow_pull(offers):  # type: ignore[no-untyped-def]
+    async def read_slowly() -> None:
         offered.set()
         await go_on.wait()
-        return await pull(cast.worker(0), offers)
 
-    restart = cast.restart
-
-    async def restart_slow_reader(index: int) -> FakeWorker:
-        worker = await restart(index)
-        worker.pull = slow_pull  # type: ignore[method-assign]
-        return worker
-
-    cast.restart = restart_slow_reader
+    cast.prepare = lambda worker: worker.before.update(pull=read_slowly)
     await cast.fail(0)
     await offered.wait()
     assert cast.states[0] is S.recovering
@@ -146,20 +144,11 @@ async def test_a_worker_that_comes_up_during_a_publish_reads_as_soon_as_a_peer_h
 async def test_a_peer_that_moved_without_our_knowledge_is_noticed_by_its_second_offer() -> None:
     cast = Cast()
     await cast.publish(0)
-    pull = FakeWorker.pull
 
-    async def peer_moves(offers):  # type: ignore[no-untyped-def]
+    async def peer_moves() -> None:
         cast.world.committed[1] += 1
-        return await pull(cast.worker(0), offers)
 
-    restart = cast.restart
-
-    async def restarted(index: int) -> FakeWorker:
-        worker = await restart(index)
-        worker.pull = peer_moves  # type: ignore[method-assign]
-        return worker
-
-    cast.restart = restarted
+    cast.prepare = lambda worker: worker.before.update(pull=peer_moves)
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.pending)
     assert cast.world.committed[0] == -1, "nothing was adopted"
@@ -168,20 +157,11 @@ async def test_a_peer_that_moved_without_our_knowledge_is_noticed_by_its_second_
 async def test_a_publish_that_begins_after_the_peers_second_offer_makes_the_recovery_worthless_too() -> None:
     cast = Cast()
     await cast.publish(0)
-    adopt = FakeWorker.adopt
 
-    async def adopt_during_a_publish(version: int, epoch: int) -> None:
+    async def a_publish_begins() -> None:
         assert (await cast.supervisor.hold()).exclude == [0]
-        await adopt(cast.worker(0), version, epoch)
 
-    restart = cast.restart
-
-    async def restarted(index: int) -> FakeWorker:
-        worker = await restart(index)
-        worker.adopt = adopt_during_a_publish  # type: ignore[method-assign]
-        return worker
-
-    cast.restart = restarted
+    cast.prepare = lambda worker: worker.before.update(adopt=a_publish_begins)
     await cast.fail(0)
     await until(lambda: cast.states == [S.pending, S.updating])
     cast.world.committed[1] = 1
@@ -192,11 +172,7 @@ async def test_a_publish_that_begins_after_the_peers_second_offer_makes_the_reco
 async def test_a_recovery_that_fails_leaves_the_worker_to_the_next_publish() -> None:
     cast = Cast()
     await cast.publish(0)
-
-    async def refuse() -> list[object]:
-        raise ConnectionError("the link broke")
-
-    cast.worker(1).offer = refuse  # type: ignore[method-assign]
+    cast.worker(1).before["offer"] = broken_link
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.pending)
     assert cast.states[1] is S.serving
@@ -242,12 +218,12 @@ async def test_a_late_failure_of_the_old_process_does_not_cost_its_successor() -
     old = cast.worker(0)
     reached, die = asyncio.Event(), asyncio.Event()
 
-    async def die_late(prompt: Prompt, n: int, sampling: object = None):  # type: ignore[no-untyped-def]
+    async def die_late() -> None:
         reached.set()
         await die.wait()
         raise ConnectionError("the actor died")
 
-    old.generate_group = die_late  # type: ignore[method-assign]
+    old.before["generate_group"] = die_late
     group = asyncio.create_task(cast.router.generate_group(PROMPT, 2))
     await reached.wait()
     replica = cast.supervisor.replicas[0]
@@ -325,22 +301,16 @@ async def test_a_peer_that_missed_a_publish_gives_its_base_and_not_its_version()
 async def test_a_worker_that_lacks_its_base_says_where_it_goes_and_a_recovered_one_lacks_nothing() -> None:
     cast = Cast()
     await cast.publish(0)
-    restart = cast.restart
 
-    async def without_base(index: int) -> FakeWorker:
-        worker = await restart(index)
+    def without_base(worker: FakeWorker) -> None:
         worker.wants_base_at = f"tcp://base-{cast.num_started}"
-        return worker
 
-    async def refuse() -> list[object]:
-        raise ConnectionError("the link broke")
-
-    cast.restart = without_base
-    offer, cast.worker(1).offer = cast.worker(1).offer, refuse  # type: ignore[method-assign]
+    cast.prepare = without_base
+    cast.worker(1).before["offer"] = broken_link
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.pending)
     assert cast.supervisor.replicas[0].base_wanted_at == "tcp://base-1"
-    cast.worker(1).offer = offer  # type: ignore[method-assign]
+    cast.worker(1).before.clear()
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.serving)
     assert cast.supervisor.replicas[0].base_wanted_at == ""
@@ -349,18 +319,15 @@ async def test_a_worker_that_lacks_its_base_says_where_it_goes_and_a_recovered_o
 async def test_a_worker_that_dies_while_it_comes_back_is_started_again() -> None:
     cast = Cast()
     await cast.publish(0)
-    restart = cast.restart
 
-    async def dead() -> str:
+    async def dead() -> None:
         raise ConnectionError("the actor died")
 
-    async def dies_once(index: int) -> FakeWorker:
-        worker = await restart(index)
+    def dies_once(worker: FakeWorker) -> None:
         if cast.num_started == 1:
-            worker.pull = worker.base_wanted_at = dead  # type: ignore[method-assign, assignment]
-        return worker
+            worker.before.update(pull=dead, base_wanted_at=dead)
 
-    cast.restart = dies_once
+    cast.prepare = dies_once
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.serving)
     assert cast.num_started == 2

@@ -33,20 +33,12 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-class FullForCheckpoints:
-    """A trainer's save_state from a step on."""
-
-    def __init__(self, loop: Loop, from_version: int) -> None:
-        self._loop, self._from, self._save = loop, from_version, loop.trainer.save_state
-
-    async def save_state(self, folder: Path) -> None:
-        await self._save(folder)
-        if self._loop.world.version >= self._from:
+def full_for_checkpoints(loop: Loop, from_version: int) -> None:
+    async def full() -> None:
+        if loop.world.version >= from_version:
             await asyncio.to_thread(Path("/dev/full").write_text, "state")
 
-
-def full_for_checkpoints(loop: Loop, from_version: int) -> None:
-    loop.trainer.save_state = FullForCheckpoints(loop, from_version).save_state  # type: ignore[method-assign]
+    loop.trainer.before["end of save_state"] = full
 
 
 def test_only_the_error_of_a_full_disk_is_renamed(tmp_path: Path) -> None:

@@ -59,13 +59,7 @@ async def test_evaluations_have_a_temperature_of_their_own(tmp_path: Path, tempe
 
 async def test_prompts_that_tell_nothing_end_the_run_with_its_state_saved(tmp_path: Path) -> None:
     loop = Loop(tmp_path, make_config(num_steps=9, drop_zero_variance_groups=True, max_uninformative_batches=5))
-    score = loop.rewards.score_group
-
-    async def solved_at_version_2(prompt, rollouts):  # type: ignore[no-untyped-def]
-        rewards = await score(prompt, rollouts)
-        return [1.0] * len(rollouts) if loop.world.version >= 2 else rewards
-
-    loop.rewards.score_group = solved_at_version_2  # type: ignore[method-assign]
+    loop.rewards.is_flat = lambda prompt: loop.world.version >= 2
     with pytest.raises(TrainingStopped, match=r"15 groups in a row had equal rewards \(1 in the last one\)"):
         await loop.run()
     assert loop.checkpoints.read(loop.checkpoints.newest()).step == 2

@@ -284,7 +284,7 @@ def test_a_silent_replica_costs_its_own_deadline() -> None:
     world.close()
 
 
-def make_begin_hang(engine: PlainEngine):  # type: ignore[no-untyped-def]
+def make_begin_hang(engine: PlainEngine):
     """begin() of this engine waits until released."""
     import asyncio
     import threading

@@ -182,7 +182,7 @@ def test_during_a_wave_the_others_serve(worlds: list[World]) -> None:
     for number, engine in enumerate(world.engines):
         verify = engine.verify
 
-        async def look(*args, number: int = number, verify=verify) -> None:  # type: ignore[no-untyped-def]
+        async def look(*args, number: int = number, verify=verify) -> None:
             serving = [i for i, e in enumerate(world.endpoints) if e.endpoint.state.is_serving]
             seen.append((number, serving))
             await verify(*args)
