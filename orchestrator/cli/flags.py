@@ -169,7 +169,7 @@ def plan() -> Parser:
 
 def push() -> Parser:
     """Flags of `slipstream push`; their destinations are the fields of PushOptions."""
-    from orchestrator.push.command import PushOptions
+    from orchestrator.push.push_options import PushOptions
 
     parser = Parser(texts.PUSH)
     parser.set_defaults(**_defaults(PushOptions))

@@ -216,7 +216,8 @@ def _push(words: list[str]) -> int:
             "push needs a CHECKPOINT: a Hugging Face folder with safetensors. See: slipstream push --help"
         )
     with _names_missing_packages():
-        from orchestrator.push.command import PushOptions, run_push
+        from orchestrator.push.command import run_push
+        from orchestrator.push.push_options import PushOptions
 
     given: dict[str, Any] = dict(vars(flags))
     is_once, as_json, _ = (given.pop(name) for name in ("once", "json", "help"))

@@ -5,27 +5,25 @@
     --to URL     engines that run ----------------------+         ^
                  ranks: read the disk, each its share; plan ------+
 
-Owns: the order of these, and progress. Does not own a rank (`sender_process.py`), a server (`rollout.served.servers`,
-`rollout.served.client`), the publish, or what is said at the end (`push_report.py`). Invariant: an engine is resumed
-only after every byte of the checkpoint was proven in the memory of all its ranks; one that was not stays paused and is
-named. Until the first rank may write, an engine that served goes on serving whatever fails.
+Owns: the order of these steps, and progress. Does not own the flags (`push_options.py`), a rank
+(`sender_process.py`), the start of engines (`engine_starts.py`), their control (`rollout.served.client`), the publish,
+or the report (`push_report.py`). Invariant: an engine is resumed only after every byte of the checkpoint was proven in
+the memory of all its ranks; otherwise it stays paused and is named. Until the first rank may write, an engine that
+served goes on serving, whatever fails.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
-import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from conf.errors import ConfigError
@@ -33,13 +31,15 @@ from conf.schema import Device, DType
 from conf.tensor_parallel import check_tp_size_fits_model
 from orchestrator.environment import resolve_device
 from orchestrator.inputs.model_files import read_hf_config
-from orchestrator.machine import HERE, Machine, is_port_free
+from orchestrator.machine import HERE, Machine
+from orchestrator.push.engine_starts import local_host, start_servers, visible_gpus
+from orchestrator.push.push_options import PushOptions
 from orchestrator.push.push_report import PushReport, check_all_serve, describe
 from orchestrator.push.sender_process import RankOptions, RankProcess
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import offline_layouts
-from rollout.served.client import LOOPBACK, Rendezvous, ServedEngine, is_own_address
-from rollout.served.servers import ServerOptions, ServerProcess
+from rollout.served.client import LOOPBACK, Rendezvous, ServedEngine
+from rollout.served.servers import ServerProcess
 from weight_sync.disk.safetensors_files import read_index, tensor_metas
 from weight_sync.layout import DestLayout
 from weight_sync.record.layout_wire import layouts_digest
@@ -49,52 +49,14 @@ POLL_S = 0.05
 PROGRESS_S = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushOptions:
-    """The flags of the command."""
-
-    checkpoint: Path
-    start: int = 0
-    to: tuple[str, ...] = ()
-    tp_size: int = 1
-    enable_expert_parallel: bool = False
-    dtype: str = "auto"
-    host: str = "127.0.0.1"
-    port: int = 8000
-    num_ranks: int | None = None
-    num_threads: int = 8
-    transport: str = "auto"
-    watermark_mib: int = 1024
-    timeout_s: float = 60.0
-    start_timeout_s: float = 1800.0
-    log_dir: Path = Path("push-logs")
-    serve_words: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if bool(self.start) == bool(self.to):
-            raise ConfigError("push needs either --start N (engines to start here) or --to URL[,URL...] (running ones)")
-        ranks = 1 if self.num_ranks is None else self.num_ranks
-        counts = {"start": self.start or 1, "tp": self.tp_size, "ranks": ranks, "threads": self.num_threads}
-        for name, value in {**counts, "watermark-mib": self.watermark_mib}.items():
-            if value < 1:
-                raise ConfigError(f"--{name} must be >= 1, got {value}")
-        for name, value in {"timeout-s": self.timeout_s, "start-timeout-s": self.start_timeout_s}.items():
-            if value <= 0:
-                raise ConfigError(f"--{name} must be > 0, got {value:g}")
-        if not 1 <= self.port <= 65536 - max(1, self.start):
-            raise ConfigError(f"--port {self.port}: engines take one port each from there, and ports end at 65535")
-        if self.to and (self.serve_words or self.enable_expert_parallel or self.tp_size != 1):
-            raise ConfigError("--tp, --expert-parallel and words after -- shape engines that --start starts, not --to")
-
-
 class Push:
     """One run of the command. Use as a context manager: leaving it ends what it started.
 
     Args:
-        options: What was asked for.
-        machine: Whose GPUs and NICs are used.
-        make_engine: Of the URL of an engine that runs.
-        make_rank: Of a rank's number, its options and its GPU.
+        options: The flags.
+        machine: The machine whose GPUs and NICs are used.
+        make_engine: Called with the URL of a running engine.
+        make_rank: Called with a rank's number, its options and its GPU.
     """
 
     def __init__(
@@ -114,7 +76,7 @@ class Push:
         )
         self._tensors = tensor_metas(read_index(options.checkpoint, "CHECKPOINT"))
         self._device = Device(resolve_device(Device.auto, machine))
-        self._gpus = _visible_gpus(self._device, machine)
+        self._gpus = visible_gpus(self._device, machine)
         if options.transport == "nvlink" and not self._gpus:
             raise ConfigError("--transport nvlink: this machine has no usable GPU; choose auto or tcp")
         if options.transport == "rdma" and not machine.list_rdma_nics():
@@ -146,11 +108,11 @@ class Push:
                     "address that it serves at"
                 )
         if options.start:
-            self._start_servers()
+            self._servers = start_servers(options, self._device, self._gpus, self._cleanup)
             engines = [server.engine for server in self._servers]
-        host = _local_host(engines)
+        host = local_host(engines)
         for engine in engines:
-            if engine.host == LOOPBACK:  # beside engines of other machines it is reached as they are: one link for all
+            if engine.host == LOOPBACK:  # if others are on other machines, all use one kind of link
                 engine.host = host
         num_ranks = options.num_ranks or max(
             1, min(len(self._gpus), options.start * options.tp_size or len(self._gpus))
@@ -165,7 +127,7 @@ class Push:
         return report
 
     def watch(self) -> None:
-        """Until an engine ends.
+        """Wait until an engine ends.
 
         Raises:
             EngineError: Names it.
@@ -175,43 +137,6 @@ class Push:
                 if not server.is_running:
                     raise server.why_it_ended()
             time.sleep(1.0)
-
-    def _start_servers(self) -> None:
-        options = self._options
-        needed = options.start * options.tp_size
-        if self._gpus and needed > len(self._gpus):
-            raise ConfigError(
-                f"--start {options.start} with --tp {options.tp_size} needs {needed} GPUs, there are {len(self._gpus)}"
-            )
-        with socket.socket() as probe:
-            try:
-                probe.bind((options.host, 0))
-            except OSError as e:
-                raise ConfigError(
-                    f"--host {options.host} is no address of this machine ({e.strerror}); give one, such as 127.0.0.1"
-                ) from e
-        ports = range(options.port, options.port + options.start)
-        taken = [port for port in ports if not is_port_free(port, options.host)]
-        if taken:
-            raise ConfigError(f"port {taken[0]} is taken; choose another first port with --port")
-        try:
-            options.log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise ConfigError(f"--log-dir={options.log_dir} cannot be made ({e.strerror}); choose another") from e
-        common = ServerOptions(
-            options.checkpoint,
-            self._device,
-            options.host,
-            options.tp_size,
-            options.enable_expert_parallel,
-            options.dtype,
-            options.serve_words,
-        )
-        for number, port in enumerate(ports):
-            gpus = self._gpus[number * options.tp_size : (number + 1) * options.tp_size]
-            server = ServerProcess(common, port, gpus, options.log_dir / f"engine-{port}.log")
-            self._cleanup.callback(server.stop)
-            self._servers.append(server)
 
     def _start_ranks(self, num_ranks: int, host: str) -> None:
         options = self._options
@@ -234,10 +159,10 @@ class Push:
             self._ranks.append(process)
 
     def _expected_layouts(self, report: PushReport) -> tuple[DestLayout, ...]:
-        """By rank of an engine: what its loader makes of the checkpoint, recorded beside its start. () when unknown.
+        """Per rank of an engine, the layout of the checkpoint, recorded while engines start; () if it is unknown.
 
-        An expectation alone: engines prove that it is theirs, and where it is not (words after -- that change the
-        model, say), they record every layer themselves.
+        Only an expectation: engines prove that it is theirs. If it is not (for example because words after -- change
+        the model), they record every layer themselves.
         """
         options = self._options
         named = self._hf_config.get("dtype") or self._hf_config.get("torch_dtype")
@@ -259,10 +184,10 @@ class Push:
     def _wait_until_ready(
         self, engines: Sequence[ServedEngine], expected: Future[tuple[DestLayout, ...]] | None, report: PushReport
     ) -> dict[ServedEngine, list[str]]:
-        """All shares read, all engines attached and met by every rank, whichever takes longer. Returns their endpoints.
+        """Wait until all shares are read, and all engines are attached and connected to every rank. Returns endpoints.
 
-        A started engine is paused as soon as it answers: it holds dummy weights, and nobody must be answered from them.
-        One that serves already goes on serving until all of this has come about.
+        A started engine is paused as soon as it answers, because it must not answer requests from dummy weights. An
+        engine that serves already goes on serving until all of this is done.
         """
         reading, meeting, starting = list(self._ranks), list(self._ranks), list(self._servers)
         layouts: tuple[DestLayout, ...] = ()
@@ -297,7 +222,7 @@ class Push:
         return endpoints
 
     def _hear_ranks(self, reading: list[RankProcess], meeting: list[RankProcess], report: PushReport) -> None:
-        """Take ranks that have read their share, or met the engines, off these lists."""
+        """Remove ranks that have read their share, or connected to the engines, from these lists."""
         for rank in self._ranks:
             match rank.result(0):
                 case ("read", num_bytes, seconds, pinned):
@@ -316,7 +241,7 @@ class Push:
     def _attach(self, engine: ServedEngine, layouts: Sequence[DestLayout]) -> tuple[list[str], float]:
         """Its ranks' endpoints, and the seconds that it took."""
         options, began = self._options, time.monotonic()
-        rendezvous = Rendezvous(self._key, _local_host([engine]))
+        rendezvous = Rendezvous(self._key, local_host([engine]))
         try:
             endpoints = engine.attach(
                 self._tensors,
@@ -336,7 +261,7 @@ class Push:
         attaching: dict[ServedEngine, Future[tuple[list[str], float]]],
         report: PushReport,
     ) -> dict[ServedEngine, list[str]]:
-        """All are attached: let the ranks meet them, also while they read. Returns the endpoints."""
+        """All engines are attached: let the ranks connect to them, even while they read. Returns the endpoints."""
         attached = {engine: attaching[engine].result() for engine in engines}
         report.attached_s = self._elapsed()
         slowest = max(attached, key=lambda engine: attached[engine][1])
@@ -394,7 +319,7 @@ class Push:
 
 
 def run_push(options: PushOptions, *, as_json: bool, stay: bool) -> None:
-    """The command: push, say what was done, and stay with engines that were started here.
+    """Run the command: push, print the report, and wait while engines that were started here run.
 
     Raises:
         ConfigError, PushError, EngineError: See Push.
@@ -409,7 +334,7 @@ def run_push(options: PushOptions, *, as_json: bool, stay: bool) -> None:
 
 
 def _finish(engine: ServedEngine) -> str:
-    """Let it serve. Returns why it does not, which is its own affair: the others are finished too."""
+    """Let an engine serve. Returns why it does not; the other engines are finished, too."""
     try:
         engine.finish()
     except EngineError as e:
@@ -418,7 +343,7 @@ def _finish(engine: ServedEngine) -> str:
 
 
 def _beside(call: Callable[..., T], *args: Any) -> Future[T]:
-    """Call it in a thread that the command does not wait for when it ends, as a pool's."""
+    """Call it in a daemon thread: unlike a pool's, the command does not wait for it at its end."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -429,20 +354,3 @@ def _beside(call: Callable[..., T], *args: Any) -> Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-def _visible_gpus(device: Device, machine: Machine) -> list[str]:
-    if device is not Device.cuda:
-        return []
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(number) for number in range(machine.count_gpus())]
-
-
-def _local_host(engines: Sequence[ServedEngine]) -> str:
-    """This machine's address as the engines see it: loopback when they are here, else that of the route to them."""
-    remote = [engine.host for engine in engines if not is_own_address(engine.host)]
-    if not remote:
-        return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((remote[0], 9))  # sends nothing: asks the kernel for the route
-        return probe.getsockname()[0]

@@ -26,7 +26,7 @@ from orchestrator.cli.main import main
 from orchestrator.errors import CheckpointError, NoReplicasLeft
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
 from orchestrator.files.run_folder import RunFolder, write_description
-from orchestrator.push.command import PushOptions
+from orchestrator.push.push_options import PushOptions
 from weight_sync.errors import WatermarkError
 
 REPOSITORY = Path(__file__).parents[4]

@@ -16,7 +16,8 @@ from conf.errors import ConfigError
 from orchestrator.cli.main import main
 from orchestrator.machine import Machine
 from orchestrator.offline import record as record_command
-from orchestrator.push.command import Push, PushOptions
+from orchestrator.push.command import Push
+from orchestrator.push.push_options import PushOptions
 from rollout.served.servers import SERVER_MODULE, ServerOptions, serve_command, server_environment
 from weight_sync.layout import DestLayout, Param
 

@@ -12,7 +12,8 @@ from fakes.sharded_checkpoints import TINY, save_checkpoint
 
 from orchestrator.errors import PushError
 from orchestrator.machine import Machine
-from orchestrator.push.command import Push, PushOptions
+from orchestrator.push.command import Push
+from orchestrator.push.push_options import PushOptions
 from orchestrator.push.push_report import check_all_serve
 from rollout.errors import EngineError
 from rollout.served.client import RankReport

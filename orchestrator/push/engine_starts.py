@@ -1,0 +1,83 @@
+"""The engines that a push starts on this machine: their GPUs, ports and logs, and the address where they reach us.
+
+Owns: refusing what this machine cannot start, before it starts anything. Does not own a server's process
+(`rollout.served.servers`) nor the order of a push (`command.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+
+from conf.errors import ConfigError
+from conf.schema import Device
+from orchestrator.machine import Machine, is_port_free
+from orchestrator.push.push_options import PushOptions
+from rollout.served.client import LOOPBACK, ServedEngine, is_own_address
+from rollout.served.servers import ServerOptions, ServerProcess
+
+
+def start_servers(
+    options: PushOptions, device: Device, gpus: Sequence[str], cleanup: contextlib.ExitStack
+) -> list[ServerProcess]:
+    """Start options.start engines with dummy weights; `cleanup` ends them.
+
+    Raises:
+        ConfigError: There are too few GPUs, a port is taken, or the host or the log folder cannot be used.
+    """
+    needed = options.start * options.tp_size
+    if gpus and needed > len(gpus):
+        raise ConfigError(
+            f"--start {options.start} with --tp {options.tp_size} needs {needed} GPUs, there are {len(gpus)}"
+        )
+    with socket.socket() as probe:
+        try:
+            probe.bind((options.host, 0))
+        except OSError as e:
+            raise ConfigError(
+                f"--host {options.host} is no address of this machine ({e.strerror}); give one, such as 127.0.0.1"
+            ) from e
+    ports = range(options.port, options.port + options.start)
+    taken = [port for port in ports if not is_port_free(port, options.host)]
+    if taken:
+        raise ConfigError(f"port {taken[0]} is taken; choose another first port with --port")
+    try:
+        options.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"--log-dir={options.log_dir} cannot be made ({e.strerror}); choose another") from e
+    common = ServerOptions(
+        options.checkpoint,
+        device,
+        options.host,
+        options.tp_size,
+        options.enable_expert_parallel,
+        options.dtype,
+        options.serve_words,
+    )
+    servers: list[ServerProcess] = []
+    for number, port in enumerate(ports):
+        own = gpus[number * options.tp_size : (number + 1) * options.tp_size]
+        server = ServerProcess(common, port, own, options.log_dir / f"engine-{port}.log")
+        cleanup.callback(server.stop)
+        servers.append(server)
+    return servers
+
+
+def visible_gpus(device: Device, machine: Machine) -> list[str]:
+    """Names for CUDA_VISIBLE_DEVICES; empty on CPUs."""
+    if device is not Device.cuda:
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(machine.count_gpus())]
+
+
+def local_host(engines: Sequence[ServedEngine]) -> str:
+    """Address at which the engines reach this machine: loopback if they are here, or else that of the route."""
+    remote = [engine.host for engine in engines if not is_own_address(engine.host)]
+    if not remote:
+        return LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((remote[0], 9))  # sends nothing, but makes the kernel choose the route
+        return probe.getsockname()[0]

@@ -1,0 +1,46 @@
+"""The flags of `slipstream push`, and the rules between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushOptions:
+    """The flags of the command."""
+
+    checkpoint: Path
+    start: int = 0
+    to: tuple[str, ...] = ()
+    tp_size: int = 1
+    enable_expert_parallel: bool = False
+    dtype: str = "auto"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    num_ranks: int | None = None
+    num_threads: int = 8
+    transport: str = "auto"
+    watermark_mib: int = 1024
+    timeout_s: float = 60.0
+    start_timeout_s: float = 1800.0
+    log_dir: Path = Path("push-logs")
+    serve_words: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.start) == bool(self.to):
+            raise ConfigError("push needs either --start N (engines to start here) or --to URL[,URL...] (running ones)")
+        ranks = 1 if self.num_ranks is None else self.num_ranks
+        counts = {"start": self.start or 1, "tp": self.tp_size, "ranks": ranks, "threads": self.num_threads}
+        for name, value in {**counts, "watermark-mib": self.watermark_mib}.items():
+            if value < 1:
+                raise ConfigError(f"--{name} must be >= 1, got {value}")
+        for name, value in {"timeout-s": self.timeout_s, "start-timeout-s": self.start_timeout_s}.items():
+            if value <= 0:
+                raise ConfigError(f"--{name} must be > 0, got {value:g}")
+        if not 1 <= self.port <= 65536 - max(1, self.start):
+            raise ConfigError(f"--port {self.port}: engines take one port each from there, and ports end at 65535")
+        if self.to and (self.serve_words or self.enable_expert_parallel or self.tp_size != 1):
+            raise ConfigError("--tp, --expert-parallel and words after -- shape engines that --start starts, not --to")
