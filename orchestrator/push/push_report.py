@@ -1,4 +1,4 @@
-"""What `slipstream push` did: the figures of a run, in words, and whether every engine serves.
+"""The report of `slipstream push`: its figures, the text that is printed, and the check that every engine serves.
 
 Plain data.
 """
@@ -21,7 +21,7 @@ class PushReport:
     device: str
     link: str = ""
     read_s: float = 0.0
-    """Longest read of a rank, by itself."""
+    """Seconds of the slowest rank's read."""
     pinned_bytes: int = 0
     disk_done_s: float = 0.0
     engines_up_s: float = 0.0
@@ -29,24 +29,25 @@ class PushReport:
     attached_s: float = 0.0
     """When all ranks of the last engine had opened their endpoints."""
     attach_s: dict[str, float] = field(default_factory=dict)
-    """What that took, by itself, in the slowest engine, and of it the steps of its slowest rank."""
+    """Seconds of attaching the slowest engine ("whole"), and of the steps of its slowest rank."""
     expected_s: float = 0.0
-    """When the layouts that started engines should have were known from the model alone; 0: not before they were up."""
+    """When the expected layouts of started engines were recorded from the model; 0: not before the engines were up."""
     expected_error: str = ""
-    """Why they were not to be known."""
+    """Why they could not be recorded."""
     num_expected: int = 0
-    """Engine ranks that have them, so that not every layer was recorded in them."""
+    """Engine ranks that have the expected layout, and so did not record every layer."""
     plan_s: float = 0.0
-    """Planning for those layouts, by itself, in the slowest rank; 0: it was done in connect_s."""
+    """Seconds of planning for the expected layouts, in the slowest rank; 0: connect_s includes the planning."""
     connect_s: float = 0.0
-    """Meeting the engines, taking staging memory, and planning where it was not done, in the slowest rank."""
+    """Seconds of connecting to the engines, allocating staging, and planning if it was not done, in the slowest
+    rank."""
     publish_s: float = 0.0
-    """From Begin to committed, by itself."""
+    """Seconds of the publish, from Begin to committed."""
     serving_s: float = 0.0
     """When the last engine was resumed."""
     publish: dict[str, Any] = field(default_factory=dict)
     engines: dict[str, str] = field(default_factory=dict)
-    """URL -> "" when it serves the checkpoint, else why not."""
+    """URL -> "" if the engine serves the checkpoint, otherwise why not."""
 
 
 def describe(report: PushReport) -> str:

@@ -6,7 +6,7 @@ after the environment says which GPU is its own.
     command  -- spawn -->              read the share; open the link meanwhile
              -- plan, layouts -->      plan for what the engines are expected to be (--start)
              <-- read --               bytes, seconds, page-locked bytes
-             -- connect, endpoints --> meet the engines, take staging memory; plan anew where they are others;
+             -- connect, endpoints --> connect to the engines, allocate staging; plan anew if they have other layouts;
                                        may come before "read"
              <-- connected --          seconds of these two steps
              -- publish -->            after "read" and "connected", with the engines paused
@@ -49,7 +49,7 @@ JOIN_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """What all ranks have in common."""
+    """Options that all ranks share."""
 
     checkpoint: Path
     world_size: int
@@ -79,10 +79,10 @@ class RankProcess:
         theirs.close()
 
     def result(self, timeout_s: float) -> Any:
-        """The next answer with its kind in front, or None when there is none yet. Example: ("read", 4096, 0.1, 0).
+        """The next answer, its kind first; None if there is none yet. Example: ("read", 4096, 0.1, 0).
 
         Raises:
-            ConfigError: What the user can repair.
+            ConfigError: The rank met a mistake that the user can correct.
             PushError: The rank failed or died.
         """
         if not self._pipe.poll(timeout_s):
@@ -100,15 +100,15 @@ class RankProcess:
         return answer
 
     def plan_for(self, layouts: Sequence[tuple[DestLayout, ...]]) -> None:
-        """Plan while engines start; all ranks must be told, in the same order as everything else."""
+        """Plan while engines start. Send all orders, this one included, to all ranks in the same order."""
         self._tell("plan", list(layouts))
 
     def connect(self, endpoints: list[str]) -> None:
-        """Meet the engines, also while the share is still read."""
+        """Connect to the engines, also while the share is still read."""
         self._tell("connect", endpoints)
 
     def publish(self) -> None:
-        """After result() had what was read, and that the engines were met; the next result() has the report."""
+        """Publish. Call it after result() has returned "read" and "connected"; the next result() is the report."""
         self._tell("publish", None)
 
     def _tell(self, order: str, value: Any) -> None:
@@ -117,7 +117,7 @@ class RankProcess:
 
     def stop(self) -> None:
         """End the process. Idempotent."""
-        self._pipe.close()  # a rank that waits for endpoints ends by itself
+        self._pipe.close()  # ends a rank that waits for endpoints
         self._process.join(1.0)
         if self._process.is_alive():
             self._process.kill()
@@ -125,7 +125,7 @@ class RankProcess:
 
 
 def _run(rank: int, options: RankOptions, gpu: str | None, pipe: Connection, num_read: Synchronized[int]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -195,7 +195,7 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
 
 
 def _plan_for(sender: Sender, layouts: Any) -> bool:
-    """Plan for engines as they are expected to be. Where that cannot be, connect() plans for what they are."""
+    """Plan for the engines' expected layouts. If that fails, connect() plans for their real ones."""
     try:
         sender.plan_for(layouts)
     except WeightSyncError as e:

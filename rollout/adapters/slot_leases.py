@@ -65,7 +65,7 @@ class SlotTable:
         return next(iter([*empty, *older]), None)
 
     def oldest_read(self) -> Adapter | None:
-        """Of the versions that requests still read, except the newest, the one that was committed first."""
+        """The earliest committed of the older versions that requests still read; None if there is none."""
         return next((self._held[slot] for slot in self._order[:-1] if self._readers[slot]), None)
 
     def write(self, slot: int) -> None:
