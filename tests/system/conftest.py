@@ -24,6 +24,8 @@ import pytest
 RUN_TIMEOUT_S = 560
 """Time limit of one run, on two cores that have other runs and more to do; a run alone takes a minute or two."""
 
+ONE_OF_EACH = ["trainer.num_ranks=1", "trainer.ep_size=1", "rollout.num_workers=1"]
+
 
 def free_port() -> int:
     """A port of loopback that nothing listens on right now."""
@@ -195,3 +197,27 @@ def train(words: list[str], folder: Path) -> FinishedRun:
         command(words, folder), capture_output=True, text=True, timeout=RUN_TIMEOUT_S, env={**os.environ}
     )
     return FinishedRun((folder / "latest").resolve(), done.returncode, done.stderr + done.stdout[-3000:])
+
+
+class Nodes:
+    """tests/system/ray_nodes.py in a process of its own."""
+
+    def __init__(self, *tickets: int) -> None:
+        script = Path(__file__).with_name("ray_nodes.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), *map(str, tickets)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.address = self._process.stdout.readline().strip()
+
+    def lose(self, address: str) -> None:
+        """End a node and all that runs there."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(address + "\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "gone\n"
+
+    def close(self) -> None:
+        """End the rest."""
+        self._process.communicate(timeout=60)

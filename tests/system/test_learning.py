@@ -1,7 +1,7 @@
 """Locks: reinforcement learns and its controls do not; every algorithm's loss is its formula, end to end.
 
 Eight runs through the command line on real Ray, vLLM, Mooncake and FSDP2, two at a time, because their start is most of
-their time: one engine and one trainer rank each. Everything is asserted on metrics.jsonl.
+their time: one engine and one trainer rank each, on one Ray cluster for all. Everything is asserted on metrics.jsonl.
 
 In the runs of the algorithms a batch is one group, and a response is worth its length in tokens. With lengths l_i of
 mean m and deviation s, A_i the advantages and n the group's size, the policy loss at a ratio of 1 is -sum(A_i l_i) / D:
@@ -20,14 +20,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from system.conftest import RUN_TIMEOUT_S, FinishedRun, train
+from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, FinishedRun, Nodes, train
 
 pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
 
-SMALL = [
-    "trainer.num_ranks=1", "trainer.ep_size=1", "rollout.num_workers=1", "run.checkpoint_every_steps=0",
-    "run.tensorboard=false", "cluster.dashboard=false",
-]  # fmt: skip
+SMALL = [*ONE_OF_EACH, "run.checkpoint_every_steps=0", "run.tensorboard=false"]
 LETTERS = [
     *SMALL, "run.num_steps=30", "run.eval_every_steps=0", "run.eval_samples_per_prompt=4",
     "rollout.sampling.max_tokens=2", "trainer.optim.lr=5e-3",
@@ -58,8 +55,8 @@ RUNS = {
     ],
     # Most groups of four responses with up to four tokens hold four of the same length.
     "dapo": ["algorithm=dapo", *lengths(6, 4, 4), "algorithm.max_uninformative_batches=0"],
-    "rloo": ["algorithm=rloo", *lengths(4, GROUP_SIZE, MAX_TOKENS)],
-    "dr_grpo": ["algorithm=dr_grpo", *lengths(4, GROUP_SIZE, MAX_TOKENS)],
+    "rloo": ["algorithm=rloo", *lengths(3, GROUP_SIZE, MAX_TOKENS)],
+    "dr_grpo": ["algorithm=dr_grpo", *lengths(3, GROUP_SIZE, MAX_TOKENS)],
     "kl": [*lengths(4, GROUP_SIZE, MAX_TOKENS), f"algorithm.kl_coef={KL_COEF}"],
 }  # fmt: skip
 
@@ -70,9 +67,19 @@ def started(
 ) -> Iterator[dict[str, Future[FinishedRun]]]:
     """Every run that a selected test asks for, in the order above."""
     wanted = {name for item in request.session.items for name in RUNS if f"[{name}" in item.name}
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        yield {name: pool.submit(train, RUNS[name], tmp_path_factory.mktemp(name)) for name in RUNS if name in wanted}
-        pool.shutdown(cancel_futures=True)
+    cluster = Nodes(4)
+    try:
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            yield {
+                name: pool.submit(
+                    train, [*RUNS[name], f"cluster.ray_address={cluster.address}"], tmp_path_factory.mktemp(name)
+                )
+                for name in RUNS
+                if name in wanted
+            }
+            pool.shutdown(cancel_futures=True)
+    finally:
+        cluster.close()
 
 
 @pytest.fixture

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from system.conftest import RUN_TIMEOUT_S, RunUnderWay
+from system.conftest import RUN_TIMEOUT_S, Nodes, RunUnderWay
 
 
 @pytest.fixture
@@ -21,30 +19,6 @@ def nodes() -> Iterator[Nodes]:
         yield nodes
     finally:
         nodes.close()
-
-
-class Nodes:
-    """tests/system/ray_nodes.py in a process of its own."""
-
-    def __init__(self, *tickets: int) -> None:
-        script = Path(__file__).with_name("ray_nodes.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(script), *map(str, tickets)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._process.stdout is not None
-        self.address = self._process.stdout.readline().strip()
-
-    def lose(self, address: str) -> None:
-        """End a node and all that runs there."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(address + "\n")
-        self._process.stdin.flush()
-        assert self._process.stdout.readline() == "gone\n"
-
-    def close(self) -> None:
-        """End the rest."""
-        self._process.communicate(timeout=60)
 
 
 @pytest.mark.timeout(2 * RUN_TIMEOUT_S)

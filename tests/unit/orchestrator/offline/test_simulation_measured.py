@@ -6,6 +6,7 @@ A comparison of committed JSON with arithmetic: it needs no GPU and gives the sa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from trainer.architecture.families import read_config
 from trainer.delivery.planned_layouts import source_layouts, temporary_bytes
 from weight_sync.plan.budget import Staging, reserved_bytes
 from weight_sync.plan.plan import build_plan
+from weight_sync.plan.transfer_plan import TransferPlan
 from weight_sync.simulation.links import LinkRates, place
 from weight_sync.simulation.simulate import simulate
 
@@ -73,21 +75,35 @@ def measured() -> list[Any]:
     return found
 
 
+def trainer_of(num_ranks: int, lora_rank: int) -> TrainerConfig:
+    return TrainerConfig(num_ranks=num_ranks, ep_size=num_ranks, lora=LoraConfig(rank=lora_rank))
+
+
+@functools.cache
+def plan_of(
+    model: str, lora_rank: int, num_ranks: int, tp_size: int, has_split_experts: bool, max_task_bytes: int
+) -> TransferPlan:
+    """Rows that differ in nothing else share it; `model` is JSON."""
+    spec = read_config(json.loads(model))
+    return build_plan(
+        source_layouts(spec, "bfloat16", trainer_of(num_ranks, lora_rank)),
+        [engine_layouts(spec, tp_size, has_split_experts=has_split_experts)],
+        max_task_bytes=max_task_bytes,
+    )
+
+
 @pytest.mark.parametrize(("case", "row"), measured())
 def test_the_simulator_is_within_15_percent_of_what_was_measured(case: Case, row: dict[str, Any]) -> None:
     """All but the wait for the engine's steps in flight, 35 to 137 ms in these runs, which is the requests', and what a
     host slower than the assumed one takes to launch a load."""
     report, device = case.report, Device.cuda
     spec = read_config(report["model"])
-    trainer = TrainerConfig(num_ranks=case.num_ranks, ep_size=case.num_ranks, lora=LoraConfig(rank=report["lora_rank"]))
+    trainer = trainer_of(case.num_ranks, report["lora_rank"])
     watermark, verify_hashes = row["watermark_bytes"], row.get("verify_hashes", True)
     held = reserved_bytes("cuda", watermark, temporary_bytes(spec, trainer, device), verify_hashes=verify_hashes)
     staging = Staging(watermark_bytes=watermark, reserved_bytes=held)
-    plan = build_plan(
-        source_layouts(spec, "bfloat16", trainer),
-        [engine_layouts(spec, case.tp_size, has_split_experts=case.has_split_experts)],
-        max_task_bytes=staging.max_task_bytes,
-    )
+    how = (case.num_ranks, case.tp_size, case.has_split_experts, staging.max_task_bytes)
+    plan = plan_of(json.dumps(report["model"]), report["lora_rank"], *how)
     rates = dataclasses.replace(LinkRates(), **(IDLE if case.is_idle else {"begin_s": row["begin_s"]}))
     if row.get("num_loads", 0) > LAUNCH_BOUND_LOADS:
         launch_s = max(rates.load_launch_s, row["prepare_s"] / row["num_loads"])
