@@ -27,6 +27,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 REAP_S = 1
 """How often ended orphans are reaped while the reward runs."""
+MAX_ROUNDS = 100
+"""Rounds of stopping; in each one fewer processes are left that could start others."""
 RETRY_S = 0.01
 """Time between two rounds of killing: a killed process takes a moment to hand on its children."""
 
@@ -70,13 +72,25 @@ def keep(fd: int, max_log_bytes: int, command: list[str]) -> int:
 
 
 def end_children(reward: subprocess.Popen[bytes]) -> None:
-    """SIGKILL every child, take over their children, and so on, until only processes of another user are left.
+    """Stop all descendants, then SIGKILL every child, take over their children, and so on, until only processes of
+    another user are left.
 
-    Only own children are signalled: their pids cannot be reused before _reap() has waited for them.
+    They are stopped first because a stopped process starts no other: of processes that fork as fast as they can, some
+    are always younger than the list of those to kill. Only own children are killed: their pids cannot be reused before
+    _reap() has waited for them.
     """
+    seen: set[int] = set()
+    for _ in range(MAX_ROUNDS):
+        parents = _parents()
+        new = _below(os.getpid(), parents) - seen
+        for pid in new:
+            _stop(pid, parents[pid])
+        seen |= new
+        if not new:
+            break
     while _reap(reward):
         can_end = False
-        for child in _children():
+        for child in [pid for pid, parent in _parents().items() if parent == os.getpid()]:
             with contextlib.suppress(PermissionError):  # it runs as another user, as under sudo
                 os.kill(child, signal.SIGKILL)
                 can_end = True
@@ -96,16 +110,43 @@ def _reap(reward: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def _children() -> list[int]:
-    """Pids of this process's children, zombies included."""
-    own, children = os.getpid(), []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
+def _stop(pid: int, parent: int) -> None:
+    """SIGSTOP to a process that still has this parent. The descriptor keeps its pid from being another process's."""
+    with contextlib.suppress(OSError):  # it ended, or runs as another user
+        process = os.pidfd_open(pid)
+        try:
+            if _parent_of(pid) == parent:
+                signal.pidfd_send_signal(process, signal.SIGSTOP)
+        finally:
+            os.close(process)
+
+
+def _below(root: int, parents: dict[int, int]) -> set[int]:
+    """All descendants of a process."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    found, todo = set[int](), [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found.update(below)
+        todo += below
+    return found
+
+
+def _parents() -> dict[int, int]:
+    """The parent of every process of the machine, zombies included."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
             with contextlib.suppress(OSError):  # it ended meanwhile
-                # "pid (name) state ppid ..."; a name may hold spaces and parentheses
-                if int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1]) == own:
-                    children.append(int(folder.name))
-    return children
+                parents[int(name)] = _parent_of(int(name))
+    return parents
+
+
+def _parent_of(pid: int) -> int:
+    # "pid (name) state ppid ..."; a name may hold spaces and parentheses
+    return int((Path("/proc") / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 class CappedLog:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from conf.schema import RewardConfig
@@ -70,6 +71,26 @@ DAEMON = (
     "import os; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0);"
     "open({path!r}, 'a').write(f'{{os.getpid()}}\\n'); os.execlp('sleep', 'sleep', '600')"
 )
+
+CHAIN = (
+    "import os, time\nline, last = [os.getpid()], time.monotonic() + 40\n"
+    "open({path!r}, 'a').write(f'{{os.getpid()}}\\n')\n"
+    "while time.monotonic() < last:\n"
+    "    line = [pid for pid in line if os.path.exists(f'/proc/{{pid}}')]\n"
+    "    if len(line) < 20 and os.fork():\n"
+    "        time.sleep(40)\n"
+    "        break\n"
+    "    line = sorted({{*line, os.getpid()}})\n"
+)
+
+def fork_on(prompt, response, fields):
+    # a chain of processes that grows at its end while its beginning is killed
+    pids = os.path.join(os.path.dirname(__file__), "pids")
+    subprocess.Popen([sys.executable, "-c", CHAIN.format(path=pids)])
+    while not os.path.exists(pids):
+        time.sleep(0.01)
+    time.sleep(1)
+    return 0.5
 
 def leave_children(prompt, response, fields):
     pids = os.path.join(os.path.dirname(__file__), "pids")
@@ -172,6 +193,20 @@ async def test_processes_that_a_reward_leaves_end_with_the_run(folder, how):
         assert await score(how, how) == [0.5, 0.5]
         assert len(left_alive(folder)) >= 2
     assert left_alive(folder) == []
+
+
+async def test_processes_that_start_others_while_they_are_ended_end_with_the_run(folder):
+    async with running(folder, "fork_on") as score:
+        assert await score("any") == [0.5]
+        group = os.getpgid(int((folder / "pids").read_text()))
+    assert [one.pid for one in psutil.process_iter() if in_group(one.pid, group)] == []
+
+
+def in_group(pid: int, group: int) -> bool:
+    try:
+        return os.getpgid(pid) == group
+    except ProcessLookupError:
+        return False
 
 
 @pytest.mark.parametrize("how", ["hang", "exit"])
