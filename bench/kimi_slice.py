@@ -151,7 +151,7 @@ def assumptions(world_size: int, report: dict[str, Any]) -> list[str]:
     link = report["r16"]["balanced"] if "r16" in report else next(iter(report.values()))["balanced"]
     source = "measured in this run" if world_size > 1 else "ASSUMED: one GPU exchanges nothing"
     return [
-        f"experts: 48 per GPU and layer, {48 * world_size} in all here instead of 384; the same rows an expert (1,365)",
+        f"experts: 48 per GPU and layer, {48 * world_size} in all here, not 384; the same rows per expert (1,365)",
         f"layers: a straight line through two depths, carried to 60 expert layers; dense layer 0, embedding, head and "
         f"their optimizer state are the constant ({link['constant_s']:.3f} s)",
         f"all-to-all: {EXCHANGES} exchanges a layer of {8192 * TOP_K * HIDDEN * 2 / 1e6:.0f} MB (a fifth runs beside "
@@ -160,7 +160,7 @@ def assumptions(world_size: int, report: dict[str, Any]) -> list[str]:
         f"GB/s ({source}), without overlap",
         "the sort of received rows by expert and their way back (gathers of 0.9 GB) run under EP alone: "
         + ("measured in the layer" if world_size > 1 else "NOT in these figures"),
-        "dense weights: FSDP2 over N ranks here, over 8 there; gathered bytes a layer go from "
+        "dense weights: FSDP2 over N ranks here, over 8 there; gathered bytes per layer go from "
         f"{(world_size - 1) / world_size:.2f} to 0.88 of 0.29 GB, which the slope "
         + ("has up to that difference" if world_size > 1 else "does NOT have"),
         f"router: its product has {48 * world_size} columns here, 384 there (0.05 TFLOP a pass), NOT rescaled",

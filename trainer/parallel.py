@@ -27,7 +27,7 @@ from trainer.moe.expert_placement import expert_shares
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Where this rank stands. Meshes and groups are None where they would have one member."""
+    """This rank's place. Meshes and groups that would have one member are None."""
 
     world_size: int
     ep_size: int

@@ -76,7 +76,7 @@ class Delivery:
         self._transport: Transport | None = None
         self.base_source: TrainerWeightSource | None = None
         self.source: TrainerWeightSource | AdapterSource | None = None
-        """What every version is read from; None where nothing can be published."""
+        """What every version is read from; None if nothing can be published."""
         if config.mode is SyncMode.adapter:
             if not is_packed:
                 self.base_source = TrainerWeightSource(decoder, self._rank, quantization, is_merged=False)

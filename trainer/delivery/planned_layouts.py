@@ -93,7 +93,7 @@ def _region(shape: tuple[int, ...], start: int, stop: int) -> Region:
 
 @cache
 def _scales_of(region: Region, shape: tuple[int, ...]) -> Region | None:
-    """The scales that the rank with this region writes out; None where it has no block's first row."""
+    """The scales that the rank with this region writes out; None if it has no block's first row."""
     blocks = owned_blocks(region.start[0], region.stop[0])
     return _region(scale_shape(shape), blocks.start, blocks.stop) if blocks else None
 
