@@ -32,7 +32,8 @@ from weight_sync.publish.collectives import Meeting
 from weight_sync.publish.publisher import Publisher
 from weight_sync.publish.report import PublishReport
 from weight_sync.source import WeightSource
-from weight_sync.transport.mooncake import LOOPBACK, MooncakeTransport
+from weight_sync.transport.link_choice import LOOPBACK
+from weight_sync.transport.mooncake import MooncakeTransport
 
 Event = Literal["start", "finish"]
 RequestHook = Callable[[Event], None]

@@ -1,7 +1,8 @@
 """Mooncake's TransferEngine as a Transport: one-sided transfers over TCP, NVLink (CUDA IPC inside one host) or RDMA.
 
-Owns: choosing the link and proving that it is the one in use, registration by allocator segment, batch limits,
-translation of return codes. The only importer of mooncake. Its traps, and what this file does about each:
+Owns: proving that the chosen link is the one in use, registration, batch limits, translation of return codes. Does not
+own the choice of the link (`link_choice.py`) nor finding allocations (`allocations.py`). The only importer of mooncake.
+Its traps, and what this file does about each:
 
 * The `protocol` argument does not choose the link (CUDA wheel), and Mooncake silently replaces a link that is not
   available. Environment variables choose the link: they are set from the requested kind before the engine exists, and
@@ -46,12 +47,13 @@ import torch
 
 from conf.schema import TransportKind
 from weight_sync.errors import LinkMismatch, TransferFailed, TransferTimeout
+from weight_sync.transport.allocations import segments_of, storage_range
 from weight_sync.transport.base import MemoryRange, batches, check_registered, merge_ranges, range_of
+from weight_sync.transport.link_choice import LOOPBACK, choose_link, has_hca
 from weight_sync.transport.loopback_only import new_listeners_on_loopback
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 _NATIVE_LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
 """Libraries that Mooncake's engine links, each after those that it needs itself."""
 _OVERLAP = -7
@@ -137,7 +139,7 @@ class MooncakeTransport:
             raise LinkMismatch(f"the nvlink link moves device memory only, got a tensor on {host[0].device}")
         if cuda:  # Mooncake calls the driver, and a thread that has not used CUDA yet has no context (error 201)
             torch.cuda.synchronize(cuda[0].device)
-        held = _segments_of(cuda) | {range_of(t): _storage_range(t) for t in host}
+        held = segments_of(cuda) | {range_of(t): storage_range(t) for t in host}
         self._hold(self._held | held)
 
     def unregister(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -322,46 +324,6 @@ class MooncakeTransport:
             raise TransferFailed(f"Mooncake ({self._link}): {what} failed with code {code}{hint}")
 
 
-def choose_link(kind: TransportKind, *, device: str, host: str, has_hca: bool, has_nvlink: bool, has_cuda: bool) -> str:
-    """The link that a request means on this machine. Pure.
-
-    auto: nvlink if memory is on GPUs and all peers are on this host, otherwise rdma if there is an HCA, otherwise tcp.
-    nvlink is Mooncake's name for CUDA IPC between GPUs of one host.
-
-    Raises:
-        LinkMismatch: The requested link is not available; the message says why.
-    """
-    on_gpu = device.startswith("cuda")
-    if on_gpu and not has_cuda:
-        raise LinkMismatch(
-            "weights are on GPUs, but this Mooncake has no CUDA support; install mooncake-transfer-engine-cuda13"
-        )
-    is_local = host in (LOOPBACK, "localhost")
-    if kind is TransportKind.auto:
-        if on_gpu and is_local and has_nvlink:
-            return "nvlink"
-        return "rdma" if has_hca else "tcp"
-    if kind is TransportKind.nvlink:
-        if not on_gpu:
-            raise LinkMismatch(
-                "weight_sync.transport=nvlink needs GPUs at both ends, the weights are in CPU memory; choose tcp"
-            )
-        if not has_nvlink:
-            raise LinkMismatch(
-                "weight_sync.transport=nvlink, but this Mooncake was built without it; choose tcp or rdma"
-            )
-    if kind is TransportKind.rdma and not has_hca:
-        raise LinkMismatch(
-            "weight_sync.transport=rdma, but this machine has no RDMA device in /dev/infiniband; choose tcp"
-        )
-    return str(kind)
-
-
-def has_hca() -> bool:
-    """Whether the kernel shows an RDMA device that this process may open."""
-    return any(Path("/dev/infiniband").glob("uverbs*"))
-
-
 def _environment(link: str, native_timeout_s: int) -> dict[str, str | None]:
     """Variables that Mooncake reads from the environment when an engine is made; None removes one."""
     return {
@@ -397,36 +359,3 @@ def _topology_devices(topology: str) -> set[str]:
     except ValueError:
         return set()
     return {device for lists in parsed.values() for devices in lists for device in devices}
-
-
-def _storage_range(tensor: torch.Tensor) -> MemoryRange:
-    storage = tensor.untyped_storage()
-    return MemoryRange(storage.data_ptr(), storage.nbytes())
-
-
-def _segments_of(tensors: Sequence[torch.Tensor]) -> dict[MemoryRange, MemoryRange]:
-    """The caching allocator's segment that holds each CUDA tensor. A segment is one cudaMalloc, which IPC exports."""
-    if not tensors:
-        return {}
-    segments = [
-        (MemoryRange(s["address"], s["total_size"]), bool(s.get("is_expandable")))
-        for s in torch.cuda.memory.memory_snapshot()  # pyright: ignore[reportUnknownMemberType]
-    ]
-    found: dict[MemoryRange, MemoryRange] = {}
-    for tensor in tensors:
-        address = tensor.data_ptr()
-        holder = next(
-            ((item, expandable) for item, expandable in segments if item.address <= address < item.stop), None
-        )
-        if holder is None:
-            raise TransferFailed(
-                f"a tensor of {tensor.numel() * tensor.element_size()} bytes at {address:#x} is not in torch's caching"
-                " allocator (sleep mode or a custom allocator?): it cannot be exported to other processes"
-            )
-        if holder[1]:
-            raise TransferFailed(
-                "weights are in expandable segments, which cannot be exported to other processes:"
-                " remove expandable_segments from PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF)"
-            )
-        found[range_of(tensor)] = holder[0]
-    return found
