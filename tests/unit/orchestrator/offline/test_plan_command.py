@@ -216,10 +216,11 @@ def test_an_adapter_plan_of_kimi_k2_sends_every_factor_once_and_a_shared_one_onc
 
 
 def test_memory_of_an_int4_base_is_that_of_what_is_stored() -> None:
-    """594 GB, as the checkpoint of Kimi-K2-Thinking is published; an even share of it on an engine's 16 GPUs."""
-    report = plan_run(load_run_config(["experiment=kimi_k2_thinking_lora", "cluster.rollout_gpus=16"]), Hardware())
+    """594 GB, as the checkpoint of Kimi-K2-Thinking is published; an even share of it on an engine's 4 GPUs."""
+    words = ["experiment=kimi_k2_thinking_lora", "cluster.rollout_gpus=4", "rollout.tp_size=4"]
+    report = plan_run(load_run_config(words), Hardware())
     assert report.model.num_bytes == pytest.approx(594e9, rel=0.01)
-    assert report.rollout.weights == report.model.num_bytes // 16
+    assert report.rollout.weights == report.model.num_bytes // 4
     assert report.rollout.slots == report.rollout.num_slots * report.modes.slot_bytes > 0
     # 384 experts a layer over 256 ranks in 4.5 bits; beside them two layers unpacked, and a share of dense tensors
     experts = 1.5 * 3 * 7168 * 2048
