@@ -8,7 +8,7 @@ A view shares its source's storage, so offset, shape and stride say which rectan
 list of allowed view ops is needed. The copy is recorded and not executed.
 
 Owns: the recording and its refusals. Does not own: what an engine did to a parameter afterwards (the caller declares
-it), or how rectangles are read from strides (strides.py).
+it), what an op writes (op_schema.py), or how rectangles are read from strides (strides.py).
 
 Invariant: exactly one load or fill accounts for every element of every parameter that is not derived; otherwise
 RecordError is raised. Parameters keep their values.
@@ -18,7 +18,6 @@ RecordError is raised. Parameters keep their values.
 # torch's dispatch is untyped.
 from __future__ import annotations
 
-import functools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weight_sync.errors import RecordError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, TensorMeta
+from weight_sync.record.op_schema import mutated, schema_of, storage_of, tensors_in
 from weight_sync.record.strides import rectangles
 from weight_sync.record.tiling import Written, account
 
@@ -60,15 +60,6 @@ class _Stack:
 
     sources: tuple[Tensor, ...]
     base: Tensor
-
-
-class _Schema(NamedTuple):
-    """What an op does to its arguments."""
-
-    written: tuple[tuple[int, str], ...]
-    """(position, name) of the arguments that it writes."""
-    is_view: bool
-    """Whether a result shares an argument's memory."""
 
 
 class _Span(NamedTuple):
@@ -230,13 +221,13 @@ class _Recorder(TorchDispatchMode):
             return number
         if func in _STACKS and any(self._source_of(one) for one in args[0]):
             return self._stack(func, args, kwargs)
-        source = next((found for found in map(self._source_of, _tensors((args, kwargs))) if found), None)
+        source = next((found for found in map(self._source_of, tensors_in((args, kwargs))) if found), None)
         if func in _FILLS and source is None:
             return self._fill(func, args, kwargs)
         if func is aten.zero_.default and source is not None:
             return self._drop(args[0], source)
-        schema = _schema_of(func)
-        self._refuse_other_writes(func, _mutated(schema, args, kwargs), source)
+        schema = schema_of(func)
+        self._refuse_other_writes(func, mutated(schema, args, kwargs), source)
         if source is None:
             return func(*args, **kwargs)
         if func in _ALIASES:
@@ -247,7 +238,7 @@ class _Recorder(TorchDispatchMode):
                 "be replayed"
             )
         result = func(*args, **kwargs)
-        for leaf in _tensors(result):
+        for leaf in tensors_in(result):
             if self._source_of(leaf) is not source or leaf.dtype != source.dtype or leaf.is_neg() or leaf.is_conj():
                 raise RecordError(f"{source.meta.name}: {func} reinterprets it")
         return result
@@ -396,41 +387,6 @@ class _Recorder(TorchDispatchMode):
             name, offset = target
             self.written.append(Written(name, offset, tuple(dest.shape), dest.stride(), float(value)))
         return dest
-
-
-@functools.cache
-def _schema_of(func: Any) -> _Schema:
-    """Computed once per op, because a loader calls few ops, but each ten thousand times."""
-    written = [
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return _Schema(tuple(written), any(value.alias_info is not None for value in func._schema.returns))
-
-
-def _mutated(schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The (name, tensor) arguments that an op writes."""
-    for position, name in schema.written:
-        for tensor in _tensors(args[position] if position < len(args) else kwargs.get(name)):
-            yield name, tensor
-
-
-def storage_of(tensor: Tensor) -> int:
-    """torch's number for the storage of a tensor and its views. It also tells storages on meta apart, which have no
-    addresses."""
-    return tensor.untyped_storage()._cdata
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors among an op's arguments or results, which nest only in lists. (pytree takes ten times as long.)"""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

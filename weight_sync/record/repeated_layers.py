@@ -24,7 +24,8 @@ from torch import Tensor
 
 from weight_sync.layout import DestLayout, Fill, Param, PostLoad, TensorMeta
 from weight_sync.plan.columns import Ints, LoadTable, as_list
-from weight_sync.record.recorder import record_layout, storage_of
+from weight_sync.record.op_schema import storage_of
+from weight_sync.record.recorder import record_layout
 
 NUM_RECORDED = 2
 """Layers of a kind: one to repeat, and one to compare it with."""
