@@ -8,7 +8,6 @@ and weights are drawn at a standard deviation of 0.1, so that log-probabilities 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import dataclasses
 import json
 import shutil
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from fakes.flipping_transport import FlippingTransport
 from fakes.vllm_oracle import vllm_loads
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
@@ -32,7 +32,6 @@ from weight_sync.errors import IntegrityError
 from weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
 from weight_sync.publish.publisher import Publisher
 from weight_sync.publish.report import PublishReport
-from weight_sync.transport.mooncake import MooncakeTransport
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -124,19 +123,6 @@ class CheckpointSource:
         """Nothing to drop."""
 
 
-class FlippingTransport(MooncakeTransport):
-    """Flips one bit of the next write, after it was hashed and before it leaves."""
-
-    is_armed = False
-
-    def write(self, session, src_ptrs, dst_ptrs, sizes, *, timeout_s):
-        if self.is_armed:
-            self.is_armed = False
-            byte = ctypes.c_ubyte.from_address(src_ptrs[0])
-            byte.value ^= 1
-        super().write(session, src_ptrs, dst_ptrs, sizes, timeout_s=timeout_s)
-
-
 @dataclass
 class Setup:
     """One worker, one publisher (a trainer of one rank)."""
@@ -157,6 +143,15 @@ class Setup:
         self.version = version
         self.source.tensors = self.checkpoints.tensors(version)
         return await asyncio.to_thread(self.publisher.publish, version)
+
+    async def start_long(self, prompt: Prompt, n: int) -> asyncio.Task[list[Rollout]]:
+        """A group that is being sampled when this returns."""
+        before = self.worker.engine.num_generated_tokens
+        sampling = SamplingConfig(max_tokens=LONG, stop_at_eos=False)
+        group = asyncio.create_task(self.worker.generate_group(prompt, n, sampling=sampling))
+        while self.worker.engine.num_generated_tokens < before + 50:
+            await asyncio.sleep(0.005)
+        return group
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -295,11 +290,7 @@ async def test_after_a_publish_every_parameter_is_what_vllms_own_loader_makes(se
 async def test_requests_in_flight_cross_a_publish_and_every_token_tells_its_version(setup: Setup):
     """Requests frozen by the publish go on under the new weights, prefilled anew: each token is its version's."""
     await setup.publish(0)
-    before = setup.worker.engine.num_generated_tokens
-    sampling = SamplingConfig(max_tokens=LONG, stop_at_eos=False)
-    group = asyncio.create_task(setup.worker.generate_group(prompt(4), 2, sampling=sampling))
-    while setup.worker.engine.num_generated_tokens < before + 50:
-        await asyncio.sleep(0.005)
+    group = await setup.start_long(prompt(4), 2)
     assert not group.done()
     assert (await setup.publish(1)).replicas[0].committed
     for rollout in await group:
@@ -322,11 +313,7 @@ async def test_kept_kv_entries_do_not_reach_requests_of_a_newer_version(setup: S
     """With keep_kv the cache is not cleared, and requests in flight use it on; later requests must not."""
     setup.worker.weight_sync = dataclasses.replace(setup.worker.weight_sync, keep_kv=True)
     await setup.publish(0)
-    sampling = SamplingConfig(max_tokens=LONG, stop_at_eos=False)
-    before = setup.worker.engine.num_generated_tokens
-    group = asyncio.create_task(setup.worker.generate_group(prompt(6), 1, sampling=sampling))
-    while setup.worker.engine.num_generated_tokens < before + 50:
-        await asyncio.sleep(0.005)
+    group = await setup.start_long(prompt(6), 1)
     await setup.publish(1)
     (later,) = await setup.worker.generate_group(prompt(6), 1)
     assert_sampled_by(setup, prompt(6), later)
@@ -338,11 +325,7 @@ async def test_kept_kv_entries_do_not_reach_requests_of_a_newer_version(setup: S
 async def test_other_pause_modes_give_groups_of_one_version(setup: Setup, keep_sync: None, mode: PauseMode):
     setup.worker.weight_sync = dataclasses.replace(setup.worker.weight_sync, pause_mode=mode)
     await setup.publish(0)
-    sampling = SamplingConfig(max_tokens=LONG, stop_at_eos=False)
-    before = setup.worker.engine.num_generated_tokens
-    group = asyncio.create_task(setup.worker.generate_group(prompt(7), 2, sampling=sampling))
-    while setup.worker.engine.num_generated_tokens < before + 50:
-        await asyncio.sleep(0.005)
+    group = await setup.start_long(prompt(7), 2)
     await setup.publish(1)
     expected = 0 if mode is PauseMode.wait else 1
     for rollout in await group:

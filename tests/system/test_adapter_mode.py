@@ -7,7 +7,6 @@ Adapters are drawn at random for every version, so that versions are far apart. 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import dataclasses
 import json
 from collections.abc import AsyncIterator
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from cases.rank_helpers import draw
+from fakes.flipping_transport import FlippingTransport
 from fakes.vllm_oracle import vllm_serves_adapter
 
 from conf.load import load_run_config
@@ -33,7 +33,6 @@ from trainer.rank import TrainerRank
 from trainer.weights.adapter_names import adapter_tensors, target_modules
 from weight_sync.publish.publisher import Publisher
 from weight_sync.publish.report import PublishReport
-from weight_sync.transport.mooncake import MooncakeTransport
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -43,19 +42,6 @@ LONG = SamplingConfig(max_tokens=400, stop_at_eos=False)
 SHORT = SamplingConfig(max_tokens=8, stop_at_eos=False)
 PROMPT = Prompt(0, tuple(3 + (7 * i) % 60 for i in range(150)), "")
 """More than one block of the CPU engine's KV cache, so that a prefix can be reused at all."""
-
-
-class FlippingTransport(MooncakeTransport):
-    """Flips one bit of the next write, after it was hashed and before it leaves."""
-
-    is_armed = False
-
-    def write(self, session, src_ptrs, dst_ptrs, sizes, *, timeout_s):
-        if self.is_armed:
-            self.is_armed = False
-            byte = ctypes.c_ubyte.from_address(src_ptrs[0])
-            byte.value ^= 1
-        super().write(session, src_ptrs, dst_ptrs, sizes, timeout_s=timeout_s)
 
 
 def config_of() -> RunConfig:

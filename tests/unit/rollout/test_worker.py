@@ -121,7 +121,7 @@ class ModelEngine:
         return [REPLIES.get(method)] * 2
 
     async def generate_group(
-        self, token_ids: Any, n: int, sampling: SamplingConfig, *, seed: int | None
+        self, prompt_token_ids: Any, n: int, sampling: SamplingConfig, *, seed: int | None
     ) -> list[Rollout]:
         assert self.is_running and not self.is_written
         self.requests.append((n, sampling.max_tokens))

@@ -29,12 +29,12 @@ class SeededEngine:
         self._version = 0
 
     async def generate_group(
-        self, token_ids: Any, n: int, sampling: SamplingConfig, *, seed: int | None, adapter: Adapter
+        self, prompt_token_ids: Any, n: int, sampling: SamplingConfig, *, seed: int | None, adapter: Adapter
     ) -> list[Rollout]:
         rollouts: list[Rollout] = []
         for index in range(n):
             own = None if seed is None else seed + index
-            self.requests.append((list(token_ids), own))
+            self.requests.append((list(prompt_token_ids), own))
             end = self._evictions.pop(0) if self._evictions else None
             stream = random.Random(own)
             count = sampling.max_tokens if end is None else end

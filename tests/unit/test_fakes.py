@@ -1,0 +1,83 @@
+"""Locks: fakes and the product's own classes answer to the same calls, those that the product's protocols declare."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from fakes.loop import FakePrompts, FakeRewards, FakeTrainer, FakeWorker
+from fakes.memory_transport import MemoryTransport
+from fakes.publish import DictSource, PlainEngine
+from unit.orchestrator.push.test_push_order import NotingEngine, NotingRank
+from unit.rollout.adapters.test_adapter_replica import SeededEngine
+from unit.rollout.test_worker import ModelEngine
+
+from orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
+from orchestrator.fleet.replicas import RolloutHandle
+from orchestrator.loop.ports import Prompts, PublishingTrainer, Rewards, StepTrainer, TaughtTrainer
+from orchestrator.push.sender_process import RankProcess
+from rollout.adapters.adapter_replica import AdapterReplica
+from rollout.engine.engine import Engine
+from rollout.prompts import Shuffled
+from rollout.rewards.runner import RewardRunner
+from rollout.served.client import ServedEngine
+from rollout.worker import RolloutWorker
+from trainer.delivery.adapter_source import AdapterSource
+from trainer.delivery.merged_source import TrainerWeightSource
+from weight_sync.replica.control_server import ReplicaHandler
+from weight_sync.source import WeightSource
+from weight_sync.transport.base import Transport
+from weight_sync.transport.mooncake import MooncakeTransport
+
+PAIRS = [
+    (StepTrainer, FakeTrainer),
+    (PublishingTrainer, FakeTrainer),
+    (PublishingTrainer, RayTrainerGroup),
+    (TaughtTrainer, FakeTrainer),
+    (TaughtTrainer, RayTrainerGroup),
+    (RolloutHandle, FakeWorker),
+    (RolloutHandle, RayRolloutWorker),
+    (Prompts, FakePrompts),
+    (Prompts, Shuffled),
+    (Rewards, FakeRewards),
+    (Rewards, RewardRunner),
+    (Transport, MemoryTransport),
+    (Transport, MooncakeTransport),
+    (WeightSource, DictSource),
+    (WeightSource, TrainerWeightSource),
+    (WeightSource, AdapterSource),
+    (ReplicaHandler, PlainEngine),
+    (ReplicaHandler, RolloutWorker),
+    (ReplicaHandler, AdapterReplica),
+]
+
+
+@pytest.mark.parametrize(("protocol", "cls"), PAIRS, ids=lambda cls: cls.__name__)
+def test_every_call_of_a_protocol_has_the_same_parameters_everywhere(protocol: type, cls: type) -> None:
+    calls = {
+        name: call
+        for base in protocol.__mro__
+        for name, call in vars(base).items()
+        if inspect.isfunction(call) and (name == "__next__" or not name.startswith("_"))
+    }
+    assert calls
+    for name, call in calls.items():
+        own = getattr(cls, name)
+        assert inspect.iscoroutinefunction(own) == inspect.iscoroutinefunction(call), name
+        declared, has = inspect.signature(call).parameters, inspect.signature(own).parameters
+        assert [(p.name, p.default) for p in has.values()] == [(p.name, p.default) for p in declared.values()], name
+
+
+STAND_INS = [(Engine, ModelEngine), (Engine, SeededEngine), (ServedEngine, NotingEngine), (RankProcess, NotingRank)]
+
+
+@pytest.mark.parametrize(("cls", "stand_in"), STAND_INS, ids=lambda cls: cls.__name__)
+def test_a_stand_in_has_no_call_and_no_parameter_that_its_class_lacks(cls: type, stand_in: type) -> None:
+    calls = {name: call for name, call in vars(stand_in).items() if inspect.isfunction(call) and name[0] != "_"}
+    assert calls
+    for name, call in calls.items():
+        own = getattr(cls, name)
+        assert inspect.iscoroutinefunction(own) == inspect.iscoroutinefunction(call), name
+        has, declared = inspect.signature(call).parameters.values(), inspect.signature(own).parameters
+        named = {p.name for p in has if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "_"}
+        assert named <= set(declared), name
