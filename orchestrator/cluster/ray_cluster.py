@@ -45,6 +45,7 @@ from orchestrator.errors import ClusterLost, OrchestratorError, PlacementError
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.signals import take_sigterm_back
 from orchestrator.waiting import wait_for
+from rollout.engine.engine_options import compile_cache
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -201,9 +202,8 @@ class RayCluster:
         os.environ.pop("RAY_AUTH_TOKEN", None)  # the user's, for other clusters: it would win
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(self._private.token)
         root = str(Path(__file__).parents[2])
-        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "slipstream" / "torchinductor"
         environment = {
-            "TORCHINDUCTOR_CACHE_DIR": str(cache),  # by default under TMPDIR, which ends with the run
+            **compile_cache(),
             **os.environ,
             "TMPDIR": str(self._private.temporary),
             "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),

@@ -6,6 +6,7 @@ Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Pure: starts n
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 """Where vLLM puts Unix sockets."""
 BATCH_INVARIANT_VARIABLE = "VLLM_BATCH_INVARIANT"
 """1: vLLM's batch-invariant kernels, in every process of the engine."""
+
+
+def compile_cache() -> dict[str, str]:
+    """Where PyTorch keeps compiled code: by default under TMPDIR, which ends with a run or a server."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return {"TORCHINDUCTOR_CACHE_DIR": str(cache / "slipstream" / "torchinductor")}
 
 
 def engine_environment(device: Device) -> dict[str, str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from conf.schema import Device
 from rollout.die_with_owner import OWNER_VARIABLE
-from rollout.engine.engine_options import CPU_KV_CACHE_BYTES, SOCKETS_VARIABLE, engine_environment
+from rollout.engine.engine_options import CPU_KV_CACHE_BYTES, SOCKETS_VARIABLE, compile_cache, engine_environment
 from rollout.engine.start_failure import cause_in
 from rollout.errors import EngineError
 from rollout.served.client import ServedEngine
@@ -83,8 +83,9 @@ class ServerProcess:
     def __init__(self, options: ServerOptions, port: int, gpus: Sequence[str], log: Path) -> None:
         self.engine = ServedEngine(f"http://{options.host}:{port}")
         self.log = log
-        self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
-        environ = {SOCKETS_VARIABLE: self._sockets.name} | dict(os.environ)  # vLLM leaves its sockets where they are
+        self._temporary = tempfile.TemporaryDirectory(prefix="vllm-")  # 0700; vLLM leaves its sockets where they are
+        environ = compile_cache() | {SOCKETS_VARIABLE: self._temporary.name} | dict(os.environ)
+        environ |= {"TMPDIR": self._temporary.name}
         log.parent.mkdir(parents=True, exist_ok=True)
         if log.exists():
             log.replace(log.with_suffix(".previous.log"))
@@ -120,7 +121,7 @@ class ServerProcess:
             except subprocess.TimeoutExpired:
                 continue
         self._process.poll()
-        self._sockets.cleanup()
+        self._temporary.cleanup()
 
 
 def server_environment(device: Device, gpus: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:

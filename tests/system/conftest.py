@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+from cases.mapped_files import maps_of
 
 RUN_TIMEOUT_S = 560
 """Time limit of one run, on two cores that have other runs and more to do; a run alone takes a minute or two."""
@@ -79,7 +80,7 @@ def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert left == []
     assert [path.name for path in folder.glob("slipstream-*") if path.lstat().st_uid == os.geteuid()] == []
     # Segments that came meanwhile may be another run's: those are mapped by somebody.
-    mapped = " ".join(_maps(process) for process in psutil.process_iter())
+    mapped = " ".join(map(maps_of, psutil.process_iter()))
     came = {path.name for path in Path("/dev/shm").glob("psm_*")} - shared_before
     assert [name for name in came if name not in mapped] == []
     shutil.rmtree(folder)
@@ -93,13 +94,6 @@ def _processes_of(tmp: Path) -> list[str]:
             if process.pid != os.getpid() and process.environ().get("TMPDIR", "").startswith(str(tmp)):
                 left.append(" ".join(process.cmdline()))
     return left
-
-
-def _maps(process: psutil.Process) -> str:
-    try:
-        return Path(f"/proc/{process.pid}/maps").read_text()
-    except OSError:
-        return ""
 
 
 class RunUnderWay:

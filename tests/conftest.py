@@ -1,0 +1,39 @@
+"""What all tests share: a temporary folder of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from cases.mapped_files import maps_of
+
+from rollout.engine.engine_options import compile_cache
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """TMPDIR of the tests and of what they start: an engine whose processes are killed leaves sockets there. What it
+    leaves in /dev/shm is removed once nobody maps it.
+    """
+    tmp_path_factory.getbasetemp()  # where pytest keeps the folders of the last runs
+    folder = tempfile.mkdtemp(prefix="t")  # short, because sockets lie below it
+    shared_before = set(os.listdir("/dev/shm"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in compile_cache().items():
+            patch.setenv(name, os.environ.get(name, value))
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", None)  # where Python keeps its answer
+        yield
+    shutil.rmtree(folder, ignore_errors=True)
+    came = {path for path in Path("/dev/shm").glob("vllm_dist_*") if path.name not in shared_before}
+    mapped = "".join(map(maps_of, psutil.process_iter())) if came else ""
+    for path in came:
+        if path.name not in mapped:
+            with contextlib.suppress(OSError):
+                path.unlink()
