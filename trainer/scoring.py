@@ -15,16 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from conf.schema import ModelConfig, TrainerConfig, TrainMode
 from trainer.adapter_io import load_adapter, save_merged
 from trainer.architecture.families import read_config
+from trainer.engine_ops.engine_forward import compute_in_engine_operations
+from trainer.engine_ops.vllm_operations import VllmOperations
 from trainer.model.build_decoder import build_decoder
 from trainer.model.decoder import Decoder
 from trainer.model.logprobs import token_logprobs
 from trainer.model.operations import Operation, decoder_operations
+from trainer.moe.replay import RecordedRoutes
 from trainer.weights.loading import load_weights, open_reader
 
 
@@ -75,19 +79,32 @@ class Scorer:
         load_weights(self.decoder, open_reader(model, spec, seed=seed, device=self.device), seed=seed)
         if trainer.mode is TrainMode.lora and trainer.lora.init_from is not None:
             load_adapter(self.decoder, trainer.lora.init_from)
+        if trainer.engine_forward:
+            compute_in_engine_operations(self.decoder, VllmOperations(spec, self.decoder.dtype, self.device))
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face checkpoint of the weights, adapters merged into them."""
         save_merged(self.decoder, folder, self._hf_config)
 
     @torch.no_grad()
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[list[float]]]:
-        """Per sequence, of every token but the first: its log-probability at temperature 1, and the entropy (nats)."""
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], routes: Sequence[tuple[np.ndarray, np.ndarray]] | None = None
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        """Per sequence, of every token but the first: its log-probability at temperature 1, and the entropy (nats).
+
+        Args:
+            sequences: Token ids.
+            routes: Of each sequence, experts [tokens - 1, layers with experts, K] to use instead of the router's
+                choice, and whether each position has some.
+        """
         logprobs: list[list[float]] = []
         entropies: list[list[float]] = []
         for part in self._microbatches(sequences):
             packed = Packed.of(part, self.device)
-            hidden_TH = self.decoder(packed.token_ids_T, packed.positions_T, packed.cu_seqlens)
+            recorded = None
+            if routes is not None:
+                recorded = self._recorded(routes[len(logprobs) : len(logprobs) + len(part)])
+            hidden_TH = self.decoder(packed.token_ids_T, packed.positions_T, packed.cu_seqlens, recorded)
             logprobs_N, entropy_N = self._head(hidden_TH, packed)
             counts = [len(sequence) - 1 for sequence in part]
             logprobs += [one.tolist() for one in logprobs_N.split(counts)]
@@ -108,11 +125,23 @@ class Scorer:
         """Copies where the decoder is."""
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
+    def _recorded(self, routes: Sequence[tuple[np.ndarray, np.ndarray]]) -> RecordedRoutes:
+        """Routes of packed sequences; the last token of each has none."""
+        experts = [np.pad(experts, ((0, 1), (0, 0), (0, 0))) for experts, _ in routes]
+        is_recorded = [np.pad(has_route, (0, 1)) for _, has_route in routes]
+        packed = [torch.from_numpy(np.concatenate(parts)).to(self.device) for parts in (experts, is_recorded)]
+        return RecordedRoutes(packed[0], packed[1])
+
     def _head(self, hidden_TH: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         rows, targets_N = packed.targets
         return self.decoder.apply_head(
             lambda rows_NH, weight_VH: token_logprobs(
-                rows_NH, weight_VH, targets_N, temperature=1.0, chunk_tokens=self._trainer.logprob_chunk_tokens
+                rows_NH,
+                weight_VH,
+                targets_N,
+                temperature=1.0,
+                chunk_tokens=self._trainer.logprob_chunk_tokens,
+                head=self.decoder.head,
             ),
             hidden_TH[rows],
         )

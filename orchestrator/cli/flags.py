@@ -228,6 +228,42 @@ def push() -> Parser:
     return parser
 
 
+def parity() -> Parser:
+    """Flags of `slipstream parity`; their destinations are the fields of ParityOptions."""
+    from orchestrator.parity.command import ParityOptions
+
+    parser = Parser(texts.PARITY)
+    parser.set_defaults(**_defaults(ParityOptions))
+    flags = parser.add_argument_group("flags: what is sampled")
+    flags.add_argument(
+        "--prompts", type=int, dest="num_prompts", metavar="N", help="of data.path, else random; %(default)s"
+    )
+    flags.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="length of a random prompt, most of a given one; %(default)s"
+    )
+    flags.add_argument("--max-tokens", type=int, metavar="N", help="sampled after each prompt; %(default)s")
+    flags = parser.add_argument_group("flags: what is compared")
+    flags.add_argument(
+        "--layer-prompts",
+        type=int,
+        dest="num_layer_prompts",
+        metavar="N",
+        help="sequences whose operations are compared, held in memory whole; %(default)s",
+    )
+    flags.add_argument("--transformers", action="store_true", help="score with transformers, too")
+    flags.add_argument(
+        "--usual",
+        type=Path,
+        metavar="FILE",
+        help="parity.json of an earlier call on the same machine: name what differs more than it did then",
+    )
+    flags = parser.add_argument_group("flags: what comes out")
+    flags.add_argument("--output", type=Path, metavar="DIR", help="where parity.json and parity.png go; %(default)s")
+    flags.add_argument("--json", action="store_true", help="the same figures for programs")
+    flags.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with YAML files of your own")
+    return parser
+
+
 def record() -> Parser:
     """Flags of `slipstream record`."""
     parser = Parser(texts.RECORD)

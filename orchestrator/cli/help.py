@@ -48,6 +48,7 @@ commands
   train     start a run; its options are the words that follow
   resume    go on with a run that ended, from its newest checkpoint
   plan      say what a publish of a run would move, hold and take, on any cluster; starts nothing
+  parity    say how well trainer and engine agree about a model, and at which operation they part
   push      bring a checkpoint on disk into vLLM engines, started here or running
   record    write down how an engine lays out a model; needs no GPU and no weights
   doctor    look at this machine: versions, devices and links, limits, ports
@@ -143,6 +144,31 @@ and, for experts on GPUs, --moe-backend triton. On CPUs add --worker-extension-c
     end="""\
 exit code: 0 all engines serve the checkpoint; 1 one does not (it stays paused and is named), or an engine or rank
 failed; 2 the command cannot work as given; 130 Ctrl-C, 143 SIGTERM""",
+)
+
+PARITY = CommandText(
+    command="parity",
+    usage="""\
+slipstream parity [MODEL] [GROUP=CHOICE ...] [SECTION.OPTION=VALUE ...] [flags]""",
+    about="""\
+Lets vLLM sample with a model, lets the trainer score what it sampled, and says how well the two agree, beside the
+floor: how well the engine agrees with itself when it prefills what it decoded. Then compares them operation by
+operation, each on the engine's own inputs, and names the layer and the operation where they part by more than rounding.
+Starts no run; one device holds one model after the other.
+
+MODEL is a checkpoint's folder, or a run's: its trained adapter on the trainer's side, merged into the weights on the
+engine's. Without it the options name a model, as those of `slipstream train`, which may follow in any case.
+
+examples
+  slipstream parity model=tiny_qwen3_moe
+  slipstream parity /models/Qwen3-30B-A3B --transformers
+  slipstream parity /models/Qwen3-30B-A3B data=files data.path=prompts.jsonl --prompts 64 --max-tokens 200
+      prompts of your own instead of random tokens
+  slipstream parity /models/Qwen3-30B-A3B trainer.combine=hf_eager --usual parity/parity.json --output other
+      an option changed: what differs more than in an earlier report is named, however small it is
+  slipstream parity runs/latest""",
+    end="""\
+exit code: 0 when no operation differs by more than rounding, 1 when one does or the engine fails, 2 for a mistake""",
 )
 
 RECORD = CommandText(

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import ConfigError, SlipstreamError
@@ -69,6 +70,7 @@ def _dispatch(words: list[str]) -> int:
         "resume": _resume,
         "plan": _plan,
         "push": _push,
+        "parity": _parity,
         "record": _record,
         "doctor": _doctor,
         "status": _status,
@@ -236,6 +238,44 @@ def _push(words: list[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
             return EXIT_FAILED
     return EXIT_OK
+
+
+def _parity(words: list[str]) -> int:
+    with _names_missing_packages():
+        parser = cli_flags.parity()
+    flags, overrides = parser.read_overrides(words)
+    if flags.help or not words:
+        print(parser.format_help(), end="")
+        return EXIT_OK
+    with _names_missing_packages():
+        from orchestrator.parity import report as parity_report
+        from orchestrator.parity.command import ParityOptions, run_parity
+
+    given: dict[str, Any] = dict(vars(flags))
+    as_json, _ = (given.pop(name) for name in ("json", "help"))
+    if overrides and "=" not in overrides[0]:
+        given["model"] = Path(overrides.pop(0))
+    options = ParityOptions(**given)
+    began_s = time.monotonic()
+
+    def say(phase: str) -> None:
+        print(f"{time.monotonic() - began_s:5.1f} s  {phase}", file=sys.stderr, flush=True)
+
+    try:
+        with _names_missing_packages():
+            report = run_parity(options, overrides, say)
+            figures, picture = parity_report.write_files(report, options.output)
+    except ConfigError:
+        raise
+    except SlipstreamError as error:  # the engine's, whose message has the reason
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    if as_json:
+        print(json.dumps(report.as_plain(), indent=2))
+    else:
+        parity_report.print_report(report)
+        print(f"\nfigures: {figures}\npicture: {picture}")
+    return EXIT_OK if report.agrees else EXIT_FAILED
 
 
 def _split_at_dashes(words: list[str]) -> tuple[list[str], list[str]]:

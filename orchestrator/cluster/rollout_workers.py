@@ -22,9 +22,9 @@ from orchestrator.cluster.ray_cluster import RayCluster, kill_actor
 from orchestrator.cluster.ray_handles import RayRolloutWorker
 from orchestrator.environment import RunDevice
 from orchestrator.errors import OrchestratorError
-from orchestrator.inputs.model_folder import engine_checkpoint
+from orchestrator.inputs.model_folder import engine_checkpoint, routing_shape
 from orchestrator.waiting import all_started
-from rollout.types import AdapterSlotsSpec, RoutingShape
+from rollout.types import AdapterSlotsSpec
 from trainer.architecture.families import read_config
 from trainer.weights.adapter_names import adapter_tensors, target_modules
 
@@ -142,12 +142,3 @@ def adapter_slots(config: RunConfig, hf_config: dict[str, Any]) -> AdapterSlotsS
         tensors=tuple(adapter_tensors(tensors, lora)),
         base=Path(config.model.path or "") if packing_of(hf_config) is not None else None,
     )
-
-
-def routing_shape(config: RunConfig, hf_config: dict[str, Any]) -> RoutingShape | None:
-    """What engines record about each token; None when nothing is replayed."""
-    moe = read_config(hf_config).moe
-    if not config.parity.replay_routing or moe is None:
-        return None
-    layers = tuple(layer for layer, has_experts in enumerate(moe.layers) if has_experts)
-    return RoutingShape(layers, moe.top_k, moe.num_experts)

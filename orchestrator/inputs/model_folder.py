@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError
-from conf.schema import DType, EngineFormat, Init, ModelConfig
+from conf.schema import DType, EngineFormat, Init, ModelConfig, RunConfig
 from orchestrator.inputs.character_tokenizer import CHARACTERS, save_character_tokenizer
 from orchestrator.inputs.model_files import read_hf_config
 from orchestrator.inputs.text_encoder import TOKENIZER_FILE, check_holds_tokenizer
+from rollout.types import RoutingShape
 from trainer.architecture.families import check_spelling, read_config
 from trainer.weights.quantization import BlockFp8, engine_tensors
 from weight_sync.layout import TensorMeta
@@ -111,6 +112,15 @@ def engine_checkpoint(hf_config: Mapping[str, Any], dtype: DType) -> list[Tensor
     """
     tensors = read_config(dict(hf_config)).checkpoint_tensors(dtype.value)
     return engine_tensors(tensors, BlockFp8.from_hf_config(hf_config))
+
+
+def routing_shape(config: RunConfig, hf_config: dict[str, Any]) -> RoutingShape | None:
+    """What engines record about each token; None when nothing is replayed."""
+    moe = read_config(hf_config).moe
+    if not config.parity.replay_routing or moe is None:
+        return None
+    layers = tuple(layer for layer, has_experts in enumerate(moe.layers) if has_experts)
+    return RoutingShape(layers, moe.top_k, moe.num_experts)
 
 
 def _copy_tokenizer(config: ModelConfig, folder: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from rollout.engine.engine import Engine, make_llm
+from rollout.types import Routes, RoutingShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class Sampled:
     """As the engine sampled them, token by token."""
     prefilled: tuple[float, ...]
     """As the engine computes them in one prefill of the whole sequence."""
+    routes: Routes | None = None
+    """The experts that the engine chose while it sampled, where it was asked to record them."""
 
     def response_of(self, values: Sequence[float]) -> Sequence[float]:
         """Those of `values`, one per token but the first, that belong to the response."""
@@ -46,6 +49,7 @@ def sample_and_record(
     max_tokens: int,
     num_recorded: int,
     activations: Path,
+    routing: RoutingShape | None = None,
     say: Callable[[str], None],
 ) -> list[Sampled]:
     """Sample one response to each prompt at temperature 1, score it again by prefill, and record activations.
@@ -56,6 +60,7 @@ def sample_and_record(
         max_tokens: Of each response, exactly.
         num_recorded: The first so many sequences are prefilled once more, one by one, while activations are recorded
             into the file `activations` (safetensors). 0: none.
+        routing: Shape of the model's routing, to record the experts of each token; None: none are recorded.
         say: Told what begins.
     """
     sampling = SamplingConfig(max_tokens=max_tokens, stop_at_eos=False)
@@ -63,7 +68,7 @@ def sample_and_record(
     config = replace(config, max_model_len=longest, sampling=sampling, enforce_eager=True)
 
     async def run() -> list[Sampled]:
-        engine = Engine(folder, config, dtype=dtype, device=device, seed=seed, make_llm=_with_weights)
+        engine = Engine(folder, config, dtype=dtype, device=device, seed=seed, routing=routing, make_llm=_with_weights)
         say("engine: start")
         await engine.start()
         try:
@@ -80,7 +85,13 @@ def sample_and_record(
                     await engine.score(sequence)
                 await engine.call_ranks("slipstream_write_activations", str(activations))
             return [
-                Sampled(len(prompt), sequence, tuple(rollouts[0].logprobs), tuple(score[len(prompt) - 1 :]))
+                Sampled(
+                    len(prompt),
+                    sequence,
+                    tuple(rollouts[0].logprobs),
+                    tuple(score[len(prompt) - 1 :]),
+                    rollouts[0].routes,
+                )
                 for prompt, rollouts, sequence, score in zip(prompts, groups, sequences, scores, strict=True)
             ]
         finally:

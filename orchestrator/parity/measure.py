@@ -26,7 +26,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from conf.schema import Device, Init, RunConfig
-from orchestrator.inputs.model_folder import resolve_hf_config
+from orchestrator.inputs.model_folder import resolve_hf_config, routing_shape
 from orchestrator.parity.compare import (
     Difference,
     against,
@@ -110,6 +110,7 @@ def measure(config: RunConfig, device: Device, question: Question, say: Say) -> 
             max_tokens=question.max_tokens,
             num_recorded=question.num_recorded,
             activations=activations,
+            routing=routing_shape(config, hf_config),
             say=say,
         )
         others: dict[str, list[Tensor]] = {}
@@ -120,7 +121,11 @@ def measure(config: RunConfig, device: Device, question: Question, say: Say) -> 
         with _freed(device):
             scorer = Scorer(config.model, config.trainer, hf_config, seed=config.run.seed, device=str(device))
             rows, entropies = scorer.logprobs([one.token_ids for one in sampled])
-            others["trainer"] = [torch.tensor(one.response_of(row)) for one, row in zip(sampled, rows, strict=True)]
+            others["trainer"] = responses_of(sampled, rows)
+            routes = [(one.routes.experts, one.routes.is_recorded) for one in sampled if one.routes is not None]
+            if routes:
+                rows, _ = scorer.logprobs([one.token_ids for one in sampled], routes)
+                others["trainer, routes replayed"] = responses_of(sampled, rows)
             entropy = [value for one, row in zip(sampled, entropies, strict=True) for value in one.response_of(row)]
             recorded = sampled[: question.num_recorded]
             say("trainer: each operation on the engine's inputs")
@@ -141,6 +146,11 @@ def measure(config: RunConfig, device: Device, question: Question, say: Say) -> 
         sentence=layers.sentence,
         agrees=layers.agrees,
     )
+
+
+def responses_of(sampled: Sequence[Sampled], rows: Sequence[Sequence[float]]) -> list[Tensor]:
+    """Of each sequence's values, one per token but the first, those of its response."""
+    return [torch.tensor(one.response_of(row)) for one, row in zip(sampled, rows, strict=True)]
 
 
 def agreements(sampled: Sequence[Sampled], others: dict[str, list[Tensor]]) -> dict[str, dict[str, float]]:

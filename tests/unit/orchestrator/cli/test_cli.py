@@ -120,7 +120,9 @@ def test_defaults_of_push_are_declared_once_and_shown(capsys: pytest.CaptureFixt
         assert re.search(rf"; {given[name]:g}\n" if name != "log_dir" else "; push-logs\n", shown), name
 
 
-@pytest.mark.parametrize("command", ["train", "resume", "plan", "push", "record", "doctor", "status", "recover"])
+@pytest.mark.parametrize(
+    "command", ["train", "resume", "plan", "parity", "push", "record", "doctor", "status", "recover"]
+)
 def test_every_flag_of_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out

@@ -346,6 +346,12 @@ def test_several_problems_are_all_reported_at_once(
         (["train", "--cfg", "all"], "--cfg"),
         (["train"], "model.path is required"),
         (["doctor", "--yaml"], "unknown flag --yaml. See: slipstream doctor --help"),
+        (["parity", "model=tiny_qwen3_moe", "--prompts", "0"], "--prompts must be >= 1, got 0"),
+        (["parity", "model=tiny_qwen3_moe", "--prompts", "2"], "--layer-prompts must be <= --prompts, got 4 and 2"),
+        (["parity", "/no/such/folder"], "model.path=/no/such/folder: no such folder"),
+        (["parity", "model=tiny_qwen3_moe", "trainer.combined=x"], "Did you mean trainer.combine?"),
+        (["parity", "model=tiny_qwen3_moe", "--usual", "/no/such"], "--usual=/no/such cannot be read: No such file"),
+        (["parity", "model=tiny_qwen3_moe", "--max-tokens", "9999"], "max_position_embeddings=512"),
         (["recover", "runs/latest", "--worker", "x"], "--worker must be an integer, got 'x'"),
     ],
 )

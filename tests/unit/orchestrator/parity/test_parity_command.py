@@ -1,0 +1,97 @@
+"""What `slipstream parity` compares, and what it says of it. No engine is started."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.errors import ConfigError
+from conf.load import load_run_config, resolved_yaml
+from orchestrator.parity.command import ParityOptions, load_config
+from orchestrator.parity.compare import difference, verdict
+from orchestrator.parity.measure import ParityReport, Sampled, Swap, agreements
+from orchestrator.parity.report import print_report, write_files
+
+TINY = ["model=tiny_qwen3_moe", "data=letters"]
+
+
+def test_lengths_of_the_engine_are_those_of_the_question():
+    config, has_prompts = load_config(ParityOptions(prompt_tokens=10, max_tokens=20), ["model=tiny_qwen3_moe"])
+    assert (config.rollout.max_model_len, config.rollout.sampling.max_tokens) == (31, 20)
+    assert not has_prompts
+    assert load_config(ParityOptions(), TINY)[1]
+
+
+def test_one_rank_and_one_engine_whatever_the_run_has():
+    config, _ = load_config(ParityOptions(), [*TINY, "trainer.num_ranks=2", "trainer.ep_size=2"])
+    assert (config.trainer.num_ranks, config.trainer.ep_size, config.rollout.num_workers) == (1, 1, 1)
+
+
+def test_a_run_folder_brings_its_options_and_its_adapter(tmp_path: Path):
+    config = load_run_config([*TINY, "rollout=small", "run.seed=7"])
+    (tmp_path / "config.yaml").write_text(resolved_yaml(config))
+    with pytest.raises(ConfigError, match=r"has no trained adapter.*has the run ended\?"):
+        load_config(ParityOptions(model=tmp_path), [])
+    (tmp_path / "adapter").mkdir()
+    found, _ = load_config(ParityOptions(model=tmp_path), ["trainer.combine=hf_eager"])
+    assert found.trainer.lora.init_from == str(tmp_path / "adapter")
+    assert found.run.seed == 7
+    assert str(found.trainer.combine) == "hf_eager"
+
+
+def test_a_run_that_trained_everything_brings_its_merged_weights(tmp_path: Path):
+    config = load_run_config([*TINY, "rollout=small", "trainer=full"])
+    (tmp_path / "config.yaml").write_text(resolved_yaml(config))
+    (tmp_path / "merged").mkdir()
+    found, _ = load_config(ParityOptions(model=tmp_path), [])
+    assert found.model.path == str(tmp_path / "merged")
+    assert found.model.dtype == config.model.dtype
+
+
+def made_report() -> ParityReport:
+    reference = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    found = [
+        difference(name, name, reference, reference * (1 + 0.01 * (layer == 1)))
+        for layer, name in enumerate(f"layers.{layer}.self_attn.o_proj" for layer in range(3))
+    ]
+    sentence, agrees = verdict(found)
+    sampled = [Sampled(2, (5, 6, 7, 8), (-1.0, -2.0), (-1.1, -2.0))]
+    others = {"transformers": [torch.tensor([-1.2, -2.0])], "trainer": [torch.tensor([-1.4, -2.0])]}
+    swaps = [Swap("", 0.05), Swap("self_attn", 0.0), Swap("mlp", 0.05), Swap("layers.1.self_attn", 0.001)]
+    return ParityReport(
+        model="tiny", device="cpu", dtype="float32", num_prompts=1, max_tokens=2, entropy=3.0,
+        matrix=agreements(sampled, others),
+        differences=found, chained={"layers.1.stream": 0.0, "layers.2.stream": 0.01}, swaps=swaps, flipped=None,
+        sentence=sentence, agrees=agrees,
+    )  # fmt: skip
+
+
+def test_the_matrix_holds_every_pair_and_the_floor():
+    matrix = made_report().matrix
+    assert list(matrix) == [
+        "engine, engine prefill",
+        "engine, transformers",
+        "engine, trainer",
+        "transformers, trainer",
+    ]
+    largest = [figures["max_abs_log_ratio"] for figures in matrix.values()]
+    assert largest == pytest.approx([0.1, 0.2, 0.4, 0.2], rel=1e-5)
+
+
+def test_the_report_names_the_place_in_tables_file_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    report = made_report()
+    print_report(report)
+    shown = capsys.readouterr().out
+    assert "They part at layer 1, self_attn.o_proj: its output differs by 1.0e-02 of its size" in shown
+    assert "..." not in shown, "no figure is cut off"
+    assert "…" not in shown, "no figure is cut off"
+    figures, picture = write_files(report, tmp_path)
+    written = json.loads(figures.read_text())
+    assert written["sentence"] == report.sentence
+    assert [one["relative"] for one in written["differences"]] == pytest.approx([0.0, 0.01, 0.0], rel=1e-4)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    write_files(replace(report, matrix=agreements([Sampled(1, (1, 2), (-1.0,), (-1.0,))], {})), tmp_path)
