@@ -173,6 +173,9 @@ def check_bitwise_parity_is_possible(config: RunConfig) -> None:
         "model.engine_format=block_fp8, in which engines compute and the trainer does not; set it to checkpoint": (
             config.model.engine_format is EngineFormat.block_fp8
         ),
+        "parity.replay_routing=true: routers that compute an engine's bits choose its experts; set it to false": (
+            config.parity.replay_routing
+        ),
     }
     for reason, is_broken in broken.items():
         if is_broken:

@@ -24,6 +24,7 @@ for script, words in {
     "ladder": f"--tiny --repeats 1 --out {out}/ladder.json",
     "moe_block": f"--tiny --tables block --out {out}/moe_block.json",
     "plan": f"{plan} --out {out}/plan.json",
+    "replay_cost": f"--tiny --part trainer --rounds 1 --out {out}/replay_cost.json",
 }.items():
     sys.argv = [script, *words.split()]
     importlib.import_module(f"bench.{script}").main()
@@ -43,7 +44,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_report_names_its_commit_and_the_libraries_that_its_rows_run(written: Path) -> None:
-    for name in ("ladder", "moe_block", "plan"):
+    for name in ("ladder", "moe_block", "plan", "replay_cost"):
         environment = json.loads((written / f"{name}.json").read_text())["environment"]
         assert environment["torch"] == torch.__version__
         assert {"commit", "is_dirty", "cpu_cores", "gpus", "transformers", "peft", "triton"} <= environment.keys()
@@ -61,6 +62,12 @@ def test_the_block_is_timed_frozen_and_with_adapters_of_both_ranks_and_formats(w
         ("frozen", 0), ("float32", 16), ("bfloat16", 16), ("float32", 64), ("bfloat16", 64),
     }  # fmt: skip
     assert all(row["overhead"] == row["both_s"] / rows[0]["both_s"] - 1 for row in rows[:5])
+
+
+def test_the_price_of_replay_is_of_equal_steps(written: Path) -> None:
+    trainer = json.loads((written / "replay_cost.json").read_text())["trainer"]
+    assert trainer["free_tokens_per_s"] == 256 / trainer["free_s"][0]
+    assert trainer["cost"] == 1 - trainer["free_s"][0] / trainer["replayed_s"][0]
 
 
 def test_the_small_plan_is_proven_and_simulated(written: Path) -> None:

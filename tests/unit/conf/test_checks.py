@@ -19,6 +19,7 @@ CASES = [
     ([*BITWISE, "rollout.sampling.top_p=0.9"], "parity=bitwise.*top_p=0.9; set it to 1"),
     ([*BITWISE, "model.dtype=float32"], "parity=bitwise.*model.dtype=float32; set it to bfloat16"),
     ([*BITWISE, "model.dtype=bfloat16", "weight_sync.mode=adapter"], "parity=bitwise.*weight_sync.mode=adapter"),
+    ([*BITWISE, "model.dtype=bfloat16", "parity.replay_routing=true"], "parity=bitwise.*parity.replay_routing=true"),
     ([*BITWISE, "model.dtype=bfloat16", "model.engine_format=block_fp8"], "parity=bitwise.*engine_format=block_fp8"),
     (
         [*BITWISE, "model=tiny_deepseek_v3", "model.dtype=bfloat16"],
