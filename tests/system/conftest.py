@@ -25,6 +25,11 @@ from cases.mapped_files import maps_of
 RUN_TIMEOUT_S = 560
 """Time limit of one run, on two cores that have other runs and more to do; a run alone takes a minute or two."""
 
+ENDLESS = [
+    "run.num_steps=1000", "run.eval_every_steps=0", "run.checkpoint_every_steps=0",
+    "reward.kind=tests.fakes.slow_reward:share_of_answer",
+]  # fmt: skip
+"""A run that goes on until it is stopped, and leaves most of the cores to what starts meanwhile."""
 ONE_OF_EACH = ["trainer.num_ranks=1", "trainer.ep_size=1", "rollout.num_workers=1"]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from system.conftest import RUN_TIMEOUT_S, RunUnderWay
+from system.conftest import ENDLESS, ONE_OF_EACH, RUN_TIMEOUT_S, RunUnderWay
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def run(own_tmp: Path) -> RunUnderWay:
     """A run whose Ray starts."""
     runs = own_tmp / "runs"
     runs.mkdir()
-    run = RunUnderWay([], runs)
+    run = RunUnderWay(ONE_OF_EACH, runs)
     run.wait_for(lambda: bool(list(own_tmp.glob("slipstream-*/ray/session_2*"))))
     return run
 
@@ -68,12 +68,7 @@ def test_a_batch_system_ends_a_run_in_a_publish(own_tmp: Path) -> None:
     runs.mkdir()
     reward, closed, waits = (runs / name for name in ("reward.py", "closed", "waits"))
     reward.write_text(GATED_REWARD)
-    words = [
-        "run.num_steps=1000",
-        "run.eval_every_steps=0",
-        "run.checkpoint_every_steps=0",
-        "algorithm.groups_per_step=1",
-    ]
+    words = [*ENDLESS, "trainer.num_ranks=1", "trainer.ep_size=1", "algorithm.groups_per_step=1"]
     words += ["algorithm.group_size=4", f"reward.kind={reward}:judge", f"reward.timeout_s={RUN_TIMEOUT_S}"]
     with RunUnderWay(words, runs) as run:
         run.wait_until(lambda rows: len(rows) >= 2)

@@ -17,10 +17,9 @@ def on_policy(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 
 @pytest.fixture(scope="module")
 def resumed(on_policy: FinishedRun) -> FinishedRun:
-    """Two more steps of the same run."""
-    return train(
-        ["run.num_steps=5", "run.eval_every_steps=0", f"run.resume={on_policy.folder}"], on_policy.folder.parent
-    )
+    """Two more steps of the same run, with one engine."""
+    words = ["run.num_steps=5", "run.eval_every_steps=0", "rollout.num_workers=1", "cluster.dashboard=false"]
+    return train([*words, f"run.resume={on_policy.folder}"], on_policy.folder.parent)
 
 
 def test_every_step_is_on_policy_committed_everywhere_and_in_parity(on_policy: FinishedRun) -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from system.conftest import RUN_TIMEOUT_S, RunUnderWay
+from system.conftest import ENDLESS, ONE_OF_EACH, RUN_TIMEOUT_S, RunUnderWay
 
 STRANGER = """
 import json, os, socket, sys, urllib.error, urllib.request
@@ -62,9 +62,8 @@ print(json.dumps(became))
 def test_another_user_is_refused_and_the_run_ends_in_order(own_tmp: Path) -> None:
     runs = own_tmp / "runs"
     runs.mkdir()
-    words = ["run.num_steps=1000", "run.eval_every_steps=0", "run.checkpoint_every_steps=0"]
-    with RunUnderWay(words, runs) as run:
-        run.wait_until(lambda rows: len(rows) >= 3)
+    with RunUnderWay([*ENDLESS, *ONE_OF_EACH], runs) as run:
+        run.wait_until(lambda rows: len(rows) >= 2)
         ((dashboard, token),) = re.findall(
             r"Ray dashboard: http://127.0.0.1:(\d+) asks for the token in (\S+)", run.said
         )

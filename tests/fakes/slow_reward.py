@@ -1,0 +1,14 @@
+"""A reward that takes its time, as those that call a service do: the processes of a run wait for it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rollout.rewards import examples
+
+
+def share_of_answer(prompt: str, response: str, fields: dict[str, Any]) -> float:
+    """A step of the quick start, 384 samples, takes at least 0.6 s longer."""
+    time.sleep(0.0015)
+    return examples.share_of_answer(prompt, response, fields)
