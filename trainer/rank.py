@@ -197,7 +197,9 @@ class TrainerRank:
         Raises:
             TrainerError: the device is too small; the message names options that need less memory.
         """
-        samples = made_up_samples(lengths, self.decoder.spec.vocab_size, self._policy_version)
+        spec = self.decoder.spec
+        replayed = spec.moe if self._parity.replay_routing else None
+        samples = made_up_samples(lengths, spec.vocab_size, self._policy_version, replayed)
         num_counted = sum(sample.num_valid_tokens for sample in samples)
         denominators = Denominators(num_counted, len(lengths), self._policy_version, num_possible_tokens=num_counted)
         started = time.perf_counter()

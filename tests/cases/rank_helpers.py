@@ -24,6 +24,7 @@ from conf.schema import (
     LoraConfig,
     ModelConfig,
     OptimConfig,
+    ParityConfig,
     TrainerConfig,
     TrainMode,
     WeightSyncConfig,
@@ -66,6 +67,7 @@ def make_rank(
     init_from: Path | None = None,
     weight_sync: WeightSyncConfig | None = None,
     num_ranks: int | None = None,
+    parity: ParityConfig | None = None,
     is_loaded: bool = True,
 ) -> TrainerRank:
     """A rank of the tiny policy."""
@@ -91,6 +93,7 @@ def make_rank(
         device="cpu",
         hf_config=hf_config,
         sync_key=SYNC_KEY,
+        parity=parity,
     )
     if is_loaded:
         made.load()

@@ -72,15 +72,16 @@ class World:
         return torch.stack(layers, dim=1)[:-1].cpu().numpy()
 
 
-def config_of(mode: SyncMode) -> RunConfig:
+def config_of(mode: SyncMode, tp_size: int = 1) -> RunConfig:
     """A cache of 1,024 tokens (2 layers, 2 heads of keys and of values, 64 elements of 2 bytes: 1 KiB per token), steps
-    of 64 tokens, CUDA graphs."""
+    of 64 tokens, CUDA graphs; several ranks of an engine split the experts."""
     return load_run_config(
         [
             "experiment=quickstart", "cluster.device=cuda", "trainer.ep_size=1", "trainer.num_ranks=1",
             "trainer.lora.rank=8", "trainer.lora.alpha=16", "model.dtype=bfloat16", "model.hf_config.hidden_size=256",
             "model.hf_config.head_dim=64", "model.hf_config.moe_intermediate_size=128", "rollout.max_model_len=512",
-            "rollout.gpu_memory_utilization=0.3", f"rollout.kv_cache_bytes={CACHE_TOKENS * 1024}",
+            "rollout.gpu_memory_utilization=0.3", f"rollout.kv_cache_bytes={CACHE_TOKENS * 1024 // tp_size}",
+            f"rollout.tp_size={tp_size}", *["rollout.enable_expert_parallel=true"] * (tp_size > 1),
             "rollout.max_num_seqs=16", "rollout.max_num_batched_tokens=64", "parity.replay_routing=true",
             f"weight_sync.mode={mode}",
             *(["weight_sync.on_busy_slot=re_prefill"] if mode is SyncMode.adapter else ["weight_sync.keep_kv=false"]),
@@ -89,8 +90,8 @@ def config_of(mode: SyncMode) -> RunConfig:
 
 
 @asynccontextmanager
-async def started(folder: Path, mode: SyncMode) -> AsyncIterator[World]:
-    config = config_of(mode)
+async def started(folder: Path, mode: SyncMode, tp_size: int = 1) -> AsyncIterator[World]:
+    config = config_of(mode, tp_size)
     (folder / "config.json").write_text(json.dumps(config.model.hf_config))
     save_character_tokenizer(folder, vocab_size=64)
     worker = RolloutWorker(
@@ -178,9 +179,13 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # having asked for CUDA spoils a fork
 
 
-def test_every_route_of_merged_weights_is_the_choice_that_led_to_its_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_every_route_of_merged_weights_is_the_choice_that_led_to_its_token(tmp_path: Path, tp_size: int) -> None:
+    if torch.cuda.device_count() < tp_size:
+        pytest.skip(f"needs {tp_size} GPUs")
+
     async def run() -> None:
-        async with started(tmp_path, SyncMode.merged) as world:
+        async with started(tmp_path, SyncMode.merged, tp_size) as world:
             await world.publish(0)
             await long_groups(world)
             prompt = prompt_of(2)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from trainer.architecture.model_spec import MoeSpec
 from trainer.types import Sample
 
 
@@ -28,8 +29,14 @@ def full_microbatch(max_tokens: int, longest: int, num_samples: int) -> list[int
     return [longest] * max(1, min(num_samples, max_tokens // longest))
 
 
-def made_up_samples(lengths: Sequence[int], vocab_size: int, version: int) -> list[Sample]:
-    """One sample per length, the same on every call; all tokens but a sample's first count in the loss."""
+def made_up_samples(
+    lengths: Sequence[int], vocab_size: int, version: int, replayed: MoeSpec | None = None
+) -> list[Sample]:
+    """One sample per length, the same on every call; all tokens but a sample's first count in the loss.
+
+    Args:
+        replayed: Of the model, for routes that give each expert equally many tokens; None: samples have none.
+    """
     draw = np.random.default_rng(0)
     return [
         Sample(
@@ -38,6 +45,14 @@ def made_up_samples(lengths: Sequence[int], vocab_size: int, version: int) -> li
             rollout_logprobs=np.zeros(length, np.float32),
             advantages=(np.arange(length) > 0).astype(np.float32),
             oldest_version=version,
+            routed_experts=None if replayed is None else _spread(length, replayed),
+            has_route=None if replayed is None else np.ones(length, dtype=bool),
         )
         for length in lengths
     ]
+
+
+def _spread(length: int, moe: MoeSpec) -> np.ndarray:
+    """Experts in turn: token t of each layer gets the K after those of token t - 1."""
+    experts_TK = np.arange(length * moe.top_k).reshape(length, 1, moe.top_k) % moe.num_experts
+    return np.repeat(experts_TK.astype(np.int16), sum(moe.layers), axis=1)

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from conf.schema import AlgorithmConfig, Normalization, TrainerConfig, TrainMode
+from conf.schema import AlgorithmConfig, Normalization, ParityConfig, TrainerConfig, TrainMode
+from trainer.architecture.model_spec import MoeSpec
 from trainer.errors import TrainerError
 from trainer.rank import TrainerRank
 from trainer.step.microbatches import pack
@@ -53,6 +54,19 @@ def test_a_warm_up_divides_by_what_there_is() -> None:
     assert make_rank(algorithm=AlgorithmConfig(normalization=Normalization.constant)).warm_up([7])["seconds"] > 0
 
 
+@pytest.mark.parametrize("replays", [False, True])
+def test_a_warm_up_replays_what_a_step_will(replays: bool) -> None:
+    """Else kernels are compiled in the first step."""
+    rank, replayed = make_rank(parity=ParityConfig(replay_routing=replays)), list[bool]()
+
+    def note(_: torch.nn.Module, given: tuple[object, ...]) -> None:
+        replayed.append(given[3] is not None)
+
+    rank.decoder.register_forward_pre_hook(note)
+    rank.warm_up([7])
+    assert replayed == [replays]
+
+
 def test_what_does_not_fit_is_refused_with_the_options_that_need_less() -> None:
     """Memory ends late in backward, when most gradients are there."""
     rank = make_rank()
@@ -89,3 +103,11 @@ def test_made_up_samples_are_of_the_vocabulary_and_count_all_but_their_first_tok
     assert all(sample.token_ids.min() >= 0 and sample.token_ids.max() < VOCAB for sample in samples)
     assert {sample.oldest_version for sample in samples} == {4}
     assert np.array_equal(samples[0].token_ids, made_up_samples([3], VOCAB, version=0)[0].token_ids)
+
+
+def test_made_up_routes_give_every_expert_equally_many_tokens() -> None:
+    moe = MoeSpec(num_experts=6, top_k=4, intermediate_size=8, norm_topk_prob=True, layers=(False, True, True))
+    (sample,) = made_up_samples([9], VOCAB, 0, moe)
+    assert sample.routed_experts is not None and sample.routed_experts.shape == (9, 2, 4)
+    assert all(len({*choice}) == 4 for choice in sample.routed_experts.reshape(-1, 4).tolist())
+    assert np.bincount(sample.routed_experts[:, 1].ravel()).tolist() == [6] * 6
