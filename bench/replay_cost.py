@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -159,6 +160,7 @@ def main() -> None:
     if args.tiny:
         shrink(args)
         args.microbatch_tokens, args.response_tokens = 256, 32
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a process that has asked for CUDA cannot fork an engine
     device = "cuda" if torch.cuda.is_available() else "cpu"
     report: dict[str, Any] = {"environment": environment(args.commit), "options": {**vars(args), "out": None}}
     if args.part != "trainer":

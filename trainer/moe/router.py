@@ -63,7 +63,7 @@ class Router(nn.Module):
             self.bias = nn.Parameter(torch.empty(moe.num_experts, dtype=weight_dtype))
 
     def forward(self, x_TH: Tensor, recorded: LayerRoutes | None = None) -> Routing:
-        """Route every token: where a route is recorded, by that."""
+        """Route every token. A recorded route decides the experts of its token, the scores decide their weights."""
         scores_TE = self._scores(x_TH)
         if recorded is None:
             return self._choose(scores_TE)
@@ -72,7 +72,7 @@ class Router(nn.Module):
         return Routing(weights_of(self.moe, scores_TE, experts_TK), experts_TK, num_flipped)
 
     def _scores(self, x_TH: Tensor) -> Tensor:
-        """What experts are chosen and weighed by: sigmoids, or logits where a softmax follows."""
+        """The numbers that experts are chosen and weighed by: sigmoids, or logits if a softmax follows."""
         weight = self.weight.to(x_TH.dtype)  # the engine's format; frozen weights have it already
         if self.moe.score is RouterScore.sigmoid:
             return _wide_logits(x_TH, weight).sigmoid()
