@@ -107,7 +107,7 @@ async def started(folder: Path, mode: SyncMode, tp_size: int = 1) -> AsyncIterat
     )  # fmt: skip
     try:
         trainer.load()
-        adapters = [await worker.adapter_endpoint()] if mode is SyncMode.adapter else None
+        adapters = [await worker.adapter_endpoint()] if mode is SyncMode.adapter else []
         await asyncio.to_thread(trainer.delivery.connect, [address], None, adapters)
         yield World(config, trainer, worker)
     finally:
