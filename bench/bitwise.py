@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from bench.environment import environment  # noqa: E402
-from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
+from bench.shapes import add_shape_options, model_config  # noqa: E402
 from bench.sync.engine_process import FUSIONS  # noqa: E402
 from conf.schema import Device, DType, LoraConfig, RolloutConfig, SamplingConfig, TrainerConfig  # noqa: E402
 from rollout.engine.engine_options import (  # noqa: E402
@@ -72,8 +72,8 @@ class EngineHere:
                 max_model_len=args.max_model_len,
                 max_num_seqs=args.prompts,
                 max_num_batched_tokens=max(args.prompts, args.batched_tokens),
-                gpu_memory_utilization=0.5,
-                kv_cache_bytes=(8 << 30) if is_gpu else None,
+                gpu_memory_utilization=0.3,
+                kv_cache_bytes=(4 << 30) if is_gpu else None,
                 enforce_eager=args.eager,
                 batch_invariant=args.mode == "bitwise",
                 sampling=SamplingConfig(max_tokens=args.tokens),
@@ -221,6 +221,30 @@ class TrainerHere:
             hidden,
         )
 
+    def round_as(self, item: str | None) -> None:
+        """Use transformers' way for one item of trainer.numerics, "combine" or "all"; None: the engine's for all."""
+        from conf.schema import CombineMode
+        from trainer.engine_ops.merged_forward import compute_with_merged_adapters
+        from trainer.model.attention import GroupedQueryAttention
+        from trainer.model.decoder import DecoderLayer
+        from trainer.moe.block import MoeBlock
+
+        def is_engines(name: str) -> bool:
+            return item not in (name, "all")
+
+        compute_with_merged_adapters(self.decoder)
+        self.decoder.model.norm.once = is_engines("norm")
+        for layer in self.decoder.model.layers:
+            assert isinstance(layer, DecoderLayer) and isinstance(layer.self_attn, GroupedQueryAttention)
+            layer.in_place = layer.in_place if is_engines("adapters") else None
+            layer.input_layernorm.once = layer.post_attention_layernorm.once = is_engines("norm")
+            layer.self_attn.rotates_once = is_engines("rotation")
+            if isinstance(layer.mlp, MoeBlock):
+                experts, gate = layer.mlp.experts, layer.mlp.gate
+                experts.activation = replace(experts.activation, rounds_each=is_engines("expert_activation"))
+                experts.combine_mode = CombineMode.vllm_like if is_engines("combine") else CombineMode.fp32_once
+                gate.wide = is_engines("router_weights")
+
     def step(self) -> None:
         """Update the adapters."""
         self.optimizer.step()
@@ -251,6 +275,19 @@ def compare(mine: list[float], theirs: list[float]) -> dict[str, float]:
     }
 
 
+ITEMS = (None, "adapters", "norm", "rotation", "expert_activation", "router_weights", "combine", "all")
+
+
+def items(trainer: TrainerHere, responses: list[Response], sampled: list[float]) -> dict[str, float]:
+    """k3 with each item of trainer.numerics as transformers has it, the others as the engine."""
+    figures = {}
+    for item in ITEMS:
+        trainer.round_as(item)
+        figures[str(item)] = compare(trainer.logprobs(responses, learn=False)[0], sampled)["k3"]
+    trainer.round_as("adapters")
+    return figures
+
+
 def run(args: argparse.Namespace, device: Device, folder: Path) -> dict[str, Any]:
     """All steps."""
     import random
@@ -279,6 +316,8 @@ def run(args: argparse.Namespace, device: Device, folder: Path) -> dict[str, Any
             scored = [score for one in engine.score(responses) for score in one]
             found |= {"floor_max_abs": compare(scored, sampled)["max_abs"], "floor_k3": compare(scored, sampled)["k3"]}
             found["prefill_max_abs"] = compare(mine, scored)["max_abs"]
+        if args.mode == "default" and step in (0, 2):
+            found["k3_with_transformers_way"] = items(trainer, responses, sampled)
         print(json.dumps(found), flush=True)
         steps.append(found)
         trainer.step()
@@ -290,7 +329,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=("qwen3", "qwen3_moe"), default="qwen3_moe")
     parser.add_argument("--mode", choices=("bitwise", "default"), default="bitwise")
-    parser.add_argument("--tiny", action="store_true", help="a small model, for tests/gpu")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     add_shape_options(parser, rank=32)
     parser.set_defaults(layers=8)
@@ -305,9 +343,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     args = parser.parse_args()
-    if args.tiny:
-        shrink(args)
-        args.hidden, args.width, args.head_dim, args.heads = 256, 128, 32, 8
     facts = environment(args.commit)
     device = Device.cuda if facts["gpus"] else Device.cpu
     os.environ.update(engine_environment(device))

@@ -11,6 +11,7 @@ from conf.errors import ConfigError
 from conf.model_checks import check_architecture
 from conf.schema import (
     ENGINE_LORA_RANKS,
+    AdapterValues,
     Correction,
     Device,
     DType,
@@ -42,6 +43,7 @@ def check_all(config: RunConfig) -> None:
         check_tokens_are_masked_by_one_rule(config)
         check_batch_invariant_engine_has_gpus(config)
         check_bitwise_parity_is_possible(config)
+        check_merged_values_are_the_engines(config)
     if config.model.init is Init.random and config.model.path is None:
         check_architecture(config, config.model.hf_config)
 
@@ -180,3 +182,12 @@ def check_bitwise_parity_is_possible(config: RunConfig) -> None:
     for reason, is_broken in broken.items():
         if is_broken:
             raise ConfigError(f"trainer.engine_forward=true (parity=bitwise) contradicts {reason}, or parity=standard")
+
+
+def check_merged_values_are_the_engines(config: RunConfig) -> None:
+    """Values from merged weights are for engines that hold merged weights."""
+    if config.trainer.numerics.adapters is AdapterValues.merged and config.weight_sync.mode is SyncMode.adapter:
+        raise ConfigError(
+            "trainer.numerics.adapters=merged contradicts weight_sync.mode=adapter, whose engines add adapters to the "
+            "base; set trainer.numerics.adapters=separate, or weight_sync.mode=merged"
+        )

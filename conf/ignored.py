@@ -48,6 +48,9 @@ READ_BY_SFT_ALONE = (
 )
 """Options that reinforcement learning does not read."""
 
+SOFTMAX_ROUTERS = ("qwen3_moe", "gpt_oss")
+"""model_type of models whose router's weights are a softmax; all others' are sigmoids, in float32."""
+
 
 class Ignored(NamedTuple):
     """One reason. Example: Ignored("trainer.lora.", True, "trainer.mode=full", "remove it")."""
@@ -127,6 +130,18 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             is_sft,
             "algorithm=sft, which has no engine to agree with",
             "remove it, or choose algorithm=grpo",
+        ),
+        Ignored(
+            "trainer.numerics.adapters",
+            config.trainer.mode is TrainMode.full,
+            "trainer.mode=full, which has no adapters",
+            "remove it, or set trainer.mode=lora",
+        ),
+        Ignored(
+            ("trainer.numerics.", "trainer.combine"),
+            config.trainer.engine_forward,
+            "trainer.engine_forward=true, whose values come from the engine's kernels",
+            "remove it, or choose parity=standard",
         ),
         Ignored(
             "trainer.activation_checkpointing",
@@ -262,7 +277,30 @@ def _reasons_of_model(hf_config: Mapping[str, Any], *, is_known: bool) -> tuple[
             "remove it",
         ),
         Ignored(
-            ("trainer.lora.expert_rank", "trainer.combine", "trainer.train_router"),
+            "trainer.numerics.rotation",
+            is_known and hf_config.get("kv_lora_rank") is not None,
+            f"model_type={kind}, whose latent attention has a rotation of its own",
+            "remove it",
+        ),
+        Ignored(
+            "trainer.numerics.router_weights",
+            is_known and (not num_experts_of(hf_config) or kind not in SOFTMAX_ROUTERS),
+            f"model_type={kind}, which has no softmax router",
+            "remove it",
+        ),
+        Ignored(
+            ("trainer.numerics.router_logits", "trainer.numerics.routed_scale"),
+            is_known and (not num_experts_of(hf_config) or kind in SOFTMAX_ROUTERS),
+            f"model_type={kind}, which has no sigmoid router",
+            "remove it",
+        ),
+        Ignored(
+            (
+                "trainer.lora.expert_rank",
+                "trainer.combine",
+                "trainer.train_router",
+                "trainer.numerics.expert_activation",
+            ),
             is_known and not num_experts_of(hf_config),
             f"model_type={kind}, which has no experts",
             "remove it",

@@ -32,6 +32,8 @@ class Adapted(nn.Module):
     lora: LoraConfig | None
     """None: this layer is not adapted."""
     adapters_enabled: bool = True
+    merged: tuple[Tensor, ...] | None = None
+    """Weights with the adapter in them, to compute with instead of both; see trainer.engine_ops.merged_forward."""
 
 
 class Linear(Adapted):
@@ -64,12 +66,13 @@ class Linear(Adapted):
 
     def base(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Weight and bias in the dtype of activations."""
-        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        weight = self.weight.to(dtype) if self.merged is None else self.merged[0]
+        return weight, None if self.bias is None else self.bias.to(dtype)
 
 
 def apply_together(linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
     """Apply several linears to one input [..., in]. Adapted ones read it once and sum its gradient in one place."""
-    if any(linear.lora is None or not linear.adapters_enabled for linear in linears):
+    if any(linear.lora is None or not linear.adapters_enabled or linear.merged is not None for linear in linears):
         return tuple(linear(x) if len(linears) > 1 else F.linear(x, *linear.base(x.dtype)) for linear in linears)
     factors = (part for linear in linears for part in (*linear.base(x.dtype), linear.lora_A, linear.lora_B))
     scales = {linear.lora.scale for linear in linears if linear.lora is not None}

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conf.schema import (
+    AdapterValues,
     AlgorithmConfig,
     Init,
     ModelConfig,
@@ -41,6 +42,7 @@ from trainer.adapter_io import load_adapter, save_adapter, save_merged
 from trainer.architecture.families import read_config
 from trainer.delivery.delivery import Delivery
 from trainer.engine_ops.engine_forward import compute_in_engine_operations
+from trainer.engine_ops.merged_forward import compute_with_merged_adapters
 from trainer.engine_ops.vllm_operations import VllmOperations
 from trainer.errors import LayoutError, TrainerError
 from trainer.model.build_decoder import build_decoder
@@ -146,6 +148,8 @@ class TrainerRank:
             load_adapter(decoder, lora.init_from)
         if self._trainer.engine_forward:
             compute_in_engine_operations(decoder, VllmOperations(spec, dtype, self._device))
+        elif self._trainer.numerics.adapters is AdapterValues.merged and not is_full:
+            compute_with_merged_adapters(decoder)
         self._decoder = decoder
         self._trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
         self._shards = [TrainableShard(name, sharded_rows(name, param).detach()) for name, param in self._trainable]

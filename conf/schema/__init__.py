@@ -19,6 +19,7 @@ from conf.schema.algorithm import (
 from conf.schema.cluster import ClusterConfig, Device
 from conf.schema.data import DataConfig, RewardConfig
 from conf.schema.model import DType, EngineFormat, Init, MlaNormEps, ModelConfig
+from conf.schema.numerics import AdapterValues, NumericsConfig, Rounding, RoutedScale, RouterFormat
 from conf.schema.parity import ParityConfig
 from conf.schema.rollout import RolloutConfig, SamplingConfig
 from conf.schema.run import RunConfig, RunSection
@@ -37,6 +38,7 @@ from conf.schema.weight_sync import BusySlot, PauseMode, Relay, SyncMode, Transp
 __all__ = [
     "ENGINE_LORA_RANKS",
     "MAX_EXPERT_RANK",
+    "AdapterValues",
     "AdvantageScale",
     "AlgorithmConfig",
     "BusySlot",
@@ -52,6 +54,7 @@ __all__ = [
     "MlaNormEps",
     "ModelConfig",
     "Normalization",
+    "NumericsConfig",
     "Objective",
     "OptimConfig",
     "OptimState",
@@ -61,6 +64,9 @@ __all__ = [
     "Relay",
     "RewardConfig",
     "RolloutConfig",
+    "Rounding",
+    "RoutedScale",
+    "RouterFormat",
     "RunConfig",
     "RunSection",
     "SamplingConfig",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from conf.schema.model import DType
+from conf.schema.numerics import AdapterValues, NumericsConfig
 from conf.schema.rules import above, at_least, at_least_or_null, divisors, require
 
 
@@ -189,11 +190,12 @@ class TrainerConfig:
     over the bus. Saves vocabulary x hidden x 2 bytes on the GPU. Needs mode=lora, one rank, and a model whose head is
     not its embedding table.
     """
-    combine: CombineMode = CombineMode.fp32_once
-    """How a token's expert outputs are summed, so that the last bits can agree with an engine's. fp32_once: products
-    and sum in float32, rounded once. vllm_like: products are rounded to model.dtype first and, with 2, 3 or 4 experts
-    per token, partial sums, too. hf_eager: both are rounded, and experts are summed in ascending order, as
-    transformers' eager experts.
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
+    """Where the forward pass rounds."""
+    combine: CombineMode = CombineMode.vllm_like
+    """How a token's expert outputs are summed. vllm_like: products are rounded to model.dtype first and, with 2, 3 or 4
+    experts per token, partial sums, too. fp32_once: products and sum in float32, rounded once. hf_eager: both are
+    rounded, and experts are summed in ascending order, as transformers' eager experts.
     """
     engine_forward: bool = False
     """Compute the policy's values by the engine's own kernels, with the weights that a publish writes, and gradients by
@@ -222,6 +224,11 @@ class TrainerConfig:
             not (self.optim.state is OptimState.host and self.lora.dtype is DType.bfloat16),
             "trainer.optim.state=host needs trainer.lora.dtype=float32, got bfloat16; choose trainer.optim.state=int8 "
             "to save memory with bfloat16 adapters",
+        )
+        require(
+            self.numerics.adapters is AdapterValues.separate or self.num_ranks == 1,
+            f"trainer.numerics.adapters=merged needs trainer.num_ranks=1, got {self.num_ranks}: several ranks gather "
+            "adapters rounded to model.dtype, and a publish merges them as they are",
         )
         require(
             not self.engine_forward or self.num_ranks == 1,

@@ -118,12 +118,12 @@ class ActivationRecorder:
         """vLLM calls the routed experts by a method, and multiplies their sum by the family's factor afterwards."""
         routed = runner.routed_experts
         call = routed.forward_modular
-        factor = runner.routed_scaling_factor  # 1 where the router's weights have it
+        factor = runner.routed_scaling_factor
 
         def recording(*args: Any, **kwargs: Any) -> Any:
             out = call(*args, **kwargs)
             self._keep(f"{prefix}topk_ids", kwargs["topk_ids"].long())
-            self._keep(f"{prefix}topk_weights", kwargs["topk_weights"].float() * factor)
+            self._keep(f"{prefix}topk_weights", kwargs["topk_weights"].float())
             self._keep(f"{prefix}experts", _first(out) * factor)
             return out
 

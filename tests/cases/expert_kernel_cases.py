@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from unittest import mock
 
@@ -43,6 +44,7 @@ from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_produc
 
 ACTIVATION_CASES = (
     (0, False, SWIGLU), (4, False, SWIGLU), (64, True, CLAMPED_SWIGLU), (WIDE_RANK, False, SWIGLU),
+    (4, False, replace(SWIGLU, rounds_each=True)), (0, True, replace(CLAMPED_SWIGLU, rounds_each=True)),
 )  # fmt: skip
 """Rank, bias, activation."""
 

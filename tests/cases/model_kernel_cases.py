@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from trainer.kernels.log_softmax import (
     logits_gradient_triton,
 )
 from trainer.kernels.rms_norm import (
+    add_rms_norm_torch,
+    norm_rotate_torch,
     norm_rotate_triton,
     rms_norm_backward_triton,
     rms_norm_torch,
@@ -37,11 +40,13 @@ def case_rms_norm(device: str) -> None:
             for seed, shape in enumerate([(5, H + 9), (5, H), (H,), (5, H), (5, H)])
         )
         x = wide_x[:, 3 : 3 + H]
-        for one in (None, delta):
-            total, out = rms_norm_triton(x, one, weight, 1e-2)
+        for one, once in itertools.product((None, delta), (False, True)):
+            total, out = rms_norm_triton(x, one, weight, 1e-2, once)
             start = (x if one is None else x + one).detach()
             assert_near(total, None if one is None else start, f"sum {dtype}")
-            assert_near(out, rms_norm_torch(start, weight, 1e-2), f"norm {dtype}")
+            wanted = rms_norm_torch(x, weight, 1e-2, once)
+            wanted = wanted if one is None else add_rms_norm_torch(x, one, weight, 1e-2, once)[1]
+            assert_near(out, wanted, f"norm {dtype} once {once}")
             exact = start.float().requires_grad_()
             (wanted,) = torch.autograd.grad(rms_norm_torch(exact, weight.float(), 1e-2), exact, dout.float())
             given = None if one is None else dtotal
@@ -60,12 +65,12 @@ def case_norm_rotate(device: str) -> None:
                 for shapes in ([(5, n, dim + 8) for n in num_heads], [(dim,)] * 2, [(5, n, dim) for n in num_heads])
             )
             heads = [x[..., 8:] for x in wide]
-            for given in ([None, None], weights):
-                outs = norm_rotate_triton(heads, given, 1e-2, cos, sin)
+            for given, once in itertools.product(([None, None], weights), (False, True)):
+                outs = norm_rotate_triton(heads, given, 1e-2, cos, sin, once=once)
                 mine = norm_rotate_triton(heads, given, 1e-2, cos, sin, douts)
                 for i, (x, one) in enumerate(zip(heads, given, strict=True)):
-                    start = x if one is None else rms_norm_torch(x, one, 1e-2)
-                    assert_near(outs[i], rotate_torch(start, cos, sin), f"{dtype} {one is None} {i}")
+                    wanted = norm_rotate_torch(x, one, 1e-2, cos, sin, once)
+                    assert_near(outs[i], wanted, f"{dtype} {one is None} {i} once {once}")
                     exact = x.float().requires_grad_()
                     start = exact if one is None else rms_norm_torch(exact, one.float(), 1e-2)
                     turned = rotate_torch(start, cos.float(), sin.float())
@@ -191,6 +196,9 @@ def case_route(device: str) -> None:
                 exact = logits.clone().requires_grad_()
                 wanted, wanted_experts = route_torch(exact, top_k, does_normalize)
                 weights, experts = route_triton(logits, top_k, does_normalize)
+                wide, _ = route_triton(logits, top_k, does_normalize, True)
+                assert_near(wide, route_torch(logits, top_k, does_normalize, True)[0], "wide weights")
+                assert torch.equal(wide.to(dtype), weights)
                 assert_near(weights, wanted.detach(), f"weights {dtype}")
                 assert torch.equal(logits.gather(1, experts), logits.gather(1, wanted_experts))
                 assert all(row.unique().numel() == top_k for row in experts)

@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conf.schema import LoraConfig, MlaNormEps, TrainerConfig, TrainMode
+from conf.schema import (
+    LoraConfig,
+    MlaNormEps,
+    NumericsConfig,
+    Rounding,
+    RoutedScale,
+    RouterFormat,
+    TrainerConfig,
+    TrainMode,
+)
 from trainer.architecture.families import read_config
 from trainer.architecture.model_spec import ModelSpec
 from trainer.model.build_decoder import build_decoder
@@ -170,6 +179,16 @@ GPT_OSS_MXFP4 = {**GPT_OSS, "intermediate_size": 32, "quantization_config": {"qu
 
 LENGTHS = (7, 1, 12, 4)
 """Sequences of one packed microbatch."""
+
+
+TRANSFORMERS_NUMERICS = NumericsConfig(
+    norm=Rounding.each,
+    rotation=Rounding.each,
+    expert_activation=Rounding.once,
+    router_weights=RouterFormat.model,
+    routed_scale=RoutedScale.weights,
+)
+"""Rounds where transformers does, for comparisons in bfloat16."""
 
 
 def trainer_config(mode: TrainMode = TrainMode.lora, **changes: Any) -> TrainerConfig:

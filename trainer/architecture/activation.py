@@ -20,6 +20,9 @@ class ExpertActivation:
     """Bound on gate (above) and up (both sides) before anything else; None: none."""
     up_offset: float = 0.0
     """Added to up."""
+    rounds_each: bool = False
+    """Gate and up are rounded to the compute dtype before the activation, and silu(gate) before the product (without a
+    limit), as in vLLM's kernels; else only h is."""
 
 
 SWIGLU = ExpertActivation()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from trainer.engine_ops.merged_forward import own_layer
 from trainer.engine_ops.published_weights import published_experts, published_linears
 from trainer.lora import Linear
 from trainer.model.attention import GroupedQueryAttention
@@ -24,7 +25,6 @@ from trainer.model.decoder import Decoder, DecoderLayer, DenseMlp
 from trainer.model.norm import RMSNorm
 from trainer.model.packed_sequences import PackedSequences
 from trainer.moe.block import MoeBlock
-from trainer.moe.replay import RecordedRoutes
 from trainer.recompute import Recomputed
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def compute_in_engine_operations(decoder: Decoder, operations: VllmOperations) -
     forward = EngineForward(operations)
     for layer in decoder.model.layers:
         assert isinstance(layer, DecoderLayer)
-        layer.in_place = Recomputed(_own_layer, [layer], first=partial(_engine_layer, forward))
+        layer.in_place = Recomputed(own_layer, [layer], first=partial(_engine_layer, forward))
     norm = decoder.model.norm
     decoder.last_norm_in_place = Recomputed(norm, [norm], first=partial(forward.norm, norm))
     decoder.head = forward
@@ -54,21 +54,6 @@ def _engine_layer(
     out_TH, experts_TK = forward.layer(layer, x_TH, sequences)
     chosen[:] = [] if experts_TK is None else [experts_TK]
     return out_TH
-
-
-def _own_layer(
-    layer: DecoderLayer,
-    x_TH: Tensor,
-    rope: tuple[Tensor, Tensor],
-    sequences: PackedSequences,
-    chosen: list[Tensor],
-) -> Tensor:
-    """The layer by the trainer's own kernels, with those experts: its gradients."""
-    routes = None
-    if chosen:
-        experts_TLK = chosen[0][:, None].expand(-1, layer.moe_index + 1, -1)
-        routes = RecordedRoutes(experts_TLK, torch.ones_like(experts_TLK[:, 0, 0], dtype=torch.bool))
-    return layer.own(x_TH, rope, sequences, routes, is_recomputed=False)
 
 
 class EngineForward:

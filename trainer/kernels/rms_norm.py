@@ -4,10 +4,11 @@
     add_rms_norm  s = x + delta;  y = w * cast(s / rms(s))
     norm_rotate   y = rotate(w * cast(x / rms(x))), or rotate(x), over the heads of queries and of keys
 
-Owns the casts, which are transformers': the norm is computed in float32 and rounded to the compute dtype before the
-weight is applied; every product and sum of the rotation is rounded. Backward rounds once, and computes rms again from
-the input, so that only inputs are kept. The torch forms, differentiated by autograd, define the result, and run on
-devices other than CUDA.
+Owns the casts, by default transformers': the norm is computed in float32 and rounded to the compute dtype before the
+weight is applied; every product and sum of the rotation is rounded. With `once`, all steps are float32 and the result
+is rounded, as where torch.compile fuses them (vLLM's engines); s is rounded for the caller, and not for its norm.
+Backward rounds once, and computes rms again from the input, so that only inputs are kept. The torch forms,
+differentiated by autograd, define the result, and run on devices other than CUDA.
 """
 
 from __future__ import annotations
@@ -25,11 +26,35 @@ from trainer.kernels.launch import programs
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def rms_norm_torch(x: Tensor, weight_K: Tensor, eps: float) -> Tensor:
+def rms_norm_torch(x: Tensor, weight_K: Tensor, eps: float, once: bool = False) -> Tensor:
     """The definition of `rms_norm`."""
     wide = x.view_as(x).float()  # view_as is a node of the graph: x gets one gradient from here, as from the kernel
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if once:
+        return (weight_K.to(x.dtype).float() * wide).to(x.dtype)
     return weight_K.to(x.dtype) * wide.to(x.dtype)
+
+
+def add_rms_norm_torch(
+    x: Tensor, delta: Tensor, weight_K: Tensor, eps: float, once: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The definition of `add_rms_norm`."""
+    total = x + delta
+    if not once:
+        return total, rms_norm_torch(total, weight_K, eps)
+    wide = rms_norm_torch(x.float() + delta.float(), weight_K.to(x.dtype), eps, once)
+    return total, wide.to(x.dtype)
+
+
+def norm_rotate_torch(
+    x_TND: Tensor, weight_D: Tensor | None, eps: float, cos: Tensor, sin: Tensor, once: bool = False
+) -> Tensor:
+    """The definition of `norm_rotate`, for queries or keys."""
+    if not once:
+        return rotate_torch(x_TND if weight_D is None else rms_norm_torch(x_TND, weight_D, eps), cos, sin)
+    wide = x_TND.view_as(x_TND).float()
+    wide = wide if weight_D is None else rms_norm_torch(wide, weight_D.to(x_TND.dtype), eps, once)
+    return rotate_torch(wide, cos.float(), sin.float()).to(x_TND.dtype)
 
 
 def rotate_torch(x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -39,19 +64,18 @@ def rotate_torch(x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, fixed), dim=-1)
 
 
-def rms_norm(x: Tensor, weight_K: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight_K: Tensor, eps: float, once: bool = False) -> Tensor:
     """RMSNorm over the last dim (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467), of x's shape and dtype."""
     if not is_for_triton(x):
-        return rms_norm_torch(x, weight_K, eps)
-    return _RmsNorm.apply(x, None, weight_K.to(x.dtype), eps)[1]
+        return rms_norm_torch(x, weight_K, eps, once)
+    return _RmsNorm.apply(x, None, weight_K.to(x.dtype), eps, once)[1]
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, delta: Tensor, weight_K: Tensor, eps: float, once: bool = False) -> tuple[Tensor, Tensor]:
     """(x + delta, its RMSNorm)."""
     if not is_for_triton(x):
-        total = x + delta
-        return total, rms_norm_torch(total, weight_K, eps)
-    return _RmsNorm.apply(x, delta, weight_K.to(x.dtype), eps)
+        return add_rms_norm_torch(x, delta, weight_K, eps, once)
+    return _RmsNorm.apply(x, delta, weight_K.to(x.dtype), eps, once)
 
 
 def norm_rotate(
@@ -62,6 +86,7 @@ def norm_rotate(
     eps: float,
     cos: Tensor,
     sin: Tensor,
+    once: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Apply the heads' norm, if there is one, then the rotation.
 
@@ -74,8 +99,8 @@ def norm_rotate(
     given = ((q_TND, q_weight_D), (k_TGD, k_weight_D))
     if is_for_triton(q_TND) and not any(weight is not None and weight.requires_grad for _, weight in given):
         weights = (None if weight is None else weight.to(x.dtype) for x, weight in given)
-        return _NormRotate.apply(q_TND, k_TGD, *weights, eps, cos, sin)
-    q, k = (rotate_torch(x if weight is None else rms_norm_torch(x, weight, eps), cos, sin) for x, weight in given)
+        return _NormRotate.apply(q_TND, k_TGD, *weights, eps, cos, sin, once)
+    q, k = (norm_rotate_torch(x, weight, eps, cos, sin, once) for x, weight in given)
     return q, k
 
 
@@ -87,9 +112,9 @@ def is_for_triton(x: Tensor) -> bool:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, weight_K: Tensor, eps: float
+        ctx: Any, x: Tensor, delta: Tensor | None, weight_K: Tensor, eps: float, once: bool
     ) -> tuple[Tensor | None, Tensor]:
-        total, out = rms_norm_triton(x, delta, weight_K, eps)
+        total, out = rms_norm_triton(x, delta, weight_K, eps, once)
         ctx.save_for_backward(x if total is None else total, weight_K)
         ctx.eps, ctx.has_delta = eps, delta is not None
         return total, out
@@ -103,7 +128,7 @@ class _RmsNorm(torch.autograd.Function):
             wide = total.float()
             wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + ctx.eps)
             dweight = (wide.to(total.dtype).float() * dout).flatten(0, -2).sum(0).to(weight_K.dtype)
-        return dx, dx if ctx.has_delta else None, dweight, None
+        return dx, dx if ctx.has_delta else None, dweight, None, None
 
 
 class _NormRotate(torch.autograd.Function):
@@ -117,19 +142,30 @@ class _NormRotate(torch.autograd.Function):
         eps: float,
         cos: Tensor,
         sin: Tensor,
+        once: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q_TND, k_TGD, q_weight_D, k_weight_D, cos, sin)
         ctx.eps = eps
-        return norm_rotate_triton((q_TND, k_TGD), (q_weight_D, k_weight_D), eps, cos, sin)
+        return norm_rotate_triton((q_TND, k_TGD), (q_weight_D, k_weight_D), eps, cos, sin, once=once)
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         q_TND, k_TGD, q_weight_D, k_weight_D, cos, sin = ctx.saved_tensors
         weights = (q_weight_D, k_weight_D)
-        return *norm_rotate_triton((q_TND, k_TGD), weights, ctx.eps, cos, sin, douts), None, None, None, None, None
+        return (
+            *norm_rotate_triton((q_TND, k_TGD), weights, ctx.eps, cos, sin, douts),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def rms_norm_triton(x: Tensor, delta: Tensor | None, weight_K: Tensor, eps: float) -> tuple[Tensor | None, Tensor]:
+def rms_norm_triton(
+    x: Tensor, delta: Tensor | None, weight_K: Tensor, eps: float, once: bool = False
+) -> tuple[Tensor | None, Tensor]:
     """(x + delta or None, the norm)."""
     rows_SK = _rows(x)
     size = rows_SK.shape[1]
@@ -137,7 +173,7 @@ def rms_norm_triton(x: Tensor, delta: Tensor | None, weight_K: Tensor, eps: floa
     total = None if delta is None else torch.empty_like(out)
     programs(_rms_norm, (rows_SK.shape[0],))(
         rows_SK, None if delta is None else delta.contiguous(), weight_K, total, out, size, rows_SK.stride(0), eps,
-        HAS_DELTA=delta is not None, BLOCK=triton.next_power_of_2(size),
+        HAS_DELTA=delta is not None, ONCE=once, BLOCK=triton.next_power_of_2(size),
         num_warps=_warps(size),
     )  # fmt: skip
     return total, out
@@ -164,6 +200,8 @@ def norm_rotate_triton(
     cos: Tensor,
     sin: Tensor,
     douts: Sequence[Tensor] | None = None,
+    *,
+    once: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Forward of queries and keys; given the outputs' gradients, their backward."""
     tokens, _, dim = heads[0].shape
@@ -179,7 +217,7 @@ def norm_rotate_triton(
     num_blocks = [triton.cdiv(out.shape[1], block) for out, block in zip(outs, blocks, strict=True)]
     programs(_norm_rotate, (tokens, sum(num_blocks)))(
         *arguments, cos, sin, dim, eps, num_blocks[0],
-        HALF=cos.shape[-1], HAS_NORM=weights[0] is not None, IS_BACKWARD=douts is not None,
+        HALF=cos.shape[-1], HAS_NORM=weights[0] is not None, IS_BACKWARD=douts is not None, ONCE=once,
         Q_HEADS=blocks[0], K_HEADS=blocks[1], BLOCK=triton.next_power_of_2(dim),
         num_warps=4 if dim >= 64 else 1,
     )  # fmt: skip
@@ -198,8 +236,9 @@ def _warps(size: int) -> int:
 
 @triton.jit
 def _rms_norm(
-    x_ptr, delta_ptr, weight_ptr, total_ptr, out_ptr, size, x_stride, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, delta_ptr, weight_ptr, total_ptr, out_ptr, size, x_stride, eps,
+    HAS_DELTA: tl.constexpr, ONCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -207,10 +246,13 @@ def _rms_norm(
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
         x += tl.load(delta_ptr + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-        x = x.to(dtype)
-        tl.store(total_ptr + row * size + columns, x, mask=inside)
-        x = x.to(tl.float32)
-    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)).to(dtype).to(tl.float32)
+        total = x.to(dtype)
+        tl.store(total_ptr + row * size + columns, total, mask=inside)
+        if not ONCE:
+            x = total.to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+    if not ONCE:
+        normed = normed.to(dtype).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + columns, (weight * normed).to(dtype), mask=inside)
 
@@ -240,7 +282,7 @@ def _norm_rotate(
     k_ptr, k_weight_ptr, k_dout_ptr, k_out_ptr, k_num_heads, k_token_stride, k_head_stride,
     k_dout_token_stride, k_dout_head_stride,
     cos_ptr, sin_ptr, dim, eps, num_q_blocks,
-    HALF: tl.constexpr, HAS_NORM: tl.constexpr, IS_BACKWARD: tl.constexpr,
+    HALF: tl.constexpr, HAS_NORM: tl.constexpr, IS_BACKWARD: tl.constexpr, ONCE: tl.constexpr,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program handles some heads of one token's queries, or of its keys."""
@@ -249,13 +291,13 @@ def _norm_rotate(
         _norm_rotate_heads(
             q_ptr, q_weight_ptr, q_dout_ptr, q_out_ptr, q_num_heads, q_token_stride, q_head_stride,
             q_dout_token_stride, q_dout_head_stride, cos_ptr, sin_ptr, dim, eps, block,
-            HALF, HAS_NORM, IS_BACKWARD, Q_HEADS, BLOCK,
+            HALF, HAS_NORM, IS_BACKWARD, ONCE, Q_HEADS, BLOCK,
         )  # fmt: skip
     else:
         _norm_rotate_heads(
             k_ptr, k_weight_ptr, k_dout_ptr, k_out_ptr, k_num_heads, k_token_stride, k_head_stride,
             k_dout_token_stride, k_dout_head_stride, cos_ptr, sin_ptr, dim, eps, block - num_q_blocks,
-            HALF, HAS_NORM, IS_BACKWARD, K_HEADS, BLOCK,
+            HALF, HAS_NORM, IS_BACKWARD, ONCE, K_HEADS, BLOCK,
         )  # fmt: skip
 
 
@@ -263,7 +305,8 @@ def _norm_rotate(
 def _norm_rotate_heads(
     x_ptr, weight_ptr, dout_ptr, out_ptr, num_heads, x_token_stride, x_head_stride, dout_token_stride, dout_head_stride,
     cos_ptr, sin_ptr, dim, eps, block,
-    HALF: tl.constexpr, HAS_NORM: tl.constexpr, IS_BACKWARD: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, HAS_NORM: tl.constexpr, IS_BACKWARD: tl.constexpr, ONCE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A dim's partner is HALF away. Each dim is loaded twice, the second time from the cache."""
     token = tl.program_id(0).to(tl.int64)
@@ -297,7 +340,15 @@ def _norm_rotate_heads(
         other = tl.load(x_at + partners[None, :], mask=inside, other=0.0).to(tl.float32)
         if HAS_NORM:
             other_weight = tl.load(weight_ptr + partners, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-            x = (weight * (x * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-            other = (other_weight * (other * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        result = (x * cos).to(dtype).to(tl.float32) + sign * (other * sin).to(dtype).to(tl.float32)
+            x *= inverse
+            other *= inverse
+            if ONCE:
+                x, other = weight * x, other_weight * other
+            else:
+                x = (weight * x.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+                other = (other_weight * other.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        own_part, other_part = x * cos, other * sin
+        if not ONCE:
+            own_part, other_part = own_part.to(dtype).to(tl.float32), other_part.to(dtype).to(tl.float32)
+        result = own_part + sign * other_part
     tl.store(out_ptr + (token * num_heads + heads) * dim + dims[None, :], result.to(dtype), mask=inside)

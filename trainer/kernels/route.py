@@ -1,10 +1,11 @@
 """A softmax router's choice, in one launch each way: scores, the best K experts and their weights.
 
-    s = softmax(logits) in float32;  (w, e) = top K of s;  w / sum(w) where normalized;  rounded to logits' dtype
+    s = softmax(logits) in float32;  (w, e) = top K of s;  w / sum(w) where normalized;  rounded to logits' dtype, as
+    transformers does, or not (`wide`), as vLLM does
 
 `weigh` is the same for experts that are given: w = s at e.
 
-Owns the casts, which are transformers'. Of equal scores, the expert with the lower id comes first. Only logits and
+Owns the casts. Of equal scores, the expert with the lower id comes first. Only logits and
 choice are kept for backward. The torch form, differentiated by autograd, defines the result, and runs on devices other
 than CUDA.
 """
@@ -26,40 +27,40 @@ TILE = 1024
 """Scores of one program."""
 
 
-def route_torch(logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, Tensor]:
+def route_torch(logits_TE: Tensor, top_k: int, does_normalize: bool, wide: bool = False) -> tuple[Tensor, Tensor]:
     """The definition of `route`, except for the order of equal scores."""
     weights_TK, experts_TK = logits_TE.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
     if does_normalize:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    return weights_TK.to(logits_TE.dtype), experts_TK
+    return weights_TK if wide else weights_TK.to(logits_TE.dtype), experts_TK
 
 
-def route(logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, Tensor]:
-    """weights_TK in logits' dtype, differentiable, and experts_TK in int64, best first."""
+def route(logits_TE: Tensor, top_k: int, does_normalize: bool, wide: bool = False) -> tuple[Tensor, Tensor]:
+    """weights_TK in logits' dtype, or float32 if `wide`, differentiable, and experts_TK in int64, best first."""
     if not is_for_triton(logits_TE):
-        return route_torch(logits_TE, top_k, does_normalize)
-    return _Route.apply(logits_TE, top_k, does_normalize)
+        return route_torch(logits_TE, top_k, does_normalize, wide)
+    return _Route.apply(logits_TE, top_k, does_normalize, wide)
 
 
-def weigh_torch(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool) -> Tensor:
+def weigh_torch(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool, wide: bool = False) -> Tensor:
     """The definition of `weigh`."""
     weights_TK = logits_TE.softmax(-1, dtype=torch.float32).gather(1, experts_TK)
     if does_normalize:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    return weights_TK.to(logits_TE.dtype)
+    return weights_TK if wide else weights_TK.to(logits_TE.dtype)
 
 
-def weigh(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool) -> Tensor:
+def weigh(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool, wide: bool = False) -> Tensor:
     """The weights that `route` would give to these experts (int64, no expert twice in a row)."""
     if not is_for_triton(logits_TE):
-        return weigh_torch(logits_TE, experts_TK, does_normalize)
-    return _Weigh.apply(logits_TE, experts_TK, does_normalize)
+        return weigh_torch(logits_TE, experts_TK, does_normalize, wide)
+    return _Weigh.apply(logits_TE, experts_TK, does_normalize, wide)
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, Tensor]:
-        weights_TK, experts_TK = route_triton(logits_TE, top_k, does_normalize)
+    def forward(ctx: Any, logits_TE: Tensor, top_k: int, does_normalize: bool, wide: bool) -> tuple[Tensor, Tensor]:
+        weights_TK, experts_TK = route_triton(logits_TE, top_k, does_normalize, wide)
         ctx.save_for_backward(logits_TE, experts_TK)
         ctx.mark_non_differentiable(experts_TK)
         ctx.set_materialize_grads(False)
@@ -68,41 +69,41 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dweights_TK: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dweights_TK: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         logits_TE, experts_TK = ctx.saved_tensors
-        return route_backward_triton(logits_TE, experts_TK, dweights_TK, ctx.does_normalize), None, None
+        return route_backward_triton(logits_TE, experts_TK, dweights_TK, ctx.does_normalize), None, None, None
 
 
 class _Weigh(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool) -> Tensor:
+    def forward(ctx: Any, logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool, wide: bool) -> Tensor:
         ctx.save_for_backward(logits_TE, experts_TK)
         ctx.does_normalize = does_normalize
-        return weigh_triton(logits_TE, experts_TK, does_normalize)
+        return weigh_triton(logits_TE, experts_TK, does_normalize, wide)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor, None, None, None]:
         logits_TE, experts_TK = ctx.saved_tensors
-        return route_backward_triton(logits_TE, experts_TK, dweights_TK, ctx.does_normalize), None, None
+        return route_backward_triton(logits_TE, experts_TK, dweights_TK, ctx.does_normalize), None, None, None
 
 
-def route_triton(logits_TE: Tensor, top_k: int, does_normalize: bool) -> tuple[Tensor, Tensor]:
+def route_triton(logits_TE: Tensor, top_k: int, does_normalize: bool, wide: bool = False) -> tuple[Tensor, Tensor]:
     """The same as route_torch, by a kernel."""
     experts_TK = logits_TE.new_empty(logits_TE.shape[0], top_k, dtype=torch.int64)
-    return _weights(logits_TE, experts_TK, does_normalize, is_given=False), experts_TK
+    return _weights(logits_TE, experts_TK, does_normalize, wide, is_given=False), experts_TK
 
 
-def weigh_triton(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool) -> Tensor:
+def weigh_triton(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool, wide: bool = False) -> Tensor:
     """The same as weigh_torch, by route_triton's kernel: equal choices get equal bits."""
-    return _weights(logits_TE, experts_TK.contiguous(), does_normalize, is_given=True)
+    return _weights(logits_TE, experts_TK.contiguous(), does_normalize, wide, is_given=True)
 
 
-def _weights(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool, *, is_given: bool) -> Tensor:
+def _weights(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool, wide: bool, *, is_given: bool) -> Tensor:
     """Experts that are not given are written to experts_TK."""
     logits_TE = logits_TE.contiguous()
     num_tokens, num_experts = logits_TE.shape
-    weights_TK = logits_TE.new_empty(experts_TK.shape)
+    weights_TK = logits_TE.new_empty(experts_TK.shape, dtype=torch.float32 if wide else logits_TE.dtype)
     rows, shape = _shape(num_experts, experts_TK.shape[1], does_normalize)
     programs(_route, (triton.cdiv(num_tokens, rows),))(
         logits_TE, weights_TK, experts_TK, num_tokens, num_experts, IS_GIVEN=is_given, **shape

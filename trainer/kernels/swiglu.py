@@ -7,8 +7,9 @@
     dgu  = activation'(gu) * w * dh'              hw = w * h:  what the down projection's weight gradients need
     dba  = scale * dgu @ Bgu[e]
 
-Invariant: gate, up and h cross memory once, and gu is never rounded between the base product and the activation. The
-torch forms define the result, and run on devices other than CUDA.
+Invariant: gate, up and h cross memory once. With activation.rounds_each, forward also rounds what vLLM's kernels write
+out on the way: gu, and silu(gate) where nothing is clamped. Backward computes unrounded. The torch forms define the
+result, and run on devices other than CUDA.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -70,7 +72,12 @@ def activate_torch(
 ) -> tuple[Tensor, Tensor | None]:
     """The definition of `activate`."""
     wide_SI = _adapted(gu_SI, xa_SR, adapter, bias_EI, groups)
+    if activation.rounds_each:
+        wide_SI = wide_SI.to(gu_SI.dtype).to(wide_SI.dtype)
     h_SI = _gated(wide_SI, activation)[0].to(gu_SI.dtype)
+    if activation.rounds_each and activation.limit is None:
+        gate, up = wide_SI.to(gu_SI.dtype).chunk(2, -1)
+        h_SI = F.silu(gate) * up
     if adapter is None:
         return h_SI, None
     ha_SR = h_SI.new_empty(h_SI.shape[0], adapter.rank)
@@ -158,6 +165,7 @@ def activate_triton(
         programs(_activate, (tiles.shape[0] * TABLE_ROWS // tiling.rows,))(
             gu_SI, xa_SR, bias_EI, h_SI, ha_SR, tiles, width,
             *_adapter_arguments(adapter), **_constants(gu_SI, adapter, bias_EI, activation, tiling),
+            ROUNDS_EACH=activation.rounds_each,
         )  # fmt: skip
     return h_SI, ha_SR
 
@@ -313,6 +321,7 @@ def _activate(
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, TABLE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    ROUNDS_EACH: tl.constexpr,
 ):  # fmt: skip
     expert, first, stop = _part_of_tile(tiles_ptr, tl.program_id(0), TABLE_ROWS // BLOCK_M, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     if first < stop:
@@ -346,7 +355,11 @@ def _activate(
                 xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
                 RANK, HAS_LORA, HAS_BIAS, PRECISION,
             )  # fmt: skip
+            if ROUNDS_EACH:
+                gate, up = gate.to(h_ptr.dtype.element_ty).to(tl.float32), up.to(h_ptr.dtype.element_ty).to(tl.float32)
             up, glu, _ = _gated_tile(gate, up, ALPHA, LIMIT, UP_OFFSET)
+            if ROUNDS_EACH and LIMIT is None:
+                glu = glu.to(h_ptr.dtype.element_ty).to(tl.float32)
             h = (up * glu).to(h_ptr.dtype.element_ty)
             tl.store(h_ptr + rows[:, None] * width + columns[None, :], h, mask=inside)
             if HAS_LORA:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from conf.schema import LoraConfig
+from conf.schema import LoraConfig, NumericsConfig, Rounding
 from trainer.architecture.attention_spec import GqaSpec, MlaSpec
 from trainer.architecture.model_spec import ModelSpec
 from trainer.kernels.latent import latent_heads
@@ -26,7 +26,13 @@ from trainer.model.packed_sequences import PackedSequences
 
 
 def make_attention(
-    spec: ModelSpec, layer: int, *, weight_dtype: torch.dtype, lora: LoraConfig | None, backend: AttentionBackend
+    spec: ModelSpec,
+    layer: int,
+    *,
+    weight_dtype: torch.dtype,
+    lora: LoraConfig | None,
+    backend: AttentionBackend,
+    numerics: NumericsConfig,
 ) -> nn.Module:
     """The attention that the spec asks for in this layer."""
     linears = {
@@ -34,8 +40,9 @@ def make_attention(
         for shape in spec.attention.linears(spec.hidden_size)
     }
     if isinstance(spec.attention, MlaSpec):
-        return LatentAttention(spec, spec.attention, linears, weight_dtype, backend)
-    return GroupedQueryAttention(spec, spec.attention, spec.attention.window(layer), linears, weight_dtype, backend)
+        return LatentAttention(spec, spec.attention, linears, weight_dtype, backend, numerics)
+    window = spec.attention.window(layer)
+    return GroupedQueryAttention(spec, spec.attention, window, linears, weight_dtype, backend, numerics)
 
 
 class GroupedQueryAttention(nn.Module):
@@ -55,6 +62,7 @@ class GroupedQueryAttention(nn.Module):
         linears: dict[str, Linear],
         weight_dtype: torch.dtype,
         backend: AttentionBackend,
+        numerics: NumericsConfig,
     ) -> None:
         super().__init__()
         self.heads = [(count, gqa.head_dim) for count in (gqa.num_heads, gqa.num_kv_heads, gqa.num_kv_heads)]
@@ -63,9 +71,12 @@ class GroupedQueryAttention(nn.Module):
             self.add_module(name, linear)
         self.sinks = nn.Parameter(torch.empty(gqa.num_heads, dtype=weight_dtype)) if gqa.sinks else None
         self.eps, self.q_norm, self.k_norm = spec.rms_norm_eps, None, None
+        self.rotates_once = numerics.rotation is Rounding.once
         if gqa.qk_norm:
-            self.q_norm = RMSNorm(gqa.head_dim, eps=spec.rms_norm_eps, weight_dtype=weight_dtype)
-            self.k_norm = RMSNorm(gqa.head_dim, eps=spec.rms_norm_eps, weight_dtype=weight_dtype)
+            self.q_norm, self.k_norm = (
+                RMSNorm(gqa.head_dim, eps=spec.rms_norm_eps, weight_dtype=weight_dtype, rounding=numerics.rotation)
+                for _ in range(2)
+            )
 
     def forward(
         self,
@@ -79,7 +90,7 @@ class GroupedQueryAttention(nn.Module):
         q_TO, k_TO, v_TO = apply_together([self.q_proj, self.k_proj, self.v_proj], x_TH)
         q_TND, k_TGD, v_TGD = (x.unflatten(1, h) for x, h in zip((q_TO, k_TO, v_TO), self.heads, strict=True))
         q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
-        q_TND, k_TGD = norm_rotate(q_TND, k_TGD, q_weight, k_weight, self.eps, *rope)
+        q_TND, k_TGD = norm_rotate(q_TND, k_TGD, q_weight, k_weight, self.eps, *rope, once=self.rotates_once)
         out_TND = attend(
             q_TND, k_TGD, v_TGD, sequences, self.backend, self.scale, window=self.window, sinks_N=self.sinks, kept=kept
         )
@@ -103,14 +114,19 @@ class LatentAttention(nn.Module):
         linears: dict[str, Linear],
         weight_dtype: torch.dtype,
         backend: AttentionBackend,
+        numerics: NumericsConfig,
     ) -> None:
         super().__init__()
         self.mla, self.interleaved, self.backend = mla, spec.rope.interleaved, backend
         for name, linear in linears.items():
             self.add_module(name, linear)
         if mla.q_lora_rank is not None:
-            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, eps=mla.norm_eps, weight_dtype=weight_dtype)
-        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, eps=mla.norm_eps, weight_dtype=weight_dtype)
+            self.q_a_layernorm = RMSNorm(
+                mla.q_lora_rank, eps=mla.norm_eps, weight_dtype=weight_dtype, rounding=numerics.norm
+            )
+        self.kv_a_layernorm = RMSNorm(
+            mla.kv_lora_rank, eps=mla.norm_eps, weight_dtype=weight_dtype, rounding=numerics.norm
+        )
 
     def forward(
         self,

@@ -48,6 +48,7 @@ def build_decoder(
         lora=lora,
         attention_backend=choose_attention_backend(device, dtype, spec.attention),
         checkpointing=trainer.activation_checkpointing,
+        numerics=trainer.numerics,
         combine=trainer.combine,
         layout=layout,
         unpacked=UnpackBuffers(dtype),

@@ -14,14 +14,14 @@ Shapes: T packed tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conf.schema import CombineMode, LoraConfig
+from conf.schema import CombineMode, LoraConfig, NumericsConfig, Rounding
 from trainer.architecture.model_spec import ModelSpec
 from trainer.kernels.gather import gather_rows
 from trainer.lora import Linear, apply_together
@@ -52,10 +52,20 @@ class Build:
     lora: LoraConfig | None
     attention_backend: AttentionBackend
     checkpointing: bool
+    numerics: NumericsConfig
     combine: CombineMode
     layout: ParallelLayout
     unpacked: UnpackBuffers
     """Buffers into which all layers unpack their packed experts."""
+
+    def norm(self) -> RMSNorm:
+        """A norm of the residual stream."""
+        return RMSNorm(
+            self.spec.hidden_size,
+            eps=self.spec.rms_norm_eps,
+            weight_dtype=self.weight_dtype,
+            rounding=self.numerics.norm,
+        )
 
 
 class VocabTable(nn.Module):
@@ -112,17 +122,16 @@ class DecoderLayer(nn.Module):
         super().__init__()
         spec = build.spec
         self.checkpointing = build.checkpointing
-        self.input_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps, weight_dtype=build.weight_dtype)
+        self.input_layernorm = build.norm()
         self.self_attn = make_attention(
             spec,
             layer,
             weight_dtype=build.weight_dtype,
             lora=None if build.lora is None else build.lora.for_attention,
             backend=build.attention_backend,
+            numerics=build.numerics,
         )
-        self.post_attention_layernorm = RMSNorm(
-            spec.hidden_size, eps=spec.rms_norm_eps, weight_dtype=build.weight_dtype
-        )
+        self.post_attention_layernorm = build.norm()
         self.mlp = _moe_block(build, layer) if spec.is_moe_layer(layer) else DenseMlp(build, spec.intermediate_size)
         self.moe_index = sum(map(spec.is_moe_layer, range(layer)))
         rest: Callable[..., Any] = DecoderLayer._feed_forward
@@ -158,8 +167,9 @@ class DecoderLayer(nn.Module):
         routes: RecordedRoutes | None,
         *,
         is_recomputed: bool,
+        chosen: list[Tensor] | None = None,
     ) -> Tensor:
-        """The same, by the trainer's own kernels."""
+        """The same, by the trainer's own kernels. Appends the experts of each token to `chosen`."""
         kept = KeptAttention() if is_recomputed else None
         attend, rest = self._recomputed_parts if is_recomputed else self._parts
         heads_TO = attend(self, x_TH, rope, sequences, kept)
@@ -170,6 +180,8 @@ class DecoderLayer(nn.Module):
         residual_TH, *started, num_flipped = rest(self, x_TH, delta_TH, recorded)
         if routes is not None:
             routes.flipped.append(num_flipped)
+        if chosen is not None:
+            chosen.append(started[2])
         return residual_TH + self.mlp.finish(*started)
 
     def _attend(
@@ -198,7 +210,7 @@ class Trunk(nn.Module):
         spec = build.spec
         self.embed_tokens = VocabTable(build)
         self.layers = nn.ModuleList(DecoderLayer(build, layer) for layer in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps, weight_dtype=build.weight_dtype)
+        self.norm = build.norm()
 
 
 class Decoder(nn.Module):
@@ -290,13 +302,13 @@ def _moe_block(build: Build, layer: int) -> MoeBlock:
         weight_dtype=build.weight_dtype,
         lora=None if build.lora is None else build.lora.for_experts,
         device=layout.device,
-        activation=moe.activation,
+        activation=replace(moe.activation, rounds_each=build.numerics.expert_activation is Rounding.each),
         has_bias=moe.is_fused,
         combine_mode=build.combine,
         expert_format=moe.expert_format,
         unpacked=build.unpacked,
     )
-    router = Router(moe, spec.hidden_size, weight_dtype=build.weight_dtype)
+    router = Router(moe, spec.hidden_size, weight_dtype=build.weight_dtype, numerics=build.numerics)
     shared = DenseMlp(build, moe.shared_intermediate_size) if moe.shared_intermediate_size else None
     return MoeBlock(
         router,

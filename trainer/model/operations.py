@@ -127,16 +127,22 @@ def _grouped_query(prefix: str, normed: str, own: GroupedQueryAttention, place: 
         assert own.q_norm is not None and own.k_norm is not None
         still = torch.ones_like(place.rope[0]), torch.zeros_like(place.rope[1])
         both = (q_TO.unflatten(1, heads["q"]), k_TO.unflatten(1, heads["k"]))
-        return tuple(x.flatten(1) for x in norm_rotate(*both, own.q_norm.weight, own.k_norm.weight, own.eps, *still))
+        return tuple(
+            x.flatten(1)
+            for x in norm_rotate(*both, own.q_norm.weight, own.k_norm.weight, own.eps, *still, own.rotates_once)
+        )
 
     if own.q_norm is not None:
         names = f"{prefix}q_norm", f"{prefix}k_norm"
         yield Operation(f"{prefix}qk_norm", (q, k), names, normed_heads)
-        q, k = names
+        q, k = names if not own.rotates_once else (q, k)  # else the rotation does not see the rounded norm
 
     def rotated(q_TO: Tensor, k_TO: Tensor) -> tuple[Tensor, ...]:
         both = (q_TO.unflatten(1, heads["q"]), k_TO.unflatten(1, heads["k"]))
-        return tuple(x.flatten(1) for x in norm_rotate(*both, None, None, own.eps, *place.rope))
+        norms = (own.q_norm, own.k_norm) if own.rotates_once else (None, None)
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
+        turned = norm_rotate(*both, q_weight, k_weight, own.eps, *place.rope, own.rotates_once)
+        return tuple(x.flatten(1) for x in turned)
 
     names = f"{prefix}q_rotary", f"{prefix}k_rotary"
     yield Operation(f"{prefix}rotary_emb", (q, k), names, rotated)
@@ -191,11 +197,12 @@ def _feed_forward(prefix: str, normed: str, layer: DecoderLayer) -> Iterator[Ope
 
     def choose(x_TH: Tensor) -> tuple[Tensor, ...]:
         routing = block.gate(x_TH)
-        return routing.weights_TK, routing.experts_TK
+        return routing.weights_TK / block.gate.factor_of_weights, routing.experts_TK
 
     def compute(x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, ...]:
         own_dtype = block.gate(x_TH[:1]).weights_TK.dtype
-        return (block.finish(x_TH, weights_TK.to(own_dtype), ids_TK, None),)
+        weights_TK = weights_TK.to(own_dtype) * block.gate.factor_of_weights
+        return (block.finish(x_TH, weights_TK, ids_TK, None),)
 
     yield Operation(f"{out}.gate", (normed,), (weights, ids), choose)
     yield Operation(routed, (normed, weights, ids), (routed,), compute)

@@ -61,5 +61,5 @@ class MoeBlock(nn.Module):
     def finish(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, shared_TH: Tensor | None) -> Tensor:
         """Run the routed experts, which keep little for backward, and add the shared experts' output."""
         plan = plan_dispatch(experts_TK, self.num_experts, self.ep_group, self.shares)
-        out_TH = self.experts(x_TH, weights_TK, plan, recomputation(x_TH))
+        out_TH = self.gate.scaled(self.experts(x_TH, weights_TK, plan, recomputation(x_TH)))
         return out_TH if shared_TH is None else out_TH + shared_TH

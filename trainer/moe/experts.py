@@ -92,9 +92,12 @@ class Experts(Adapted):
         """
         adapters: tuple[Tensor | None, ...] = (None, None, None, None)
         scale = 1.0
-        if self.lora is not None and self.adapters_enabled:
+        weights = (self.gate_up_proj, self.down_proj)
+        if self.merged is not None:
+            weights = self.merged
+        elif self.lora is not None and self.adapters_enabled:
             adapters = (self.gate_up_lora_A, self.gate_up_lora_B, self.down_lora_A, self.down_lora_B)
             scale = self.lora.scale
-        base = (self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
+        base = (*weights, self.gate_up_bias, self.down_bias)
         call = ExpertCall(self.activation, scale, self.backend, self.combine_mode, self.packed)
         return routed_experts(x_TH, weights_TK, base, adapters, plan, call, x_again)

@@ -2,13 +2,13 @@
 
 Owns the numerics that decide routing. They must match transformers, because one flipped expert is a different model:
 
-    softmax   logits in the compute dtype, softmax over all experts in float32, top-k, renormalization in float32,
-              weights rounded to the compute dtype (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538)
+    softmax   logits in the compute dtype, softmax over all experts in float32, top-k, renormalization in float32
+              (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538), weights as trainer.numerics.router_weights says
     sigmoid   all in float32 (products of bfloat16 factors are exact): scores, choice by score + correction bias inside
               the best groups, weights from the scores alone (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section
               2.1.2)
 
-    softmax_of_top  logits with a bias, top-k, softmax over those, all in the compute dtype (gpt-oss)
+    softmax_of_top  logits with a bias in the compute dtype, top-k, softmax over those, weights as above (gpt-oss)
 
 The softmax router's arithmetic is trainer.kernels.route's. A recorded choice (trainer.moe.replay) replaces the router's
 own, and gets the weights that the router would have given to it.
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from conf.schema import NumericsConfig, RoutedScale, RouterFormat
 from trainer.architecture.model_spec import MoeSpec, RouterScore
 from trainer.kernels.route import route, weigh
 from trainer.moe.replay import LayerRoutes
@@ -37,7 +38,7 @@ class Routing:
     """The experts chosen for T tokens, K each, best first."""
 
     weights_TK: Tensor
-    """Compute dtype (softmax) or float32 (sigmoid); differentiable."""
+    """float32, or the compute dtype (a softmax router's, if trainer.numerics says so); differentiable."""
     experts_TK: Tensor
     """int64, ids in the whole model."""
     num_flipped: Tensor | None = None
@@ -51,9 +52,18 @@ class Router(nn.Module):
     The correction bias balances load in pre-training; no gradient reaches it and the trainer leaves it alone.
     """
 
-    def __init__(self, moe: MoeSpec, hidden_size: int, *, weight_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        moe: MoeSpec,
+        hidden_size: int,
+        *,
+        weight_dtype: torch.dtype,
+        numerics: NumericsConfig,
+    ) -> None:
         super().__init__()
-        self.moe = moe
+        self.moe, self.wide = moe, numerics.router_weights is RouterFormat.float32
+        self.narrow_logits = numerics.router_logits is RouterFormat.model
+        self.scales_output = numerics.routed_scale is RoutedScale.output
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size, dtype=weight_dtype))
         self.e_score_correction_bias: nn.Parameter | None = None
         if moe.score is RouterScore.sigmoid:
@@ -69,25 +79,47 @@ class Router(nn.Module):
             return self._choose(scores_TE)
         own_TK = self._choose(scores_TE.detach()).experts_TK
         experts_TK, num_flipped = recorded.instead_of(own_TK)
-        return Routing(weights_of(self.moe, scores_TE, experts_TK), experts_TK, num_flipped)
+        return Routing(self._weights_of(scores_TE, experts_TK), experts_TK, num_flipped)
 
     def _scores(self, x_TH: Tensor) -> Tensor:
         """The numbers that experts are chosen and weighed by: sigmoids, or logits if a softmax follows."""
         weight = self.weight.to(x_TH.dtype)  # the engine's format; frozen weights have it already
         if self.moe.score is RouterScore.sigmoid:
-            return _wide_logits(x_TH, weight).sigmoid()
+            logits_TE = F.linear(x_TH, weight).float() if self.narrow_logits else _wide_logits(x_TH, weight)
+            return logits_TE.sigmoid()
         return F.linear(x_TH, weight, None if self.bias is None else self.bias.to(x_TH.dtype))
 
     def _choose(self, scores_TE: Tensor) -> Routing:
         """The best experts and their weights."""
         if self.moe.score is RouterScore.softmax:
-            return Routing(*route(scores_TE, self.moe.top_k, self.moe.norm_topk_prob))
+            return Routing(*route(scores_TE, self.moe.top_k, self.moe.norm_topk_prob, self.wide))
         if self.e_score_correction_bias is None:
             logits_TK, experts_TK = scores_TE.topk(self.moe.top_k, dim=-1)
-            return Routing(logits_TK.softmax(-1), experts_TK)
+            return Routing(logits_TK.softmax(-1, dtype=torch.float32 if self.wide else None), experts_TK)
         choice_TE = self._mask_groups(scores_TE.detach() + self.e_score_correction_bias)
         experts_TK = choice_TE.topk(self.moe.top_k, dim=-1).indices
-        return Routing(weights_of(self.moe, scores_TE, experts_TK), experts_TK)
+        return Routing(self._weights_of(scores_TE, experts_TK), experts_TK)
+
+    def _weights_of(self, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        """The weights that these scores give to these experts, whether or not they are the best."""
+        moe = self.moe
+        if moe.score is RouterScore.softmax:
+            return weigh(scores_TE, experts_TK, moe.norm_topk_prob, self.wide)
+        scores_TK = scores_TE.gather(1, experts_TK)
+        if moe.score is RouterScore.softmax_of_top:
+            return scores_TK.softmax(-1, dtype=torch.float32 if self.wide else None)
+        if moe.norm_topk_prob:
+            scores_TK = scores_TK / (scores_TK.sum(-1, keepdim=True) + NORM_EPS)
+        return scores_TK * self.factor_of_weights
+
+    @property
+    def factor_of_weights(self) -> float:
+        """What the weights are multiplied by."""
+        return 1.0 if self.scales_output else self.moe.scaling_factor
+
+    def scaled(self, out_TH: Tensor) -> Tensor:
+        """The sum of a token's routed experts, times the factor that its weights do not have."""
+        return out_TH * self.moe.scaling_factor if self.scales_output and self.moe.scaling_factor != 1.0 else out_TH
 
     def _mask_groups(self, choice_TE: Tensor) -> Tensor:
         """Put -inf outside each token's best groups. A group's score is the sum of its best two experts' scores."""
@@ -98,18 +130,6 @@ class Router(nn.Module):
         best_TG = choice_TGM.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
         allowed_TG = torch.zeros_like(choice_TGM[..., 0], dtype=torch.bool).scatter(1, best_TG, True)
         return choice_TGM.masked_fill(~allowed_TG[..., None], -torch.inf).flatten(1)
-
-
-def weights_of(moe: MoeSpec, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
-    """The weights that a router with these scores gives to these experts, whether or not it would choose them."""
-    if moe.score is RouterScore.softmax:
-        return weigh(scores_TE, experts_TK, moe.norm_topk_prob)
-    scores_TK = scores_TE.gather(1, experts_TK)
-    if moe.score is RouterScore.softmax_of_top:
-        return scores_TK.softmax(-1)
-    if moe.norm_topk_prob:
-        scores_TK = scores_TK / (scores_TK.sum(-1, keepdim=True) + NORM_EPS)
-    return scores_TK * moe.scaling_factor
 
 
 def _wide_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:

@@ -11,6 +11,22 @@ from conf.load import check_model_reads_overrides, load_run_config
 
 BITWISE = ["parity=bitwise", "cluster.device=cuda", "trainer.num_ranks=1", "trainer.ep_size=1"]
 CASES = [
+    (
+        [*BITWISE, "model.dtype=bfloat16", "trainer.numerics.norm=each"],
+        "trainer.numerics.norm has no effect with trainer",
+    ),
+    (
+        ["model=tiny_deepseek_v3", "trainer.numerics.rotation=each"],
+        "trainer.numerics.rotation has no effect with model_type=deepseek_v3",
+    ),
+    (
+        ["model=tiny_deepseek_v3", "trainer.numerics.router_weights=model"],
+        "trainer.numerics.router_weights has no effect with model_type=deepseek_v3, which has no softmax router",
+    ),
+    (
+        ["model=tiny_qwen3", "trainer.ep_size=1", "trainer.numerics.expert_activation=once"],
+        "trainer.numerics.expert_activation has no effect with model_type=qwen3, which has no experts",
+    ),
     (["parity=bitwise", *BITWISE[2:]], "rollout.batch_invariant=true.*contradicts cluster.device=cpu.*parity=standard"),
     (["parity=bitwise"], "trainer.engine_forward=true.*needs trainer.num_ranks=1, got 2"),
     ([*BITWISE, "rollout.batch_invariant=false"], "parity=bitwise.*contradicts rollout.batch_invariant=false"),

@@ -11,6 +11,7 @@ from cases.tiny_models import (
     GPT_OSS,
     LLAMA,
     MIXED,
+    TRANSFORMERS_NUMERICS,
     hf_logits,
     hf_model,
     logits_of,
@@ -18,6 +19,7 @@ from cases.tiny_models import (
     packed,
     probe_loss,
     relative_error,
+    trainer_config,
 )
 from torch import Tensor, nn
 
@@ -100,7 +102,8 @@ def test_bfloat16_gradients_are_as_near_to_float32_as_pefts(name, tmp_path):
     """Both round; ours must not be further from the truth than twice theirs (one row routed elsewhere is 3 % here)."""
     hf_config, batch = MODELS[name], packed()
     wide, narrow = (
-        make_decoder(hf_config, dtype=d, mla_norm_eps=MlaNormEps.hf) for d in (torch.float32, torch.bfloat16)
+        make_decoder(hf_config, trainer_config(numerics=TRANSFORMERS_NUMERICS), dtype=d, mla_norm_eps=MlaNormEps.hf)
+        for d in (torch.float32, torch.bfloat16)
     )
     save_adapter(wide, tmp_path)
     load_adapter(narrow, tmp_path)

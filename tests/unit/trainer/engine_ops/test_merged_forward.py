@@ -1,0 +1,83 @@
+"""trainer.numerics.adapters=merged: values of merged weights, gradients of base and adapters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases.tiny_models import (
+    DEEPSEEK,
+    DENSE,
+    GLM,
+    GPT_OSS,
+    MOE,
+    logits_of,
+    make_decoder,
+    packed,
+    probe_loss,
+    relative_error,
+)
+from torch import Tensor
+
+from trainer.delivery.merged_source import TrainerWeightSource
+from trainer.engine_ops.merged_forward import compute_with_merged_adapters
+from trainer.lora import disabled_adapters
+from trainer.model.decoder import Decoder
+from trainer.weights.loading import load_weights
+from weight_sync.layout import Region
+
+MODELS = {"dense": DENSE, "moe": MOE, "deepseek": DEEPSEEK, "glm": GLM, "gpt_oss": GPT_OSS}
+
+
+class Published:
+    """What a publish of a decoder writes, as a checkpoint to load."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._source = TrainerWeightSource(decoder, rank=0)
+        self._source.begin(1)
+
+    def names(self) -> set[str]:
+        return {meta.name for meta in self._source.layout().tensors}
+
+    def read(self, tensor: str, region: Region) -> Tensor:
+        (meta,) = (one for one in self._source.layout().tensors if one.name == tensor)
+        out = torch.empty(region.shape, dtype=getattr(torch, meta.dtype))
+        self._source.read(tensor, region, out)
+        return out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_are_those_of_the_published_checkpoint(name: str) -> None:
+    """Bit by bit, in bfloat16, where they differ from those of the adapters beside their base."""
+    batch = packed()
+    mine = make_decoder(MODELS[name], dtype=torch.bfloat16)
+    separate = logits_of(mine, batch)
+    engines = make_decoder(MODELS[name], dtype=torch.bfloat16, nonzero_b=False)
+    load_weights(engines, Published(mine), seed=3)
+    compute_with_merged_adapters(mine)
+    with torch.no_grad(), disabled_adapters(engines):
+        wanted = logits_of(engines, batch)
+    assert torch.equal(logits_of(mine, batch), wanted)
+    assert not torch.equal(separate, wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_base_and_adapters(name: str) -> None:
+    batch = packed()
+    both = [make_decoder(MODELS[name]) for _ in range(2)]
+    compute_with_merged_adapters(both[1])
+    grads = []
+    for decoder in both:
+        probe_loss(logits_of(decoder, batch), batch[0]).backward()
+        grads.append({name: p.grad for name, p in decoder.named_parameters() if p.requires_grad})
+    assert grads[0].keys() == grads[1].keys()
+    for key, grad in grads[1].items():
+        assert relative_error(grad, grads[0][key]) < 1e-3, key
+
+
+def test_the_reference_policy_computes_with_the_base() -> None:
+    batch = packed()
+    decoder = make_decoder(MOE)
+    with torch.no_grad(), disabled_adapters(decoder):
+        wanted = logits_of(decoder, batch)
+        compute_with_merged_adapters(decoder)
+        assert torch.equal(logits_of(decoder, batch), wanted)

@@ -1,0 +1,136 @@
+"""trainer.numerics: each choice rounds where it says, against formulas written out here, and changes nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, MOE, logits_of, make_decoder, packed, trainer_config
+from torch import Tensor
+
+from conf.schema import CombineMode, NumericsConfig, Rounding, RoutedScale, RouterFormat
+from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
+from trainer.kernels.groups import RowGroups
+from trainer.kernels.rms_norm import add_rms_norm, norm_rotate, rms_norm
+from trainer.kernels.route import route
+from trainer.kernels.swiglu import activate
+
+EPS = 1e-6
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def normed(wide: Tensor) -> Tensor:
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+
+
+def test_the_norm_rounds_once_as_vllms_native_form_or_each_as_transformers() -> None:
+    """vLLM compiles `vllm/ir/ops/layernorm.py` into one kernel, whose steps are float32."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    x, delta, weight = draw(50, 64, seed=0), draw(50, 64, seed=1), draw(64, seed=2)
+    wide = x.float() + delta.float()
+    total, once = add_rms_norm(x, delta, weight, EPS, True)
+    assert torch.equal(total, wide.bfloat16())
+    assert torch.equal(once, (normed(wide) * weight.float()).bfloat16())
+    assert torch.equal(rms_norm(x, weight, EPS, True), (normed(x.float()) * weight.float()).bfloat16())
+    theirs = Qwen3RMSNorm(64, EPS).bfloat16()
+    theirs.weight.data.copy_(weight)
+    total, each = add_rms_norm(x, delta, weight, EPS, False)
+    assert torch.equal(each, theirs(total))
+    assert not torch.equal(each, once)
+
+
+def test_the_rotation_rounds_once_or_each_as_transformers() -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+    q, k, weight, angles = draw(9, 4, 16, seed=0), draw(9, 2, 16, seed=1), draw(16, seed=2), draw(9, 1, 8, seed=3)
+    cos, sin = angles.float().cos().bfloat16(), angles.float().sin().bfloat16()
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = (normed(x.float()) * weight.float()).chunk(2, -1)
+        c, s = cos.float(), sin.float()
+        return torch.cat((first * c - second * s, second * c + first * s), -1).bfloat16()
+
+    once = norm_rotate(q, k, weight, weight, EPS, cos, sin, True)
+    assert all(torch.equal(mine, turned(x)) for mine, x in zip(once, (q, k), strict=True))
+    norm = Qwen3RMSNorm(16, EPS).bfloat16()
+    norm.weight.data.copy_(weight)
+    both = [torch.cat((x, x), -1).squeeze(1)[None] for x in (cos, sin)]
+    wanted = apply_rotary_pos_emb(norm(q).transpose(0, 1)[None], norm(k).transpose(0, 1)[None], *both)
+    each = norm_rotate(q, k, weight, weight, EPS, cos, sin, False)
+    for mine, other, one in zip(each, wanted, once, strict=True):
+        assert torch.equal(mine, other[0].transpose(0, 1))
+        assert not torch.equal(mine, one)
+
+
+def test_the_experts_activation_rounds_what_vllms_kernels_write_out() -> None:
+    """silu(gate), rounded, times up (`csrc/activation_kernels.cu`); clamped, gate and up alone."""
+    gu, bias, groups = draw(40, 32, seed=0), draw(2, 32, seed=1), RowGroups(torch.tensor([30, 10]), 40)
+    sums = (gu.float() + bias.float().repeat_interleave(torch.tensor([30, 10]), 0)).bfloat16()
+    for shape in (SWIGLU, CLAMPED_SWIGLU):
+        each, _ = activate(gu, None, None, bias, groups, replace(shape, rounds_each=True))
+        gate, up = sums.chunk(2, -1)
+        if shape is SWIGLU:
+            wanted = F.silu(gate) * up
+        else:
+            gate, up = gate.float().clamp(max=7), up.float().clamp(-7, 7)
+            wanted = ((up + 1) * gate * torch.sigmoid(1.702 * gate)).bfloat16()
+        assert torch.equal(each, wanted)
+        assert not torch.equal(each, activate(gu, None, None, bias, groups, shape)[0])
+
+
+def test_the_routers_weights_are_float32_as_vllms_topk_softmax() -> None:
+    logits = draw(30, 16, seed=0)
+    weights, experts = route(logits, 4, True, True)
+    chosen = logits.float().softmax(-1).gather(1, experts)
+    assert weights.dtype is torch.float32
+    assert torch.equal(weights, chosen / chosen.sum(-1, keepdim=True))
+    assert torch.equal(route(logits, 4, True, False)[0], weights.bfloat16())
+
+
+OTHERS = {
+    "norm": Rounding.each,
+    "rotation": Rounding.each,
+    "expert_activation": Rounding.once,
+    "router_weights": RouterFormat.model,
+    "router_logits": RouterFormat.model,
+    "routed_scale": RoutedScale.weights,
+}
+NO_EFFECT: dict[str, set[str]] = {
+    "dense": {"expert_activation", "router_weights", "router_logits", "routed_scale"},
+    "moe": {"router_logits", "routed_scale"},
+    "gpt_oss": {"router_logits", "routed_scale"},
+    "deepseek": {"rotation", "router_weights"},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "config"), zip(NO_EFFECT, (DENSE, MOE, GPT_OSS, DEEPSEEK), strict=True), ids=list(NO_EFFECT)
+)
+def test_an_item_changes_the_models_that_have_its_operation(family: str, config: dict[str, object]) -> None:
+    """And is refused for the others (conf/ignored.py)."""
+    batch = packed((40, 3))
+
+    def logits(**changes: object) -> Tensor:
+        trainer = trainer_config(numerics=NumericsConfig(**changes), combine=CombineMode.fp32_once)
+        with torch.no_grad():
+            return logits_of(make_decoder(config, trainer, dtype=torch.bfloat16), batch)
+
+    default = logits()
+    moved = {name for name, choice in OTHERS.items() if not torch.equal(logits(**{name: choice}), default)}
+    assert moved == OTHERS.keys() - NO_EFFECT[family]
+
+
+def test_items_are_equal_in_float32() -> None:
+    """Up to the order of float32 operations."""
+    batch = packed()
+    for name, choice in OTHERS.items():
+        trainer = trainer_config(numerics=NumericsConfig(**{name: choice}))
+        with torch.no_grad():
+            mine, default = (logits_of(make_decoder(MOE, t), batch) for t in (trainer, trainer_config()))
+        assert torch.allclose(mine, default, atol=1e-5)
