@@ -188,6 +188,27 @@ def check_sampling(config: RunConfig) -> Fact:
     )
 
 
+def check_routes(config: RunConfig) -> Fact:
+    """What recorded routes take of Ray's object store, through which they pass twice: to the buffer, which holds the
+    batches that may be waiting, and to the trainer."""
+    moe = read_config(resolve_hf_config(config.model)).moe
+    if not config.parity.replay_routing or moe is None:
+        return Fact("routes", "not recorded: the trainer's routers choose experts")
+    per_token = sum(moe.layers) * moe.top_k * (1 if moe.num_experts <= 256 else 2) + 1
+    algorithm, store = config.algorithm, config.cluster.object_store_bytes
+    num_responses = algorithm.groups_per_step * algorithm.group_size
+    longest = config.max_prompt_tokens + config.rollout.sampling.max_tokens
+    num_bytes = num_responses * longest * per_token * (algorithm.max_staleness_steps + 2)
+    found = f"recorded and replayed: {per_token} bytes per token, {num_bytes / 1e9:.2f} GB at most at a time"
+    if num_bytes <= store or config.cluster.ray_address is not None:
+        return Fact("routes", found)
+    return Fact(
+        "routes",
+        f"{found}, more than cluster.object_store_bytes={store}: Ray will put the rest into files; raise it",
+        is_warning=True,
+    )
+
+
 def check_reward_loads(config: RunConfig) -> Fact:
     """The reward can be set up; tried in a process of its own, as in the run."""
     if config.algorithm.objective is Objective.sft:
@@ -238,6 +259,7 @@ OPTION_CHECKS = (
     check_tokenizer,
     check_data,
     check_sampling,
+    check_routes,
     check_reward_loads,
 )
 MACHINE_CHECKS = (

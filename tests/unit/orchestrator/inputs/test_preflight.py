@@ -18,7 +18,7 @@ from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.inputs.model_files import check_checkpoint_files
-from orchestrator.inputs.preflight import run_preflight
+from orchestrator.inputs.preflight import check_routes, run_preflight
 from orchestrator.machine import Machine
 from trainer.architecture.families import read_config
 from weight_sync.disk.safetensors_files import INDEX_NAME, read_header
@@ -194,6 +194,20 @@ def test_a_kv_cache_too_small_for_one_sequence_is_refused(checkpoint: Path) -> N
         run_preflight(load_run_config(words_for(checkpoint, f"rollout.kv_cache_bytes={needed - 1}")))
     for enough in (str(needed), "null"):
         run_preflight(load_run_config(words_for(checkpoint, f"rollout.kv_cache_bytes={enough}")))
+
+
+def test_routes_that_do_not_fit_the_object_store_are_warned_of(checkpoint: Path) -> None:
+    """Two layers, two experts per token and a byte for the mark: 5 bytes. 16 groups of 24 responses, prompts of 36
+    and 4 tokens, at staleness 0 two batches at a time: 384 * 40 * 5 * 2 bytes; then 60,000 groups."""
+    words = ["data.max_prompt_tokens=36", "rollout.sampling.max_tokens=4"]
+    config = load_run_config(words_for(checkpoint, *words))
+    assert check_routes(config).finding == "not recorded: the trainer's routers choose experts"
+    config = replace(config, parity=replace(config.parity, replay_routing=True))
+    assert check_routes(config).finding == "recorded and replayed: 5 bytes per token, 0.00 GB at most at a time"
+    config = replace(config, algorithm=replace(config.algorithm, groups_per_step=60_000))
+    fact = check_routes(config)
+    assert fact.is_warning
+    assert "0.58 GB at most at a time, more than cluster.object_store_bytes" in fact.finding
 
 
 def test_a_truncated_distribution_is_warned_of(checkpoint: Path) -> None:
