@@ -45,8 +45,9 @@ PROMPT_TOKENS = 70
 GROUP, LONG = 8, 200
 """64 + 8 (6 + 200) tokens do not fit into the cache: some of the group are preempted, and prefilled again."""
 MIN_EQUAL, MIN_EQUAL_OF_A_BLOCK = 0.9, 0.6
-"""Least share of routes that are the trainer's choice, over a response and over any 16 positions of it. Near-ties in
-bfloat16 flip some; of routes of other tokens about 1 in 28 is equal by chance."""
+"""Least share of routes that are the trainer's choice, over a response and over any 16 positions of it. On a CPU,
+merged weights in bfloat16 instead of adapters beside them flip 2 to 3 % of this model's routes, at most 2 of any 16;
+4 % of another version's routes are equal, and 30 % of the position before."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def test_every_route_of_adapters_in_slots_is_the_choice_that_led_to_its_token(tm
             await long_groups(world)
             prompt = prompt_of(2)
             done = world.worker.engine.num_generated_tokens
-            task = asyncio.create_task(world.worker.generate_group(prompt, 4, sampling(LONG), seed=8))
+            task = asyncio.create_task(world.worker.generate_group(prompt, 4, sampling(300), seed=8))
             while world.worker.engine.num_generated_tokens < done + 4 * 20:
                 await asyncio.sleep(0.002)
             for version in (1, 2, 3):
