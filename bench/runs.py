@@ -4,14 +4,16 @@
     python bench/runs.py quickstart_gpu qwen3_moe_2gpu        on a host with 2 GPUs
 
 A control is the quick start without what is tested: `no_publish` never sends a trained version to the engines,
-`shuffled` permutes advantages within each group. Neither may learn. Figures are medians over the steps after the first
-two (warm-up). Prints its environment and a table; writes bench/results/runs-<device>.json.
+`shuffled` permutes advantages within each group. Neither may learn. `flat_engine_none` and `flat_engine_tis` have a
+mismatch of trainer and engine, without and with a correction (docs/parity.md). Figures are medians over the steps
+after the first two (warm-up). Prints its environment and a table; writes bench/results/runs-<device>.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -29,18 +31,26 @@ SCENARIOS = {
     "quickstart": ["experiment=quickstart"],
     "no_publish": ["experiment=quickstart", "weight_sync.enabled=false"],
     "shuffled": ["experiment=quickstart", "algorithm.shuffle_advantages=true"],
+    "flat_engine_none": ["experiment=quickstart", "rollout.eval_temperature=0", "algorithm.correction=none"],
+    "flat_engine_tis": ["experiment=quickstart", "rollout.eval_temperature=0", "algorithm.correction=tis"],
     "async": ["experiment=quickstart", "algorithm.max_staleness_steps=2"],
     "quickstart_gpu": ["experiment=quickstart_gpu"],
     "qwen3_moe_2gpu": ["experiment=qwen3_moe_2gpu"],
 }
 WARM_UP_STEPS = 2
+FLAT_ENGINE = "tests/fakes/flat_engine"
+"""Beginning the PYTHONPATH of a run, this folder makes its engines draw nine tokens of ten from a flat distribution."""
 
 
 def run(name: str, folder: Path, extra: list[str]) -> dict[str, Any]:
     """One run through the command line, in its own process. Returns its figures."""
     started = time.monotonic()
     words = [*SCENARIOS[name], f"run.dir={folder}", f"run.name={name}", *extra]
-    subprocess.run([sys.executable, "-m", "orchestrator.cli.main", "train", *words], cwd=ROOT, check=True)
+    environment = dict(os.environ)
+    if name.startswith("flat_engine"):
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / FLAT_ENGINE), str(ROOT)])
+    command = [sys.executable, "-m", "orchestrator.cli.main", "train", *words]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
     wall_s = time.monotonic() - started
     (metrics,) = folder.glob(f"{name}-*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]

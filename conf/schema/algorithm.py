@@ -169,6 +169,11 @@ class AlgorithmConfig:
         )
 
     @property
+    def is_corrected(self) -> bool:
+        """Whether a token counts by the ratio of trainer and engine, as a weight or clipped."""
+        return self.correction is not Correction.none or self.ratio_baseline is RatioBaseline.rollout
+
+    @property
     def correction_bounds(self) -> tuple[float, float]:
         """Lowest and highest ratio of `correction`: what is set, else the method's own."""
         low, high = CORRECTION_BOUNDS[self.correction]

@@ -28,19 +28,38 @@ CAUSES = {
     ),
 }
 """Figure -> what makes it large."""
-CURE = "algorithm.correction bounds what such tokens do; docs/parity.md says how to find the cause"
+UNCORRECTED = (
+    "algorithm.correction=none trains on these tokens as if the trainer had sampled them; tis, or another one, weighs "
+    "them. "
+)
+CURE = (
+    "`slipstream parity` names the operation at which trainer and "
+    "engine part, and docs/parity.md says what else to look at"
+)
+FLOOR_SHARE = 0.5
+"""When the floor is more than this share of the mismatch, the cause is in the engine."""
 
 
 class ParityAlarm:
-    """Remembers since when a figure is above parity.warn_k3."""
+    """Remembers since when a figure is above parity.warn_k3.
 
-    def __init__(self, config: ParityConfig) -> None:
+    Args:
+        is_corrected: whether the loss weighs or clips tokens by their ratio.
+    """
+
+    def __init__(self, config: ParityConfig, *, is_corrected: bool) -> None:
         self._config = config
+        self._advice = CURE if is_corrected else UNCORRECTED + CURE
         self._warned_at: int | None = None
         """Step of the last warning; None while no figure is above the threshold."""
+        self._floor = ""
+        """What the last measured floor says about the cause."""
 
     def reason_to_stop(self, step: int, row: Mapping[str, Value]) -> str:
         """Log a warning where one is due, and say why the run must end; "" when it may go on."""
+        k3, floor = row.get("parity/k3"), row.get("parity/floor_k3")
+        if k3 is not None and floor is not None:
+            self._floor = _what_the_floor_says(step, k3, floor)
         figure, value = max(((name, row.get(name) or 0.0) for name in CAUSES), key=lambda pair: pair[1])
         if self._config.stop_k3 and value > self._config.stop_k3:
             return self._describe(figure, value, "stop_k3", self._config.stop_k3)
@@ -54,5 +73,12 @@ class ParityAlarm:
     def _describe(self, figure: str, value: float, option: str, threshold: float) -> str:
         return (
             f"{figure} is {value:.3g}, above parity.{option}={threshold:g}: trainer and engine disagree about the "
-            f"tokens that the engine sampled. Likely causes: {CAUSES[figure]}. {CURE}"
+            f"tokens that the engine sampled. Likely causes: {CAUSES[figure]}. {self._floor}{self._advice}"
         )
+
+
+def _what_the_floor_says(step: int, k3: float, floor: float) -> str:
+    figures = f"parity/floor_k3 of step {step} is {floor:.3g}, where parity/k3 is {k3:.3g}: "
+    if floor > FLOOR_SHARE * k3:
+        return figures + "the engine's prefill is as far from its decoding, so the cause is in how the engine samples. "
+    return figures + "the engine agrees with itself, so the cause is in its weights or between trainer and engine. "

@@ -62,7 +62,7 @@ class StepLoop(ABC):
         self._is_whole = True
         """Whether trainer, clock and data agree."""
         self._num_refused_in_a_row = 0
-        self._alarm = ParityAlarm(config.parity)
+        self._alarm = ParityAlarm(config.parity, is_corrected=config.algorithm.is_corrected)
         self._alarm_raised = ""
         """Why the last row ends the run; "" when it does not."""
 

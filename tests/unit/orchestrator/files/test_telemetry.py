@@ -16,9 +16,10 @@ from fakes.loop import measured, outcome, publish_report
 from rich.console import Console
 
 from orchestrator.files.curves import draw_curves
+from orchestrator.files.loss_metrics import loss_metrics
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine, RunLog, format_s
-from orchestrator.files.telemetry import METRICS, StepRecord, Telemetry, loss_metrics, read_rows, row_of, truncate_rows
+from orchestrator.files.telemetry import METRICS, StepRecord, Telemetry, read_rows, row_of, truncate_rows
 from rollout.types import Group, Prompt, Rollout, Routes
 from trainer.types import LossStats, OptimStats
 

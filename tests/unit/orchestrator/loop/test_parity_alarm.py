@@ -24,21 +24,40 @@ def warned_steps(alarm: ParityAlarm, figures: list[float | None], caplog: pytest
 
 
 def test_a_warning_comes_once_and_again_after_a_while_or_a_recovery(caplog: pytest.LogCaptureFixture) -> None:
-    alarm = ParityAlarm(ParityConfig(warn_k3=0.1))
+    alarm = ParityAlarm(ParityConfig(warn_k3=0.1), is_corrected=True)
     figures: list[float | None] = [0.1, 0.2, 0.3, None, 0.2, *[0.2] * REPEAT_STEPS]
     with caplog.at_level(logging.WARNING):
         assert warned_steps(alarm, figures, caplog) == [1, 4, 4 + REPEAT_STEPS]
 
 
 def test_warning_names_figure_threshold_causes_and_cure(caplog: pytest.LogCaptureFixture) -> None:
-    ParityAlarm(ParityConfig()).reason_to_stop(7, {"parity/k3": 0.01, "parity/k3_stale": 0.25})
+    ParityAlarm(ParityConfig(), is_corrected=False).reason_to_stop(7, {"parity/k3": 0.01, "parity/k3_stale": 0.25})
     (record,) = caplog.records
-    for part in ("step 7", "parity/k3_stale is 0.25", "parity.warn_k3=0.05", "older versions", "docs/parity.md"):
+    for part in (
+        "step 7",
+        "parity/k3_stale is 0.25",
+        "parity.warn_k3=0.05",
+        "older versions",
+        "docs/parity.md",
+        "=none trains on",
+    ):
         assert part in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    ("floor", "where"), [(0.2, "in how the engine samples"), (0.1, "in its weights or between trainer and engine")]
+)
+def test_the_floor_says_on_which_side_the_cause_is(floor: float, where: str) -> None:
+    """The floor of step 3, at 2/3 and at 1/3 of that step's mismatch, tells of the alarm at step 5."""
+    alarm = ParityAlarm(ParityConfig(warn_k3=0, stop_k3=0.5), is_corrected=True)
+    assert alarm.reason_to_stop(3, {"parity/k3": 0.3, "parity/floor_k3": floor}) == ""
+    reason = alarm.reason_to_stop(5, {"parity/k3": 0.6, "parity/floor_k3": None})
+    assert f"parity/floor_k3 of step 3 is {floor:.3g}, where parity/k3 is 0.3" in reason and where in reason
+    assert "algorithm.correction" not in reason
+
+
 def test_thresholds_of_zero_are_off(caplog: pytest.LogCaptureFixture) -> None:
-    alarm = ParityAlarm(ParityConfig(warn_k3=0, stop_k3=0))
+    alarm = ParityAlarm(ParityConfig(warn_k3=0, stop_k3=0), is_corrected=True)
     assert alarm.reason_to_stop(1, {"parity/k3": 1e9}) == "" and not caplog.records
 
 
