@@ -9,7 +9,7 @@ recorded (rollout/in_vllm/activations.py). The engine's processes, and with them
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from typing import Any
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from rollout.engine.engine import Engine, make_llm
 from rollout.types import Routes, RoutingShape
+
+WITH_WEIGHTS: Mapping[str, Any] = {"load_format": "auto"}
+"""The engine reads the checkpoint itself, instead of waiting for a publish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ def sample_and_record(
     activations: Path,
     routing: RoutingShape | None = None,
     say: Callable[[str], None],
+    engine_arguments: Mapping[str, Any] = WITH_WEIGHTS,
 ) -> list[Sampled]:
     """Sample one response to each prompt at temperature 1, score it again by prefill, and record activations.
 
@@ -62,13 +66,17 @@ def sample_and_record(
             into the file `activations` (safetensors). 0: none.
         routing: Shape of the model's routing, to record the experts of each token; None: none are recorded.
         say: Told what begins.
+        engine_arguments: Of vLLM, over the product's: how the engine comes to its weights.
     """
     sampling = SamplingConfig(max_tokens=max_tokens, stop_at_eos=False)
     longest = max(map(len, prompts)) + max_tokens + 1
     config = replace(config, max_model_len=longest, sampling=sampling, enforce_eager=True)
 
+    def build(arguments: dict[str, Any]) -> Any:
+        return make_llm({**arguments, **engine_arguments})
+
     async def run() -> list[Sampled]:
-        engine = Engine(folder, config, dtype=dtype, device=device, seed=seed, routing=routing, make_llm=_with_weights)
+        engine = Engine(folder, config, dtype=dtype, device=device, seed=seed, routing=routing, make_llm=build)
         say("engine: start")
         await engine.start()
         try:
@@ -98,8 +106,3 @@ def sample_and_record(
             engine.shutdown()
 
     return asyncio.run(run())
-
-
-def _with_weights(arguments: dict[str, Any]) -> Any:
-    """An engine that reads the checkpoint's weights itself instead of waiting for a publish."""
-    return make_llm({**arguments, "load_format": "auto"})

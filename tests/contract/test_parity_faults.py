@@ -1,7 +1,8 @@
 """Faults planted in the trainer's side are found and named, against what a real vLLM engine computed.
 
-One engine (bfloat16, on the CPU) serves all tests; each compares its recorded activations with a trainer that is wrong
-in one place. The comparison with a trainer that is right is the reference noise.
+One engine (bfloat16, on a GPU where there is one, else on the CPU) serves all tests; each compares its recorded
+activations with a trainer that is wrong in one place. The comparison with a trainer that is right is the reference
+noise.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from trainer.scoring import Scorer
 pytestmark = pytest.mark.timeout(240)
 
 MODEL = ["model=tiny_qwen3_moe", "model.dtype=bfloat16", "model.hf_config.num_experts_per_tok=4", "data=letters"]
+DEVICE = Device.cuda if torch.cuda.is_available() else Device.cpu
 PROMPT, RESPONSE, SEQUENCES = 16, 48, 4
 
 
@@ -35,7 +37,7 @@ def scorer_of(*overrides: str) -> Scorer:
     # vLLM on a CPU rounds the router's weights, and adds experts in float32; on a GPU neither.
     lengths += ["trainer.numerics.router_weights=model", "trainer.combine=fp32_once"]
     config = load_run_config([*MODEL, *lengths, *overrides])
-    return Scorer(config.model, config.trainer, resolve_hf_config(config.model), seed=0, device="cpu")
+    return Scorer(config.model, config.trainer, resolve_hf_config(config.model), seed=0, device=str(DEVICE))
 
 
 @dataclass
@@ -61,11 +63,19 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     right.save(folder / "checkpoint")
     draw = random.Random(0)
     prompts = [[draw.randrange(3, 64) for _ in range(PROMPT)] for _ in range(SEQUENCES)]
+    small = RolloutConfig(kv_cache_bytes=64 << 20, gpu_memory_utilization=0.05)
     sampled = sample_and_record(
-        folder / "checkpoint", RolloutConfig(), prompts, dtype=DType.bfloat16,
-        device=Device.cpu, seed=0, max_tokens=RESPONSE, num_recorded=SEQUENCES, activations=folder / "activations",
+        folder / "checkpoint",
+        small,
+        prompts,
+        dtype=DType.bfloat16,
+        device=DEVICE,
+        seed=0,
+        max_tokens=RESPONSE,
+        num_recorded=SEQUENCES,
+        activations=folder / "activations",
         say=lambda _: None,
-    )  # fmt: skip
+    )
     activations = read_tensors(folder / "activations")
     return Recorded(sampled, activations, compare_layers(right, sampled, activations))
 

@@ -1,0 +1,133 @@
+"""The models of bench/parity.py: layers of published models at full width, and the same cut small for a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+LOAD_FORMAT = "drawn"
+"""vLLM's load_format of bench/random_loader.py."""
+FACTS = "drawn.json"
+"""Where that finds the seed and the standard deviation, beside config.json."""
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+QWEN3_30B: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 1e6, "attention_bias": False,
+}  # fmt: skip
+GLM_45_AIR: dict[str, Any] = {
+    "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 4096, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+    "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "attention_bias": True,
+    "use_qk_norm": False, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+}  # fmt: skip
+GPT_OSS_20B: dict[str, Any] = {
+    "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880, "num_local_experts": 32,
+    "num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+    "rope_scaling": YARN | {"factor": 32.0, "truncate": False}, "attention_bias": True,
+}  # fmt: skip
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False,
+    "rope_scaling": YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
+COMMON: dict[str, Any] = {
+    "hidden_act": "silu", "max_position_embeddings": 40960, "tie_word_embeddings": False, "bos_token_id": 0,
+    "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "n_routed_experts": 8,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64, "v_head_dim": 32, "n_group": 2, "topk_group": 1, "sliding_window": 16,
+}  # fmt: skip
+"""Sizes of --tiny, of those that a config has."""
+TRAINED: dict[str, Any] = QWEN3_30B | {
+    "vocab_size": 256, "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
+    "intermediate_size": 2048, "moe_intermediate_size": 512, "num_experts": 16, "num_experts_per_tok": 4,
+    "rope_theta": 10000.0,
+}  # fmt: skip
+"""125 million parameters in 6 layers; a token is a byte."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table: a model, how much is sampled, and who scores it."""
+
+    base: dict[str, Any]
+    layers: int
+    std: float
+    gib: int
+    """GPU memory that the row may take."""
+    prompts: int = 64
+    prompt_tokens: int = 16
+    tokens: int = 128
+    others: tuple[str, ...] = ("replay",)
+    """Scorers beside the trainer as it is: OPTION=VALUE of TrainerConfig, or replay."""
+    with_hf: bool = True
+    with_fp32: bool = True
+    batch_invariant: bool = False
+    is_trained: bool = False
+    old: dict[str, float] = field(default_factory=dict)
+    """k3 of the same cell at 3ab0fe5."""
+
+    def config(self, tiny: bool) -> dict[str, Any]:
+        """config.json."""
+        small = {name: value for name, value in SMALL.items() if name in self.base} if tiny else {}
+        if tiny and self.base["model_type"] == "deepseek_v3":
+            small["num_key_value_heads"] = small["num_attention_heads"]
+        layers = min(self.layers, 2) if tiny else self.layers
+        return COMMON | self.base | small | {"num_hidden_layers": layers}
+
+
+OLD = ("engine prefill", "transformers", "trainer", "transformers, trainer", "transformers, float32")
+
+
+def _old(*k3: float) -> dict[str, float]:
+    return dict(zip(OLD, k3, strict=True))
+
+
+TRANSFORMERS_WAY = (
+    "numerics.norm=each", "numerics.rotation=each", "numerics.expert_activation=once", "numerics.router_weights=model",
+    "combine=hf_eager",
+)  # fmt: skip
+"""Every switch of a softmax router's family turned away from the engine's way."""
+OFF = ",".join(TRANSFORMERS_WAY)
+ONE_OFF = (*TRANSFORMERS_WAY, "combine=fp32_once", OFF)
+ONE_ON = tuple(",".join(part for part in TRANSFORMERS_WAY if part != item) for item in TRANSFORMERS_WAY)
+SIGMOID_OFF = (
+    "numerics.norm=each", "numerics.expert_activation=once", "numerics.router_logits=model",
+    "numerics.routed_scale=weights", "combine=hf_eager",
+)  # fmt: skip
+GPT_OSS_OFF = ("numerics.norm=each", "numerics.rotation=each", "combine=hf_eager")
+BITWISE = "engine_forward=true"
+SEED_004: dict[str, Any] = {"prompts": 25, "tokens": 200, "with_fp32": False}
+ONLY_BITWISE: dict[str, Any] = {"others": (BITWISE,), "with_hf": False, "batch_invariant": True}
+OF_QWEN3 = _old(0.0059, 0.0217, 0.0226, 0.0147, 0.0325)
+OF_GLM = _old(0.0021, 0.0048, 0.0048, 0.0021, 0.0066)
+OF_GPT_OSS = _old(0.0088, 0.362, 0.296, 0.509, 0.61)
+OF_GPT_OSS_FLAT = _old(0.0017, 0.0445, 0.0387, 0.0445, 0.0563)
+ROWS = {
+    "qwen3-30b-a3b-48": Row(QWEN3_30B, 48, 0.06, 72, with_fp32=False, with_hf=False),
+    "qwen3-30b-a3b-12": Row(QWEN3_30B, 12, 0.06, 40, others=("replay", *ONE_OFF, BITWISE), old=OF_QWEN3),
+    "glm-4.5-air-4": Row(GLM_45_AIR, 4, 0.03, 40, others=("replay", *SIGMOID_OFF), old=OF_GLM),
+    "gpt-oss-20b-6": Row(GPT_OSS_20B, 6, 0.03, 32, others=("replay", *GPT_OSS_OFF), old=OF_GPT_OSS),
+    "gpt-oss-20b-6-0.02": Row(GPT_OSS_20B, 6, 0.02, 32, others=("replay", *GPT_OSS_OFF), old=OF_GPT_OSS_FLAT),
+    "deepseek-v3-3": Row(DEEPSEEK_V3, 3, 0.02, 60, others=("replay", *SIGMOID_OFF), with_fp32=False),
+    "seed-004": Row(QWEN3_30B, 12, 0.06, 24, others=("replay", OFF, *ONE_ON, BITWISE), **SEED_004),
+    "seed-004-bitwise": Row(QWEN3_30B, 12, 0.06, 24, **(SEED_004 | ONLY_BITWISE)),
+    "trained": Row(TRAINED, 6, 0.02, 30, prompt_tokens=64, others=("replay", *ONE_OFF, BITWISE), is_trained=True),
+    "trained-bitwise": Row(TRAINED, 6, 0.02, 30, prompt_tokens=64, is_trained=True, **ONLY_BITWISE),
+}
