@@ -191,9 +191,12 @@ def check_sampling(config: RunConfig) -> Fact:
 def check_routes(config: RunConfig) -> Fact:
     """What recorded routes take of Ray's object store, through which they pass twice: to the buffer, which holds the
     batches that may be waiting, and to the trainer."""
-    moe = read_config(resolve_hf_config(config.model)).moe
-    if not config.parity.replay_routing or moe is None:
+    if not config.parity.replay_routing:
         return Fact("routes", "not recorded: the trainer's routers choose experts")
+    folder = config.model.path
+    moe = read_config(resolve_hf_config(config.model)).moe if folder is None or Path(folder).is_dir() else None
+    if moe is None:
+        return Fact("routes", "none")  # check_model reports a folder that is missing, and a model without experts
     per_token = sum(moe.layers) * moe.top_k * (1 if moe.num_experts <= 256 else 2) + 1
     algorithm, store = config.algorithm, config.cluster.object_store_bytes
     num_responses = algorithm.groups_per_step * algorithm.group_size

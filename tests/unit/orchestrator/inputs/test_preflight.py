@@ -283,7 +283,7 @@ def test_many_processes_and_little_shared_memory_are_warned_of(checkpoint: Path)
 
 def test_one_cause_is_reported_once(tmp_path: Path) -> None:
     with pytest.raises(PreflightError) as caught:
-        run_preflight(load_run_config(words_for(tmp_path / "absent")))
+        run_preflight(load_run_config(words_for(tmp_path / "absent", "parity.replay_routing=true")))
     assert "problems" not in str(caught.value)
     assert "no such folder" in str(caught.value)
 
