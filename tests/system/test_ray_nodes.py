@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from system.conftest import RUN_TIMEOUT_S, Nodes, RunUnderWay
+from system.conftest import ENDLESS, RUN_TIMEOUT_S, Nodes, RunUnderWay
 
 
 @pytest.fixture
@@ -26,9 +26,7 @@ def test_a_run_loses_a_node_and_its_worker_comes_back_on_another_one(tmp_path: P
     """Every process meets the others under its own node's address. Steps go on while a worker is away; where it comes
     back it reads the current weights from the worker of the other node, and samples what the trainer computes.
     """
-    words = ["run.num_steps=1000", "run.eval_every_steps=0", "run.checkpoint_every_steps=0"]
-    words += [f"cluster.ray_address={nodes.address}"]
-    with RunUnderWay(words, tmp_path) as run:
+    with RunUnderWay([*ENDLESS, f"cluster.ray_address={nodes.address}"], tmp_path) as run:
         run.wait_until(lambda rows: len(rows) >= 3)
         assert "127.0.0.2: 2 x trainer, 1 x rollout; 127.0.0." in run.log
         at = dict(re.findall(r"(rollout-\d) is process \d+ at tcp://([\d.]+):", run.log))

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from system.conftest import RUN_TIMEOUT_S, RunUnderWay
+from system.conftest import ENDLESS, RUN_TIMEOUT_S, RunUnderWay
 
 from conf.schema import Relay, SyncMode
 
@@ -27,10 +27,11 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
     relay the one that is recalled is worker 0, which the trainer writes to: it goes on with the other one.
     """
     recalled = 0 if relay is Relay.node else 1
-    words = ["run.num_steps=1000", "run.eval_every_steps=0", "run.checkpoint_every_steps=0", f"weight_sync.mode={mode}"]
-    words += [f"weight_sync.relay={relay}"]
+    words = [*ENDLESS, "cluster.dashboard=false", f"weight_sync.mode={mode}", f"weight_sync.relay={relay}"]
     if mode is SyncMode.adapter:
-        words += ["model=tiny_qwen3", "trainer.ep_size=1"]  # CPU engines serve no adapters of experts
+        words += ["model=tiny_qwen3"]  # CPU engines serve no adapters of experts
+    if mode is SyncMode.adapter or relay is Relay.node:
+        words += ["trainer.num_ranks=1", "trainer.ep_size=1"]
     with RunUnderWay(words, tmp_path) as run:
         run.wait_until(lambda rows: len(rows) >= 3)
         engine = run.engine_of(f"rollout-{1 - recalled}")
