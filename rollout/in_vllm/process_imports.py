@@ -5,7 +5,7 @@
 
 Inside `come_first()` the main module is this one. (Otherwise it is a Ray worker's, which imports all of Ray for
 nothing.) Its one act is that import, and step 2 finds it done; a process that an EngineCore spawns repeats both steps.
-Saves 1.4 s of a core at each start of an engine, and 0.4 s more below Ray.
+Saves about 1 s of a core at each start of an engine.
 
 Owns nothing else. Invariant: nothing of what is spawned depends on which main module it finds.
 """
