@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conf.schema import (
-    AdapterValues,
     AlgorithmConfig,
     Init,
     ModelConfig,
@@ -41,9 +40,7 @@ from conf.schema import (
 from trainer.adapter_io import load_adapter, save_adapter, save_merged
 from trainer.architecture.families import read_config
 from trainer.delivery.delivery import Delivery
-from trainer.engine_ops.engine_forward import compute_in_engine_operations
-from trainer.engine_ops.merged_forward import compute_with_merged_adapters
-from trainer.engine_ops.vllm_operations import VllmOperations
+from trainer.engine_ops.choose_forward import choose_forward
 from trainer.errors import LayoutError, TrainerError
 from trainer.model.build_decoder import build_decoder
 from trainer.model.decoder import Decoder
@@ -146,10 +143,7 @@ class TrainerRank:
         starts_from_base = not is_full and lora.init_from is None
         if not is_full and lora.init_from is not None:
             load_adapter(decoder, lora.init_from)
-        if self._trainer.engine_forward:
-            compute_in_engine_operations(decoder, VllmOperations(spec, dtype, self._device))
-        elif self._trainer.numerics.adapters is AdapterValues.merged and not is_full:
-            compute_with_merged_adapters(decoder)
+        choose_forward(decoder, self._trainer, self._device)
         self._decoder = decoder
         self._trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
         self._shards = [TrainableShard(name, sharded_rows(name, param).detach()) for name, param in self._trainable]

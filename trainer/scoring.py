@@ -22,8 +22,7 @@ from torch import Tensor
 from conf.schema import ModelConfig, TrainerConfig, TrainMode
 from trainer.adapter_io import load_adapter, save_merged
 from trainer.architecture.families import read_config
-from trainer.engine_ops.engine_forward import compute_in_engine_operations
-from trainer.engine_ops.vllm_operations import VllmOperations
+from trainer.engine_ops.choose_forward import choose_forward
 from trainer.model.build_decoder import build_decoder
 from trainer.model.decoder import Decoder
 from trainer.model.logprobs import token_logprobs
@@ -79,8 +78,7 @@ class Scorer:
         load_weights(self.decoder, open_reader(model, spec, seed=seed, device=self.device), seed=seed)
         if trainer.mode is TrainMode.lora and trainer.lora.init_from is not None:
             load_adapter(self.decoder, trainer.lora.init_from)
-        if trainer.engine_forward:
-            compute_in_engine_operations(self.decoder, VllmOperations(spec, self.decoder.dtype, self.device))
+        choose_forward(self.decoder, trainer, self.device)
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face checkpoint of the weights, adapters merged into them."""
