@@ -4,9 +4,10 @@
     python bench/parity.py --only qwen3-30b-a3b-12 trained
     python bench/parity.py --tiny                    two small layers of each, a CPU will do
 
-Each row is a process of its own: vLLM (eager) draws random bfloat16 weights by name, samples at temperature 1 and
-prefills what it sampled (the floor); then transformers and the trainer draw the same weights and score the same tokens,
-the trainer once for each switch, and its operations are compared with the engine's one by one. The `trained` rows have
+Each row is a process of its own: vLLM (eager, or compiled with CUDA graphs as in a run) draws random bfloat16 weights
+by name, samples at temperature 1 and prefills what it sampled (the floor); then transformers and the trainer draw the
+same weights and score the same tokens, the trainer once for each switch, and its operations are compared with an eager
+engine's one by one. The `trained` rows have
 weights with real entropy: the trainer fits 125 million of them to Python's own source code, byte by byte, for
 --train-s seconds (full training, AdamW, the supervised objective), and both read that checkpoint. The rows, and what
 they were at 3ab0fe5, are in bench/parity_shapes.py. Writes bench/results/parity-<device>.json, row by row.
@@ -127,13 +128,14 @@ class RowRun:
                 gpu_memory_utilization=0.04,
                 kv_cache_bytes=(2 << 30) if self.on_gpu else (64 << 20),
                 batch_invariant=row.batch_invariant and self.on_gpu,
+                enforce_eager=not row.is_compiled,
             ),
             prompts_of(row, self.hf_config, prompts),
             dtype=schema.DType.bfloat16,
             device=schema.Device(self.args.device),
             seed=SEED,
             max_tokens=tokens,
-            num_recorded=0 if row.batch_invariant else RECORDED,
+            num_recorded=0 if row.is_compiled else RECORDED,
             activations=self.activations,
             routing=RoutingShape(layers, moe.top_k, moe.num_experts) if has_routes else None,
             say=self.done,
@@ -165,7 +167,7 @@ class RowRun:
             rows, _ = scorer.logprobs([one.token_ids for one in self.sampled], routes)
             self.others["replay"] = responses_of(self.sampled, rows)
         self.compare("trainer")
-        if not self.row.batch_invariant:
+        if not self.row.is_compiled:
             found = compare_layers(scorer, self.sampled[:RECORDED], read_tensors(self.activations))
             self.cells |= {"sentence": found.sentence, "flipped": found.flipped, "chained": found.chained}
             self.cells["swaps"] = {swap.block: swap.k3_mean for swap in found.swaps}

@@ -79,6 +79,8 @@ class Row:
     with_hf: bool = True
     with_fp32: bool = True
     batch_invariant: bool = False
+    is_compiled: bool = False
+    """Engine with torch.compile and CUDA graphs, as runs have it; its operations cannot be recorded."""
     is_trained: bool = False
     old: dict[str, float] = field(default_factory=dict)
     """k3 of the same cell at 3ab0fe5."""
@@ -114,14 +116,18 @@ SIGMOID_OFF = (
 GPT_OSS_OFF = ("numerics.norm=each", "numerics.rotation=each", "combine=hf_eager")
 BITWISE = "engine_forward=true"
 SEED_004: dict[str, Any] = {"prompts": 25, "tokens": 200, "with_fp32": False}
-ONLY_BITWISE: dict[str, Any] = {"others": (BITWISE,), "with_hf": False, "batch_invariant": True}
+ONLY_BITWISE: dict[str, Any] = {"others": (BITWISE,), "with_hf": False, "batch_invariant": True, "is_compiled": True}
 OF_QWEN3 = _old(0.0059, 0.0217, 0.0226, 0.0147, 0.0325)
 OF_GLM = _old(0.0021, 0.0048, 0.0048, 0.0021, 0.0066)
 OF_GPT_OSS = _old(0.0088, 0.362, 0.296, 0.509, 0.61)
 OF_GPT_OSS_FLAT = _old(0.0017, 0.0445, 0.0387, 0.0445, 0.0563)
+COMPILED = Row(QWEN3_30B, 12, 0.06, 24, others=("replay", *ONE_OFF), with_hf=False, is_compiled=True)
 ROWS = {
     "qwen3-30b-a3b-48": Row(QWEN3_30B, 48, 0.06, 72, with_fp32=False, with_hf=False),
     "qwen3-30b-a3b-12": Row(QWEN3_30B, 12, 0.06, 40, others=("replay", *ONE_OFF, BITWISE), old=OF_QWEN3),
+    "qwen3-30b-a3b-12-compiled": Row(
+        QWEN3_30B, 12, 0.06, 24, others=("replay", *ONE_OFF), with_hf=False, is_compiled=True
+    ),
     "glm-4.5-air-4": Row(GLM_45_AIR, 4, 0.03, 40, others=("replay", *SIGMOID_OFF), old=OF_GLM),
     "gpt-oss-20b-6": Row(GPT_OSS_20B, 6, 0.03, 32, others=("replay", *GPT_OSS_OFF), old=OF_GPT_OSS),
     "gpt-oss-20b-6-0.02": Row(GPT_OSS_20B, 6, 0.02, 32, others=("replay", *GPT_OSS_OFF), old=OF_GPT_OSS_FLAT),

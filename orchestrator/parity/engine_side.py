@@ -60,7 +60,7 @@ def sample_and_record(
 
     Args:
         folder: Checkpoint.
-        config: Sizes of the engine; its length, its cache and its eagerness are set here.
+        config: Sizes of the engine; its length is set here, and it runs eagerly where activations are recorded.
         max_tokens: Of each response, exactly.
         num_recorded: The first so many sequences are prefilled once more, one by one, while activations are recorded
             into the file `activations` (safetensors). 0: none.
@@ -70,7 +70,8 @@ def sample_and_record(
     """
     sampling = SamplingConfig(max_tokens=max_tokens, stop_at_eos=False)
     longest = max(map(len, prompts)) + max_tokens + 1
-    config = replace(config, max_model_len=longest, sampling=sampling, enforce_eager=True)
+    config = replace(config, max_model_len=longest, sampling=sampling)
+    config = replace(config, enforce_eager=config.enforce_eager or num_recorded > 0)
 
     def build(arguments: dict[str, Any]) -> Any:
         return make_llm({**arguments, **engine_arguments})
