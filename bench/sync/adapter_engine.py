@@ -70,7 +70,7 @@ class Load:
         self._flipping: asyncio.Task[None] | None = None
         self._late, self._collected, self._collection_began = [0.0], [0.0], 0.0
         self._flips = itertools.count(FIRST_FLIP)
-        client: Any = worker._engine._running().engine_core
+        client: Any = worker.engine._running().engine_core
         inner = client.get_output_async
 
         async def timed() -> Any:
@@ -93,9 +93,9 @@ class Load:
     async def start(self, has_adapter: bool) -> None:
         """Start requests of random lengths, each followed by another. Returns when all are in flight."""
         await self.stop()
-        before = self._worker._engine.num_generated_tokens
+        before = self._worker.engine.num_generated_tokens
         self._tasks = [asyncio.create_task(self._keep_sampling(i, has_adapter)) for i in range(self._args.requests)]
-        while self._worker._engine.num_generated_tokens - before < 2 * self._args.requests * self._args.max_tokens:
+        while self._worker.engine.num_generated_tokens - before < 2 * self._args.requests * self._args.max_tokens:
             await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
@@ -106,8 +106,8 @@ class Load:
         self._tasks, self._last = [], {}
 
     def _table(self) -> SlotTable:
-        assert self._worker._replica is not None, "the worker is in adapter mode"
-        return self._worker._replica._table
+        assert self._worker.adapter_replica is not None, "the worker is in adapter mode"
+        return self._worker.adapter_replica._table
 
     async def close(self) -> None:
         """End the requests and the measuring of delays."""
@@ -129,7 +129,7 @@ class Load:
         if flip_every_s is not None:
             self._flipping = asyncio.create_task(self._flip(flip_every_s))
         self._gaps, self._versions, self._late, self._collected = [], set(), [0.0], [0.0]
-        self._num_before, self._began = self._worker._engine.num_generated_tokens, time.monotonic()
+        self._num_before, self._began = self._worker.engine.num_generated_tokens, time.monotonic()
 
     def end(self) -> dict[str, Any]:
         """End the phase. Returns its figures."""
@@ -137,7 +137,7 @@ class Load:
             self._flipping.cancel()
             self._flipping = None
         seconds = time.monotonic() - self._began
-        num_tokens = self._worker._engine.num_generated_tokens - self._num_before
+        num_tokens = self._worker.engine.num_generated_tokens - self._num_before
         gaps, late = sorted(self._gaps), sorted(self._late)
         at = {f"itl_p{p}_ms": 1000 * gaps[min(len(gaps) - 1, len(gaps) * p // 100)] for p in (50, 99)} if gaps else {}
         failed = [str(task.exception()) for task in self._tasks if task.done() and not task.cancelled()]
@@ -190,7 +190,7 @@ class Load:
                 (rollout,) = await self._worker.generate_group(Prompt(index, tokens, ""), 1, sampling=sampling)
                 self._versions |= set(rollout.policy_versions)
             else:
-                await self._worker._engine.generate_group(tokens, 1, sampling)
+                await self._worker.engine.generate_group(tokens, 1, sampling)
 
 
 def run_engine(config: dict[str, Any], device: str, args: argparse.Namespace, pipe: Connection) -> None:
@@ -223,10 +223,10 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
             adapters=slots_of(config, args),
         )
         if device == "cuda":
-            worker._engine._arguments["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(args.requests)}
+            worker.engine._arguments["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(args.requests)}
         began = time.monotonic()
         address = await worker.start()
-        compilation = worker._engine._running().vllm_config.compilation_config
+        compilation = worker.engine._running().vllm_config.compilation_config
         started = {
             "engine_start_s": time.monotonic() - began,
             "cudagraph_mode": str(compilation.cudagraph_mode),

@@ -144,7 +144,7 @@ async def serve_vllm(spec: EngineSpec, pipe: Connection) -> None:
     with tempfile.TemporaryDirectory() as folder:
         worker = build_worker(spec, Path(folder))
         address = await worker.start()
-        await worker._engine._running().collective_rpc("start_measuring")
+        await worker.engine._running().collective_rpc("start_measuring")
         tasks = [asyncio.create_task(keep_sampling(worker, index)) for index in range(spec.num_requests)]
         pipe.send(address)
         while (order := await asyncio.to_thread(pipe.recv))[0] != "end":
@@ -187,11 +187,11 @@ def build_worker(spec: EngineSpec, folder: Path) -> RolloutWorker:
         tensors=read_config(spec.hf_config).checkpoint_tensors("bfloat16"),
         key=KEY,
     )
-    worker._engine._arguments["worker_extension_cls"] = "bench.sync.engine_extension.MeasuredReceiver"
+    worker.engine._arguments["worker_extension_cls"] = "bench.sync.engine_extension.MeasuredReceiver"
     if is_gpu:
         from vllm.config.weight_transfer import WeightTransferConfig
 
-        worker._engine._arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
+        worker.engine._arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
     return worker
 
 
@@ -217,10 +217,10 @@ async def settle(worker: RolloutWorker, num_requests: int) -> float:
     that it waited; returns at once before the first version.
     """
     began = time.monotonic()
-    before = {request: len(stamps) for request, stamps in worker._engine._stamps.items()}
+    before = {request: len(stamps) for request, stamps in worker.engine._stamps.items()}
 
     def is_settled() -> bool:
-        now = worker._engine._stamps
+        now = worker.engine._stamps
         late = sum(len(now[request]) <= tokens for request, tokens in before.items() if request in now)
         return not late and len(now) >= 0.9 * num_requests
 
@@ -235,13 +235,13 @@ async def obey(worker: RolloutWorker, order: str, *args: Any) -> Any:
     """Carry out one order. A peer's update is timed from the engine's pause until it resumes, as a publish is."""
     from conf.schema import PauseMode
 
-    llm = worker._engine._running()
+    llm = worker.engine._running()
     if order == "allocated":
         return await llm.collective_rpc("allocated")
     if order == "settle":
         return await settle(worker, args[0])
     if order == "tokens":
-        return worker._engine.num_generated_tokens
+        return worker.engine.num_generated_tokens
     if order == "nccl_init":
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -249,8 +249,8 @@ async def obey(worker: RolloutWorker, order: str, *args: Any) -> Any:
     if order not in ("nccl_update", "ipc_update"):
         raise ValueError(order)
     began = time.perf_counter()
-    await worker._engine.pause(PauseMode.keep)
-    await worker._engine.clear_cache()
+    await worker.engine.pause(PauseMode.keep)
+    await worker.engine.clear_cache()
     if order == "nccl_update":
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -259,5 +259,5 @@ async def obey(worker: RolloutWorker, order: str, *args: Any) -> Any:
         await llm.finish_weight_update()
     else:
         await llm.collective_rpc("update_weights_from_ipc", args=(args[0],))
-    await worker._engine.resume()
+    await worker.engine.resume()
     return time.perf_counter() - began

@@ -84,7 +84,7 @@ async def compare(tmp_path: Path, model: str) -> None:
         await asyncio.to_thread(trainer.delivery.connect, [address], None, [await worker.adapter_endpoint()])
         for version in (0, 1):
             if version:
-                draw(trainer, version)
+                draw(trainer, 1000 + version, std=0.3)
             assert (await asyncio.to_thread(trainer.delivery.publish, trainer.policy_version)).replicas[0].error is None
             rollouts = await worker.generate_group(PROMPT, 8, sampling=replace(SHORT, max_tokens=NUM_TOKENS), seed=7)
             assert {stamp for rollout in rollouts for stamp in rollout.policy_versions} == {version}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,10 @@ class SeededEngine:
         self._evictions = evictions
         self._version = 0
 
+    def routes(self, num_positions: int, num_tokens: int) -> Routes | None:
+        """What a request returns beside its tokens."""
+        return None
+
     async def generate_group(
         self, prompt_token_ids: Any, n: int, sampling: SamplingConfig, *, seed: int | None, adapter: Adapter
     ) -> list[Rollout]:
@@ -40,12 +43,23 @@ class SeededEngine:
             count = sampling.max_tokens if end is None else end
             tokens = [stream.randrange(1000) for _ in range(count)]
             reason = "length" if end is None else ABORTED
-            rollouts.append(Rollout(tokens, [-1.0] * count, [adapter.version] * count, "", reason))
+            routes = self.routes(len(prompt_token_ids) + count - 1, count)
+            rollouts.append(Rollout(tokens, [-1.0] * count, [adapter.version] * count, "", reason, routes=routes))
         return rollouts
 
 
-def make(policy: BusySlot, evictions: list[int | None]) -> tuple[AdapterReplica, SeededEngine]:
-    engine: Any = SeededEngine(evictions)
+class RecordingEngine(SeededEngine):
+    """Every choice of a request is its number, from 1."""
+
+    def routes(self, num_positions: int, num_tokens: int) -> Routes:
+        is_recorded = np.full(num_positions, num_tokens > 0)  # without a token, vLLM returns none
+        return Routes(np.full((num_positions, 2, 2), len(self.requests), np.uint8), is_recorded)
+
+
+def make(
+    policy: BusySlot, evictions: list[int | None], kind: type[SeededEngine] = SeededEngine
+) -> tuple[AdapterReplica, SeededEngine]:
+    engine: Any = kind(evictions)
     clients: Any = None
     replica = AdapterReplica(engine, [], clients, 2, WeightSyncConfig(on_busy_slot=policy), lambda: True)
     replica._table.commit(0, 7)
@@ -70,17 +84,7 @@ async def test_a_resumed_response_does_not_repeat_the_random_numbers_of_its_begi
 
 async def test_a_resumed_response_keeps_the_routes_that_its_tokens_were_sampled_at() -> None:
     """Each request computes all positions before it anew: its number is in the routes that it returns."""
-    replica, engine = make(BusySlot.re_prefill, [5, 0, 4, None])
-    generate = engine.generate_group
-
-    async def with_routes(token_ids: Any, n: int, *given: Any, **named: Any) -> list[Rollout]:
-        (rollout,) = await generate(token_ids, n, *given, **named)
-        num_positions = len(token_ids) + len(rollout.token_ids) - 1
-        is_recorded = np.full(num_positions, bool(rollout.token_ids))  # without a token, vLLM returns none
-        experts = np.full((num_positions, 2, 2), len(engine.requests), np.uint8)
-        return [replace(rollout, routes=Routes(experts, is_recorded))]
-
-    engine.generate_group = with_routes
+    replica, _ = make(BusySlot.re_prefill, [5, 0, 4, None], RecordingEngine)
     (rollout,) = await replica.sample(PROMPT, 1, SAMPLING, seed=11)
     assert rollout.routes is not None
     assert rollout.routes.experts[:, 0, 0].tolist() == [1] * 7 + [3] * 4 + [4] * 3  # 3 prompt tokens, then 5, 4 and 3
