@@ -40,6 +40,9 @@ USUAL = 1.03
 """The same computation on the same tokens differs as before, to the last digit."""
 SEEN = 1 / 256
 """Part of ROUNDING below which a difference is no finding, whatever other layers or earlier comparisons had."""
+COMMON = 1 / 64
+"""Part of ROUNDING below which a factor common to all tokens of a norm is no finding. The largest that was seen without
+a fault is 0.0044 (gpt-oss on an H200)."""
 FLIPPED = 0.02
 """Share of a router's choices that may be others for the same input: experts of nearly equal scores."""
 LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
@@ -142,7 +145,7 @@ def difference(operation: str, tensor: str, reference: Tensor, other: Tensor) ->
     )
     excesses = [relative / limit]
     if operation.endswith("norm"):
-        excesses.append(abs(gain) / max(STANDARD_ERRORS * error, SEEN * limit))
+        excesses.append(abs(gain) / max(STANDARD_ERRORS * error, COMMON * limit))
     return Difference(
         operation, tensor, relative, float((reference.to(other.dtype) != other).double().mean()),
         float(delta.abs().max()), gain, 0.0, limit, max(excesses) if math.isfinite(relative) else math.inf,
