@@ -27,7 +27,7 @@ class SeededEngine:
         self._evictions = evictions
         self._version = 0
 
-    def routes(self, num_positions: int, num_tokens: int) -> Routes | None:
+    def _routes(self, num_positions: int, num_tokens: int) -> Routes | None:
         """What a request returns beside its tokens."""
         return None
 
@@ -43,7 +43,7 @@ class SeededEngine:
             count = sampling.max_tokens if end is None else end
             tokens = [stream.randrange(1000) for _ in range(count)]
             reason = "length" if end is None else ABORTED
-            routes = self.routes(len(prompt_token_ids) + count - 1, count)
+            routes = self._routes(len(prompt_token_ids) + count - 1, count)
             rollouts.append(Rollout(tokens, [-1.0] * count, [adapter.version] * count, "", reason, routes=routes))
         return rollouts
 
@@ -51,7 +51,7 @@ class SeededEngine:
 class RecordingEngine(SeededEngine):
     """Every choice of a request is its number, from 1."""
 
-    def routes(self, num_positions: int, num_tokens: int) -> Routes:
+    def _routes(self, num_positions: int, num_tokens: int) -> Routes:
         is_recorded = np.full(num_positions, num_tokens > 0)  # without a token, vLLM returns none
         return Routes(np.full((num_positions, 2, 2), len(self.requests), np.uint8), is_recorded)
 
