@@ -35,7 +35,7 @@ unit: setup       ## No GPU, network or Ray; 2 min on two cores
 	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/unit -q -n $(JOBS) --dist loadfile
 
 contract: setup   ## Real Mooncake, real vLLM loaders, real processes
-	@$(TEST_ENV) $(ENGINE_CPU) $(PY) -m pytest tests/contract -q -n $(JOBS) --dist loadfile --durations=10
+	@$(TEST_ENV) $(ENGINE_CPU) $(PY) -m pytest tests/contract -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=10
 
 system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
 	@$(TEST_ENV) $(ENGINE_CPU) $(PY) -m pytest tests/system -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -o timeout=600 --durations=10
