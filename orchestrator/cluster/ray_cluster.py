@@ -21,6 +21,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -62,7 +63,7 @@ class RayCluster:
 
     Args:
         config: the run's options.
-        folder: the run folder: its name is Ray's namespace, and Ray's logs end up there.
+        folder: the run folder: Ray's namespace begins with its name, and Ray's logs end up there.
         needs_gpus: whether a process of the run gets GPUs.
         on_lost: called when a server of our own cluster has ended by itself.
     """
@@ -73,6 +74,8 @@ class RayCluster:
         self.is_own = config.cluster.ray_address is None
         self._config = config
         self._folder = folder
+        self.name = f"{folder.run_id}-{secrets.token_hex(4)}"
+        """The run's name in Ray. Two runs of a shared cluster may have begun in the same second."""
         self._needs_gpus = needs_gpus
         self._actors: list[object] = []
         self._group: PlacementGroup | None = None
@@ -113,7 +116,7 @@ class RayCluster:
             PlacementError: there is no room.
         """
         bundles = [{"CPU": _CPU_TICKETS} | ({"GPU": float(num)} if self._needs_gpus else {}) for num in gpus]
-        self._group = placement_group(bundles, strategy="PACK", name=self._folder.run_id)
+        self._group = placement_group(bundles, strategy="PACK", name=self.name)
         ready = self.result_of(self._group.ready(), "the placement group", PlacementError)
         try:
             await wait_for(ready, f"room for {what}", timeout_s=START_TIMEOUT_S)
@@ -264,7 +267,7 @@ class RayCluster:
         try:
             ray.init(
                 address=address,
-                namespace=self._folder.run_id,
+                namespace=self.name,
                 runtime_env=runtime_env,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

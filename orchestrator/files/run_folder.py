@@ -66,7 +66,7 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
-        """The folder's name: unique on this machine, and the run's name everywhere else."""
+        """The folder's name: unique within run.dir, and the run's name for people."""
         return self.root.name
 
     @property
