@@ -96,7 +96,7 @@ METRICS: dict[str, str] = {
     "policy/entropy": "mean entropy of the policy, in nats per token",
     "loss/total": "loss that was differentiated",
     "loss/policy": "its policy term",
-    "loss/kl": "mean k3 to the reference policy (0 when algorithm.kl_coef=0)",
+    "loss/kl": "mean k3 to the reference policy per token, whatever the normalization (0 when kl_coef=0)",
     "loss/clip_fraction": "tokens whose ratio was clipped",
     "loss/ratio_mean": "mean exp(trainer - rollout log-probability)",
     "correction/weight_mean": "mean importance weight of the tokens; 1 with algorithm.correction=none",
