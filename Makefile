@@ -9,8 +9,8 @@ JOBS := 2
 CPU_zen := OPENBLAS_CORETYPE=Zen ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 DNNL_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2
 CPU_old := OPENBLAS_CORETYPE=Nehalem ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 DNNL_MAX_CPU_ISA=SSE41
 
-# vLLM's own CPU kernels need AVX2, and AMX where the CPU has it, which oneDNN must be allowed to switch on.
-ENGINE_CPU = $(filter-out DNNL_%,$(subst default,avx2,$(CPU_$(PERSONALITY))))
+# vLLM's CPU kernels ask the CPU itself what it has, and torch's and oneDNN's must not deny it beside them.
+ENGINE_CPU = $(filter-out DNNL_% ATEN_%,$(CPU_$(PERSONALITY)))
 
 LOCKED := -q --generate-hashes --no-header --no-annotate
 
