@@ -42,7 +42,7 @@ from bench.parity_shapes import FACTS, LOAD_FORMAT, ROWS, Row  # noqa: E402
 
 SEED = 0
 SPARE_GIB = 8
-"""Of the GPU's memory: contexts of processes, and what others have."""
+"""Part of the GPU's memory for contexts of processes and for what others have."""
 RECORDED = 2
 TEXT_BYTES = 8 << 20
 HF_BATCH = 16

@@ -63,7 +63,7 @@ def loss_metrics(stats: Sequence[LossStats]) -> dict[str, Value]:
 def _parity_metrics(
     sums: Mapping[str, float], maxima: Mapping[str, float], vectors: Mapping[str, Sequence[float]]
 ) -> dict[str, Value]:
-    """Of the tokens at staleness 0, and of the others; null where there are none."""
+    """Figures of the tokens at staleness 0, and of the others; null if there are none."""
     row: dict[str, Value] = {}
     for suffix in ("", "_stale"):
         num_tokens = sums[f"parity/num_tokens{suffix}"]

@@ -22,7 +22,7 @@ from rollout.types import Group
 logger = logging.getLogger(__name__)
 
 MAX_SCORED_TOKENS = 1024
-"""Of one sequence. vLLM holds float32 logits of all its tokens at once: 1024 times 150 000 entries take 0.6 GB."""
+"""Per sequence. vLLM holds float32 logits of all its tokens at once: 1024 times 150 000 entries take 0.6 GB."""
 FLOOR_TIMEOUT_S = 60.0
 """Longest that the scoring may take; it overlaps with the trainer's forward and backward."""
 

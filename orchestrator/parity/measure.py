@@ -67,7 +67,7 @@ class ParityReport:
     """Figures of each pair (compare.agreement), by "sampler, other"."""
     differences: list[Difference]
     chained: dict[str, float]
-    """Of the residual stream at each layer: relative difference when each side goes its own way."""
+    """Relative difference of the residual stream at each layer when each side goes its own way."""
     swaps: list[Swap]
     flipped: float | None
     """Share of routings of the recorded tokens that differ when each side goes its own way; None without experts."""
@@ -149,7 +149,7 @@ def measure(config: RunConfig, device: Device, question: Question, say: Say) -> 
 
 
 def responses_of(sampled: Sequence[Sampled], rows: Sequence[Sequence[float]]) -> list[Tensor]:
-    """Of each sequence's values, one per token but the first, those of its response."""
+    """Take from each sequence's values, one per token but the first, those of its response."""
     return [torch.tensor(one.response_of(row)) for one, row in zip(sampled, rows, strict=True)]
 
 
