@@ -16,11 +16,17 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 
 
+def import_path(*first: Path) -> str:
+    """PYTHONPATH for a process of a test: those folders, the product, the tests, and what this process was given."""
+    given = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*map(str, (*first, REPOSITORY, REPOSITORY / "tests")), *filter(None, [given])])
+
+
 def outcomes_of(script: str, folder: Path, cases: Sequence[str]) -> dict[str, str]:
     """By case, the traceback of what failed in `python SCRIPT FOLDER CASE ...`; "" where nothing did."""
     env = {
         **os.environ,
-        "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}",
+        "PYTHONPATH": import_path(),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.vllm_process import import_path
 from fakes.checkpoints import CONFIGS, FOR_GPUS
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
@@ -28,7 +29,6 @@ from trainer.architecture.families import read_config
 from weight_sync.layout import DestLayout, PostLoad
 from weight_sync.typed_msgpack import pack, unpack
 
-REPOSITORY = Path(__file__).parents[2]
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**CONFIGS["qwen3_tied"], "torch_dtype": "bfloat16"},
     "qwen3_moe": {**CONFIGS["qwen3_moe"], "torch_dtype": "bfloat16"},
@@ -58,7 +58,7 @@ def live(model: str, tp_size: int, folder: Path, *, is_plain: bool = False) -> t
     env = {
         **os.environ,
         **engine_environment(Device.cpu),
-        "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}",
+        "PYTHONPATH": import_path(),
         "GLOO_SOCKET_IFNAME": "lo",
     }
     (folder / "config.json").write_text(json.dumps(MODELS[model]))

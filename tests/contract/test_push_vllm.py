@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.vllm_process import import_path
 from fakes.sharded_checkpoints import TINY, save_checkpoint
 
 from conf.schema import Device
@@ -36,8 +37,12 @@ START_TIMEOUT_S = 240.0
 
 
 def environment(*folders: Path) -> dict[str, str]:
-    path = os.pathsep.join(str(folder) for folder in (*folders, REPOSITORY, REPOSITORY / "tests"))
-    return {**os.environ, **engine_environment(Device.cpu), "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    return {
+        **os.environ,
+        **engine_environment(Device.cpu),
+        "PYTHONPATH": import_path(*folders),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
 
 
 def install_entry_points(folder: Path) -> None:
