@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 import re
 import sys
 import tempfile
@@ -64,6 +65,8 @@ class EngineHere:
     def __init__(self, args: argparse.Namespace, folder: Path, device: Device) -> None:
         from vllm import LLM
 
+        from rollout.in_vllm.vllm_patches import keep_linear_weights_in_place
+
         (folder / "config.json").write_text(json.dumps(config_of(args)))
         is_gpu = device is Device.cuda
         arguments = engine_arguments(
@@ -82,6 +85,8 @@ class EngineHere:
             device=device,
             seed=0,
         )
+        if not is_gpu:
+            keep_linear_weights_in_place()
         self.llm = LLM(**arguments)
 
     def sample(self, prompts: list[list[int]], num_tokens: int) -> tuple[list[Response], float]:
@@ -149,8 +154,8 @@ class TrainerHere:
 
         dtype = torch.bfloat16 if device is Device.cuda else torch.float32
         self.device, spec = torch.device(str(device)), read_config(config_of(args))
-        lora = LoraConfig(rank=args.rank, alpha=2.0 * args.rank)
-        self.decoder = build_decoder(spec, dtype=dtype, device=self.device, trainer=TrainerConfig(lora=lora))
+        self.lora = LoraConfig(rank=args.rank, alpha=2.0 * args.rank)
+        self.decoder = build_decoder(spec, dtype=dtype, device=self.device, trainer=TrainerConfig(lora=self.lora))
         torch.manual_seed(args.seed)
         self.adapters = []
         with torch.no_grad():
@@ -221,29 +226,16 @@ class TrainerHere:
             hidden,
         )
 
-    def round_as(self, item: str | None) -> None:
-        """Use transformers' way for one item of trainer.numerics, "combine" or "all"; None: the engine's for all."""
-        from conf.schema import CombineMode
-        from trainer.engine_ops.merged_forward import compute_with_merged_adapters
-        from trainer.model.attention import GroupedQueryAttention
-        from trainer.model.decoder import DecoderLayer
-        from trainer.moe.block import MoeBlock
+    def round_as(self, trainer: TrainerConfig) -> None:
+        """Compute with the same weights as these options say, by a decoder built for them."""
+        from trainer.engine_ops.choose_forward import choose_forward
+        from trainer.model.build_decoder import build_decoder
 
-        def is_engines(name: str) -> bool:
-            return item not in (name, "all")
-
-        compute_with_merged_adapters(self.decoder)
-        self.decoder.model.norm.once = is_engines("norm")
-        for layer in self.decoder.model.layers:
-            assert isinstance(layer, DecoderLayer) and isinstance(layer.self_attn, GroupedQueryAttention)
-            layer.in_place = layer.in_place if is_engines("adapters") else None
-            layer.input_layernorm.once = layer.post_attention_layernorm.once = is_engines("norm")
-            layer.self_attn.rotates_once = is_engines("rotation")
-            if isinstance(layer.mlp, MoeBlock):
-                experts, gate = layer.mlp.experts, layer.mlp.gate
-                experts.activation = replace(experts.activation, rounds_each=is_engines("expert_activation"))
-                experts.combine_mode = CombineMode.vllm_like if is_engines("combine") else CombineMode.fp32_once
-                gate.wide = is_engines("router_weights")
+        before = self.decoder
+        trainer = replace(trainer, lora=self.lora)
+        self.decoder = build_decoder(before.spec, dtype=before.dtype, device=self.device, trainer=trainer)
+        self.decoder.load_state_dict(before.state_dict(keep_vars=True), assign=True)
+        choose_forward(self.decoder, trainer, self.device)
 
     def step(self) -> None:
         """Update the adapters."""
@@ -275,34 +267,21 @@ def compare(mine: list[float], theirs: list[float]) -> dict[str, float]:
     }
 
 
-ITEMS = (None, "adapters", "norm", "rotation", "expert_activation", "router_weights", "combine", "all")
-
-
-def items(trainer: TrainerHere, responses: list[Response], sampled: list[float]) -> dict[str, float]:
-    """k3 with each item of trainer.numerics as transformers has it, the others as the engine."""
-    figures = {}
-    for item in ITEMS:
-        trainer.round_as(item)
-        figures[str(item)] = compare(trainer.logprobs(responses, learn=False)[0], sampled)["k3"]
-    trainer.round_as("adapters")
-    return figures
+def prompts_of(args: argparse.Namespace, draw: random.Random, count: int) -> list[list[int]]:
+    """Random tokens, of five lengths."""
+    lengths = [min(draw.choice((5, 16, 40, 129, 300)), args.max_model_len - args.tokens) for _ in range(count)]
+    return [[draw.randrange(args.vocab) for _ in range(length)] for length in lengths]
 
 
 def run(args: argparse.Namespace, device: Device, folder: Path) -> dict[str, Any]:
     """All steps."""
-    import random
-
     draw = random.Random(args.seed)
     engine, trainer = EngineHere(args, folder, device), TrainerHere(args, device)
     steps = []
     for step in range(args.steps):
         engine.load(trainer.weights())
         count = (args.prompts, 7, args.prompts, 1)[step % 4]
-        prompts = [
-            [draw.randrange(args.vocab) for _ in range(draw.choice((5, 16, 40, 129, 300)))] for _ in range(count)
-        ]
-        prompts = [prompt[: args.max_model_len - args.tokens] for prompt in prompts]
-        responses, sampling_s = engine.sample(prompts, args.tokens)
+        responses, sampling_s = engine.sample(prompts_of(args, draw, count), args.tokens)
         sampled = [logprob for one in responses for logprob in one.logprobs]
         forward_s = trainer.logprobs(responses, learn=False)[1] if step in (0, 2) else None
         mine, learning_s = trainer.logprobs(responses, learn=True)
@@ -316,23 +295,18 @@ def run(args: argparse.Namespace, device: Device, folder: Path) -> dict[str, Any
             scored = [score for one in engine.score(responses) for score in one]
             found |= {"floor_max_abs": compare(scored, sampled)["max_abs"], "floor_k3": compare(scored, sampled)["k3"]}
             found["prefill_max_abs"] = compare(mine, scored)["max_abs"]
-        if args.mode == "default" and step in (0, 2):
-            found["k3_with_transformers_way"] = items(trainer, responses, sampled)
         print(json.dumps(found), flush=True)
         steps.append(found)
         trainer.step()
     return {"steps": steps}
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The model, and what is sampled."""
     parser.add_argument("--family", choices=("qwen3", "qwen3_moe"), default="qwen3_moe")
-    parser.add_argument("--mode", choices=("bitwise", "default"), default="bitwise")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     add_shape_options(parser, rank=32)
     parser.set_defaults(layers=8)
-    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="sampled per prompt")
     parser.add_argument("--batched-tokens", type=int, default=2048, help="of one engine step: longer prompts are cut")
@@ -340,14 +314,28 @@ def main() -> None:
     parser.add_argument("--std", type=float, default=0.06, help="of the random weights")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
-    args = parser.parse_args()
+
+
+def prepare(args: argparse.Namespace) -> tuple[dict[str, Any], Device]:
+    """Set the environment of the engine in this process. Returns the machine's facts and its device."""
     facts = environment(args.commit)
     device = Device.cuda if facts["gpus"] else Device.cpu
     os.environ.update(engine_environment(device))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ[BATCH_INVARIANT_VARIABLE] = str(int(args.mode == "bitwise"))
+    return facts, device
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--mode", choices=("bitwise", "default"), default="bitwise")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
+    args = parser.parse_args()
+    facts, device = prepare(args)
     with tempfile.TemporaryDirectory() as folder:
         report = {"environment": facts, "arguments": {k: str(v) for k, v in vars(args).items()}}
         report |= run(args, device, Path(folder))
