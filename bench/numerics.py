@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def ways(family: str) -> Iterator[tuple[str, TrainerConfig]]:
     for item in fields(NumericsConfig):
         if item.name in OF_SIGMOID_ROUTERS or (item.name in OF_EXPERTS and not is_moe):
             continue
-        as_engine = getattr(AS_ENGINE.numerics, item.name)
+        as_engine: StrEnum = getattr(AS_ENGINE.numerics, item.name)
         other = next(choice for choice in type(as_engine) if choice is not as_engine)
         yield item.name, replace(AS_ENGINE, numerics=replace(AS_ENGINE.numerics, **{item.name: other}))
         transformers = replace(transformers, numerics=replace(transformers.numerics, **{item.name: other}))
