@@ -1,10 +1,13 @@
 # Every target does all of its own set-up from a fresh clone.
 PY := .venv/bin/python
 export PYTHONPATH := $(CURDIR)
+# Where bytecode is not kept, every process compiles all of the product and of the tests again.
+unexport PYTHONDONTWRITEBYTECODE
 RUN_DIR ?= runs
 TEST_ENV := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 GLOO_SOCKET_IFNAME=lo
-# Test files at a time.
+# Test files at a time; the longest come first (tests/longest_first.py).
 JOBS := 2
+SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # What numpy's and torch's libraries pick on other CPUs: with AVX2, two threads and no AMX; with vectors of 16 bytes.
 CPU_zen := OPENBLAS_CORETYPE=Zen ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 DNNL_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 PYTHONPATH=$(CURDIR)/tests/cases/another_cpu:$(CURDIR)
 CPU_old := OPENBLAS_CORETYPE=Nehalem ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 DNNL_MAX_CPU_ISA=SSE41
@@ -33,13 +36,13 @@ test: setup       ## Everything CI runs: unit, contract, system; fails at the en
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 unit: setup       ## No GPU, network or Ray; 2 min on two cores
-	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/unit -q -n $(JOBS) --dist loadfile
+	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/unit -q $(SHARED)
 
 contract: setup   ## Real Mooncake, real vLLM loaders, real processes
-	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/contract -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=10
+	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/contract -q $(SHARED) --durations=10
 
 system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
-	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/system -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -o timeout=600 --durations=10
+	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/system -q $(SHARED) -o timeout=600 --durations=10
 
 lint: setup       ## What pre-commit and CI check
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/lint-imports && .venv/bin/codespell && .venv/bin/hadolint docker/*.Dockerfile && .venv/bin/basedpyright

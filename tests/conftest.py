@@ -1,4 +1,4 @@
-"""What all tests share: a temporary folder of their own."""
+"""What all tests share: a temporary folder of their own, and the order in which their files start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 from cases.mapped_files import maps_of
+from longest_first import longest_first
 
 from rollout.engine.engine_options import compile_cache
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    longest_first(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,44 @@
+"""The order of test files: those that take longest start first, so that processes which share them end together.
+
+A file that is not named here comes after those that are. Where a file belongs is told by the tiers' `--durations`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+LONGEST_FIRST = (
+    "unit/trainer/moe/test_moe_parallel.py",
+    "unit/trainer/kernels/test_kernels.py",
+    "unit/orchestrator/cli/test_cli.py",
+    "unit/orchestrator/offline/test_plan_command.py",
+    "unit/conf/test_checks.py",
+    "unit/orchestrator/cli/test_cli_bad_input.py",
+    "unit/trainer/moe/test_replay.py",
+    "unit/rollout/rewards/test_hostile_rewards.py",
+    "unit/rollout/rewards/test_rewards.py",
+    "unit/orchestrator/inputs/test_preflight.py",
+    "unit/trainer/weights/test_packed_experts.py",
+    "unit/conf/test_load.py",
+    "unit/trainer/delivery/test_planned_layouts.py",
+    "unit/orchestrator/offline/test_simulation_measured.py",
+    "unit/bench/test_bench_scripts.py",
+    "unit/bench/test_kimi_slice.py",
+    "contract/test_offline_layout.py",
+    "contract/test_engine_layouts.py",
+    "contract/test_push_vllm.py",
+    "system/test_recalled_workers.py",
+    "system/test_learning.py",
+    "system/test_run.py",
+    "system/test_ray_nodes.py",
+    "system/test_sft.py",
+)
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Sort tests in place by their files; tests of one file, and files that take little, keep their order."""
+    places = {TESTS / name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
