@@ -110,7 +110,7 @@ OFF = ",".join(TRANSFORMERS_WAY)
 ONE_OFF = (*TRANSFORMERS_WAY, "combine=fp32_once", OFF)
 ONE_ON = tuple(",".join(part for part in TRANSFORMERS_WAY if part != item) for item in TRANSFORMERS_WAY)
 SIGMOID_OFF = (
-    "numerics.norm=each", "numerics.expert_activation=once", "numerics.router_logits=model",
+    "numerics.norm=each", "numerics.expert_activation=once", "numerics.router_logits=float32",
     "numerics.routed_scale=weights", "combine=hf_eager",
 )  # fmt: skip
 GPT_OSS_OFF = ("numerics.norm=each", "numerics.rotation=each", "combine=hf_eager")

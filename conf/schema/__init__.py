@@ -19,7 +19,7 @@ from conf.schema.algorithm import (
 from conf.schema.cluster import ClusterConfig, Device
 from conf.schema.data import DataConfig, RewardConfig
 from conf.schema.model import DType, EngineFormat, Init, MlaNormEps, ModelConfig
-from conf.schema.numerics import AdapterValues, NumericsConfig, Rounding, RoutedScale, RouterFormat
+from conf.schema.numerics import AdapterValues, NumericsConfig, Rounding, RoutedScale, RouterFormat, RouterLogits
 from conf.schema.parity import ParityConfig
 from conf.schema.rollout import RolloutConfig, SamplingConfig
 from conf.schema.run import RunConfig, RunSection
@@ -67,6 +67,7 @@ __all__ = [
     "Rounding",
     "RoutedScale",
     "RouterFormat",
+    "RouterLogits",
     "RunConfig",
     "RunSection",
     "SamplingConfig",

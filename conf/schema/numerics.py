@@ -34,6 +34,14 @@ class RouterFormat(StrEnum):
     model = "model"
 
 
+class RouterLogits(StrEnum):
+    """Format of a sigmoid router's logits."""
+
+    engine = "engine"
+    float32 = "float32"
+    model = "model"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsConfig:
     """Defaults round where vLLM's engines do; the other choice is transformers' way. In float32 all are equal.
@@ -63,10 +71,10 @@ class NumericsConfig:
     """Weights of a softmax router. float32: as vLLM's. model: rounded to model.dtype, as transformers'. Ignored with a
     sigmoid router, whose weights are float32.
     """
-    router_logits: RouterFormat = RouterFormat.float32
-    """Logits of a sigmoid router. float32: as transformers, and vLLM for GLM-4 MoE. model: rounded to model.dtype, as
-    vLLM 0.25.1 for DeepSeek-V3 and Kimi-K2 (unless config.json has moe_router_dtype=float32). Ignored with a softmax
-    router, whose logits are in model.dtype.
+    router_logits: RouterLogits = RouterLogits.engine
+    """Logits of a sigmoid router. float32: as transformers. model: rounded to model.dtype. engine: as vLLM has them,
+    float32 for GLM-4 MoE, model.dtype for DeepSeek-V3 and Kimi-K2 unless config.json has moe_router_dtype=float32.
+    Ignored with a softmax router, whose logits are in model.dtype.
     """
     routed_scale: RoutedScale = RoutedScale.output
     """The factor routed_scaling_factor of a sigmoid router. output: multiplies the rounded sum of the routed experts,

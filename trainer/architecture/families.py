@@ -186,7 +186,7 @@ def _deepseek_v3(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
         **common_fields(config, "DeepseekV3ForCausalLM"),
         attention=attention,
         rope=rope,
-        moe=_sigmoid_moe(config),
+        moe=_sigmoid_moe(config, engine_rounds_logits=config.get("moe_router_dtype") != "float32"),
         num_mtp_layers=num_mtp_layers(config),
     )
 
@@ -206,7 +206,7 @@ def _glm4_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
         **common_fields(config, "Glm4MoeForCausalLM", rms_norm_eps=1e-5),
         attention=attention,
         rope=rope_spec(config, head_dim, partial=0.5),
-        moe=_sigmoid_moe(config),
+        moe=_sigmoid_moe(config, engine_rounds_logits=False),
         num_mtp_layers=num_mtp_layers(config),
     )
 
@@ -248,7 +248,7 @@ def _gpt_oss(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     )
 
 
-def _sigmoid_moe(config: dict[str, Any]) -> MoeSpec:
+def _sigmoid_moe(config: dict[str, Any], *, engine_rounds_logits: bool) -> MoeSpec:
     """DeepSeek-V3's experts: the first layers dense, the others routed by sigmoid scores, in groups."""
     refuse(config, "scoring_func", ("sigmoid",))
     refuse(config, "topk_method", ("noaux_tc",))
@@ -268,6 +268,7 @@ def _sigmoid_moe(config: dict[str, Any]) -> MoeSpec:
         norm_topk_prob=bool(config.get("norm_topk_prob", True)),
         layers=tuple(layer >= first_dense for layer in range(size(config, "num_hidden_layers"))),
         score=RouterScore.sigmoid,
+        engine_rounds_logits=engine_rounds_logits,
         num_groups=groups,
         top_groups=top_groups,
         scaling_factor=float(config.get("routed_scaling_factor", 1.0)),

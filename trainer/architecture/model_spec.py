@@ -53,6 +53,8 @@ class MoeSpec:
     layers: tuple[bool, ...]
     """One entry per decoder layer: True where the feed-forward is a mixture of experts."""
     score: RouterScore = RouterScore.softmax
+    engine_rounds_logits: bool = False
+    """vLLM computes the logits of this sigmoid router in the model's dtype, not in float32."""
     num_groups: int = 1
     """Experts come in this many groups; a token's experts are chosen from its best `top_groups` groups."""
     top_groups: int = 1

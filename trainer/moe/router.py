@@ -4,9 +4,9 @@ Owns the numerics that decide routing. They must match transformers, because one
 
     softmax   logits in the compute dtype, softmax over all experts in float32, top-k, renormalization in float32
               (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538), weights as trainer.numerics.router_weights says
-    sigmoid   all in float32 (products of bfloat16 factors are exact): scores, choice by score + correction bias inside
-              the best groups, weights from the scores alone (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section
-              2.1.2)
+    sigmoid   logits as trainer.numerics.router_logits says, and from there on in float32: scores, choice by score +
+              correction bias inside the best groups, weights from the scores alone (DeepSeek-V3,
+              https://arxiv.org/abs/2412.19437, section 2.1.2)
 
     softmax_of_top  logits with a bias in the compute dtype, top-k, softmax over those, weights as above (gpt-oss)
 
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from conf.schema import NumericsConfig, RoutedScale, RouterFormat
+from conf.schema import NumericsConfig, RoutedScale, RouterFormat, RouterLogits
 from trainer.architecture.model_spec import MoeSpec, RouterScore
 from trainer.kernels.route import route, weigh
 from trainer.moe.replay import LayerRoutes
@@ -62,7 +62,9 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.moe, self.wide = moe, numerics.router_weights is RouterFormat.float32
-        self.narrow_logits = numerics.router_logits is RouterFormat.model
+        as_engine = RouterLogits.model if moe.engine_rounds_logits else RouterLogits.float32
+        chosen = as_engine if numerics.router_logits is RouterLogits.engine else numerics.router_logits
+        self.narrow_logits = chosen is RouterLogits.model
         self.scales_output = numerics.routed_scale is RoutedScale.output
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size, dtype=weight_dtype))
         self.e_score_correction_bias: nn.Parameter | None = None

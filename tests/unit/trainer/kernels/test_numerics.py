@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, MOE, logits_of, make_decoder, packed, trainer_config
 from torch import Tensor
 
-from conf.schema import CombineMode, NumericsConfig, Rounding, RoutedScale, RouterFormat
+from conf.schema import CombineMode, NumericsConfig, Rounding, RoutedScale, RouterFormat, RouterLogits
 from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.rms_norm import add_rms_norm, norm_rotate, rms_norm
@@ -98,7 +98,7 @@ OTHERS = {
     "rotation": Rounding.each,
     "expert_activation": Rounding.once,
     "router_weights": RouterFormat.model,
-    "router_logits": RouterFormat.model,
+    "router_logits": RouterLogits.float32,
     "routed_scale": RoutedScale.weights,
 }
 NO_EFFECT: dict[str, set[str]] = {
