@@ -21,6 +21,12 @@ def dtypes_of(device: str) -> tuple[torch.dtype, torch.dtype]:
     return torch.float32, torch.float16 if device == "cpu" else torch.bfloat16
 
 
+def is_tried(device: str, *places: int) -> bool:
+    """Whether a combination of three or more options is tried, by the place of each option's value: all of them on a
+    GPU; half under the interpreter, which takes seconds, where any two options still meet in all of their values."""
+    return device != "cpu" or sum(places) % 2 == 0
+
+
 def groups_of(counts: tuple[int, ...], device: str) -> RowGroups:
     return RowGroups(torch.tensor(counts, device=device), sum(counts))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cases.kernel_inputs import TILE_ROWS, WIDTH, H, assert_near, draw, dtypes_of
+from cases.kernel_inputs import TILE_ROWS, WIDTH, H, assert_near, draw, dtypes_of, is_tried
 from trainer.kernels.adamw_update import Codes, adamw_triton
 from trainer.kernels.latent import _LatentHeads, latent_heads_torch
 from trainer.kernels.log_softmax import (
@@ -56,16 +56,19 @@ def case_rms_norm(device: str) -> None:
 
 def case_norm_rotate(device: str) -> None:
     """All dims turn, or some; with a norm before, or without; heads of a slice, as a latent's keys are."""
-    for dtype in dtypes_of(device):
-        for num_heads, dim, half in (((3, 1), 16, 8), ((9, 10), 24, 4), ((1, 2), 64, 32)):
+    shapes = ((3, 1), 16, 8), ((9, 10), 24, 4), ((1, 2), 64, 32)
+    for i, dtype in enumerate(dtypes_of(device)):
+        for j, (num_heads, dim, half) in enumerate(shapes):
             angles = draw(5, 1, half, device=device)
             cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
             wide, weights, douts = (
-                [draw(*shape, device=device, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
-                for shapes in ([(5, n, dim + 8) for n in num_heads], [(dim,)] * 2, [(5, n, dim) for n in num_heads])
+                [draw(*shape, device=device, dtype=dtype, seed=seed) for seed, shape in enumerate(drawn)]
+                for drawn in ([(5, n, dim + 8) for n in num_heads], [(dim,)] * 2, [(5, n, dim) for n in num_heads])
             )
             heads = [x[..., 8:] for x in wide]
-            for given, once in itertools.product(([None, None], weights), (False, True)):
+            for (k, given), once in itertools.product(enumerate(([None, None], weights)), (False, True)):
+                if not is_tried(device, i, j, k, once):
+                    continue
                 outs = norm_rotate_triton(heads, given, 1e-2, cos, sin, once=once)
                 mine = norm_rotate_triton(heads, given, 1e-2, cos, sin, douts)
                 for i, (x, one) in enumerate(zip(heads, given, strict=True)):
@@ -188,11 +191,13 @@ def case_adamw(device: str) -> None:
 def case_route(device: str) -> None:
     """Choice and weights, with ties (coarse logits), with a row that is not a number; the gradient is autograd's. Given
     experts get the bits that chosen ones get."""
-    for dtype in dtypes_of(device):
-        for num_tokens, num_experts, top_k in ((37, 128, 8), (5, 12, 2), (3, 20, 20)):
+    for i, dtype in enumerate(dtypes_of(device)):
+        for j, (num_tokens, num_experts, top_k) in enumerate(((37, 128, 8), (5, 12, 2), (3, 20, 20))):
             logits = draw(num_tokens, num_experts, device=device, dtype=dtype).mul_(2)
             dweights = draw(num_tokens, top_k, device=device, dtype=dtype, seed=1)
             for does_normalize in (False, True):
+                if not is_tried(device, i, j, does_normalize):
+                    continue
                 exact = logits.clone().requires_grad_()
                 wanted, wanted_experts = route_torch(exact, top_k, does_normalize)
                 weights, experts = route_triton(logits, top_k, does_normalize)
