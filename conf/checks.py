@@ -12,6 +12,7 @@ from conf.model_checks import check_architecture
 from conf.schema import (
     ENGINE_LORA_RANKS,
     AdapterValues,
+    AttentionValues,
     Correction,
     Device,
     DType,
@@ -33,6 +34,7 @@ def check_all(config: RunConfig) -> None:
     """Check every rule that needs no machine and no file, the most basic first."""
     check_data_is_given(config)
     check_tokenizer_is_given(config)
+    check_engine_attention_has_gpus(config)
     if config.algorithm.objective is Objective.policy:
         check_prompt_and_response_fit(config)
         check_some_responses_end_by_themselves(config)
@@ -182,6 +184,22 @@ def check_bitwise_parity_is_possible(config: RunConfig) -> None:
     for reason, is_broken in broken.items():
         if is_broken:
             raise ConfigError(f"trainer.engine_forward=true (parity=bitwise) contradicts {reason}, or parity=standard")
+
+
+def check_engine_attention_has_gpus(config: RunConfig) -> None:
+    """The engine's attention kernel is for GPUs and for 16 bits."""
+    if config.trainer.numerics.attention is not AttentionValues.engine:
+        return
+    reason = None
+    if config.cluster.device is Device.cpu:
+        reason = "cluster.device=cpu, for which it is not made; set cluster.device=cuda"
+    elif config.model.dtype is DType.float32:
+        reason = "model.dtype=float32, which it does not take; set model.dtype=bfloat16"
+    if reason is not None:
+        raise ConfigError(
+            f"trainer.numerics.attention=engine, a kernel of vLLM, contradicts {reason}, or "
+            "trainer.numerics.attention=own"
+        )
 
 
 def check_merged_values_are_the_engines(config: RunConfig) -> None:

@@ -24,7 +24,7 @@ from conf.schema import (
     SyncMode,
     TrainMode,
 )
-from conf.tensor_parallel import num_experts_of
+from conf.tensor_parallel import has_dense_layers, num_experts_of
 
 READ_BY_POLICY_ALONE = (
     "rollout.",
@@ -303,6 +303,12 @@ def _reasons_of_model(hf_config: Mapping[str, Any], *, is_known: bool) -> tuple[
             ),
             is_known and not num_experts_of(hf_config),
             f"model_type={kind}, which has no experts",
+            "remove it",
+        ),
+        Ignored(
+            "trainer.numerics.dense_activation",
+            is_known and not has_dense_layers(hf_config) and not hf_config.get("n_shared_experts"),
+            f"model_type={kind}, whose layers have routed experts alone",
             "remove it",
         ),
     )

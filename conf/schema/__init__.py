@@ -19,7 +19,15 @@ from conf.schema.algorithm import (
 from conf.schema.cluster import ClusterConfig, Device
 from conf.schema.data import DataConfig, RewardConfig
 from conf.schema.model import DType, EngineFormat, Init, MlaNormEps, ModelConfig
-from conf.schema.numerics import AdapterValues, NumericsConfig, Rounding, RoutedScale, RouterFormat, RouterLogits
+from conf.schema.numerics import (
+    AdapterValues,
+    AttentionValues,
+    NumericsConfig,
+    Rounding,
+    RoutedScale,
+    RouterFormat,
+    RouterLogits,
+)
 from conf.schema.parity import ParityConfig
 from conf.schema.rollout import RolloutConfig, SamplingConfig
 from conf.schema.run import RunConfig, RunSection
@@ -41,6 +49,7 @@ __all__ = [
     "AdapterValues",
     "AdvantageScale",
     "AlgorithmConfig",
+    "AttentionValues",
     "BusySlot",
     "ClusterConfig",
     "CombineMode",

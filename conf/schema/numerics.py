@@ -20,6 +20,14 @@ class AdapterValues(StrEnum):
     merged = "merged"
 
 
+class AttentionValues(StrEnum):
+    """Whose kernel computes the attention's values."""
+
+    auto = "auto"
+    engine = "engine"
+    own = "own"
+
+
 class RoutedScale(StrEnum):
     """What the factor of the routed experts multiplies."""
 
@@ -53,6 +61,12 @@ class NumericsConfig:
     merged weight, rounded as a publish rounds it, what engines of weight_sync.mode=merged compute; gradients are the
     same formula's. It merges every layer in every forward, and runs each layer once more in backward.
     """
+    attention: AttentionValues = AttentionValues.own
+    """Attention's values. engine: by vLLM's FlashAttention 3, whose blocks round the softmax's probabilities where the
+    engine rounds them; gradients by the trainer's own kernels. It needs a Hopper GPU, a 16-bit model.dtype and vLLM on
+    the trainer's node. own: by the trainer's own kernels. auto: engine where that can be done, else own; the log says
+    which.
+    """
     norm: Rounding = Rounding.once
     """RMSNorm. once: sum of the residual stream, norm and weight in float32, as an engine with torch.compile; one with
     rollout.enforce_eager=true rounds the sum before. each: the sum and the norm are rounded before the weight is
@@ -62,6 +76,10 @@ class NumericsConfig:
     """Norm of heads and RoPE. once: in float32, as an engine with torch.compile; one with rollout.enforce_eager=true
     rounds between the two. each: the norm, each product and each sum are rounded, as transformers does. Not for latent
     attention, whose rotation rounds each.
+    """
+    dense_activation: Rounding = Rounding.once
+    """silu(gate) * up in dense feed-forwards and shared experts. once: in float32, as an engine with torch.compile.
+    each: silu is rounded before the product, as an engine with rollout.enforce_eager=true, and transformers.
     """
     expert_activation: Rounding = Rounding.each
     """Gate and up with their adapters, silu, and the product of the two, in routed experts. each: all are rounded, as

@@ -10,6 +10,11 @@ from torch import Tensor
 
 from cases.kernel_inputs import TILE_ROWS, WIDTH, H, assert_near, draw, dtypes_of, is_tried
 from trainer.kernels.adamw_update import Codes, adamw_triton
+from trainer.kernels.dense_activation import (
+    silu_product_backward_triton,
+    silu_product_torch,
+    silu_product_triton,
+)
 from trainer.kernels.latent import _LatentHeads, latent_heads_torch
 from trainer.kernels.log_softmax import (
     log_softmax_torch,
@@ -79,6 +84,22 @@ def case_norm_rotate(device: str) -> None:
                     turned = rotate_torch(start, cos.float(), sin.float())
                     (wanted,) = torch.autograd.grad(turned, exact, douts[i].float())
                     assert_near(mine[i], wanted.to(dtype), f"gradient {dtype} {one is None} {i}")
+
+
+def case_silu_product(device: str) -> None:
+    """Sizes that no program divides; the gradients are autograd's of the definition in float32."""
+    for dtype in dtypes_of(device):
+        for shape in ((5, 3 * H), (7, 1000), (1, 8)):
+            gate, up, dh = (draw(*shape, device=device, dtype=dtype, seed=seed) for seed in range(3))
+            for once in (False, True):
+                mine = silu_product_triton(4 * gate, up, once)
+                assert_near(mine, silu_product_torch(4 * gate, up, once), f"{dtype} once {once}")
+            exact_gate, exact_up = (4 * gate).float().requires_grad_(), up.float().requires_grad_()
+            product = silu_product_torch(exact_gate, exact_up, True)
+            wanted = torch.autograd.grad(product, (exact_gate, exact_up), dh.float())
+            grads = silu_product_backward_triton(4 * gate, up, dh)
+            for one, other, what in zip(grads, wanted, ("dgate", "dup"), strict=True):
+                assert_near(one, other.to(dtype), f"{what} {dtype}")
 
 
 def case_latent_heads(device: str) -> None:

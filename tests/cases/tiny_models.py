@@ -184,6 +184,7 @@ LENGTHS = (7, 1, 12, 4)
 TRANSFORMERS_NUMERICS = NumericsConfig(
     norm=Rounding.each,
     rotation=Rounding.each,
+    dense_activation=Rounding.each,
     expert_activation=Rounding.once,
     router_weights=RouterFormat.model,
     routed_scale=RoutedScale.weights,

@@ -16,15 +16,9 @@ from triton.runtime.jit import JITFunction
 
 from conf.schema import LoraConfig, TrainMode
 from trainer.kernels.groups import RowGroups
-from trainer.model.attend import (
-    KeptAttention,
-    PackedSequences,
-    cudnn_attention,
-    flex_attention,
-    padded_attention,
-    sink_attention,
-    varlen_attention,
-)
+from trainer.model.attend import flex_attention, padded_attention, sink_attention
+from trainer.model.flash_attention import KeptAttention, cudnn_attention, varlen_attention
+from trainer.model.packed_sequences import PackedSequences
 from trainer.moe import grouped
 from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
 from trainer.weights.loading import CHUNK_ELEMENTS, fill_uniform, stream_key

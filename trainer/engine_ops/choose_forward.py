@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import torch
 
-from conf.schema import AdapterValues, TrainerConfig, TrainMode
+from conf.schema import AdapterValues, AttentionValues, TrainerConfig, TrainMode
 from trainer.engine_ops.engine_forward import compute_in_engine_operations
 from trainer.engine_ops.merged_forward import compute_with_merged_adapters
+from trainer.engine_ops.vllm_attention import VllmAttention, refusal_of_engine_attention
 from trainer.engine_ops.vllm_operations import VllmOperations
+from trainer.errors import TrainerError
 from trainer.model.decoder import Decoder
 
 
 def choose_forward(decoder: Decoder, trainer: TrainerConfig, device: torch.device) -> None:
-    """Do what trainer.engine_forward or trainer.numerics.adapters asks for; by default nothing.
+    """Do what trainer.engine_forward, or trainer.numerics.attention and trainer.numerics.adapters ask for.
 
     Raises:
-        TrainerError: vLLM is missing on this node.
+        TrainerError: the engine's kernels were asked for, and this node cannot run them: vLLM is missing, or the GPU,
+            the dtype or the heads do not fit.
     """
     if trainer.engine_forward:
         compute_in_engine_operations(decoder, VllmOperations(decoder.spec, decoder.dtype, device))
-    elif trainer.numerics.adapters is AdapterValues.merged and trainer.mode is TrainMode.lora:
+        return
+    decoder.attention_values = _choose_attention(decoder, trainer.numerics.attention, device)
+    if trainer.numerics.adapters is AdapterValues.merged and trainer.mode is TrainMode.lora:
         compute_with_merged_adapters(decoder)
+
+
+def _choose_attention(decoder: Decoder, values: AttentionValues, device: torch.device) -> str:
+    """Whose kernel computes the attention's values, for the run's log."""
+    if values is AttentionValues.own:
+        return "own"
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    refusal = refusal_of_engine_attention(capability, decoder.dtype, decoder.spec.attention)
+    if refusal is not None:
+        if values is AttentionValues.engine:
+            raise TrainerError(
+                f"trainer.numerics.attention=engine cannot be done: {refusal}; set trainer.numerics.attention=own"
+            )
+        return f"own ({refusal})"
+    decoder.use_attention_of(VllmAttention())
+    return "vLLM's FlashAttention 3"

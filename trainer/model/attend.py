@@ -2,16 +2,17 @@
 
 Owns the choice, which is made once per model and reported:
 
-    cudnn   scaled_dot_product_attention's cuDNN kernels, sequences of one length at a time (Hopper and data-centre
-            Blackwell, 16-bit, the head widths of `CUDNN_WIDTHS`); twice as fast as varlen there for long sequences. A
-            microbatch of short ones, or a window, goes through varlen
+    cudnn   cuDNN's kernels (flash_attention.py), sequences of one length at a time (Hopper and data-centre Blackwell,
+            16-bit, the head widths of `CUDNN_WIDTHS`); twice as fast as varlen there for long sequences. A microbatch
+            of short ones, or a window, goes through varlen
     varlen  torch's flash attention on packed rows (CUDA, 16-bit)
     flex    torch.nn.attention.flex_attention on packed rows (CUDA, 16-bit), for heads with sinks: it gives the log of
             the softmax's sum, by which a sink scales the output
     padded  scaled_dot_product_attention over a right-padded batch (anything else). Causal attention needs no key mask
             there: a query never looks right, and padding is on the right.
 
-Does not own projections, norms or RoPE (attention.py).
+An engine's kernel may compute the values of cudnn, varlen and flex (engine_attention.py). Does not own projections,
+norms or RoPE (attention.py).
 
 Shapes: T packed tokens, N query heads, G key/value heads, D query/key head_dim, V value head_dim, B sequences, L
 longest sequence.
@@ -20,7 +21,6 @@ longest sequence.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable
 from enum import StrEnum
@@ -29,9 +29,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from trainer.architecture.attention_spec import GqaSpec, MlaSpec
+from trainer.model.engine_attention import EngineKernel, engine_attention
+from trainer.model.flash_attention import KeptAttention, cudnn_attention, varlen_attention
 from trainer.model.packed_sequences import LONG, PackedSequences
 
 logger = logging.getLogger(__name__)
@@ -81,9 +82,12 @@ def _cudnn_takes(
     q, k, kv = (torch.zeros(LONG, *shape, dtype=dtype, device=device) for shape in shapes)
     inputs = [x.requires_grad_() for x in (q, k, kv[..., value_dim:])]  # a latent's values lie beside its keys
 
+    sequences = PackedSequences.from_cu_seqlens(torch.tensor([0, LONG]), LONG, device)
+
     def attempt() -> None:
+        q, k, v = inputs
         with torch.enable_grad():
-            _CudnnAttention.apply(*inputs, (0, LONG), 1.0, None).sum().backward()
+            cudnn_attention(q, k, v, sequences, 1.0).sum().backward()
 
     refusal = refusal_of(attempt)
     if refusal is not None:
@@ -116,13 +120,15 @@ def attend(
     window: int | None = None,
     sinks_N: Tensor | None = None,
     kept: KeptAttention | None = None,
+    engine: EngineKernel | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T, causal, each sequence alone) v.
 
     Args:
         window: a query sees this many keys, itself among them; None: all before it.
         sinks_N: one more logit per head in the softmax, without a value.
-        kept: keeps the results, so that a recomputation need not compute them again (cudnn, varlen).
+        kept: keeps the results, so that a recomputation need not compute them again (cudnn, varlen, an engine's).
+        engine: computes the values.
 
     Returns:
         [T, N, V].
@@ -134,10 +140,16 @@ def attend(
         unused = (k_TGD.sum(-1, keepdim=True) + v_TGV).repeat_interleave(repeats, dim=1)
         unused = unused + q_TND.sum(-1, keepdim=True)
         return unused if sinks_N is None else unused + sinks_N.to(unused.dtype)[:, None]
+    is_long = backend is AttentionBackend.cudnn and window is None and sequences.is_long
+    if engine is not None:
+        return engine_attention(
+            engine, q_TND, k_TGD, v_TGV, sequences, scale,
+            window=window, sinks_N=sinks_N, by_cudnn=is_long, kept=kept,
+        )  # fmt: skip
     if backend is AttentionBackend.flex or sinks_N is not None:
         kernel = flex_attention if backend is AttentionBackend.flex else sink_attention
         return kernel(q_TND, k_TGD, v_TGV, sequences, scale, window, sinks_N)
-    if backend is AttentionBackend.cudnn and window is None and sequences.is_long:
+    if is_long:
         return cudnn_attention(q_TND, k_TGD, v_TGV, sequences, scale, kept)
     if backend in (AttentionBackend.cudnn, AttentionBackend.varlen):
         return varlen_attention(q_TND, k_TGD, v_TGV, sequences, scale, window, kept)
@@ -178,173 +190,6 @@ def sink_attention(
     sinks = sinks_N.float()[None, :, None, None].expand(*logits_BNLL.shape[:3], 1)
     probs = torch.cat((logits_BNLL.masked_fill(hidden_LL, -torch.inf), sinks), dim=-1).softmax(-1)[..., :-1]
     return sequences.unpad(probs.to(v_BNLV.dtype) @ v_BNLV)
-
-
-def varlen_attention(
-    q_TND: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
-    sequences: PackedSequences,
-    scale: float,
-    window: int | None = None,
-    kept: KeptAttention | None = None,
-) -> Tensor:
-    """Causal flash attention over packed rows. Returns [T, N, V].
-
-    The kernel needs values as wide as keys, so narrower ones (latent attention) are padded with zeros.
-    """
-    width = v_TGV.shape[2]
-    v_TGD = F.pad(v_TGV, (0, q_TND.shape[2] - width))
-    out = _VarlenAttention.apply(q_TND, k_TGD, v_TGD, sequences.cu_seqlens, sequences.max_length, scale, window, kept)
-    return out[..., :width]
-
-
-class KeptAttention:
-    """Results of one layer's attention between its forward and the recomputation of that layer in its backward."""
-
-    def __init__(self) -> None:
-        self._results: Any = None
-
-    def put(self, results: Any) -> None:
-        """Keep them."""
-        self._results = results
-
-    def take(self) -> Any:
-        """Return what was kept and forget it; None if nothing was kept."""
-        results, self._results = self._results, None
-        return results
-
-
-class _VarlenAttention(torch.autograd.Function):
-    """Calls aten's operators, as torch.nn.attention.varlen does, so that a recomputed forward can take the first one's
-    results."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_TND: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        cu_seqlens: Tensor,
-        length: int,
-        scale: float,
-        window: int | None,
-        kept: KeptAttention | None,
-    ) -> Tensor:
-        span = {"scale": scale, "window_size_left": None if window is None else window - 1}
-        span["window_size_right"] = None if window is None else 0
-        ctx.rest, ctx.span = (cu_seqlens, cu_seqlens, length, length, 0.0, window is None), span
-        results = None if kept is None else kept.take()
-        if results is None:
-            forward = torch.ops.aten._flash_attention_forward
-            results = forward(q_TND, k_TGD, v_TGD, *ctx.rest, False, **span)[:4]
-            if kept is not None:
-                kept.put(results)
-        ctx.save_for_backward(q_TND, k_TGD, v_TGD, *results)
-        return results[0].detach()  # autograd marks the returned tensor, so a second call must return another one
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout_TND: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, state, unused = ctx.saved_tensors
-        backward = torch.ops.aten._flash_attention_backward
-        grads = backward(dout_TND.contiguous(), *tensors, *ctx.rest, state, unused, **ctx.span)
-        return *grads, None, None, None, None, None
-
-
-def cudnn_attention(
-    q_TND: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
-    sequences: PackedSequences,
-    scale: float,
-    kept: KeptAttention | None = None,
-) -> Tensor:
-    """Causal attention by cuDNN: neighbouring sequences of one length in one call. Returns [T, N, V].
-
-    cuDNN compiles one plan per shape, so lengths are rounded up to `padded_length`.
-    """
-    return _CudnnAttention.apply(q_TND, k_TGD, v_TGV, sequences.starts, scale, kept)
-
-
-def padded_length(length: int) -> int:
-    """The next of eight lengths between two powers of two, from 1024 on; below, a multiple of 128."""
-    step = max(128, (1 << (length - 1).bit_length()) // 16)
-    return -(-length // step) * step
-
-
-class _CudnnAttention(torch.autograd.Function):
-    """Calls aten's operators, so that a recomputed forward can take the first one's results."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_TND: Tensor,
-        k_TGD: Tensor,
-        v_TGV: Tensor,
-        starts: tuple[int, ...],
-        scale: float,
-        kept: KeptAttention | None,
-    ) -> Tensor:
-        results = None if kept is None else kept.take()
-        if results is None:
-            parts = []
-            for run in runs_of_equal_length(starts):
-                qkv = (cut_out(x, run) for x in (q_TND, k_TGD, v_TGV))
-                forward = torch.ops.aten._scaled_dot_product_cudnn_attention
-                parts.append(forward(*qkv, None, True, 0.0, True, False, scale=scale)[:8])
-            results = put_back([part[0] for part in parts], starts), [part[1:] for part in parts]
-            if kept is not None:
-                kept.put(results)
-        out_TNV, rest = results
-        ctx.save_for_backward(q_TND, k_TGD, v_TGV, out_TNV, *(x for one in rest for x in (*one[:3], *one[5:])))
-        ctx.starts, ctx.scale, ctx.lengths = starts, scale, [one[3:5] for one in rest]
-        return out_TNV.detach()  # as in _VarlenAttention
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout_TNV: Tensor) -> tuple[Tensor | None, ...]:
-        q_TND, k_TGD, v_TGV, out_TNV, *saved = ctx.saved_tensors
-        grads = []
-        for index, run in enumerate(runs_of_equal_length(ctx.starts)):
-            log_sums, cum_q, cum_k, seed, offset = saved[5 * index : 5 * index + 5]
-            dout, *qkv, out = (cut_out(x, run) for x in (dout_TNV, q_TND, k_TGD, v_TGV, out_TNV))
-            grads.append(
-                torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                    dout, *qkv, out, log_sums, seed, offset, None, cum_q, cum_k, *ctx.lengths[index], 0.0, True,
-                    scale=ctx.scale,
-                )
-            )  # fmt: skip
-        return *(put_back(list(parts), ctx.starts) for parts in zip(*grads, strict=True)), None, None, None
-
-
-def runs_of_equal_length(starts: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """(first row, number of sequences, their length) of each run of neighbours of one length. Leaves out empty ones.
-
-    Example: (0, 5, 5, 10, 12) gives [(0, 2, 5), (10, 1, 2)].
-    """
-    lengths = (stop - start for start, stop in itertools.pairwise(starts))
-    runs, first = [], 0
-    for length, equal in itertools.groupby(length for length in lengths if length):
-        count = len(list(equal))
-        runs.append((first, count, length))
-        first += count * length
-    return runs
-
-
-def cut_out(x_TND: Tensor, run: tuple[int, int, int]) -> Tensor:
-    """[count, N, padded length, D] of a run, with zeros on the right; a view if nothing is padded."""
-    first, count, length = run
-    rows = x_TND[first : first + count * length].unflatten(0, (count, length))
-    missing = padded_length(length) - length
-    return (F.pad(rows, (0, 0, 0, 0, 0, missing)) if missing else rows).transpose(1, 2)
-
-
-def put_back(parts: list[Tensor], starts: tuple[int, ...]) -> Tensor:
-    """The inverse, for all runs: [T, N, D]."""
-    runs = zip(parts, runs_of_equal_length(starts), strict=True)
-    rows = [part.transpose(1, 2)[:, :length].flatten(0, 1) for part, (_, _, length) in runs]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def flex_attention(

@@ -20,7 +20,9 @@ from trainer.architecture.model_spec import ModelSpec
 from trainer.kernels.latent import latent_heads
 from trainer.kernels.rms_norm import norm_rotate
 from trainer.lora import Linear, apply_together
-from trainer.model.attend import AttentionBackend, KeptAttention, attend
+from trainer.model.attend import AttentionBackend, attend
+from trainer.model.engine_attention import EngineKernel
+from trainer.model.flash_attention import KeptAttention
 from trainer.model.norm import RMSNorm
 from trainer.model.packed_sequences import PackedSequences
 
@@ -67,6 +69,8 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         self.heads = [(count, gqa.head_dim) for count in (gqa.num_heads, gqa.num_kv_heads, gqa.num_kv_heads)]
         self.scale, self.backend, self.window = gqa.softmax_scale, backend, window
+        self.engine: EngineKernel | None = None
+        """Computes the attention's values; set by trainer.engine_ops."""
         for name, linear in linears.items():
             self.add_module(name, linear)
         self.sinks = nn.Parameter(torch.empty(gqa.num_heads, dtype=weight_dtype)) if gqa.sinks else None
@@ -92,8 +96,9 @@ class GroupedQueryAttention(nn.Module):
         q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         q_TND, k_TGD = norm_rotate(q_TND, k_TGD, q_weight, k_weight, self.eps, *rope, once=self.rotates_once)
         out_TND = attend(
-            q_TND, k_TGD, v_TGD, sequences, self.backend, self.scale, window=self.window, sinks_N=self.sinks, kept=kept
-        )
+            q_TND, k_TGD, v_TGD, sequences, self.backend, self.scale,
+            window=self.window, sinks_N=self.sinks, kept=kept, engine=self.engine,
+        )  # fmt: skip
         return out_TND.flatten(1)
 
 
@@ -118,6 +123,8 @@ class LatentAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.mla, self.interleaved, self.backend = mla, spec.rope.interleaved, backend
+        self.engine: EngineKernel | None = None
+        """As GroupedQueryAttention.engine."""
         for name, linear in linears.items():
             self.add_module(name, linear)
         if mla.q_lora_rank is not None:
@@ -147,4 +154,5 @@ class LatentAttention(nn.Module):
         latent, turning_TR = latents.split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
         kv_TNE = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(1, (mla.num_heads, -1))
         q_TND, k_TND, v_TNV = latent_heads(q_TND, kv_TNE, turning_TR, *rope, interleaved=self.interleaved)
-        return attend(q_TND, k_TND, v_TNV, sequences, self.backend, mla.softmax_scale, kept=kept).flatten(1)
+        out_TNV = attend(q_TND, k_TND, v_TNV, sequences, self.backend, mla.softmax_scale, kept=kept, engine=self.engine)
+        return out_TNV.flatten(1)

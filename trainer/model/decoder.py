@@ -23,10 +23,13 @@ from torch import Tensor, nn
 
 from conf.schema import CombineMode, LoraConfig, NumericsConfig, Rounding
 from trainer.architecture.model_spec import ModelSpec
+from trainer.kernels.dense_activation import silu_product
 from trainer.kernels.gather import gather_rows
 from trainer.lora import Linear, apply_together
-from trainer.model.attend import AttentionBackend, KeptAttention
-from trainer.model.attention import make_attention
+from trainer.model.attend import AttentionBackend
+from trainer.model.attention import GroupedQueryAttention, LatentAttention, make_attention
+from trainer.model.engine_attention import EngineKernel
+from trainer.model.flash_attention import KeptAttention
 from trainer.model.logprobs import Head
 from trainer.model.norm import RMSNorm
 from trainer.model.packed_sequences import PackedSequences
@@ -96,11 +99,12 @@ class DenseMlp(nn.Module):
         self.gate_proj = Linear(hidden, width, weight_dtype=build.weight_dtype, lora=lora)
         self.up_proj = Linear(hidden, width, weight_dtype=build.weight_dtype, lora=lora)
         self.down_proj = Linear(width, hidden, weight_dtype=build.weight_dtype, lora=lora)
+        self.activates_once = build.numerics.dense_activation is Rounding.once
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
         gate, up = apply_together([self.gate_proj, self.up_proj], x_TH)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(silu_product(gate, up, self.activates_once))
 
 
 class DecoderLayer(nn.Module):
@@ -230,6 +234,8 @@ class Decoder(nn.Module):
         self.rotary = RotaryEmbedding(build.spec.rope)
         self.last_norm_in_place: Recomputed | None = None
         """As DecoderLayer.in_place."""
+        self.attention_values: str | None = None
+        """Whose kernel computes the attention's values, for the run's log; None: nobody chose."""
         self.head: Head | None = None
         """Where the head's values come from, if not from the trainer's own operations."""
 
@@ -271,6 +277,12 @@ class Decoder(nn.Module):
         table = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return table(use, hidden_TH)
 
+    def use_attention_of(self, engine: EngineKernel) -> None:
+        """Let an engine's kernel compute the attention's values from now on."""
+        for module in self.modules():
+            if isinstance(module, GroupedQueryAttention | LatentAttention):
+                module.engine = engine
+
     @property
     def backends(self) -> dict[str, str]:
         """Kernels chosen at construction, for the run's log.
@@ -278,6 +290,8 @@ class Decoder(nn.Module):
         Example: {"attention": "varlen", "experts": "triton"}
         """
         chosen = {"attention": str(self.attention_backend)}
+        if self.attention_values is not None:
+            chosen["attention's values"] = self.attention_values
         for module in self.modules():
             if isinstance(module, Experts):
                 chosen["experts"] = str(module.backend)

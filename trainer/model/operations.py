@@ -150,8 +150,9 @@ def _grouped_query(prefix: str, normed: str, own: GroupedQueryAttention, place: 
     def attended(*qkv: Tensor) -> tuple[Tensor, ...]:
         q_TND, k_TGD, v_TGD = (x.unflatten(1, heads[name]) for name, x in zip("qkv", qkv, strict=True))
         out_TND = attend(
-            q_TND, k_TGD, v_TGD, place.sequences, own.backend, own.scale, window=own.window, sinks_N=own.sinks
-        )
+            q_TND, k_TGD, v_TGD, place.sequences, own.backend, own.scale,
+            window=own.window, sinks_N=own.sinks, engine=own.engine,
+        )  # fmt: skip
         return (out_TND.flatten(1),)
 
     yield Operation(f"{prefix}attn", (*names, v), (f"{prefix}attn",), attended)
@@ -183,7 +184,7 @@ def _latent(prefix: str, normed: str, own: LatentAttention, place: Place) -> Ite
         q_TND, kv_TNE = q_TO.unflatten(1, (mla.num_heads, mla.qk_head_dim)), kv_TO.unflatten(1, (mla.num_heads, -1))
         turning_TR = latents.split((rank, mla.qk_rope_head_dim), dim=-1)[1]
         qkv = latent_heads(q_TND, kv_TNE, turning_TR, *place.rope, interleaved=own.interleaved)
-        return (attend(*qkv, place.sequences, own.backend, mla.softmax_scale).flatten(1),)
+        return (attend(*qkv, place.sequences, own.backend, mla.softmax_scale, engine=own.engine).flatten(1),)
 
     yield Operation(f"{prefix}attn", (query, kv_a, kv_b), (f"{prefix}attn",), attended)
 

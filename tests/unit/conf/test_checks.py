@@ -27,6 +27,18 @@ CASES = [
         ["model=tiny_qwen3", "trainer.ep_size=1", "trainer.numerics.expert_activation=once"],
         "trainer.numerics.expert_activation has no effect with model_type=qwen3, which has no experts",
     ),
+    (
+        ["model=tiny_qwen3_moe", "trainer.numerics.dense_activation=each"],
+        "trainer.numerics.dense_activation has no effect with model_type=qwen3_moe, whose layers have routed",
+    ),
+    (
+        ["trainer.numerics.attention=engine"],
+        "trainer.numerics.attention=engine.*contradicts cluster.device=cpu.*trainer.numerics.attention=own",
+    ),
+    (
+        ["trainer.numerics.attention=engine", "cluster.device=cuda", "model.dtype=float32"],
+        "trainer.numerics.attention=engine.*contradicts model.dtype=float32.*set model.dtype=bfloat16",
+    ),
     (["parity=bitwise", *BITWISE[2:]], "rollout.batch_invariant=true.*contradicts cluster.device=cpu.*parity=standard"),
     (["parity=bitwise"], "trainer.engine_forward=true.*needs trainer.num_ranks=1, got 2"),
     ([*BITWISE, "rollout.batch_invariant=false"], "parity=bitwise.*contradicts rollout.batch_invariant=false"),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from conf.schema import CombineMode, NumericsConfig, Rounding, RoutedScale, RouterFormat, RouterLogits
 from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
+from trainer.kernels.dense_activation import silu_product
 from trainer.kernels.groups import RowGroups
 from trainer.kernels.rms_norm import add_rms_norm, norm_rotate, rms_norm
 from trainer.kernels.route import route
@@ -93,9 +94,26 @@ def test_the_routers_weights_are_float32_as_vllms_topk_softmax() -> None:
     assert torch.equal(route(logits, 4, True, False)[0], weights.bfloat16())
 
 
+def test_the_dense_activation_rounds_once_as_vllms_native_form_or_each_as_its_kernel() -> None:
+    """vLLM compiles `SiluAndMul.forward_native` (`model_executor/layers/activation.py`) into one kernel, whose steps
+    are float32; `csrc/activation_kernels.cu`, which an eager engine calls, rounds silu."""
+    gate, up, dh = (draw(40, 32, seed=seed) for seed in range(3))
+    once, each = silu_product(gate, up, True), silu_product(gate, up, False)
+    assert torch.equal(once, (gate.float() / (1 + (-gate.float()).exp()) * up.float()).bfloat16())
+    assert torch.equal(each, F.silu(gate) * up)
+    assert not torch.equal(each, once)
+    gate, up = gate.requires_grad_(), up.requires_grad_()
+    dgate, dup = torch.autograd.grad(silu_product(gate, up, True), (gate, up), dh)
+    wide, sigmoid = gate.float(), torch.sigmoid(gate.float())
+    slope = sigmoid * (1 + wide * (1 - sigmoid))
+    torch.testing.assert_close(dgate, (dh.float() * up.float() * slope).bfloat16(), rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(dup, (dh.float() * wide * sigmoid).bfloat16(), rtol=2**-7, atol=1e-6)
+
+
 OTHERS = {
     "norm": Rounding.each,
     "rotation": Rounding.each,
+    "dense_activation": Rounding.each,
     "expert_activation": Rounding.once,
     "router_weights": RouterFormat.model,
     "router_logits": RouterLogits.float32,
@@ -103,8 +121,8 @@ OTHERS = {
 }
 NO_EFFECT: dict[str, set[str]] = {
     "dense": {"expert_activation", "router_weights", "router_logits", "routed_scale"},
-    "moe": {"router_logits", "routed_scale"},
-    "gpt_oss": {"router_logits", "routed_scale"},
+    "moe": {"dense_activation", "router_logits", "routed_scale"},
+    "gpt_oss": {"dense_activation", "router_logits", "routed_scale"},
     "deepseek": {"rotation", "router_weights"},
 }
 

@@ -1,4 +1,7 @@
-"""Promises of trainer/model/attend.py: how long sequences are cut out and put back. Kernels run in tests/gpu."""
+"""Promises of trainer/model/attend.py and flash_attention.py: how long sequences are cut out and put back.
+
+Kernels run in tests/gpu.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ import math
 import pytest
 import torch
 
-from trainer.model.attend import (
+from trainer.model.attend import refusal_of
+from trainer.model.flash_attention import (
     KeptAttention,
     cut_out,
     padded_length,
     put_back,
-    refusal_of,
     runs_of_equal_length,
 )
 from trainer.model.packed_sequences import PackedSequences

@@ -1,0 +1,99 @@
+"""Attention with values by an engine's kernel and gradients by torch's (trainer.numerics.attention=engine).
+
+    forward   kernel(q, k, v) -> out, log of each softmax's sum          the engine's bits, up to its order of blocks
+    backward  P = exp(scale * q k^T - log sum), from there as always     varlen or cuDNN's, the trainer's own choice
+
+A sink s is one more term in the sum, exp(s), and adds nothing to out. So the kernels' backward holds with the whole
+sum, and ds = -sum over tokens of exp(s - log sum) * <dout, out>.
+Does not own the engine's kernel (trainer/engine_ops/vllm_attention.py).
+
+Shapes: T packed tokens, N query heads, G key/value heads, D query/key head_dim, V value head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainer.model.flash_attention import KeptAttention, cudnn_gradients, cut_out_log_sums, varlen_gradients
+from trainer.model.packed_sequences import PackedSequences
+
+
+class EngineKernel(Protocol):
+    """An engine's kernel of causal attention over packed sequences."""
+
+    def __call__(
+        self,
+        q_TND: Tensor,
+        k_TGD: Tensor,
+        v_TGV: Tensor,
+        sequences: PackedSequences,
+        scale: float,
+        window: int | None,
+        sinks_N: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """[T, N, V], and [N, T] in float32: the natural logarithm of each softmax's sum, a sink's term included."""
+        ...
+
+
+def engine_attention(
+    kernel: EngineKernel,
+    q_TND: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    sequences: PackedSequences,
+    scale: float,
+    *,
+    window: int | None,
+    sinks_N: Tensor | None,
+    by_cudnn: bool,
+    kept: KeptAttention | None,
+) -> Tensor:
+    """[T, N, V]. Args: as attend; by_cudnn: cuDNN computes the gradients."""
+    return _EngineAttention.apply(
+        q_TND, k_TGD, v_TGV, sinks_N, kernel, sequences, scale, window, by_cudnn and sinks_N is None, kept
+    )
+
+
+class _EngineAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_TND: Tensor,
+        k_TGD: Tensor,
+        v_TGV: Tensor,
+        sinks_N: Tensor | None,
+        kernel: EngineKernel,
+        sequences: PackedSequences,
+        scale: float,
+        window: int | None,
+        by_cudnn: bool,
+        kept: KeptAttention | None,
+    ) -> Tensor:
+        results = None if kept is None else kept.take()
+        if results is None:
+            results = kernel(q_TND, k_TGD, v_TGV, sequences, scale, window, sinks_N)
+            if kept is not None:
+                kept.put(results)
+        ctx.save_for_backward(q_TND, k_TGD, v_TGV, sinks_N, *results)
+        ctx.sequences, ctx.scale, ctx.window, ctx.by_cudnn = sequences, scale, window, by_cudnn
+        return results[0].detach()  # autograd marks the returned tensor, so a second call must return another one
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TNV: Tensor) -> tuple[Tensor | None, ...]:
+        q_TND, k_TGD, v_TGV, sinks_N, out_TNV, log_sums_NT = ctx.saved_tensors
+        tensors = (dout_TNV, q_TND, k_TGD, v_TGV, out_TNV)
+        if ctx.by_cudnn:
+            log_sums = cut_out_log_sums(log_sums_NT, ctx.sequences.starts)
+            grads = cudnn_gradients(*tensors, log_sums, ctx.sequences.starts, ctx.scale)
+        else:
+            grads = varlen_gradients(*tensors, log_sums_NT, ctx.sequences, ctx.scale, ctx.window)
+        dsinks_N = None
+        if sinks_N is not None and ctx.needs_input_grad[3]:
+            shares_NT = torch.exp(sinks_N.float()[:, None] - log_sums_NT)
+            dsinks_N = -(shares_NT * (dout_TNV.float() * out_TNV.float()).sum(-1).t()).sum(1).to(sinks_N.dtype)
+        return *grads, dsinks_N, None, None, None, None, None, None

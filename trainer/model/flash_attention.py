@@ -1,0 +1,250 @@
+"""Flash attention by torch's kernels: their forward, and their gradients for any forward that keeps its sums.
+
+    varlen  torch's flash attention on packed rows
+    cudnn   cuDNN's kernels, neighbouring sequences of one length at a time
+
+Gradients need the output and, of each row, the log of its softmax's sum; who computed these does not matter
+(engine_attention.py). Does not own the choice of a kernel (attend.py).
+
+Shapes: T packed tokens, N query heads, G key/value heads, D query/key head_dim, V value head_dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainer.model.packed_sequences import PackedSequences
+
+
+class KeptAttention:
+    """Results of one layer's attention between its forward and the recomputation of that layer in its backward."""
+
+    def __init__(self) -> None:
+        self._results: Any = None
+
+    def put(self, results: Any) -> None:
+        """Keep them."""
+        self._results = results
+
+    def take(self) -> Any:
+        """Return what was kept and forget it; None if nothing was kept."""
+        results, self._results = self._results, None
+        return results
+
+
+def varlen_attention(
+    q_TND: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    sequences: PackedSequences,
+    scale: float,
+    window: int | None = None,
+    kept: KeptAttention | None = None,
+) -> Tensor:
+    """Causal flash attention over packed rows. Returns [T, N, V].
+
+    The kernel needs values as wide as keys, so narrower ones (latent attention) are padded with zeros.
+    """
+    width = v_TGV.shape[2]
+    v_TGD = F.pad(v_TGV, (0, q_TND.shape[2] - width))
+    return _VarlenAttention.apply(q_TND, k_TGD, v_TGD, sequences, scale, window, kept)[..., :width]
+
+
+class _VarlenAttention(torch.autograd.Function):
+    """Calls aten's operators, as torch.nn.attention.varlen does, so that a recomputed forward can take the first one's
+    results."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_TND: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        sequences: PackedSequences,
+        scale: float,
+        window: int | None,
+        kept: KeptAttention | None,
+    ) -> Tensor:
+        results = None if kept is None else kept.take()
+        if results is None:
+            where, span = _varlen_arguments(sequences, scale, window)
+            results = torch.ops.aten._flash_attention_forward(q_TND, k_TGD, v_TGD, *where, False, **span)[:2]
+            if kept is not None:
+                kept.put(results)
+        ctx.sequences, ctx.scale, ctx.window = sequences, scale, window
+        ctx.save_for_backward(q_TND, k_TGD, v_TGD, *results)
+        return results[0].detach()  # autograd marks the returned tensor, so a second call must return another one
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TND: Tensor) -> tuple[Tensor | None, ...]:
+        q_TND, k_TGD, v_TGD, out_TND, log_sums_NT = ctx.saved_tensors
+        tensors = (dout_TND, q_TND, k_TGD, v_TGD, out_TND, log_sums_NT)
+        return *varlen_gradients(*tensors, ctx.sequences, ctx.scale, ctx.window), None, None, None, None
+
+
+def varlen_gradients(
+    dout_TNV: Tensor,
+    q_TND: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    out_TNV: Tensor,
+    log_sums_NT: Tensor,
+    sequences: PackedSequences,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v by torch's flash attention.
+
+    Args:
+        log_sums_NT: float32, natural logarithms. Probabilities are computed again from them, so that with a sink's part
+            in the sum they are those beside the sink.
+    """
+    width, wide = v_TGV.shape[2], q_TND.shape[2]
+    dout, v, out = (F.pad(x, (0, wide - width)) if width < wide else x for x in (dout_TNV, v_TGV, out_TNV))
+    where, span = _varlen_arguments(sequences, scale, window)
+    state = torch.empty(2, dtype=torch.uint64, device=q_TND.device)  # of the random numbers of a dropout
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        dout.contiguous(), q_TND, k_TGD, v, out, log_sums_NT, *where, state, state[0], **span
+    )
+    return dq, dk, dv[..., :width]
+
+
+def _varlen_arguments(
+    sequences: PackedSequences, scale: float, window: int | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(where sequences lie, dropout and causality; scale and window), as aten's operators take them."""
+    starts, length = sequences.cu_seqlens, sequences.max_length
+    span = {"scale": scale, "window_size_left": None, "window_size_right": None}
+    if window is not None:
+        span |= {"window_size_left": window - 1, "window_size_right": 0}
+    return (starts, starts, length, length, 0.0, window is None), span
+
+
+def cudnn_attention(
+    q_TND: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    sequences: PackedSequences,
+    scale: float,
+    kept: KeptAttention | None = None,
+) -> Tensor:
+    """Causal attention by cuDNN: neighbouring sequences of one length in one call. Returns [T, N, V].
+
+    cuDNN compiles one plan per shape, so lengths are rounded up to `padded_length`.
+    """
+    return _CudnnAttention.apply(q_TND, k_TGD, v_TGV, sequences.starts, scale, kept)
+
+
+def padded_length(length: int) -> int:
+    """The next of eight lengths between two powers of two, from 1024 on; below, a multiple of 128."""
+    step = max(128, (1 << (length - 1).bit_length()) // 16)
+    return -(-length // step) * step
+
+
+class _CudnnAttention(torch.autograd.Function):
+    """Calls aten's operators, so that a recomputed forward can take the first one's results."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_TND: Tensor,
+        k_TGD: Tensor,
+        v_TGV: Tensor,
+        starts: tuple[int, ...],
+        scale: float,
+        kept: KeptAttention | None,
+    ) -> Tensor:
+        results = None if kept is None else kept.take()
+        if results is None:
+            parts = []
+            for run in runs_of_equal_length(starts):
+                qkv = (cut_out(x, run) for x in (q_TND, k_TGD, v_TGV))
+                forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+                parts.append(forward(*qkv, None, True, 0.0, True, False, scale=scale)[:2])
+            results = put_back([part[0] for part in parts], starts), *(part[1] for part in parts)
+            if kept is not None:
+                kept.put(results)
+        ctx.save_for_backward(q_TND, k_TGD, v_TGV, *results)
+        ctx.starts, ctx.scale = starts, scale
+        return results[0].detach()  # as in _VarlenAttention
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TNV: Tensor) -> tuple[Tensor | None, ...]:
+        q_TND, k_TGD, v_TGV, out_TNV, *log_sums = ctx.saved_tensors
+        grads = cudnn_gradients(dout_TNV, q_TND, k_TGD, v_TGV, out_TNV, log_sums, ctx.starts, ctx.scale)
+        return *grads, None, None, None
+
+
+def cudnn_gradients(
+    dout_TNV: Tensor,
+    q_TND: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    out_TNV: Tensor,
+    log_sums: list[Tensor],
+    starts: tuple[int, ...],
+    scale: float,
+) -> list[Tensor]:
+    """Gradients of q, k and v by cuDNN.
+
+    Args:
+        log_sums: Of each run of equal lengths, float32 [count, N, padded length, 1], natural logarithms; anything
+            finite in the padding.
+    """
+    grads = []
+    unused = torch.empty((), dtype=torch.int64, device=q_TND.device)  # seed and offset of a dropout
+    for run, sums in zip(runs_of_equal_length(starts), log_sums, strict=True):
+        dout, *qkv, out = (cut_out(x, run) for x in (dout_TNV, q_TND, k_TGD, v_TGV, out_TNV))
+        length = padded_length(run[2])
+        grads.append(
+            torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                dout, *qkv, out, sums, unused, unused, None, None, None, length, length, 0.0, True, scale=scale
+            )
+        )
+    return [put_back(list(parts), starts) for parts in zip(*grads, strict=True)]
+
+
+def cut_out_log_sums(log_sums_NT: Tensor, starts: tuple[int, ...]) -> list[Tensor]:
+    """Logarithms of sums of packed rows as cudnn_gradients takes them."""
+    parts = []
+    for first, count, length in runs_of_equal_length(starts):
+        sums = log_sums_NT[:, first : first + count * length].unflatten(1, (count, length)).transpose(0, 1)
+        parts.append(F.pad(sums, (0, padded_length(length) - length))[..., None].contiguous())
+    return parts
+
+
+def runs_of_equal_length(starts: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """(first row, number of sequences, their length) of each run of neighbours of one length. Leaves out empty ones.
+
+    Example: (0, 5, 5, 10, 12) gives [(0, 2, 5), (10, 1, 2)].
+    """
+    lengths = (stop - start for start, stop in itertools.pairwise(starts))
+    runs, first = [], 0
+    for length, equal in itertools.groupby(length for length in lengths if length):
+        count = len(list(equal))
+        runs.append((first, count, length))
+        first += count * length
+    return runs
+
+
+def cut_out(x_TND: Tensor, run: tuple[int, int, int]) -> Tensor:
+    """[count, N, padded length, D] of a run, with zeros on the right; a view if nothing is padded."""
+    first, count, length = run
+    rows = x_TND[first : first + count * length].unflatten(0, (count, length))
+    missing = padded_length(length) - length
+    return (F.pad(rows, (0, 0, 0, 0, 0, missing)) if missing else rows).transpose(1, 2)
+
+
+def put_back(parts: list[Tensor], starts: tuple[int, ...]) -> Tensor:
+    """The inverse, for all runs: [T, N, D]."""
+    runs = zip(parts, runs_of_equal_length(starts), strict=True)
+    rows = [part.transpose(1, 2)[:, :length].flatten(0, 1) for part, (_, _, length) in runs]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
