@@ -116,9 +116,10 @@ class RowRun:
         from rollout.types import RoutingShape
         from trainer.architecture.families import read_config
 
-        row, moe = self.row, read_config(self.hf_config).moe
-        assert moe is not None
-        layers = tuple(layer for layer, has_experts in enumerate(moe.layers) if has_experts)
+        row, moe, routing = self.row, read_config(self.hf_config).moe, None
+        if has_routes and moe is not None:
+            layers = tuple(layer for layer, has_experts in enumerate(moe.layers) if has_experts)
+            routing = RoutingShape(layers, moe.top_k, moe.num_experts)
         prompts, tokens = (4, 12) if self.args.tiny else (row.prompts, row.tokens)
         drawn = {"load_format": LOAD_FORMAT, "worker_extension_cls": "bench.random_loader.WeightReceiver"}
         self.sampled = sample_and_record(
@@ -137,7 +138,7 @@ class RowRun:
             max_tokens=tokens,
             num_recorded=0 if row.is_compiled else RECORDED,
             activations=self.activations,
-            routing=RoutingShape(layers, moe.top_k, moe.num_experts) if has_routes else None,
+            routing=routing,
             say=self.done,
             engine_arguments=WITH_WEIGHTS if row.is_trained else drawn,
         )

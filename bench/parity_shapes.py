@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 LOAD_FORMAT = "drawn"
@@ -20,6 +20,11 @@ QWEN3_30B: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
     "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
     "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 1e6, "attention_bias": False,
+}  # fmt: skip
+QWEN3_8B: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "attention_bias": False,
 }  # fmt: skip
 GLM_45_AIR: dict[str, Any] = {
     "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 4096, "num_attention_heads": 96,
@@ -107,6 +112,8 @@ TRANSFORMERS_WAY = (
 )  # fmt: skip
 """Every switch of a softmax router's family turned away from the engine's way."""
 OFF = ",".join(TRANSFORMERS_WAY)
+ENGINE_ATTENTION = "numerics.attention=engine"
+EACH = "numerics.dense_activation=each"
 ONE_OFF = (*TRANSFORMERS_WAY, "combine=fp32_once", OFF)
 ONE_ON = tuple(",".join(part for part in TRANSFORMERS_WAY if part != item) for item in TRANSFORMERS_WAY)
 SIGMOID_OFF = (
@@ -121,13 +128,13 @@ OF_QWEN3 = _old(0.0059, 0.0217, 0.0226, 0.0147, 0.0325)
 OF_GLM = _old(0.0021, 0.0048, 0.0048, 0.0021, 0.0066)
 OF_GPT_OSS = _old(0.0088, 0.362, 0.296, 0.509, 0.61)
 OF_GPT_OSS_FLAT = _old(0.0017, 0.0445, 0.0387, 0.0445, 0.0563)
-COMPILED = Row(QWEN3_30B, 12, 0.06, 24, others=("replay", *ONE_OFF), with_hf=False, is_compiled=True)
 ROWS = {
     "qwen3-30b-a3b-48": Row(QWEN3_30B, 48, 0.06, 72, with_fp32=False, with_hf=False),
     "qwen3-30b-a3b-12": Row(QWEN3_30B, 12, 0.06, 40, others=("replay", *ONE_OFF, BITWISE), old=OF_QWEN3),
     "qwen3-30b-a3b-12-compiled": Row(
-        QWEN3_30B, 12, 0.06, 24, others=("replay", *ONE_OFF), with_hf=False, is_compiled=True
+        QWEN3_30B, 12, 0.06, 24, others=("replay", ENGINE_ATTENTION, *ONE_OFF), with_hf=False, is_compiled=True
     ),
+    "qwen3-8b-8": Row(QWEN3_8B, 8, 0.06, 30, others=(ENGINE_ATTENTION, EACH, BITWISE)),
     "glm-4.5-air-4": Row(GLM_45_AIR, 4, 0.03, 40, others=("replay", *SIGMOID_OFF), old=OF_GLM),
     "gpt-oss-20b-6": Row(GPT_OSS_20B, 6, 0.03, 32, others=("replay", *GPT_OSS_OFF), old=OF_GPT_OSS),
     "gpt-oss-20b-6-0.02": Row(GPT_OSS_20B, 6, 0.02, 32, others=("replay", *GPT_OSS_OFF), old=OF_GPT_OSS_FLAT),
@@ -137,3 +144,10 @@ ROWS = {
     "trained": Row(TRAINED, 6, 0.02, 30, prompt_tokens=64, others=("replay", *ONE_OFF, BITWISE), is_trained=True),
     "trained-bitwise": Row(TRAINED, 6, 0.02, 30, prompt_tokens=64, is_trained=True, **ONLY_BITWISE),
 }
+for _name, _others in {
+    "qwen3-8b-8": (ENGINE_ATTENTION, EACH, f"{ENGINE_ATTENTION},{EACH}"),
+    "glm-4.5-air-4": ("replay", ENGINE_ATTENTION, EACH),
+    "deepseek-v3-3": ("replay", ENGINE_ATTENTION, EACH),
+    "gpt-oss-20b-6": ("replay", ENGINE_ATTENTION),
+}.items():
+    ROWS[f"{_name}-compiled"] = replace(ROWS[_name], others=_others, with_hf=False, is_compiled=True, old={})
