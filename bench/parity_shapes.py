@@ -144,10 +144,10 @@ ROWS = {
     "trained": Row(TRAINED, 6, 0.02, 30, prompt_tokens=64, others=("replay", *ONE_OFF, BITWISE), is_trained=True),
     "trained-bitwise": Row(TRAINED, 6, 0.02, 30, prompt_tokens=64, is_trained=True, **ONLY_BITWISE),
 }
-for _name, _others in {
-    "qwen3-8b-8": (ENGINE_ATTENTION, EACH, f"{ENGINE_ATTENTION},{EACH}"),
-    "glm-4.5-air-4": ("replay", ENGINE_ATTENTION, EACH),
-    "deepseek-v3-3": ("replay", ENGINE_ATTENTION, EACH),
-    "gpt-oss-20b-6": ("replay", ENGINE_ATTENTION),
-}.items():
-    ROWS[f"{_name}-compiled"] = replace(ROWS[_name], others=_others, with_hf=False, is_compiled=True, old={})
+for _name, _gib, _others in (
+    ("qwen3-8b-8", 24, (ENGINE_ATTENTION, EACH, f"{ENGINE_ATTENTION},{EACH}")),
+    ("glm-4.5-air-4", 34, ("replay", ENGINE_ATTENTION, EACH)),
+    ("gpt-oss-20b-6", 30, ("replay", ENGINE_ATTENTION)),
+    ("deepseek-v3-3", 60, ("replay", ENGINE_ATTENTION, EACH)),
+):
+    ROWS[f"{_name}-compiled"] = replace(ROWS[_name], gib=_gib, others=_others, with_hf=False, is_compiled=True, old={})
