@@ -20,6 +20,7 @@ from trainer.architecture.activation import SWIGLU
 from trainer.architecture.families import read_config
 from trainer.engine_ops.vllm_operations import VllmOperations
 from trainer.kernels.combine import weighted_sum
+from trainer.kernels.dense_activation import silu_product
 from trainer.kernels.rms_norm import add_rms_norm, norm_rotate, rms_norm
 from trainer.kernels.route import route
 from trainer.model.packed_sequences import PackedSequences
@@ -149,6 +150,18 @@ def test_the_experts_activation_is_vllms(operations: VllmOperations) -> None:
     gu, groups = draw(64, 2 * WIDTH), RowGroups(torch.tensor([40, 24], device="cuda"), 64)
     mine, _ = activate(gu, None, None, None, groups, replace(SWIGLU, rounds_each=True))
     assert share_of_equal(mine, operations.silu_and_mul(gu)) > 0.999
+
+
+def test_the_dense_activation_is_vllms_compiled_or_eager(operations: VllmOperations) -> None:
+    """A compiled engine runs `forward_native` through torch.compile, an eager one calls a kernel of its own."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    gu = draw(500, 2 * WIDTH)
+    gate, up = gu.chunk(2, -1)
+    compiled = torch.compile(SiluAndMul.forward_native)(gu)
+    assert share_of_equal(silu_product(gate, up, True), compiled) > 0.999
+    assert share_of_equal(silu_product(gate, up, False), operations.silu_and_mul(gu)) > 0.999
+    assert share_of_equal(silu_product(gate, up, False), compiled) < 0.9
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
