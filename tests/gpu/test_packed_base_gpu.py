@@ -85,7 +85,7 @@ async def compare(tmp_path: Path, model: str) -> None:
         for version in (0, 1):
             if version:
                 draw(trainer, 1000 + version, std=0.3)
-            assert (await asyncio.to_thread(trainer.delivery.publish, trainer.policy_version)).replicas[0].error is None
+            assert (await asyncio.to_thread(trainer.delivery.publish, version)).replicas[0].error is None
             rollouts = await worker.generate_group(PROMPT, 8, sampling=replace(SHORT, max_tokens=NUM_TOKENS), seed=7)
             assert {stamp for rollout in rollouts for stamp in rollout.policy_versions} == {version}
             await asyncio.to_thread(judge, trainer, config, rollouts, version, base, tmp_path)
