@@ -12,7 +12,9 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-multiprocessing.get_context("forkserver").set_forkserver_preload(["trainer.rank", "transformers"])
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["trainer.rank", "transformers", "torch._dynamo", "hypothesis"]
+)
 
 
 def run_processes(work: Callable[..., None], arguments: tuple[Any, ...], num_ranks: int) -> None:
