@@ -15,19 +15,17 @@ ONLY_THE_LIKELIEST = 1e-6
 
 @contextmanager
 def engine_of(**arguments: Any) -> Iterator[Any]:
-    """A vLLM engine of these arguments. With one rank it lies in this process, which imports vLLM once for all of them;
-    an engine's own process takes five times the CPU time of the engine to import it."""
+    """A vLLM engine of these arguments. It lies in this process, which imports vLLM once for all of them, but for the
+    ranks of several: a process takes five times the CPU time of an engine to import it."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    if arguments.get("tensor_parallel_size", 1) > 1:
-        yield LLM(**arguments)
-        return
     with mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
         engine = LLM(**arguments)
     try:
         yield engine
     finally:
+        engine.llm_engine.engine_core.shutdown()
         del engine
         cleanup_dist_env_and_memory()
 
