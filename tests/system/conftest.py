@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -26,10 +27,12 @@ RUN_TIMEOUT_S = 560
 """Time limit of one run, on two cores that have other runs and more to do; a run alone takes a minute or two."""
 
 ENDLESS = [
-    "run.num_steps=1000", "run.eval_every_steps=0", "run.checkpoint_every_steps=0",
-    "reward.kind=tests.fakes.slow_reward:share_of_answer",
+    "run.num_steps=1000", "run.eval_every_steps=0", "run.checkpoint_every_steps=0", "data.eval_path=null",
+    "algorithm.groups_per_step=4", "algorithm.group_size=8", "reward.kind=tests.fakes.slow_reward:share_of_answer",
 ]  # fmt: skip
-"""A run that goes on until it is stopped, and leaves most of the cores to what starts meanwhile."""
+"""A run that goes on until it is stopped, and leaves most of the cores to what starts meanwhile: its steps are small
+and wait for their rewards.
+"""
 ONE_OF_EACH = ["trainer.num_ranks=1", "trainer.ep_size=1", "rollout.num_workers=1"]
 
 
@@ -69,16 +72,17 @@ class FinishedRun:
         return rows_of(self.folder)
 
 
-@pytest.fixture
-def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+@contextlib.contextmanager
+def nothing_left() -> Iterator[Path]:
     """A folder like /tmp, which every user may enter and write; short, because sockets lie below it. Whatever runs
-    of the test leave there, in the process table or in /dev/shm fails it.
+    of the block leave there, in the process table or in /dev/shm fails it.
     """
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     folder.chmod(0o1777)
-    monkeypatch.setenv("TMPDIR", str(folder))
     shared_before = set(os.listdir("/dev/shm"))
-    yield folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        yield folder
     deadline = time.monotonic() + 30
     while (left := _processes_of(folder)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -162,6 +166,12 @@ class RunUnderWay:
             assert time.monotonic() < deadline
             time.sleep(0.2)
 
+    def wait_for_returns(self, times: int) -> None:
+        """Wait until workers came back so many times, and for two steps more."""
+        self.wait_until(lambda rows: sum(row["rollout/recoveries"] or 0 for row in rows) == times)
+        num_rows = len(self.rows)
+        self.wait_until(lambda rows: len(rows) >= num_rows + 2)
+
     def wait_for(self, is_there: Callable[[], bool]) -> None:
         """Look again and again until it is."""
         deadline = time.monotonic() + RUN_TIMEOUT_S
@@ -183,6 +193,22 @@ class RunUnderWay:
     def exit_code(self) -> int:
         """Wait for the end."""
         return self._process.wait(60)
+
+
+def assert_workers_came_back(rows: list[dict[str, Any]], *, times: int) -> None:
+    """One of two workers was away so many times. Each time the other one carried the steps; the one that came back
+    takes every publish again, and in every batch the log-probabilities of all workers are the trainer's.
+    """
+    returns = [number for number, row in enumerate(rows) if row["rollout/recoveries"]]
+    assert len(returns) == times == sum(row["rollout/restarts"] or 0 for row in rows)
+    assert [row["policy_version"] for row in rows] == list(range(len(rows))), "no step was lost or repeated"
+    for begin, end in itertools.pairwise([0, *returns]):
+        alone = [row for row in rows[begin:end] if row["rollout/replicas_serving"] == 1]
+        assert len(alone) >= 2, "steps went on while a worker was away"
+        assert rows[end]["rollout/down_s"] > 0
+    assert {row["rollout/replicas_serving"] for row in rows[returns[-1] :]} == {2}
+    assert {row["sync/replicas_committed"] for row in rows[returns[-1] + 1 :]} == {2}
+    assert all(0 <= row["parity/k3"] < 1e-3 for row in rows[1:])
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

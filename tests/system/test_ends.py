@@ -1,5 +1,5 @@
-"""How a run ends while it starts or publishes: told to, or its processes killed. `own_tmp` fails what leaves anything
-behind.
+"""How a run ends while it starts or publishes: told to, or its processes killed. `nothing_left` fails what
+leaves anything behind. And what another user of the machine gets from a run that goes on.
 """
 
 from __future__ import annotations
@@ -8,21 +8,26 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from system.conftest import ENDLESS, ONE_OF_EACH, RUN_TIMEOUT_S, RunUnderWay
+from cases.another_user import REFUSED, attempts_beside
+from system.conftest import ENDLESS, ONE_OF_EACH, RUN_TIMEOUT_S, RunUnderWay, nothing_left
 
 
 @pytest.fixture
-def run(own_tmp: Path) -> RunUnderWay:
+def run() -> Iterator[RunUnderWay]:
     """A run whose Ray starts."""
-    runs = own_tmp / "runs"
-    runs.mkdir()
-    run = RunUnderWay(ONE_OF_EACH, runs)
-    run.wait_for(lambda: bool(list(own_tmp.glob("slipstream-*/ray/session_2*"))))
-    return run
+    with nothing_left() as tmp:
+        runs = tmp / "runs"
+        runs.mkdir()
+        run = RunUnderWay(ONE_OF_EACH, runs)
+        run.wait_for(lambda: bool(list(tmp.glob("slipstream-*/ray/session_2*"))))
+        yield run
 
 
 def has_joined(run: RunUnderWay) -> bool:
@@ -60,34 +65,71 @@ PUBLISH_BEGINS, PUBLISH_ENDED = (
 )
 
 
-def test_a_batch_system_ends_a_run_in_a_publish(own_tmp: Path) -> None:
-    """A step has one group: while its reward waits, no engine has work. One is stopped then, and the publish after the
-    step waits for it; it goes on once the run has said that it was told to end.
+@dataclass(frozen=True)
+class EndedInAPublish:
+    """A run that was told to end while its publish waited for an engine."""
+
+    exit_code: int
+    folder: Path
+    checkpoints: list[str]
+    said: str
+    log_when_told: str
+    """When it had said that it was told to end."""
+    log: str
+    last_row: dict[str, Any]
+    attempts: dict[str, int | str]
+    """What came of another user's; nothing where this user cannot become another one."""
+
+
+@pytest.fixture(scope="module")
+def ended_in_a_publish() -> EndedInAPublish:
+    """A step has one group: while its reward waits, the engine has no work. Another user comes then. The engine is
+    stopped, and the publish after the step waits for it; it goes on once the run has said that it was told to end.
     """
-    runs = own_tmp / "runs"
-    runs.mkdir()
-    reward, closed, waits = (runs / name for name in ("reward.py", "closed", "waits"))
-    reward.write_text(GATED_REWARD)
-    words = [*ENDLESS, "trainer.num_ranks=1", "trainer.ep_size=1", "algorithm.groups_per_step=1"]
-    words += ["algorithm.group_size=4", f"reward.kind={reward}:judge", f"reward.timeout_s={RUN_TIMEOUT_S}"]
-    with RunUnderWay(words, runs) as run:
-        run.wait_until(lambda rows: len(rows) >= 2)
-        closed.touch()
-        run.wait_for(waits.exists)
-        engine, num_ended = run.engine_of("rollout-1"), len(PUBLISH_ENDED.findall(run.log))
-        engine.suspend()
-        closed.unlink()
-        run.wait_for(lambda: len(PUBLISH_BEGINS.findall(run.log)) > num_ended)
-        run.tell_to_end()
-        run.wait_for(lambda: "told to end: waiting for the step under way" in run.log)
-        version = PUBLISH_BEGINS.findall(run.log)[-1]
-        assert version not in PUBLISH_ENDED.findall(run.log), "the publish waits for the engine"
-        engine.resume()
-        assert run.exit_code() == 128 + signal.SIGTERM
-        assert f"publish of version {version} ended" in run.log
-        assert run.rows[-1]["policy_version"] == int(version)
-        assert run.rows[-1]["sync/replicas_committed"] == 2
-        assert f"Go on from step {version}: slipstream resume {run.folder.resolve()}" in run.said
+    with nothing_left() as tmp:
+        runs = tmp / "runs"
+        runs.mkdir()
+        reward, closed, waits = (runs / name for name in ("reward.py", "closed", "waits"))
+        reward.write_text(GATED_REWARD)
+        words = [*ENDLESS, *ONE_OF_EACH, "algorithm.groups_per_step=1", "algorithm.group_size=4"]
+        words += [f"reward.kind={reward}:judge", f"reward.timeout_s={RUN_TIMEOUT_S}"]
+        with RunUnderWay(words, runs) as run:
+            run.wait_until(lambda rows: len(rows) >= 2)
+            closed.touch()
+            run.wait_for(waits.exists)
+            attempts = attempts_beside(run.said, run.folder) if os.geteuid() == 0 else {}
+            engine, num_ended = run.engine_of("rollout-0"), len(PUBLISH_ENDED.findall(run.log))
+            engine.suspend()
+            closed.unlink()
+            run.wait_for(lambda: len(PUBLISH_BEGINS.findall(run.log)) > num_ended)
+            run.tell_to_end()
+            run.wait_for(lambda: "told to end: waiting for the step under way" in run.log)
+            log_when_told = run.log
+            engine.resume()
+            exit_code = run.exit_code()
+        checkpoints = [path.name for path in (run.folder / "checkpoints").iterdir()]
+        ended = EndedInAPublish(
+            exit_code, run.folder.resolve(), checkpoints, run.said, log_when_told, run.log, run.rows[-1], attempts
+        )
+        assert not attempts or (tmp / "slipstream-planted").is_dir(), "another user's folder is not the run's to remove"
+    return ended
+
+
+def test_a_batch_system_ends_a_run_in_a_publish(ended_in_a_publish: EndedInAPublish) -> None:
+    ended = ended_in_a_publish
+    version = PUBLISH_BEGINS.findall(ended.log_when_told)[-1]
+    assert version not in PUBLISH_ENDED.findall(ended.log_when_told), "the publish waits for the engine"
+    assert ended.exit_code == 128 + signal.SIGTERM
+    assert f"publish of version {version} ended" in ended.log
+    assert ended.last_row["policy_version"] == int(version)
+    assert ended.last_row["sync/replicas_committed"] == 1
+    assert ended.checkpoints == [f"step-{version:0>6}"]
+    assert f"Go on from step {version}: slipstream resume {ended.folder}" in ended.said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, which is what this tests")
+def test_another_user_of_the_machine_is_refused(ended_in_a_publish: EndedInAPublish) -> None:
+    assert ended_in_a_publish.attempts == REFUSED
 
 
 def test_the_second_interrupt_ends_the_run_at_once(run: RunUnderWay) -> None:

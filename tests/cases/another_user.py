@@ -1,4 +1,4 @@
-"""What another user of the machine gets from a run that goes on; and how that run ends when a batch system ends it."""
+"""Another user of the machine (root becomes it), who tries what must be refused beside a run that goes on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
-from system.conftest import ENDLESS, ONE_OF_EACH, RUN_TIMEOUT_S, RunUnderWay
 
 STRANGER = """
 import json, os, socket, sys, urllib.error, urllib.request
@@ -53,49 +50,40 @@ for name, attempt in attempts.items():
         became[name] = type(error).__name__
 os.mkdir(os.environ["TMPDIR"] + "/slipstream-planted")
 os.symlink("/etc", os.environ["TMPDIR"] + "/slipstream-link")
-print(json.dumps(became))
+print(json.dumps(became, default=repr))
 """
+REFUSED = {
+    "post a job": 401,
+    "post a job with a made-up token": 403,
+    "write to the GCS": "AuthenticationError",
+    "read the token": "PermissionError",
+    "list the private folder": "PermissionError",
+    "connect to the raylet": "PermissionError",
+    "plant a link": "PermissionError",
+    "open the run's lock": "PermissionError",
+    "write a request": "PermissionError",
+}
+"""What comes of the attempts."""
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, which is what this tests")
-@pytest.mark.timeout(2 * RUN_TIMEOUT_S)
-def test_another_user_is_refused_and_the_run_ends_in_order(own_tmp: Path) -> None:
-    runs = own_tmp / "runs"
-    runs.mkdir()
-    with RunUnderWay([*ENDLESS, *ONE_OF_EACH], runs) as run:
-        run.wait_until(lambda rows: len(rows) >= 2)
-        ((dashboard, token),) = re.findall(
-            r"Ray dashboard: http://127.0.0.1:(\d+) asks for the token in (\S+)", run.said
-        )
-        private = Path(token).parent
-        session = (private / "ray" / "session_latest").resolve()
-        (port,) = session.glob("gcs_server_port_*")
-        facts = {
-            "dashboard": dashboard,
-            "gcs": f"127.0.0.1:{port.read_text()}",
-            "private": str(private),
-            "session": str(session),
-            "run": str(run.folder.resolve()),
-        }
-        assert became_of(facts) == {
-            "post a job": 401,
-            "post a job with a made-up token": 403,
-            "write to the GCS": "AuthenticationError",
-            "read the token": "PermissionError",
-            "list the private folder": "PermissionError",
-            "connect to the raylet": "PermissionError",
-            "plant a link": "PermissionError",
-            "open the run's lock": "PermissionError",
-            "write a request": "PermissionError",
-        }
-        run.stop()
-    (checkpoint,) = (run.folder / "checkpoints").iterdir()
-    assert f"Go on from step {int(checkpoint.name.removeprefix('step-'))}: slipstream resume" in run.said
-    assert (own_tmp / "slipstream-planted").is_dir()
+def attempts_beside(said: str, run: Path) -> dict[str, int | str]:
+    """What another user's attempts come to. It also leaves slipstream-planted and slipstream-link in TMPDIR.
 
-
-def became_of(facts: dict[str, str]) -> dict[str, int | str]:
-    """What another user's attempts come to."""
+    Args:
+        said: What the run's terminal shows.
+        run: The run's folder.
+    """
+    ((dashboard, token),) = re.findall(r"Ray dashboard: http://127.0.0.1:(\d+) asks for the token in (\S+)", said)
+    private = Path(token).parent
+    session = (private / "ray" / "session_latest").resolve()
+    (port,) = session.glob("gcs_server_port_*")
+    facts = {
+        "dashboard": dashboard,
+        "gcs": f"127.0.0.1:{port.read_text()}",
+        "private": str(private),
+        "session": str(session),
+        "run": str(run.resolve()),
+    }
     done = subprocess.run(
         [sys.executable, "-c", STRANGER, json.dumps(facts)],
         env={**os.environ, "RAY_AUTH_MODE": "disabled"},
