@@ -38,7 +38,7 @@ LONGEST_FIRST = (
     "system/test_learning.py",
     "system/test_run.py",
     "system/test_ray_nodes.py",
-    "system/test_sft.py",
+    "system/test_weight_equality.py",
 )
 
 

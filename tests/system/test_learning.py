@@ -1,6 +1,6 @@
 """Locks: reinforcement learns and its controls do not; every algorithm's loss is its formula, end to end.
 
-Eight runs through the command line on real Ray, vLLM, Mooncake and FSDP2, two at a time, because their start is most of
+Seven runs through the command line on real Ray, vLLM, Mooncake and FSDP2, two at a time, because their start is most of
 their time: one engine and one trainer rank each, on one Ray cluster for all. Everything is asserted on metrics.jsonl.
 
 In the runs of the algorithms a batch is one group, and a response is worth its length in tokens. With lengths l_i of
@@ -25,9 +25,10 @@ from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, FinishedRun, Nodes, trai
 pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
 
 SMALL = [*ONE_OF_EACH, "run.checkpoint_every_steps=0", "run.tensorboard=false"]
+NUM_STEPS = 20
 LETTERS = [
-    *SMALL, "run.num_steps=30", "run.eval_every_steps=0", "run.eval_samples_per_prompt=4",
-    "rollout.sampling.max_tokens=2", "trainer.optim.lr=5e-3",
+    *SMALL, f"run.num_steps={NUM_STEPS}", "run.eval_every_steps=0", "run.eval_samples_per_prompt=4",
+    "rollout.sampling.max_tokens=2", "trainer.optim.lr=7e-3",
 ]  # fmt: skip
 
 
@@ -55,9 +56,8 @@ RUNS = {
     ],
     # Most groups of four responses with up to four tokens hold four of the same length.
     "dapo": ["algorithm=dapo", *lengths(6, 4, 4), "algorithm.max_uninformative_batches=0"],
-    "rloo": ["algorithm=rloo", *lengths(3, GROUP_SIZE, MAX_TOKENS)],
+    "rloo": ["algorithm=rloo", *lengths(4, GROUP_SIZE, MAX_TOKENS), f"algorithm.kl_coef={KL_COEF}"],
     "dr_grpo": ["algorithm=dr_grpo", *lengths(3, GROUP_SIZE, MAX_TOKENS)],
-    "kl": [*lengths(4, GROUP_SIZE, MAX_TOKENS), f"algorithm.kl_coef={KL_COEF}"],
 }  # fmt: skip
 
 
@@ -97,21 +97,21 @@ def run_of(*names: str) -> pytest.MarkDecorator:
 
 @run_of("learned")
 def test_the_letters_are_learned(steps: list[dict[str, Any]]) -> None:
-    """A policy that always answers the same scores 1/8. Seen over the seeds 0 to 3: 0.61 to 0.88 after 30 steps."""
+    """A policy that always answers the same scores 1/8. Seen over the seeds 0 to 3: 0.48 to 0.78."""
     assert steps[0]["eval/reward"] < 0.1
-    assert steps[-1]["eval/reward"] > 0.35
+    assert steps[-1]["eval/reward"] > 0.3
     assert {row["sync/replicas_committed"] for row in steps} == {1}
     assert {row["staleness/max"] for row in steps[1:]} == {0}
 
 
 @run_of("no_publish", "shuffled")
 def test_without_publishes_and_with_shuffled_advantages_nothing_is_learned(steps: list[dict[str, Any]]) -> None:
-    """Seen with shuffled advantages over the seeds 0 to 2: 0.01 to 0.06 after 24 to 30 steps."""
-    assert steps[-1]["policy_version"] == steps[-1]["step"] == 30, "it trained as often"
+    """Seen with shuffled advantages over the seeds 0 to 2: 0.01 to 0.06."""
+    assert steps[-1]["policy_version"] == steps[-1]["step"] == NUM_STEPS, "it trained as often"
     assert all(row["optim/grad_norm"] > 0 for row in steps[1:6]), "later all rewards of a batch may be 0"
     assert steps[-1]["eval/reward"] < 0.2
     is_published = steps[-1]["sync/total_s"] is not None
-    assert [row["staleness/max"] for row in steps[1:]] == ([0] * 30 if is_published else list(range(30)))
+    assert [row["staleness/max"] for row in steps[1:]] == ([0] * NUM_STEPS if is_published else list(range(NUM_STEPS)))
 
 
 @run_of("staleness_2")
@@ -148,9 +148,11 @@ def test_rloo_and_dr_grpo_divide_by_the_longest_response_and_not_by_the_deviatio
     assert max(row["reward/std"] for row in steps[1:]) > 0.5, "all responses were of one length: nothing was compared"
 
 
-@run_of("kl")
+@run_of("rloo")
 def test_the_divergence_from_the_reference_starts_at_0_grows_and_is_paid_for(steps: list[dict[str, Any]]) -> None:
+    """RLOO divides the sum over all tokens by n * max_tokens, here too; loss/kl is per token."""
     divergences = [row["loss/kl"] for row in steps[1:]]
     assert abs(divergences[0]) < 1e-9 < 1e-6 < divergences[-1], "adapters start as nothing, and move"
     for row in steps[1:]:
-        assert row["loss/total"] == pytest.approx(row["loss/policy"] + KL_COEF * row["loss/kl"], rel=1e-3, abs=1e-6)
+        paid = KL_COEF * row["loss/kl"] * row["rollout/response_tokens_mean"] / MAX_TOKENS
+        assert row["loss/total"] == pytest.approx(row["loss/policy"] + paid, rel=1e-5, abs=1e-6)
