@@ -36,8 +36,11 @@ from conf.schema import AdapterValues, CombineMode, Device, NumericsConfig, Trai
 
 AS_ENGINE = TrainerConfig(numerics=NumericsConfig(adapters=AdapterValues.merged))
 """All items as a compiled engine of merged weights has them."""
-OF_EXPERTS = ("expert_activation", "router_weights")
-OF_SIGMOID_ROUTERS = ("router_logits", "routed_scale")
+OF_OTHERS = {
+    "qwen3": ("expert_activation", "router_weights", "router_logits", "routed_scale"),
+    "qwen3_moe": ("dense_activation", "router_logits", "routed_scale"),
+}
+"""Items of operations that the models here do not have."""
 
 
 def ways(family: str) -> Iterator[tuple[str, TrainerConfig]]:
@@ -45,7 +48,7 @@ def ways(family: str) -> Iterator[tuple[str, TrainerConfig]]:
     yield "all as the engine", AS_ENGINE
     transformers, is_moe = AS_ENGINE, family == "qwen3_moe"
     for item in fields(NumericsConfig):
-        if item.name in OF_SIGMOID_ROUTERS or (item.name in OF_EXPERTS and not is_moe):
+        if item.name in OF_OTHERS[family]:
             continue
         as_engine: StrEnum = getattr(AS_ENGINE.numerics, item.name)
         other = next(choice for choice in type(as_engine) if choice is not as_engine)
