@@ -1,10 +1,12 @@
 """Do trainer and engine agree bit by bit? Sample, compare, train, publish in place, again and again, on one GPU.
 
     python bench/bitwise.py --family qwen3_moe                 parity=bitwise: every log-ratio must be 0
+    python bench/bitwise.py --weights adapter                  engines hold the base and adapters in slots
     python bench/bitwise.py --family qwen3 --mode default      the same run without it: k3, and the price in tokens/s
 
 Needs a GPU. The engine runs in this process with the arguments that the product gives it; the trainer is the product's
-decoder with LoRA. A publish copies what TrainerWeightSource gives into vLLM's parameters. Losses are random, so that
+decoder with LoRA. A publish copies what TrainerWeightSource gives into vLLM's parameters, or what AdapterSource gives
+into a slot. Losses are random, so that
 adapters change in every layer. Rounds take turns with 1, 7 and all prompts at once, of different lengths. Exits with 1
 where parity=bitwise was asked for and a log-ratio is not 0.
 """
@@ -28,15 +30,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
+from bench.bitwise_slots import NUM_SLOTS, SlotsHere  # noqa: E402
 from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config  # noqa: E402
 from bench.sync.engine_process import FUSIONS  # noqa: E402
-from conf.schema import Device, DType, LoraConfig, RolloutConfig, SamplingConfig, TrainerConfig  # noqa: E402
+from conf.schema import Device, DType, LoraConfig, RolloutConfig, SamplingConfig, SyncMode, TrainerConfig  # noqa: E402
 from rollout.engine.engine_options import (  # noqa: E402
     BATCH_INVARIANT_VARIABLE,
     engine_arguments,
     engine_environment,
 )
+from rollout.types import AdapterSlotsSpec  # noqa: E402
 
 MICROBATCH_TOKENS = 8192
 
@@ -59,6 +63,23 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
     return config
 
 
+def lora_of(args: argparse.Namespace) -> LoraConfig:
+    """Section trainer.lora."""
+    return LoraConfig(rank=args.rank, alpha=2.0 * args.rank)
+
+
+def slots_of(args: argparse.Namespace, dtype: DType) -> AdapterSlotsSpec | None:
+    """Slots for the adapters; None: they are merged."""
+    from trainer.architecture.families import read_config
+    from trainer.weights.adapter_names import adapter_tensors, target_modules
+
+    if args.weights is SyncMode.merged:
+        return None
+    tensors, lora = read_config(config_of(args)).checkpoint_tensors(dtype.value), lora_of(args)
+    targets = tuple(target_modules(tensors, lora))
+    return AdapterSlotsSpec(NUM_SLOTS, lora.slot_rank, targets, tuple(adapter_tensors(tensors, lora)))
+
+
 class EngineHere:
     """The engine, in this process."""
 
@@ -69,25 +90,29 @@ class EngineHere:
 
         (folder / "config.json").write_text(json.dumps(config_of(args)))
         is_gpu = device is Device.cuda
+        dtype = DType.bfloat16 if is_gpu else DType.float32
+        slots = slots_of(args, dtype)
         arguments = engine_arguments(
             folder,
             RolloutConfig(
                 max_model_len=args.max_model_len,
                 max_num_seqs=args.prompts,
                 max_num_batched_tokens=max(args.prompts, args.batched_tokens),
-                gpu_memory_utilization=0.3,
+                gpu_memory_utilization=0.1,
                 kv_cache_bytes=(4 << 30) if is_gpu else None,
                 enforce_eager=args.eager,
                 batch_invariant=args.mode == "bitwise",
                 sampling=SamplingConfig(max_tokens=args.tokens),
             ),
-            dtype=DType.bfloat16 if is_gpu else DType.float32,
+            dtype=dtype,
             device=device,
             seed=0,
+            adapters=slots,
         )
         if not is_gpu:
             keep_linear_weights_in_place()
         self.llm = LLM(**arguments)
+        self.slots = None if slots is None else SlotsHere(self.llm, slots.tensors)
 
     def sample(self, prompts: list[list[int]], num_tokens: int) -> tuple[list[Response], float]:
         """Sample one response to each. Returns them and the seconds."""
@@ -95,7 +120,7 @@ class EngineHere:
 
         sampling = SamplingParams(temperature=1.0, max_tokens=num_tokens, logprobs=0, ignore_eos=True, detokenize=False)
         began = time.perf_counter()
-        outs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        outs = self._run(prompts, sampling)
         seconds = time.perf_counter() - began
         responses = []
         for prompt, out in zip(prompts, outs, strict=True):
@@ -111,7 +136,7 @@ class EngineHere:
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
-        outs = self.llm.generate([{"prompt_token_ids": one.tokens} for one in responses], sampling, use_tqdm=False)
+        outs = self._run([one.tokens for one in responses], sampling)
         scores = []
         for one, out in zip(responses, outs, strict=True):
             assert out.prompt_logprobs is not None
@@ -119,10 +144,22 @@ class EngineHere:
             scores.append([at[token].logprob for at, token in list(sampled)[one.num_prompt_tokens :] if at is not None])
         return scores
 
-    def load(self, weights: Iterator[tuple[str, Any]]) -> None:
-        """Write a checkpoint's tensors over the live weights."""
-        self.llm.apply_model(lambda model: write_over(model, weights))
-        self.llm.reset_prefix_cache()
+    def load(self, trainer: TrainerHere) -> None:
+        """Take the trainer's newest version: weights with adapters in them, or the base once and then adapters."""
+        if self.slots is None:
+            self.llm.apply_model(lambda model: write_over(model, trainer.weights()))
+            self.llm.reset_prefix_cache()
+            return
+        if trainer.version == 0:
+            self.slots.load_base(lambda model: write_over(model, trainer.weights()))
+        self.slots.publish(trainer.adapter_source)
+
+    def _run(self, prompts: list[list[int]], sampling: Any) -> list[Any]:
+        """One request to each, of the newest version; its name keeps requests from prefix blocks of others."""
+        salt = {} if self.slots is None else {"cache_salt": self.slots.adapter.name}
+        asked: list[Any] = [{"prompt_token_ids": prompt, **salt} for prompt in prompts]
+        lora = None if self.slots is None else self.slots.request()
+        return self.llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)
 
 
 def write_over(model: Any, weights: Iterator[tuple[str, Any]]) -> None:
@@ -149,13 +186,16 @@ class TrainerHere:
         import torch
 
         from trainer.architecture.families import read_config
+        from trainer.delivery.adapter_source import AdapterSource
         from trainer.delivery.merged_source import TrainerWeightSource
+        from trainer.engine_ops.choose_forward import choose_forward
         from trainer.model.build_decoder import build_decoder
 
         dtype = torch.bfloat16 if device is Device.cuda else torch.float32
         self.device, spec = torch.device(str(device)), read_config(config_of(args))
-        self.lora = LoraConfig(rank=args.rank, alpha=2.0 * args.rank)
-        self.decoder = build_decoder(spec, dtype=dtype, device=self.device, trainer=TrainerConfig(lora=self.lora))
+        self.lora = lora_of(args)
+        config = TrainerConfig(lora=self.lora, engine_forward=args.mode == "bitwise")
+        self.decoder = build_decoder(spec, dtype=dtype, device=self.device, trainer=config)
         torch.manual_seed(args.seed)
         self.adapters = []
         with torch.no_grad():
@@ -167,17 +207,14 @@ class TrainerHere:
                     parameter.add_(1.0)
                 if name.endswith("lora_B"):
                     parameter.zero_()
-        if args.mode == "bitwise":
-            from trainer.engine_ops.engine_forward import compute_in_engine_operations
-            from trainer.engine_ops.vllm_operations import VllmOperations
-
-            compute_in_engine_operations(self.decoder, VllmOperations(spec, dtype, self.device))
+        choose_forward(self.decoder, config, self.device, args.weights)
         self.optimizer = torch.optim.AdamW(self.adapters, lr=args.lr)
-        self.source = TrainerWeightSource(self.decoder, rank=0)
+        self.source = TrainerWeightSource(self.decoder, rank=0, is_merged=args.weights is SyncMode.merged)
+        self.adapter_source = AdapterSource(self.decoder, 0, self.lora)
         self.version = 0
 
     def weights(self) -> Iterator[tuple[str, Any]]:
-        """Every checkpoint tensor, merged, as a publish writes it."""
+        """Every checkpoint tensor, with adapters in it or without, as a publish writes it."""
         import torch
 
         from weight_sync.layout import Region
@@ -279,7 +316,7 @@ def run(args: argparse.Namespace, device: Device, folder: Path) -> dict[str, Any
     engine, trainer = EngineHere(args, folder, device), TrainerHere(args, device)
     steps = []
     for step in range(args.steps):
-        engine.load(trainer.weights())
+        engine.load(trainer)
         count = (args.prompts, 7, args.prompts, 1)[step % 4]
         responses, sampling_s = engine.sample(prompts_of(args, draw, count), args.tokens)
         sampled = [logprob for one in responses for logprob in one.logprobs]
@@ -304,6 +341,7 @@ def run(args: argparse.Namespace, device: Device, folder: Path) -> dict[str, Any
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The model, and what is sampled."""
     parser.add_argument("--family", choices=("qwen3", "qwen3_moe"), default="qwen3_moe")
+    parser.add_argument("--weights", type=SyncMode, choices=tuple(SyncMode), default=SyncMode.merged)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     add_shape_options(parser, rank=32)
     parser.set_defaults(layers=8)
@@ -340,10 +378,11 @@ def main() -> None:
         report = {"environment": facts, "arguments": {k: str(v) for k, v in vars(args).items()}}
         report |= run(args, device, Path(folder))
     args.out.mkdir(parents=True, exist_ok=True)
-    out = args.out / f"bitwise-{args.family}-{args.mode}.json"
+    slots = "-adapter" if args.weights is SyncMode.adapter else ""
+    out = args.out / f"bitwise-{args.family}-{args.mode}{slots}.json"
     out.write_text(json.dumps(report, indent=2) + "\n")
     largest = max(step["max_abs"] for step in report["steps"])
-    print(f"{args.family}, {args.mode}: largest |log-ratio| {largest}; written: {out}")
+    print(f"{args.family}, {args.mode}{slots}: largest |log-ratio| {largest}; written: {out}")
     if args.mode == "bitwise" and largest:
         sys.exit(1)
 

@@ -2,7 +2,6 @@
 
     python bench/numerics.py                                   8 layers of Qwen3-30B-A3B, a compiled engine, three seeds
     python bench/numerics.py --family qwen3 --hidden 4096      a dense Qwen3
-    python bench/numerics.py --price gpt-oss-20b-6             tokens/s alone, of other shapes and of long sequences
     python bench/numerics.py --tiny --eager --family qwen3     two small layers in float32, for a CPU: all items alike
 
 On a CPU vLLM keeps experts in an order of its own, which this script does not write: no figures of a mixture there.
@@ -33,13 +32,10 @@ sys.path[0] = str(ROOT)
 
 from bench.bitwise import EngineHere, Response, TrainerHere, add_options, compare, prepare, prompts_of  # noqa: E402
 from bench.shapes import shrink  # noqa: E402
-from bench.training.item_prices import SHAPES, measure_prices  # noqa: E402
-from conf.schema import AdapterValues, AttentionValues, CombineMode, Device, NumericsConfig, TrainerConfig  # noqa: E402
+from conf.schema import AdapterValues, CombineMode, Device, NumericsConfig, TrainerConfig  # noqa: E402
 
 AS_ENGINE = TrainerConfig(numerics=NumericsConfig(adapters=AdapterValues.merged))
 """All items as a compiled engine of merged weights has them."""
-OTHERS: dict[str, StrEnum] = {"attention": AttentionValues.own}
-"""The other way of items with more than two."""
 OF_OTHERS = {
     "qwen3": ("expert_activation", "router_weights", "router_logits", "routed_scale"),
     "qwen3_moe": ("dense_activation", "router_logits", "routed_scale"),
@@ -55,7 +51,7 @@ def ways(family: str) -> Iterator[tuple[str, TrainerConfig]]:
         if item.name in OF_OTHERS[family]:
             continue
         as_engine: StrEnum = getattr(AS_ENGINE.numerics, item.name)
-        other = OTHERS.get(item.name) or next(choice for choice in type(as_engine) if choice is not as_engine)
+        other = next(choice for choice in type(as_engine) if choice is not as_engine)
         yield item.name, replace(AS_ENGINE, numerics=replace(AS_ENGINE.numerics, **{item.name: other}))
         transformers = replace(transformers, numerics=replace(transformers.numerics, **{item.name: other}))
     if is_moe:
@@ -80,12 +76,12 @@ def measure(trainer: TrainerHere, responses: list[Response], repeats: int) -> di
 def run_seed(args: argparse.Namespace, device: Device, engine: EngineHere) -> dict[str, Any]:
     """All ways of one seed."""
     draw, trainer = random.Random(args.seed), TrainerHere(args, device)
-    engine.load(trainer.weights())
+    engine.load(trainer)
     responses, _ = engine.sample(prompts_of(args, draw, args.prompts), args.tokens)
     for _ in range(2):
         trainer.logprobs(responses, learn=True)
         trainer.step()
-    engine.load(trainer.weights())
+    engine.load(trainer)
     responses, _ = engine.sample(prompts_of(args, draw, args.prompts), args.tokens)
     sampled = [logprob for one in responses for logprob in one.logprobs]
     scored = [score for one in engine.score(responses) for score in one]
@@ -119,7 +115,6 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--price", nargs="+", choices=SHAPES, help="no engine: what the items cost these shapes")
     parser.add_argument("--tiny", action="store_true", help="two small layers")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
@@ -129,11 +124,6 @@ def main() -> None:
         shrink(args)
         args.head_dim, args.prompts, args.tokens = 32, 4, 8
     facts, device = prepare(args)
-    if args.price:
-        out = args.out or ROOT / "bench" / "results" / f"numerics-price-{device}.json"
-        measure_prices(args, {"environment": facts}, out)
-        print(f"written: {out}")
-        return
     out = args.out or ROOT / "bench" / "results" / f"numerics-{args.family}{'-eager' * args.eager}-{device}.json"
     report: dict[str, Any] = {"environment": facts, "arguments": {k: str(v) for k, v in vars(args).items()}}
     report["seeds"] = {}

@@ -171,9 +171,6 @@ def check_bitwise_parity_is_possible(config: RunConfig) -> None:
         f"rollout.sampling.temperature={sampling.temperature}; set it to 1": sampling.temperature != 1.0,
         f"rollout.sampling.top_p={sampling.top_p}; set it to 1": sampling.top_p != 1.0,
         f"model.dtype={config.model.dtype}; set it to bfloat16": config.model.dtype is not DType.bfloat16,
-        "weight_sync.mode=adapter, whose engines add adapters in kernels of their own; set it to merged": (
-            config.weight_sync.mode is SyncMode.adapter
-        ),
         "model.engine_format=block_fp8, in which engines compute and the trainer does not; set it to checkpoint": (
             config.model.engine_format is EngineFormat.block_fp8
         ),

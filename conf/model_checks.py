@@ -76,6 +76,8 @@ def check_adapters_beside_experts_have_gpu_engines(config: RunConfig, hf_config:
 
 BITWISE_FAMILIES = ("qwen3", "qwen3_moe")
 """model_type of models whose forward trainer/engine_ops has in the engine's kernels."""
+BITWISE_HEAD_DIM = 128
+"""That of Qwen's own models. At 64, for one, vLLM 0.25.1's FlashAttention 3 decodes by 192 keys and prefills by 128."""
 
 
 def check_engine_forward_knows_the_model(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
@@ -92,6 +94,11 @@ def check_engine_forward_knows_the_model(config: RunConfig, hf_config: Mapping[s
         reason = f"positions scaled by {scaling} (rope_scaling in config.json)"
     elif hf_config.get("quantization_config"):
         reason = "quantized engines (quantization_config in config.json)"
+    elif (head_dim := hf_config.get("head_dim", BITWISE_HEAD_DIM)) != BITWISE_HEAD_DIM:
+        reason = (
+            f"head_dim={head_dim}: only at {BITWISE_HEAD_DIM} is FlashAttention 3 known to read keys in equal blocks "
+            "when it decodes and when it prefills"
+        )
     if reason is not None:
         raise ConfigError(
             f"trainer.engine_forward=true (parity=bitwise) does not know {reason}; choose parity=standard, or another "

@@ -143,7 +143,7 @@ class TrainerRank:
         starts_from_base = not is_full and lora.init_from is None
         if not is_full and lora.init_from is not None:
             load_adapter(decoder, lora.init_from)
-        choose_forward(decoder, self._trainer, self._device)
+        choose_forward(decoder, self._trainer, self._device, self._weight_sync.mode)
         self._decoder = decoder
         self._trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
         self._shards = [TrainableShard(name, sharded_rows(name, param).detach()) for name, param in self._trainable]

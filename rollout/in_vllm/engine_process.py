@@ -11,7 +11,11 @@ import multiprocessing
 import os
 
 from rollout.die_with_owner import OWNER_VARIABLE, end_with
-from rollout.in_vllm.vllm_patches import keep_linear_weights_in_place, norm_sums_batch_invariantly
+from rollout.in_vllm.vllm_patches import (
+    add_expert_adapters_batch_invariantly,
+    keep_linear_weights_in_place,
+    norm_sums_batch_invariantly,
+)
 from rollout.in_vllm.worker_extension import WeightReceiver
 
 __all__ = ["WeightReceiver"]
@@ -31,4 +35,5 @@ def _end_with_the_owner() -> None:
 
 keep_linear_weights_in_place()
 norm_sums_batch_invariantly()
+add_expert_adapters_batch_invariantly()
 _end_with_the_owner()

@@ -4,6 +4,9 @@
                                           Until an option of vLLM says so.
     norm_sums_batch_invariantly    0.25   With VLLM_BATCH_INVARIANT=1 the norm of a sum does not depend on the batch.
                                           Until vLLM's fused kernel does not (it claims so).
+    add_expert_adapters_batch_invariantly
+                                   0.25   With VLLM_BATCH_INVARIANT=1 one kernel adds experts' adapters to any batch.
+                                          Until vLLM's choice of kernels does not depend on the batch.
     watch_outputs                  both   One engine's client shows its outputs to a listener before vLLM handles them.
                                           Until outputs carry the version of the weights, or a listener can be given.
     end_for_good                   both   One engine is shut down once. Until AsyncLLM.shutdown() may be called twice.
@@ -14,7 +17,7 @@
     be_rank                        both   Process groups that talk to nobody. Until vLLM's groups can be made so.
 
 "Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first
-patch acts on every engine on a CPU, the second on every batch-invariant one, the next three on the objects of one
+patch acts on every engine on a CPU, the next two on every batch-invariant one, the next three on the objects of one
 engine; the last two run in a process that computes nothing (rollout/layouts/meta_engine.py). While a layout is
 recorded, two more modules swap attributes of a model and put them back: load_time.py (parameters as they were at load
 time) and adapter_slots.py (layers without LoRA wrappers).
@@ -82,6 +85,29 @@ def norm_sums_batch_invariantly() -> None:
         return norm(residual, weight, eps), residual
 
     _replace(layernorm, "rms_norm_batch_invariant", norm_of_sum)
+
+
+def add_expert_adapters_batch_invariantly() -> None:
+    """With VLLM_BATCH_INVARIANT=1, experts' adapters are added by one kernel. Call it before a model is loaded; again
+    is harmless.
+
+    For a batch that chooses few experts (rows * experts per token * 8 at most experts * slots) vLLM takes another one,
+    which does not round x A^T (measured: docs/parity.md).
+    """
+    import vllm.envs
+
+    if not vllm.envs.VLLM_BATCH_INVARIANT:
+        return
+    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+
+    align = PunicaWrapperGPU.moe_lora_align_block_size
+    if align.__module__ == __name__:
+        return
+
+    def always_sorted(self: Any, *rows: Any, naive_block_assignment: bool = False, **options: Any) -> Any:
+        return align(self, *rows, **options)
+
+    _replace(PunicaWrapperGPU, "moe_lora_align_block_size", always_sorted)
 
 
 def watch_outputs(llm: AsyncLLM, see: Callable[[Any], None]) -> None:

@@ -23,6 +23,7 @@ from trainer.architecture.families import read_config
 from trainer.architecture.model_spec import ModelSpec
 from trainer.model.build_decoder import build_decoder
 from trainer.model.decoder import Decoder
+from trainer.model.logprobs import token_logprobs
 from trainer.moe.replay import RecordedRoutes
 from trainer.parallel import ParallelLayout, local_part
 from trainer.weights.fused_experts import interleave
@@ -273,6 +274,20 @@ def packed(lengths: tuple[int, ...] = LENGTHS, *, seed: int = 0, vocab_size: int
 def logits_of(decoder: Decoder, batch: tuple[Tensor, Tensor, Tensor], routes: RecordedRoutes | None = None) -> Tensor:
     """[T, V]."""
     return decoder.apply_head(lambda hidden, weight: F.linear(hidden, weight), decoder(*batch, routes))
+
+
+def logprob_gradients(
+    decoder: Decoder, batch: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Log-probabilities of the batch's own tokens by the decoder's head, and gradients of a weighted sum of them."""
+    decoder.zero_grad()
+    hidden = decoder(*batch)
+    logprobs, _ = decoder.apply_head(
+        lambda rows, weight: token_logprobs(rows, weight, batch[0], temperature=1.0, chunk_tokens=5, head=decoder.head),
+        hidden,
+    )
+    (logprobs * (1 + batch[0] % 5)).sum().backward()
+    return logprobs.detach(), {name: p.grad for name, p in decoder.named_parameters() if p.requires_grad}
 
 
 def probe_loss(logits_TV: Tensor, token_ids_T: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ def test_the_dense_activation_is_vllms_compiled_or_eager(operations: VllmOperati
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_every_log_ratio_is_zero(family: str, tmp_path: Path) -> None:
     """An engine with CUDA graphs, adapters that learn, publishes in place, 1 to 16 requests at once."""
-    sizes = "--layers 2 --hidden 512 --width 128 --heads 8 --head-dim 64 --experts 16 --vocab 4096 --prompts 16"
+    sizes = "--layers 2 --hidden 512 --width 128 --heads 8 --head-dim 128 --experts 16 --vocab 4096 --prompts 16"
     command = (
         f"{sys.executable} bench/bitwise.py --family {family} {sizes} --steps 4 --tokens 40 --rank 8 --out {tmp_path}"
     )

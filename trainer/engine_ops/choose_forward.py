@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import torch
 
-from conf.schema import AdapterValues, AttentionValues, TrainerConfig, TrainMode
+from conf.schema import AdapterValues, AttentionValues, SyncMode, TrainerConfig, TrainMode
+from trainer.engine_ops.adapter_forward import AdapterModules
 from trainer.engine_ops.engine_forward import compute_in_engine_operations
 from trainer.engine_ops.merged_forward import compute_with_merged_adapters
+from trainer.engine_ops.vllm_adapters import VllmAdapters
 from trainer.engine_ops.vllm_attention import VllmAttention, refusal_of_engine_attention
 from trainer.engine_ops.vllm_operations import VllmOperations
 from trainer.errors import TrainerError
 from trainer.model.decoder import Decoder
 
 
-def choose_forward(decoder: Decoder, trainer: TrainerConfig, device: torch.device) -> None:
+def choose_forward(
+    decoder: Decoder, trainer: TrainerConfig, device: torch.device, engines: SyncMode = SyncMode.merged
+) -> None:
     """Do what trainer.engine_forward, or trainer.numerics.attention and trainer.numerics.adapters ask for.
+
+    Args:
+        engines: What engines hold (weight_sync.mode): merged weights, or the base and adapters.
 
     Raises:
         TrainerError: the engine's kernels were asked for, and this node cannot run them: vLLM is missing, or the GPU,
             the dtype or the heads do not fit.
     """
     if trainer.engine_forward:
-        compute_in_engine_operations(decoder, VllmOperations(decoder.spec, decoder.dtype, device))
+        operations, modules = VllmOperations(decoder.spec, decoder.dtype, device), None
+        if engines is SyncMode.adapter:
+            rank = trainer.lora.slot_rank
+            modules = AdapterModules(operations, VllmAdapters(rank, device), rank)
+        compute_in_engine_operations(decoder, operations, modules)
         return
     decoder.attention_values = _choose_attention(decoder, trainer.numerics.attention, device)
     if trainer.numerics.adapters is AdapterValues.merged and trainer.mode is TrainMode.lora:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -25,15 +25,46 @@ from trainer.model.decoder import Decoder, DecoderLayer, DenseMlp
 from trainer.model.norm import RMSNorm
 from trainer.model.packed_sequences import PackedSequences
 from trainer.moe.block import MoeBlock
+from trainer.moe.experts import Experts
 from trainer.recompute import Recomputed
 
 if TYPE_CHECKING:
     from trainer.engine_ops.vllm_operations import VllmOperations
 
 
-def compute_in_engine_operations(decoder: Decoder, operations: VllmOperations) -> None:
-    """Let a decoder take its values from `operations` from now on."""
-    forward = EngineForward(operations)
+class AdaptedModules(Protocol):
+    """How an engine computes modules that may have adapters."""
+
+    def linears(self, linears: Sequence[Linear], x: Tensor) -> Tensor:
+        """Outputs of linears of one input, side by side."""
+        ...
+
+    def experts(self, bank: Experts, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """The weighted sum of each token's experts."""
+        ...
+
+
+class MergedModules:
+    """Weights with adapters in them, as a publish would write them now."""
+
+    def __init__(self, operations: VllmOperations) -> None:
+        self._ops = operations
+
+    def linears(self, linears: Sequence[Linear], x: Tensor) -> Tensor:
+        """Outputs of linears of one input, side by side."""
+        return self._ops.linear(x, *published_linears(linears, x.dtype))
+
+    def experts(self, bank: Experts, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """The weighted sum of each token's experts."""
+        return self._ops.experts(x_TH, *published_experts(bank, x_TH.dtype), weights_TK, experts_TK)
+
+
+def compute_in_engine_operations(
+    decoder: Decoder, operations: VllmOperations, modules: AdaptedModules | None = None
+) -> None:
+    """Let a decoder take its values from `operations` from now on; modules with adapters from `modules`, by default
+    with the adapters merged."""
+    forward = EngineForward(operations, modules or MergedModules(operations))
     for layer in decoder.model.layers:
         assert isinstance(layer, DecoderLayer)
         layer.in_place = Recomputed(own_layer, [layer], first=partial(_engine_layer, forward))
@@ -59,8 +90,8 @@ def _engine_layer(
 class EngineForward:
     """See the module's docstring."""
 
-    def __init__(self, operations: VllmOperations) -> None:
-        self._ops = operations
+    def __init__(self, operations: VllmOperations, modules: AdaptedModules) -> None:
+        self._ops, self._modules = operations, modules
 
     @torch.no_grad()
     def layer(self, layer: DecoderLayer, x_TH: Tensor, sequences: PackedSequences) -> tuple[Tensor, Tensor | None]:
@@ -68,7 +99,7 @@ class EngineForward:
         attention = layer.self_attn
         assert isinstance(attention, GroupedQueryAttention)
         heads_TO = self._attention(attention, self.norm(layer.input_layernorm, x_TH), sequences)
-        x_TH = x_TH + self._linears([attention.o_proj], heads_TO)
+        x_TH = x_TH + self._modules.linears([attention.o_proj], heads_TO)
         y_TH = self.norm(layer.post_attention_layernorm, x_TH)
         if isinstance(layer.mlp, DenseMlp):
             return x_TH + self._feed_forward(layer.mlp, y_TH), None
@@ -91,7 +122,7 @@ class EngineForward:
     def _attention(self, attention: GroupedQueryAttention, y_TH: Tensor, sequences: PackedSequences) -> Tensor:
         """[T, N * D], what o_proj takes."""
         widths = [count * width for count, width in attention.heads]
-        qkv_TO = self._linears([attention.q_proj, attention.k_proj, attention.v_proj], y_TH)
+        qkv_TO = self._modules.linears([attention.q_proj, attention.k_proj, attention.v_proj], y_TH)
         q, k, v = (x.unflatten(1, heads) for x, heads in zip(qkv_TO.split(widths, 1), attention.heads, strict=True))
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = self.norm(attention.q_norm, q), self.norm(attention.k_norm, k)
@@ -99,15 +130,11 @@ class EngineForward:
         return self._ops.attend(q, k, v, sequences, attention.scale).flatten(1)
 
     def _feed_forward(self, mlp: DenseMlp, y_TH: Tensor) -> Tensor:
-        return self._linears([mlp.down_proj], self._ops.silu_and_mul(self._linears([mlp.gate_proj, mlp.up_proj], y_TH)))
+        gate_up = self._modules.linears([mlp.gate_proj, mlp.up_proj], y_TH)
+        return self._modules.linears([mlp.down_proj], self._ops.silu_and_mul(gate_up))
 
     def _experts(self, block: MoeBlock, y_TH: Tensor) -> tuple[Tensor, Tensor]:
         router = block.gate
         logits_TE = self._ops.linear(y_TH, router.weight.to(y_TH.dtype))
         weights_TK, experts_TK = self._ops.route(y_TH, logits_TE, router.moe.top_k, router.moe.norm_topk_prob)
-        gate_up, down = published_experts(block.experts, y_TH.dtype)
-        return self._ops.experts(y_TH, gate_up, down, weights_TK, experts_TK), experts_TK
-
-    def _linears(self, linears: Sequence[Linear], x: Tensor) -> Tensor:
-        """Outputs of linears of one input, side by side."""
-        return self._ops.linear(x, *published_linears(linears, x.dtype))
+        return self._modules.experts(block.experts, y_TH, weights_TK, experts_TK), experts_TK

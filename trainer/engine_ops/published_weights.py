@@ -18,39 +18,55 @@ from trainer.weights.merge import merger
 
 def published_linears(linears: Sequence[Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Weights of linears of one input, one below the other, and their biases; None where they have none."""
+    if not any(is_adapted(linear) for linear in linears):
+        return base_linears(linears, dtype)
     rows = [linear.weight.shape[0] for linear in linears]
-    if any(_is_adapted(linear) for linear in linears):
-        weight = linears[0].weight.new_empty(sum(rows), linears[0].weight.shape[1], dtype=dtype)
-        for linear, out in zip(linears, weight.split(rows), strict=True):
-            _write(linear, linear.weight, linear.lora_A, linear.lora_B, out)
-    else:
-        weights = [linear.base(dtype)[0] for linear in linears]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    biases = [linear.base(dtype)[1] for linear in linears]
-    present = [bias for bias in biases if bias is not None]
-    return weight.detach(), torch.cat(present).detach() if present else None
+    weight = linears[0].weight.new_empty(sum(rows), linears[0].weight.shape[1], dtype=dtype)
+    for linear, out in zip(linears, weight.split(rows), strict=True):
+        _write(linear, linear.weight, linear.lora_A, linear.lora_B, out)
+    return weight.detach(), _biases(linears, dtype)
+
+
+def base_linears(linears: Sequence[Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The same without adapters."""
+    weights = [linear.base(dtype)[0] for linear in linears]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    return weight.detach(), _biases(linears, dtype)
 
 
 def published_experts(bank: Experts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """gate_up (E, 2I, H) and down (E, H, I) of all experts of a layer."""
+    if not is_adapted(bank):
+        return base_experts(bank, dtype)
     gate_up, down = bank.gate_up_proj, bank.down_proj
     assert gate_up is not None and down is not None, "packed experts have no merged weights"
-    if not _is_adapted(bank):
-        return gate_up.detach().to(dtype), down.detach().to(dtype)
     outs = torch.empty_like(gate_up, dtype=dtype), torch.empty_like(down, dtype=dtype)
     _write(bank, gate_up, bank.gate_up_lora_A, bank.gate_up_lora_B, outs[0])
     _write(bank, down, bank.down_lora_A, bank.down_lora_B, outs[1])
     return outs
 
 
-def _is_adapted(module: Linear | Experts) -> bool:
+def base_experts(bank: Experts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same without adapters."""
+    assert bank.gate_up_proj is not None and bank.down_proj is not None, "packed experts have weights of other shapes"
+    return bank.gate_up_proj.detach().to(dtype), bank.down_proj.detach().to(dtype)
+
+
+def is_adapted(module: Linear | Experts) -> bool:
+    """Whether the module computes with an adapter now."""
     return module.lora is not None and module.adapters_enabled
+
+
+def _biases(linears: Sequence[Linear], dtype: torch.dtype) -> Tensor | None:
+    biases = [linear.base(dtype)[1] for linear in linears]
+    present = [bias for bias in biases if bias is not None]
+    return torch.cat(present).detach() if present else None
 
 
 @torch.no_grad()
 def _write(module: Linear | Experts, base: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
     """Merge a matrix, or a stack of them, into `out`."""
-    if not _is_adapted(module):
+    if not is_adapted(module):
         out.copy_(base)
         return
     assert module.lora is not None

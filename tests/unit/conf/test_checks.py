@@ -46,7 +46,6 @@ CASES = [
     ([*BITWISE, "rollout.sampling.temperature=0.7"], "parity=bitwise.*temperature=0.7.*set it to 1"),
     ([*BITWISE, "rollout.sampling.top_p=0.9"], "parity=bitwise.*top_p=0.9; set it to 1"),
     ([*BITWISE, "model.dtype=float32"], "parity=bitwise.*model.dtype=float32; set it to bfloat16"),
-    ([*BITWISE, "model.dtype=bfloat16", "weight_sync.mode=adapter"], "parity=bitwise.*weight_sync.mode=adapter"),
     ([*BITWISE, "model.dtype=bfloat16", "parity.replay_routing=true"], "parity=bitwise.*parity.replay_routing=true"),
     ([*BITWISE, "model.dtype=bfloat16", "model.engine_format=block_fp8"], "parity=bitwise.*engine_format=block_fp8"),
     (
@@ -56,6 +55,10 @@ CASES = [
     (
         [*BITWISE, "model.dtype=bfloat16", "+model.hf_config.rope_scaling={rope_type: yarn, factor: 2.0}"],
         "parity=bitwise.*positions scaled by yarn",
+    ),
+    (
+        [*BITWISE, "model.dtype=bfloat16", "model.hf_config.head_dim=64"],
+        "parity=bitwise.*head_dim=64: only at 128 .*parity=standard",
     ),
     (
         [*BITWISE, "model.dtype=bfloat16", "trainer.activation_checkpointing=false"],
@@ -254,6 +257,8 @@ def test_options_of_a_checkpoint_are_judged_once_its_config_is_read() -> None:
         ["model=tiny_deepseek_v3", "model.mla_norm_eps=hf", "trainer.lora.expert_rank=4", "trainer.combine=hf_eager"],
         ["weight_sync=disabled", "rollout.sampling.max_tokens=3"],
         ["algorithm.mask_truncated=true", "rollout.sampling.stop_at_eos=true"],
+        [*BITWISE, "model.dtype=bfloat16", "model.hf_config.head_dim=128"],
+        [*BITWISE, "model.dtype=bfloat16", "model.hf_config.head_dim=128", "weight_sync.mode=adapter"],
         ["algorithm=dr_grpo"],
         ["algorithm=rloo"],
         ["model=tiny_deepseek_v3", "trainer.lora.attention=false", "trainer.lora.experts=false"],  # the dense ones

@@ -7,92 +7,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cases.tiny_models import (
     DENSE,
     MIXED,
     MOE,
     logits_of,
+    logprob_gradients,
     make_decoder,
     packed,
     probe_loss,
     relative_error,
     trainer_config,
 )
+from fakes.torch_operations import TorchOperations
 from torch import Tensor
 
 from conf.schema import TrainMode
 from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.engine_ops.engine_forward import compute_in_engine_operations
 from trainer.lora import disabled_adapters
-from trainer.model.logprobs import token_logprobs
 from weight_sync.layout import Region
-
-
-class TorchOperations:
-    """What trainer.engine_ops.vllm_operations promises, in float32 formulas; `shift` picks other experts on purpose."""
-
-    def __init__(self, theta: float = 10000.0, head_dim: int = 16, shift: int = 0) -> None:
-        self.theta, self.head_dim, self.shift = theta, head_dim, shift
-        self.chosen: list[Tensor] = []
-
-    def norm(self, x, weight, eps):
-        return (x.float() * (x.float().pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
-
-    def linear(self, x, weight, bias=None):
-        return x @ weight.t() if bias is None else x @ weight.t() + bias
-
-    def rotate(self, q, k, sequences):
-        frequencies = self.theta ** (-torch.arange(0, self.head_dim, 2) / self.head_dim)
-        angles = (sequences.positions_T[:, None] * frequencies)[:, None]
-
-        def turned(x):
-            first, second = x.chunk(2, -1)
-            parts = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
-            return torch.cat(parts, -1).to(x.dtype)
-
-        return turned(q), turned(k)
-
-    def attend(self, q, k, v, sequences, scale):
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        outs = []
-        for start, stop in zip(sequences.starts, sequences.starts[1:], strict=False):
-            logits = torch.einsum("qnd,knd->nqk", q[start:stop], k[start:stop]) * scale
-            hidden = torch.ones(logits.shape[1:], dtype=torch.bool).triu(1)
-            outs.append(torch.einsum("nqk,knd->qnd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v[start:stop]))
-        return torch.cat(outs)
-
-    def silu_and_mul(self, gate_up):
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
-
-    def route(self, x, logits, top_k, does_normalize):
-        probabilities = logits.softmax(-1)
-        experts = (probabilities.topk(top_k).indices + self.shift) % logits.shape[1]
-        weights = probabilities.gather(1, experts)
-        self.chosen.append(experts)
-        return (weights / weights.sum(-1, keepdim=True) if does_normalize else weights), experts.to(torch.int32)
-
-    def experts(self, x, gate_up, down, weights, experts):
-        out = torch.zeros_like(x)
-        for choice in range(experts.shape[1]):
-            h = self.silu_and_mul(torch.einsum("th,tih->ti", x, gate_up[experts[:, choice].long()]))
-            out += weights[:, choice, None] * torch.einsum("ti,thi->th", h, down[experts[:, choice].long()])
-        return out
-
-    def token_logprobs(self, logits, targets):
-        return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-
-
-def loss_and_gradients(decoder, batch):
-    decoder.zero_grad()
-    hidden = decoder(*batch)
-    logprobs, _ = decoder.apply_head(
-        lambda rows, weight: token_logprobs(rows, weight, batch[0], temperature=1.0, chunk_tokens=5, head=decoder.head),
-        hidden,
-    )
-    (logprobs * (1 + batch[0] % 5)).sum().backward()
-    return logprobs.detach(), {name: p.grad for name, p in decoder.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize("mode", list(TrainMode), ids=str)
@@ -104,8 +38,8 @@ def test_values_are_the_operations_and_gradients_the_trainers_own(config, mode):
     batch = packed()
     own, mine = (make_decoder(config, trainer_config(mode)) for _ in range(2))
     compute_in_engine_operations(mine, TorchOperations())
-    wanted, wanted_grads = loss_and_gradients(own, batch)
-    logprobs, grads = loss_and_gradients(mine, batch)
+    wanted, wanted_grads = logprob_gradients(own, batch)
+    logprobs, grads = logprob_gradients(mine, batch)
     assert relative_error(logprobs, wanted) < 1e-4
     assert not torch.equal(logprobs, wanted)  # by other operations, in another order
     assert grads.keys() == wanted_grads.keys()
@@ -119,7 +53,7 @@ def test_gradients_use_the_experts_that_the_operations_chose():
     decoder = make_decoder({**MOE, "num_hidden_layers": 1})
     operations = TorchOperations(shift=3)
     compute_in_engine_operations(decoder, operations)
-    _, grads = loss_and_gradients(decoder, packed((2,)))
+    _, grads = logprob_gradients(decoder, packed((2,)))
     (experts,) = operations.chosen
     touched = grads["model.layers.0.mlp.experts.down_lora_B"].flatten(1).abs().sum(1) > 0
     assert set(touched.nonzero()[:, 0].tolist()) == set(experts.flatten().tolist())
