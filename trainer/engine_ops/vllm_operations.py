@@ -1,7 +1,7 @@
 """The operations that a batch-invariant vLLM engine computes a model with, as functions of tensors.
 
-Owns the only imports of vLLM in the trainer, all inside functions: without trainer.engine_forward=true the trainer
-needs no vLLM. Does not own their order (engine_forward.py), nor gradients: nothing here is differentiable.
+Owns imports of vLLM, all inside functions: without trainer.engine_forward=true nothing here needs it. Does not own the
+operations' order (engine_forward.py), nor gradients: nothing here is differentiable.
 Invariant: a row's result depends on that row alone, hence not on how many rows a call has, and it has the bits that
 the engine computes with VLLM_BATCH_INVARIANT=1 (vLLM 0.25.1, `model_executor/layers/batch_invariant.py`).
 
