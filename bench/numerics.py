@@ -2,6 +2,7 @@
 
     python bench/numerics.py                                   8 layers of Qwen3-30B-A3B, a compiled engine, three seeds
     python bench/numerics.py --family qwen3 --hidden 4096      a dense Qwen3
+    python bench/numerics.py --price gpt-oss-20b-6             tokens/s alone, of other shapes and of long sequences
     python bench/numerics.py --tiny --eager --family qwen3     two small layers in float32, for a CPU: all items alike
 
 On a CPU vLLM keeps experts in an order of its own, which this script does not write: no figures of a mixture there.
@@ -31,6 +32,7 @@ sys.path[0] = str(ROOT)
 
 from bench.bitwise import EngineHere, Response, TrainerHere, add_options, compare, prepare, prompts_of  # noqa: E402
 from bench.shapes import shrink  # noqa: E402
+from bench.training.item_prices import SHAPES, measure_prices  # noqa: E402
 from conf.schema import (  # noqa: E402
     AdapterValues,
     AttentionValues,
@@ -125,6 +127,7 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--price", nargs="+", choices=SHAPES, help="no engine: what the items cost these shapes")
     parser.add_argument("--tiny", action="store_true", help="two small layers")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
@@ -134,6 +137,11 @@ def main() -> None:
         shrink(args)
         args.head_dim, args.prompts, args.tokens = 32, 4, 8
     facts, device = prepare(args)
+    if args.price:
+        out = args.out or ROOT / "bench" / "results" / f"numerics-price-{device}.json"
+        measure_prices(args, {"environment": facts}, out)
+        print(f"written: {out}")
+        return
     out = args.out or ROOT / "bench" / "results" / f"numerics-{args.family}{'-eager' * args.eager}-{device}.json"
     report: dict[str, Any] = {"environment": facts, "arguments": {k: str(v) for k, v in vars(args).items()}}
     report["seeds"] = {}

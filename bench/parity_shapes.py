@@ -106,21 +106,22 @@ def _old(*k3: float) -> dict[str, float]:
     return dict(zip(OLD, k3, strict=True))
 
 
+OWN_ATTENTION = "numerics.attention=own"
+DENSE_EACH = "numerics.dense_activation=each"
 TRANSFORMERS_WAY = (
-    "numerics.norm=each", "numerics.rotation=each", "numerics.expert_activation=once", "numerics.router_weights=model",
-    "combine=hf_eager",
+    OWN_ATTENTION, "numerics.norm=each", "numerics.rotation=each", "numerics.expert_activation=once",
+    "numerics.router_weights=model", "combine=hf_eager",
 )  # fmt: skip
 """Every switch of a softmax router's family turned away from the engine's way."""
 OFF = ",".join(TRANSFORMERS_WAY)
-ENGINE_ATTENTION = "numerics.attention=engine"
-EACH = "numerics.dense_activation=each"
 ONE_OFF = (*TRANSFORMERS_WAY, "combine=fp32_once", OFF)
 ONE_ON = tuple(",".join(part for part in TRANSFORMERS_WAY if part != item) for item in TRANSFORMERS_WAY)
 SIGMOID_OFF = (
-    "numerics.norm=each", "numerics.expert_activation=once", "numerics.router_logits=float32",
-    "numerics.routed_scale=weights", "combine=hf_eager",
+    OWN_ATTENTION, DENSE_EACH, "numerics.norm=each", "numerics.expert_activation=once",
+    "numerics.router_logits=float32", "numerics.routed_scale=weights", "combine=hf_eager",
 )  # fmt: skip
-GPT_OSS_OFF = ("numerics.norm=each", "numerics.rotation=each", "combine=hf_eager")
+DENSE_OFF = (OWN_ATTENTION, DENSE_EACH, f"{OWN_ATTENTION},{DENSE_EACH}", "numerics.norm=each", "numerics.rotation=each")
+GPT_OSS_OFF = (OWN_ATTENTION, "numerics.norm=each", "numerics.rotation=each", "combine=hf_eager")
 BITWISE = "engine_forward=true"
 SEED_004: dict[str, Any] = {"prompts": 25, "tokens": 200, "with_fp32": False}
 ONLY_BITWISE: dict[str, Any] = {"others": (BITWISE,), "with_hf": False, "batch_invariant": True, "is_compiled": True}
@@ -132,9 +133,9 @@ ROWS = {
     "qwen3-30b-a3b-48": Row(QWEN3_30B, 48, 0.06, 72, with_fp32=False, with_hf=False),
     "qwen3-30b-a3b-12": Row(QWEN3_30B, 12, 0.06, 40, others=("replay", *ONE_OFF, BITWISE), old=OF_QWEN3),
     "qwen3-30b-a3b-12-compiled": Row(
-        QWEN3_30B, 12, 0.06, 24, others=("replay", ENGINE_ATTENTION, *ONE_OFF), with_hf=False, is_compiled=True
+        QWEN3_30B, 12, 0.06, 24, others=("replay", *ONE_OFF), with_hf=False, is_compiled=True
     ),
-    "qwen3-8b-8": Row(QWEN3_8B, 8, 0.06, 30, others=(ENGINE_ATTENTION, EACH, BITWISE)),
+    "qwen3-8b-8": Row(QWEN3_8B, 8, 0.06, 30, others=(*DENSE_OFF, BITWISE)),
     "glm-4.5-air-4": Row(GLM_45_AIR, 4, 0.03, 40, others=("replay", *SIGMOID_OFF), old=OF_GLM),
     "gpt-oss-20b-6": Row(GPT_OSS_20B, 6, 0.03, 32, others=("replay", *GPT_OSS_OFF), old=OF_GPT_OSS),
     "gpt-oss-20b-6-0.02": Row(GPT_OSS_20B, 6, 0.02, 32, others=("replay", *GPT_OSS_OFF), old=OF_GPT_OSS_FLAT),
@@ -145,9 +146,12 @@ ROWS = {
     "trained-bitwise": Row(TRAINED, 6, 0.02, 30, prompt_tokens=64, is_trained=True, **ONLY_BITWISE),
 }
 for _name, _gib, _others in (
-    ("qwen3-8b-8", 24, (ENGINE_ATTENTION, EACH, f"{ENGINE_ATTENTION},{EACH}")),
-    ("glm-4.5-air-4", 34, ("replay", ENGINE_ATTENTION, EACH)),
-    ("gpt-oss-20b-6", 30, ("replay", ENGINE_ATTENTION)),
-    ("deepseek-v3-3", 60, ("replay", ENGINE_ATTENTION, EACH)),
+    ("qwen3-30b-a3b-48", 72, ("replay", OWN_ATTENTION)),
+    ("qwen3-8b-8", 24, DENSE_OFF),
+    ("glm-4.5-air-4", 34, ("replay", *SIGMOID_OFF)),
+    ("gpt-oss-20b-6", 30, ("replay", *GPT_OSS_OFF)),
+    ("gpt-oss-20b-6-0.02", 30, ("replay", OWN_ATTENTION)),
+    ("deepseek-v3-3", 60, ("replay", *SIGMOID_OFF)),
+    ("trained", 24, ("replay", *ONE_OFF)),
 ):
     ROWS[f"{_name}-compiled"] = replace(ROWS[_name], gib=_gib, others=_others, with_hf=False, is_compiled=True, old={})

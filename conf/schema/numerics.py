@@ -61,11 +61,11 @@ class NumericsConfig:
     merged weight, rounded as a publish rounds it, what engines of weight_sync.mode=merged compute; gradients are the
     same formula's. It merges every layer in every forward, and runs each layer once more in backward.
     """
-    attention: AttentionValues = AttentionValues.own
-    """Attention's values. engine: by vLLM's FlashAttention 3, whose blocks round the softmax's probabilities where the
-    engine rounds them; gradients by the trainer's own kernels. It needs a Hopper GPU, a 16-bit model.dtype and vLLM on
-    the trainer's node. own: by the trainer's own kernels. auto: engine where that can be done, else own; the log says
-    which.
+    attention: AttentionValues = AttentionValues.auto
+    """Attention's values. engine: by vLLM's FlashAttention 3, which rounds the softmax's probabilities in the blocks in
+    which the engine rounds them; gradients by the trainer's own kernels. It needs a Hopper GPU, a 16-bit model.dtype
+    and vLLM on the trainer's node. own: by the trainer's own kernels. auto: engine where that can be done, else own;
+    the log says which, and why.
     """
     norm: Rounding = Rounding.once
     """RMSNorm. once: sum of the residual stream, norm and weight in float32, as an engine with torch.compile; one with

@@ -1,12 +1,9 @@
-"""What an item of trainer.numerics costs the trainer: forward and backward with it on and off, in one process.
+"""What items of trainer.numerics cost the trainer on shapes and lengths of which bench/numerics.py samples nothing.
 
-    python bench/numerics_price.py --shapes qwen3-30b-a3b-12 gpt-oss-20b-6      one GPU
-    python bench/numerics_price.py --tiny                                        a CPU; not the attention
-
-Each shape of bench/parity_shapes.py is loaded once, with random weights and adapters of rank 32. Then the items change
-places, `--rounds` times: the attention's values by vLLM's kernel or the trainer's own (trainer.numerics.attention), the
-dense activation rounded once or each time (trainer.numerics.dense_activation). A round is the median of some steps,
-without the optimizer; the layouts are one long sequence and many short ones. Writes bench/results/numerics-price.json.
+Each shape of bench/parity_shapes.py is loaded once, with random weights and adapters. Then the items change places,
+some rounds long: the attention's values by vLLM's kernel or the trainer's own (trainer.numerics.attention), the dense
+activation rounded once or each time (trainer.numerics.dense_activation). A round is the median of some steps without
+the optimizer; the layouts are one long sequence and many short ones.
 """
 
 from __future__ import annotations
@@ -15,21 +12,16 @@ import argparse
 import gc
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # instead of this folder, where bench/trainer.py hides the package trainer
-
-from bench.environment import environment  # noqa: E402
-from bench.parity_shapes import ROWS  # noqa: E402
+from bench.parity_shapes import ROWS
 
 SHAPES = ("qwen3-30b-a3b-12", "qwen3-8b-8", "gpt-oss-20b-6", "glm-4.5-air-4", "deepseek-v3-3")
 LAYOUTS = {"1 x 16384": (16384,), "64 x 256": (256,) * 64}
+ROUNDS = 3
 TINY_LAYOUTS = {"1 x 64": (64,), "4 x 16": (16,) * 4}
 
 
@@ -131,7 +123,7 @@ def measure(shape: str, args: argparse.Namespace) -> dict[str, Any]:
     for layout, lengths in (TINY_LAYOUTS if args.tiny else LAYOUTS).items():
         variants = subject.variants(args.device)
         rates: dict[str, Any] = {name: {"tokens_per_s": [], "peak_gb": None} for name in variants}
-        for number in range(args.rounds + 1):
+        for number in range(1 + (1 if args.tiny else ROUNDS)):
             for name, choose in variants.items():
                 choose()
                 if args.device == "cuda":
@@ -158,34 +150,18 @@ def import_seconds() -> float | None:
     return round(time.perf_counter() - began, 2)
 
 
-def main() -> None:
-    """Measure shape after shape; what there is is kept."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=5, help="steps of a round")
-    parser.add_argument("--rank", type=int, default=32, help="of the adapters")
-    parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "numerics-price.json")
-    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
-    args = parser.parse_args()
+def measure_prices(args: argparse.Namespace, report: dict[str, Any], out: Path) -> None:
+    """Shape after shape; what there is is kept."""
     import torch
 
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.tiny:
-        args.rounds, args.repeats, args.rank = 1, 1, 4
-    report: dict[str, Any] = {"environment": environment(args.commit), "import_s": import_seconds(), "shapes": {}}
-    for shape in args.shapes:
+    report |= {"import_s": import_seconds(), "shapes": {}}
+    for shape in args.price:
         try:
             report["shapes"][shape] = measure(shape, args)
         except torch.OutOfMemoryError as error:
             report["shapes"][shape] = {"failed": f"out of memory: {str(error).splitlines()[0]}"}
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        out.write_text(json.dumps(report, indent=1) + "\n")
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()
-    print(f"written: {args.out}")
-
-
-if __name__ == "__main__":
-    main()
