@@ -35,7 +35,7 @@ def refusal_of_engine_attention(
     try:
         from vllm.vllm_flash_attn import fa_version_unsupported_reason, is_fa_version_supported
     except ImportError as error:
-        return f"vLLM is missing where the trainer runs: {error}"
+        return f"vLLM's attention cannot be imported where the trainer runs: {error}"
     if not is_fa_version_supported(3):
         return f"vLLM has no FlashAttention 3 here: {fa_version_unsupported_reason(3)}"
     return None

@@ -98,7 +98,7 @@ def test_a_node_that_cannot_run_it_says_so_once_or_takes_its_own() -> None:
         ({"head_dim": 20}, torch.bfloat16, 9, "heads of width 20"),
         ({"head_dim": 512}, torch.bfloat16, 9, "heads of width 512"),
         (DEEPSEEK, torch.bfloat16, 9, "heads of width 20"),
-        ({"head_dim": 128}, torch.bfloat16, 9, "vLLM is missing where the trainer runs"),
+        ({"head_dim": 128}, torch.bfloat16, 9, "vLLM's attention cannot be imported where the trainer runs"),
     ],
     ids=lambda value: str(value)[:20],
 )
