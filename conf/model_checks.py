@@ -76,8 +76,9 @@ def check_adapters_beside_experts_have_gpu_engines(config: RunConfig, hf_config:
 
 BITWISE_FAMILIES = ("qwen3", "qwen3_moe")
 """model_type of models whose forward trainer/engine_ops has in the engine's kernels."""
-BITWISE_HEAD_DIM = 128
-"""That of Qwen's own models. At 64, for one, vLLM 0.25.1's FlashAttention 3 decodes by 192 keys and prefills by 128."""
+BITWISE_HEAD_DIMS = (128, 192, 256)
+"""At others, vLLM 0.25.1's FlashAttention 3 reads keys in blocks of other sizes when it decodes than when it prefills
+(64), or from pages than from rows (80, 96)."""
 
 
 def check_engine_forward_knows_the_model(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
@@ -94,10 +95,10 @@ def check_engine_forward_knows_the_model(config: RunConfig, hf_config: Mapping[s
         reason = f"positions scaled by {scaling} (rope_scaling in config.json)"
     elif hf_config.get("quantization_config"):
         reason = "quantized engines (quantization_config in config.json)"
-    elif (head_dim := hf_config.get("head_dim", BITWISE_HEAD_DIM)) != BITWISE_HEAD_DIM:
+    elif (head_dim := hf_config.get("head_dim", BITWISE_HEAD_DIMS[0])) not in BITWISE_HEAD_DIMS:
         reason = (
-            f"head_dim={head_dim}: only at {BITWISE_HEAD_DIM} is FlashAttention 3 known to read keys in equal blocks "
-            "when it decodes and when it prefills"
+            f"head_dim={head_dim}: only at {', '.join(map(str, BITWISE_HEAD_DIMS))} does FlashAttention 3 read keys in "
+            "equal blocks when it decodes, prefills and trains"
         )
     if reason is not None:
         raise ConfigError(

@@ -193,9 +193,9 @@ class TrainerConfig:
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     """Where the forward pass rounds."""
     combine: CombineMode = CombineMode.vllm_like
-    """How a token's expert outputs are summed. vllm_like: products are rounded to model.dtype first and, with 2, 3 or 4
-    experts per token, partial sums, too. fp32_once: products and sum in float32, rounded once. hf_eager: both are
-    rounded, and experts are summed in ascending order, as transformers' eager experts.
+    """How a token's expert outputs are summed. vllm_like: products are rounded to model.dtype, and their sum in float32
+    once more. fp32_once: products and sum in float32, rounded once. hf_eager: products and partial sums are rounded,
+    and experts are summed in ascending order, as transformers' eager experts.
     """
     engine_forward: bool = False
     """Compute the policy's values by the engine's own kernels, with the weights that a publish writes, and gradients by

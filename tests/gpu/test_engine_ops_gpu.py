@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases.tiny_models import MOE
 from torch import Tensor
 
+from conf.model_checks import BITWISE_HEAD_DIMS
 from conf.schema import CombineMode
 from trainer.architecture.activation import SWIGLU
 from trainer.architecture.families import read_config
@@ -89,6 +92,28 @@ def test_a_sequences_bits_do_not_depend_on_its_neighbours(operations: VllmOperat
             assert torch.equal(mine, other[rows])
         assert torch.equal(operations.attend(*alone, v[rows], packed(length), DIM**-0.5), out[rows])
         start += length
+
+
+@pytest.mark.parametrize("head_dim", BITWISE_HEAD_DIMS)
+def test_attention_of_decode_and_prefill_is_the_trainers(head_dim: int) -> None:
+    """The engine reads keys from pages, and decodes one query at a time."""
+    attention = import_module("vllm.v1.attention.backends.fa_utils")
+    spec = read_config({**MOE, "head_dim": head_dim, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS})
+    operations, page, scale = VllmOperations(spec, torch.bfloat16, torch.device("cuda")), 16, head_dim**-0.5
+    for length in (5, 128, 129, 200, 700):
+        q, k, v = (draw(length, heads, head_dim, seed=n) for n, heads in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+        mine = operations.attend(q, k, v, packed(length), scale)
+        num_pages = -(-length // page)
+        pages = [F.pad(x, (0, 0, 0, 0, 0, num_pages * page - length)).unflatten(0, (num_pages, page)) for x in (k, v)]
+        table = torch.arange(num_pages, dtype=torch.int32, device="cuda")[None]
+        for num_queries in (1, length):
+            ends = torch.tensor([0, num_queries], dtype=torch.int32, device="cuda")
+            theirs = attention.flash_attn_varlen_func(
+                q[-num_queries:], *pages, max_seqlen_q=num_queries, cu_seqlens_q=ends, max_seqlen_k=length,
+                seqused_k=torch.full((1,), length, dtype=torch.int32, device="cuda"), block_table=table,
+                softmax_scale=scale, causal=True, num_splits=1, fa_version=3,
+            )  # fmt: skip
+            assert torch.equal(theirs, mine[-num_queries:]), (length, num_queries)
 
 
 def share_of_equal(mine: Tensor, other: Tensor) -> float:

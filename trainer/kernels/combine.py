@@ -3,8 +3,8 @@
 Owns the order and the roundings. CombineMode chooses what they match:
 
     fp32_once   products and sum in float32 over choices 0, 1, ..., one rounding: closest to the real number
-    vllm_like   products rounded to the compute dtype; float32 sum over choices, or a sum in the compute dtype for
-                K = 2, 3, 4, as vLLM's moe_sum. (Differs by one rounding: vLLM applies weights before it rounds y.)
+    vllm_like   products rounded to the compute dtype, float32 sum over choices, one rounding, as vLLM's moe_sum.
+                (Differs by one rounding: vLLM applies weights before it rounds y.)
     hf_eager    products and partial sums rounded, experts in ascending order: transformers' index_add_
 
 No mode uses atomics, so the same inputs give the same bits. The torch form defines the result, and runs on devices
@@ -27,7 +27,7 @@ def weighted_sum_torch(
 ) -> Tensor:
     """The definition of `weighted_sum`."""
     wide = torch.promote_types(rows_SH.dtype, torch.float32)
-    does_round_products, does_round_sums = _roundings(mode, row_of_choice_TK.shape[1])
+    does_round_products, does_round_sums = _roundings(mode)
     shape = (row_of_choice_TK.shape[0], rows_SH.shape[1])
     out_TH = torch.zeros(shape, dtype=wide, device=rows_SH.device)
     for choice in range(row_of_choice_TK.shape[1]):
@@ -48,7 +48,7 @@ def weighted_sum_triton(
     """The same as weighted_sum_torch, by a kernel."""
     (num_tokens, top_k), num_columns = row_of_choice_TK.shape, rows_SH.shape[1]
     out_TH = rows_SH.new_empty(num_tokens, num_columns)
-    does_round_products, does_round_sums = _roundings(mode, top_k)
+    does_round_products, does_round_sums = _roundings(mode)
     if num_tokens:
         block = min(1024, triton.next_power_of_2(num_columns))
         programs(_weighted_sum, (num_tokens, triton.cdiv(num_columns, block)))(
@@ -80,10 +80,9 @@ def weighted_sum(
     return implementation(rows_SH, weights_TK, row_of_choice_TK, mode)
 
 
-def _roundings(mode: CombineMode, top_k: int) -> tuple[bool, bool]:
+def _roundings(mode: CombineMode) -> tuple[bool, bool]:
     """Whether products, and whether partial sums, are rounded to the compute dtype."""
-    does_round_sums = mode is CombineMode.hf_eager or (mode is CombineMode.vllm_like and top_k in (2, 3, 4))
-    return mode is not CombineMode.fp32_once, does_round_sums
+    return mode is not CombineMode.fp32_once, mode is CombineMode.hf_eager
 
 
 @triton.jit

@@ -128,10 +128,11 @@ def test_mxfp4_is_transformers_to_the_bit() -> None:
     assert torch.equal(out.view(torch.int16), wanted.contiguous().view(torch.int16))
 
 
-def test_the_combine_modes_round_where_they_say() -> None:
+@pytest.mark.parametrize("top_k", [4, 8])
+def test_the_combine_modes_round_where_they_say(top_k: int) -> None:
     """Against transformers' loop of index_add_ (hf_eager), and products rounded before a sum (vllm_like)."""
     generator = torch.Generator().manual_seed(3)
-    num_tokens, top_k, hidden = 40, 8, 64
+    num_tokens, hidden = 40, 64
     experts = torch.stack([torch.randperm(16, generator=generator)[:top_k] for _ in range(num_tokens)])
     row_of_choice = torch.empty_like(experts)
     order = experts.flatten().argsort(stable=True)
