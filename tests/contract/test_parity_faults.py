@@ -34,7 +34,7 @@ PROMPT, RESPONSE, SEQUENCES = 16, 48, 4
 
 def scorer_of(*overrides: str) -> Scorer:
     lengths = ["rollout.max_model_len=128", f"rollout.sampling.max_tokens={RESPONSE}"]
-    # vLLM on a CPU rounds the router's weights, and adds experts in float32; on a GPU neither.
+    # vLLM on a CPU rounds the router's weights, and not the experts' products; on a GPU it is the other way round.
     lengths += ["trainer.numerics.router_weights=model", "trainer.combine=fp32_once"]
     config = load_run_config([*MODEL, *lengths, *overrides])
     return Scorer(config.model, config.trainer, resolve_hf_config(config.model), seed=0, device=str(DEVICE))
