@@ -106,7 +106,7 @@ def _weights(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool, wide: 
     weights_TK = logits_TE.new_empty(experts_TK.shape, dtype=torch.float32 if wide else logits_TE.dtype)
     rows, shape = _shape(num_experts, experts_TK.shape[1], does_normalize)
     programs(_route, (triton.cdiv(num_tokens, rows),))(
-        logits_TE, weights_TK, experts_TK, num_tokens, num_experts, IS_GIVEN=is_given, **shape
+        logits_TE, weights_TK, experts_TK, num_tokens, num_experts, int(is_given), **shape
     )
     return weights_TK
 
@@ -141,32 +141,31 @@ def _exponentials(logits_ptr, tokens, experts, num_tokens, num_experts):
     return tl.exp(logits - peak[:, None]), logits, peak
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "is_given"])
 def _route(
-    logits_ptr, weights_ptr, experts_ptr, num_tokens, num_experts,
+    logits_ptr, weights_ptr, experts_ptr, num_tokens, num_experts, is_given,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, DOES_NORMALIZE: tl.constexpr,
-    IS_GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """The choice is made among logits: exp keeps their order but may make neighbouring ones equal."""
+    """The choice is made among logits: exp keeps their order but may make neighbouring ones equal. Given experts pass
+    through the same compiled code: in a kernel of their own sums would be added in another order.
+    """
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_token = tokens < num_tokens
     experts, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
-    exponentials, left, peak = _exponentials(logits_ptr, tokens, experts, num_tokens, num_experts)  # pyright: ignore[reportGeneralTypeIssues]
-    total = tl.sum(exponentials, 1)
+    exponentials, logits, peak = _exponentials(logits_ptr, tokens, experts, num_tokens, num_experts)  # pyright: ignore[reportGeneralTypeIssues]
+    left, total = logits, tl.sum(exponentials, 1)
     weights = tl.zeros([ROWS, CHOICES], dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
-        if IS_GIVEN:
-            expert = tl.load(experts_ptr + tokens * TOP_K + choice, mask=is_token, other=0)
-            best = tl.sum(tl.where(experts[None, :] == expert[:, None], left, 0.0), 1)
-        else:
-            best = tl.max(left, 1)
-            expert = tl.min(tl.where(left == best[:, None], experts[None, :], EXPERTS), 1)
-            expert = tl.minimum(
-                expert, num_experts - 1
-            )  # NaN equals nothing and gets a valid id all the same; the step is refused later
-            left = tl.where(experts[None, :] == expert[:, None], float("-inf"), left)
-            tl.store(experts_ptr + tokens * TOP_K + choice, expert.to(tl.int64), mask=is_token)
-        weights = tl.where(choices[None, :] == choice, tl.div_rn(tl.exp(best - peak), total)[:, None], weights)
+        at = experts_ptr + tokens * TOP_K + choice
+        best = tl.min(tl.where(left == tl.max(left, 1)[:, None], experts[None, :], EXPERTS), 1)
+        best = tl.minimum(best, num_experts - 1)  # NaN equals nothing, but its id is valid; the step is refused later
+        given = tl.load(at, mask=is_token & (is_given != 0), other=0)
+        expert = tl.where(is_given != 0, given, best.to(tl.int64))
+        tl.store(at, expert, mask=is_token & (is_given == 0))
+        is_expert = experts[None, :] == expert[:, None]
+        left = tl.where(is_expert, float("-inf"), left)
+        chosen = tl.sum(tl.where(is_expert, logits, 0.0), 1)
+        weights = tl.where(choices[None, :] == choice, tl.div_rn(tl.exp(chosen - peak), total)[:, None], weights)
     if DOES_NORMALIZE:
         weights = tl.div_rn(weights, tl.broadcast_to(tl.sum(weights, 1)[:, None], [ROWS, CHOICES]))
     inside = is_token[:, None] & (choices < TOP_K)[None, :]
