@@ -240,7 +240,7 @@ def test_a_callers_garbage_is_still_collected() -> None:
     del mine
     gc.collect()
     assert ref() is None
-    assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() <= frozen  # fewer: what other tests froze may have ended meanwhile
 
 
 def test_an_excluded_replica_is_neither_asked_nor_waited_for(world: World) -> None:
