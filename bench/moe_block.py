@@ -270,10 +270,10 @@ def kernel_table(
         ("gather_rows", lambda: gather_rows(x, source), tokens + wide),
         ("gather_project (A)", lambda: gather_project(x, source, a_gate_up, groups), tokens + wide + thin + 4 * a_gate_up.numel()),  # noqa: E501
         ("gather_project (B^T)", lambda: gather_project(x, source, b_down.transpose(1, 2), groups), tokens + wide + thin + 4 * b_down.numel()),  # noqa: E501
-        ("activate, frozen", lambda: activate(gu, None, None, None, groups, SWIGLU), 3 * half),
-        ("activate, adapter", lambda: activate(gu, low, inner, None, groups, SWIGLU), 3 * half + 2 * thin + inner_bytes),  # noqa: E501
-        ("activate_backward, frozen", lambda: activate_backward(gu, None, None, None, h, None, w_S, groups, SWIGLU, False), 5 * half),  # noqa: E501
-        ("activate_backward, adapter", lambda: activate_backward(gu, low, inner, None, h, low, w_S, groups, SWIGLU, True), 6 * half + 3 * thin + inner_bytes),  # noqa: E501
+        ("activate, frozen", lambda: activate(gu, None, None, groups, SWIGLU), 3 * half),
+        ("activate, adapter", lambda: activate(gu, low, inner, groups, SWIGLU), 3 * half + 2 * thin + inner_bytes),
+        ("activate_backward, frozen", lambda: activate_backward(gu, None, None, h, None, w_S, groups, SWIGLU, False), 5 * half),  # noqa: E501
+        ("activate_backward, adapter", lambda: activate_backward(gu, low, inner, h, low, w_S, groups, SWIGLU, True), 6 * half + 3 * thin + inner_bytes),  # noqa: E501
         ("add_low_rank (B of down)", lambda: add_low_rank(rows_SH, low, b_down, None, groups), 2 * wide + thin + 4 * b_down.numel()),  # noqa: E501
         ("add_low_rank (A of gate|up)", lambda: add_low_rank(rows_SH, low, a_gate_up.transpose(1, 2), None, groups), 2 * wide + thin + 4 * a_gate_up.numel()),  # noqa: E501
         ("gradient of A, gate|up", lambda: low_rank_gradient(low, rows_SH, groups, torch.empty_like(a_gate_up)), wide + thin + 4 * a_gate_up.numel()),  # noqa: E501

@@ -54,10 +54,10 @@ from trainer.kernels.swiglu import (
 from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
 
 ACTIVATION_CASES = (
-    (0, False, SWIGLU), (4, False, SWIGLU), (64, True, CLAMPED_SWIGLU), (WIDE_RANK, False, SWIGLU),
-    (4, False, replace(SWIGLU, rounds_each=True)), (0, True, replace(CLAMPED_SWIGLU, rounds_each=True)),
+    (0, SWIGLU), (4, SWIGLU), (64, CLAMPED_SWIGLU), (WIDE_RANK, SWIGLU),
+    (4, replace(SWIGLU, rounds_each=True)), (0, replace(CLAMPED_SWIGLU, rounds_each=True)),
 )  # fmt: skip
-"""Rank, bias, activation."""
+"""Rank, activation."""
 
 
 def case_tiles(device: str) -> None:
@@ -112,7 +112,7 @@ def case_gather_project(device: str) -> None:
                 assert_near(one, other, f"{dtype} rank {rank}")
 
 
-def activation_inputs(device: str, dtype: torch.dtype, rank: int, has_bias: bool) -> tuple:
+def activation_inputs(device: str, dtype: torch.dtype, rank: int) -> tuple:
     groups, num_rows = groups_of(COUNTS, device), sum(COUNTS)
     # Spread over the clamps of gpt-oss at 7.
     gu = draw(num_rows, 2 * WIDTH, device=device, dtype=dtype) * 4
@@ -120,23 +120,22 @@ def activation_inputs(device: str, dtype: torch.dtype, rank: int, has_bias: bool
     if rank:
         adapter = InnerAdapter(draw(4, 2 * WIDTH, rank, device=device), draw(4, rank, WIDTH, device=device), 0.5)
         xa = draw(num_rows, rank, device=device, dtype=dtype)
-    bias = draw(4, 2 * WIDTH, device=device, dtype=dtype) if has_bias else None
-    return gu, xa, adapter, bias, groups
+    return gu, xa, adapter, groups
 
 
 def case_activate(device: str) -> None:
     for dtype in dtypes_of(device):
-        for rank, has_bias, activation in ACTIVATION_CASES:
-            gu, xa, adapter, bias, groups = activation_inputs(device, dtype, rank, has_bias)
-            arguments = (xa, adapter, bias, groups, activation)
+        for rank, activation in ACTIVATION_CASES:
+            gu, xa, adapter, groups = activation_inputs(device, dtype, rank)
+            arguments = (xa, adapter, groups, activation)
             for one, other in zip(activate_triton(gu, *arguments), activate_torch(gu, *arguments), strict=True):
                 assert_near(one, other, f"{dtype} rank {rank}")
 
 
 def case_activate_backward(device: str) -> None:
     for i, dtype in enumerate(dtypes_of(device)):
-        for j, (rank, has_bias, activation) in enumerate(ACTIVATION_CASES):
-            gu, xa, adapter, bias, groups = activation_inputs(device, dtype, rank, has_bias)
+        for j, (rank, activation) in enumerate(ACTIVATION_CASES):
+            gu, xa, adapter, groups = activation_inputs(device, dtype, rank)
             num_rows = sum(COUNTS)
             dh, w = draw(num_rows, WIDTH, device=device, dtype=dtype), draw(num_rows, device=device).abs()
             db = draw(num_rows, rank, device=device, dtype=dtype) if rank else None
@@ -144,8 +143,8 @@ def case_activate_backward(device: str) -> None:
                 if not is_tried(device, i, j, needs_h):
                     continue
                 rest = (db, w, groups, activation, needs_h)
-                mine = activate_backward_triton(gu.clone(), xa, adapter, bias, dh.clone(), *rest)
-                wanted = activate_backward_torch(gu, xa, adapter, bias, dh, *rest)
+                mine = activate_backward_triton(gu.clone(), xa, adapter, dh.clone(), *rest)
+                wanted = activate_backward_torch(gu, xa, adapter, dh, *rest)
                 for name, one, other in zip(("dgu", "hw", "dw", "dba"), mine, wanted, strict=True):
                     assert_near(one, other, f"{name} {dtype} rank {rank}")
 
@@ -239,9 +238,13 @@ def case_grouped_gemm(device: str) -> None:
                 p = draw(num_experts, matrices.shape[2], 12, device=device)
                 wide = (x.float(), matrices.float(), groups, GroupedBackend.native)
                 plain = grouped_product(*wide).to(dtype)
-                assert_near(grouped_product_triton(x, matrices, groups, None, None), plain, str(dtype))
+                assert_near(grouped_product_triton(x, matrices, groups), plain, str(dtype))
                 adapted = grouped_product(*wide, low_SR=low.float(), p_ENR=p.to(dtype)).to(dtype)
                 assert_near(grouped_product_triton(x, matrices, groups, low, p), adapted, f"adapted {dtype}")
+                bias, weights = draw(num_experts, p.shape[1], device=device, dtype=dtype), draw(num_rows, device=device)
+                biased = grouped_product(*wide, low_SR=low.float(), p_ENR=p.to(dtype), bias_EN=bias.float())
+                weighed = grouped_product_triton(x, matrices, groups, low, p, bias, weights)
+                assert_near(weighed, (biased * weights[:, None]).to(dtype), f"biased and weighed {dtype}")
                 wide_low, wide_p = (draw(*one.shape[:-1], WIDE_RANK, device=device, dtype=dtype) for one in (low, p))
                 more = {"low_SR": wide_low.float(), "p_ENR": wide_p.float()}
                 beside = grouped_product(x, matrices, groups, GroupedBackend.triton, low_SR=wide_low, p_ENR=wide_p)

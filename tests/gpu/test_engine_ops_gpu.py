@@ -173,7 +173,7 @@ def test_the_experts_activation_is_vllms(operations: VllmOperations) -> None:
     from trainer.kernels.swiglu import activate
 
     gu, groups = draw(64, 2 * WIDTH), RowGroups(torch.tensor([40, 24], device="cuda"), 64)
-    mine, _ = activate(gu, None, None, None, groups, replace(SWIGLU, rounds_each=True))
+    mine, _ = activate(gu, None, None, groups, replace(SWIGLU, rounds_each=True))
     assert share_of_equal(mine, operations.silu_and_mul(gu)) > 0.999
 
 

@@ -3,8 +3,8 @@
 Owns the order and the roundings. CombineMode chooses what they match:
 
     fp32_once   products and sum in float32 over choices 0, 1, ..., one rounding: closest to the real number
-    vllm_like   products rounded to the compute dtype, float32 sum over choices, one rounding, as vLLM's moe_sum.
-                (Differs by one rounding: vLLM applies weights before it rounds y.)
+    vllm_like   products rounded to the compute dtype, float32 sum over choices, one rounding, as vLLM's moe_sum. On
+                GPUs the product that makes the rows has applied the weights, so that they are rounded once, as vLLM's
     hf_eager    products and partial sums rounded, experts in ascending order: transformers' index_add_
 
 No mode uses atomics, so the same inputs give the same bits. The torch form defines the result, and runs on devices

@@ -1,14 +1,14 @@
 """One matrix product per expert over rows sorted by expert, in Triton.
 
-    product    out[rows of e] = x[rows of e] @ M[e] (+ low[rows of e] @ P[e]^T)
+    product    out[rows of e] = (x[rows of e] @ M[e] (+ low[rows of e] @ P[e]^T) (+ bias[e])) (* weights[rows of e])
     gradient   out[e] = left[rows of e]^T @ right[rows of e]
 
-The kernel adds an adapter's second factor, of any rank, in the product's own accumulator, so that no pass over the
-output is needed. It does so before the product, in steps over the rank: the shared memory of these steps is free again
-when the product begins. (If it did so after the product, the compiler would not overlap the main loop's steps when
-weights are not transposed.) Operands come through tensor descriptors, which read beyond an expert's rows and columns:
-into a neighbour's, whose part of the result is not written, or beyond the tensor, where they give zeros. The native
-loop of trainer.moe.grouped defines the result.
+All of it happens in the product's own accumulator, is rounded once, and needs no pass over the output. The kernel adds
+an adapter's second factor, of any rank, before the product, in steps over the rank: the shared memory of these steps is
+free again when the product begins. (If it did so after the product, the compiler would not overlap the main loop's
+steps when weights are not transposed.) Operands come through tensor descriptors, which read beyond an expert's rows and
+columns: into a neighbour's, whose part of the result is not written, or beyond the tensor, where they give zeros. The
+native loop of trainer.moe.grouped defines the result.
 """
 
 from __future__ import annotations
@@ -48,7 +48,13 @@ def _capability(device: torch.device) -> int:
 
 
 def grouped_product_triton(
-    x_SK: Tensor, matrices_EKN: Tensor, groups: RowGroups, low_SR: Tensor | None, p_ENR: Tensor | None
+    x_SK: Tensor,
+    matrices_EKN: Tensor,
+    groups: RowGroups,
+    low_SR: Tensor | None = None,
+    p_ENR: Tensor | None = None,
+    bias_EN: Tensor | None = None,
+    weights_S: Tensor | None = None,
 ) -> Tensor:
     """[S, N]. Each matrix or its transpose must be contiguous, with rows of a multiple of 16 bytes; P may have any
     strides."""
@@ -66,9 +72,9 @@ def grouped_product_triton(
     programs(_product, (tiles.shape[0] * triton.cdiv(num_columns, tiling.columns),))(
         TensorDescriptor.from_tensor(x_SK, [tiling.rows, step]),
         TensorDescriptor.from_tensor(stored, [tiling.columns, step] if is_turned else [step, tiling.columns]),
-        out_SN, low_SR, p_ENR, tiles, tiles.shape[0], depth, num_columns,
+        out_SN, low_SR, p_ENR, bias_EN, weights_S, tiles, tiles.shape[0], depth, num_columns,
         *((0, 0, 0) if p_ENR is None else p_ENR.stride()),
-        IS_TURNED=is_turned, SHARED=shared,
+        HAS_BIAS=bias_EN is not None, HAS_WEIGHTS=weights_S is not None, IS_TURNED=is_turned, SHARED=shared,
         RANK=rank, PADDED_RANK=padded_rank(rank), RANK_STEP=min(tiling.columns // 4, padded_rank(rank)),
         BLOCK_M=tiling.rows, BLOCK_N=tiling.columns, BLOCK_K=step, STAGES=tiling.stages,
         PRECISION=precision_of(x_SK), num_warps=tiling.warps,
@@ -90,9 +96,9 @@ def grouped_gradient_triton(left_SM: Tensor, right_SN: Tensor, groups: RowGroups
 
 @triton.jit(do_not_specialize=["num_row_tiles"])
 def _product(
-    x_desc, m_desc, out_ptr, low_ptr, p_ptr, tiles_ptr, num_row_tiles, depth, num_columns,
+    x_desc, m_desc, out_ptr, low_ptr, p_ptr, bias_ptr, weights_ptr, tiles_ptr, num_row_tiles, depth, num_columns,
     p_expert_stride, p_row_stride, p_rank_stride,
-    IS_TURNED: tl.constexpr, SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, IS_TURNED: tl.constexpr, SHARED: tl.constexpr,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, RANK_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -131,6 +137,11 @@ def _product(
             else:
                 m = m_desc.load([expert * depth + start, first_column])
             acc = tl.dot(x, m, acc, input_precision=PRECISION)
+        if HAS_BIAS:
+            bias_at = bias_ptr + expert.to(tl.int64) * num_columns + columns
+            acc += tl.load(bias_at, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        if HAS_WEIGHTS:
+            acc *= tl.load(weights_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
         out = out_ptr + rows[:, None] * num_columns + columns[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 

@@ -1,6 +1,6 @@
 """An expert's activation with the adapters around it, forward and backward.
 
-    gu = GU + xa @ Bgu[e]^T + bias[e]             GU: base product;  xa: scale times the rows' low-rank projection
+    gu = GU + xa @ Bgu[e]^T                       GU: base product;  xa: scale times the rows' low-rank projection
     h  = activation(gu)                           ha = scale * h @ Ad[e]^T
     backward, from dh' (gradient of h before the row's routing weight w):
     dh' += db @ Ad[e]                             dw = <h, dh'>:  the router's gradient, without the down output
@@ -66,12 +66,11 @@ def activate_torch(
     gu_SI: Tensor,
     xa_SR: Tensor | None,
     adapter: InnerAdapter | None,
-    bias_EI: Tensor | None,
     groups: RowGroups,
     activation: ExpertActivation,
 ) -> tuple[Tensor, Tensor | None]:
     """The definition of `activate`."""
-    wide_SI = _adapted(gu_SI, xa_SR, adapter, bias_EI, groups)
+    wide_SI = _adapted(gu_SI, xa_SR, adapter, groups)
     if activation.rounds_each:
         wide_SI = wide_SI.to(gu_SI.dtype).to(wide_SI.dtype)
     h_SI = _gated(wide_SI, activation)[0].to(gu_SI.dtype)
@@ -90,7 +89,6 @@ def activate_backward_torch(
     gu_SI: Tensor,
     xa_SR: Tensor | None,
     adapter: InnerAdapter | None,
-    bias_EI: Tensor | None,
     dh_SI: Tensor,
     db_SR: Tensor | None,
     weights_S: Tensor,
@@ -101,7 +99,7 @@ def activate_backward_torch(
     """The definition of `activate_backward`."""
     dtype = gu_SI.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    h_SI, slope_SI, gate_factor_SI = _gated(_adapted(gu_SI, xa_SR, adapter, bias_EI, groups), activation)
+    h_SI, slope_SI, gate_factor_SI = _gated(_adapted(gu_SI, xa_SR, adapter, groups), activation)
     grad_SI = dh_SI.to(wide)
     if adapter is not None and db_SR is not None:
         for expert, rows in groups.slices():
@@ -118,18 +116,14 @@ def activate_backward_torch(
     return dgu_SI, hw_SI, dw_S, dba_SR
 
 
-def _adapted(
-    gu_SI: Tensor, xa_SR: Tensor | None, adapter: InnerAdapter | None, bias_EI: Tensor | None, groups: RowGroups
-) -> Tensor:
-    """gate and up with adapter and bias, unrounded."""
+def _adapted(gu_SI: Tensor, xa_SR: Tensor | None, adapter: InnerAdapter | None, groups: RowGroups) -> Tensor:
+    """gate and up with adapter, unrounded."""
     wide = torch.promote_types(gu_SI.dtype, torch.float32)
     out_SI = gu_SI.to(wide, copy=True)
     if adapter is not None and xa_SR is not None:
         for expert, rows in groups.slices():
             low = xa_SR[rows].to(wide) @ factor_of(adapter.b_EIR, expert, xa_SR.dtype).to(wide).t()
             out_SI[rows] += low
-    if bias_EI is not None:
-        out_SI += bias_EI.to(wide)[groups.expert_of_row_S]
     return out_SI
 
 
@@ -151,7 +145,6 @@ def activate_triton(
     gu_SI: Tensor,
     xa_SR: Tensor | None,
     adapter: InnerAdapter | None,
-    bias_EI: Tensor | None,
     groups: RowGroups,
     activation: ExpertActivation,
 ) -> tuple[Tensor, Tensor | None]:
@@ -163,8 +156,8 @@ def activate_triton(
         tiling = FORWARD if adapter is None else tiling_of(ADAPTED, adapter.rank, gu_SI.element_size())
         tiles = groups.tiles(TABLE_ROWS)
         programs(_activate, (tiles.shape[0] * TABLE_ROWS // tiling.rows,))(
-            gu_SI, xa_SR, bias_EI, h_SI, ha_SR, tiles, width,
-            *_adapter_arguments(adapter), **_constants(gu_SI, adapter, bias_EI, activation, tiling),
+            gu_SI, xa_SR, h_SI, ha_SR, tiles, width,
+            *_adapter_arguments(adapter), **_constants(gu_SI, adapter, activation, tiling),
             ROUNDS_EACH=activation.rounds_each,
         )  # fmt: skip
     return h_SI, ha_SR
@@ -174,7 +167,6 @@ def activate_backward_triton(
     gu_SI: Tensor,
     xa_SR: Tensor | None,
     adapter: InnerAdapter | None,
-    bias_EI: Tensor | None,
     dh_SI: Tensor,
     db_SR: Tensor | None,
     weights_S: Tensor,
@@ -190,9 +182,9 @@ def activate_backward_triton(
         tiling = BACKWARD if adapter is None else tiling_of(ADAPTED_BACKWARD, adapter.rank, gu_SI.element_size())
         tiles = groups.tiles(TABLE_ROWS)
         programs(_activate_backward, (tiles.shape[0] * TABLE_ROWS // tiling.rows,))(
-            gu_SI, xa_SR, bias_EI, dh_SI, db_SR, weights_S, gu_SI, dh_SI, dw_S, dba_SR, tiles, width,
+            gu_SI, xa_SR, dh_SI, db_SR, weights_S, gu_SI, dh_SI, dw_S, dba_SR, tiles, width,
             *_adapter_arguments(adapter),
-            **_constants(gu_SI, adapter, bias_EI, activation, tiling) | {"NEEDS_H": needs_h},
+            **_constants(gu_SI, adapter, activation, tiling) | {"NEEDS_H": needs_h},
         )  # fmt: skip
     return gu_SI, dh_SI if needs_h else None, dw_S, dba_SR
 
@@ -204,13 +196,13 @@ def _adapter_arguments(adapter: InnerAdapter | None) -> tuple[Tensor | float | i
 
 
 def _constants(
-    gu_SI: Tensor, adapter: InnerAdapter | None, bias_EI: Tensor | None, activation: ExpertActivation, tiling: Tiling
+    gu_SI: Tensor, adapter: InnerAdapter | None, activation: ExpertActivation, tiling: Tiling
 ) -> dict[str, Any]:
     """Constants that a kernel is compiled for. Without a limit it computes no clamps."""
     rank = 16 if adapter is None else adapter.rank
     return {
         "ALPHA": activation.alpha, "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
-        "HAS_LORA": adapter is not None, "HAS_BIAS": bias_EI is not None,
+        "HAS_LORA": adapter is not None,
         "RANK": rank, "PADDED_RANK": padded_rank(rank),
         "TABLE_ROWS": TABLE_ROWS, "BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns,
         "STAGES": tiling.stages, "PRECISION": precision_of(gu_SI), "num_warps": tiling.warps,
@@ -221,17 +213,15 @@ def activate(
     gu_SI: Tensor,
     xa_SR: Tensor | None,
     adapter: InnerAdapter | None,
-    bias_EI: Tensor | None,
     groups: RowGroups,
     activation: ExpertActivation,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute h, and its projection for the down adapter.
 
     Args:
-        gu_SI: [S, 2I] base product, gate columns first.
+        gu_SI: [S, 2I] base product with its bias, gate columns first.
         xa_SR: scale times rows times A of gate and up; None without an adapter.
         adapter: None without one.
-        bias_EI: (E, 2I) or None.
         groups: which expert each row belongs to.
         activation: the constants of the activation.
 
@@ -239,14 +229,13 @@ def activate(
         h [S, I] and ha [S, r] (None without an adapter), rounded once to gu's dtype.
     """
     implementation = activate_triton if gu_SI.is_cuda else activate_torch
-    return implementation(gu_SI, xa_SR, adapter, bias_EI, groups, activation)
+    return implementation(gu_SI, xa_SR, adapter, groups, activation)
 
 
 def activate_backward(
     gu_SI: Tensor,
     xa_SR: Tensor | None,
     adapter: InnerAdapter | None,
-    bias_EI: Tensor | None,
     dh_SI: Tensor,
     db_SR: Tensor | None,
     weights_S: Tensor,
@@ -257,7 +246,7 @@ def activate_backward(
     """Gradients around the activation. May overwrite gu and dh.
 
     Args:
-        gu_SI, xa_SR, adapter, bias_EI, groups, activation: as in `activate`.
+        gu_SI, xa_SR, adapter, groups, activation: as in `activate`.
         dh_SI: [S, I] output gradient times the base down weight, without routing weights.
         db_SR: scale * output gradient times B of down; None without an adapter.
         weights_S: routing weight of every row.
@@ -267,7 +256,7 @@ def activate_backward(
         dgu [S, 2I], hw [S, I] (None unless asked for), dw [S] in float32, dba [S, r] (None without an adapter).
     """
     implementation = activate_backward_triton if gu_SI.is_cuda else activate_backward_torch
-    return implementation(gu_SI, xa_SR, adapter, bias_EI, dh_SI, db_SR, weights_S, groups, activation, needs_h)
+    return implementation(gu_SI, xa_SR, adapter, dh_SI, db_SR, weights_S, groups, activation, needs_h)
 
 
 @triton.jit
@@ -282,8 +271,8 @@ def _part_of_tile(tiles_ptr, index, PARTS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _adapted_tile(
-    gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
-    RANK: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    gu_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
+    RANK: tl.constexpr, HAS_LORA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of gate or up in float32, and the tile of B that it used. Pointers point to that half of the expert."""
     tile = tl.load(gu_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -291,8 +280,6 @@ def _adapted_tile(
     if HAS_LORA:
         b = _factor_tile(b_ptr, columns, is_column, ranks, b_row_stride, b_rank_stride, RANK).to(xa.dtype)
         tile = tl.dot(xa, tl.trans(b), tile, input_precision=PRECISION)
-    if HAS_BIAS:
-        tile += tl.load(bias_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     return tile, b
 
 
@@ -316,9 +303,9 @@ def _gated_tile(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: t
 
 @triton.jit
 def _activate(
-    gu_ptr, xa_ptr, bias_ptr, h_ptr, ha_ptr, tiles_ptr, width,
+    gu_ptr, xa_ptr, h_ptr, ha_ptr, tiles_ptr, width,
     b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride, scale,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, HAS_LORA: tl.constexpr,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, TABLE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     ROUNDS_EACH: tl.constexpr,
@@ -337,8 +324,6 @@ def _activate(
         if HAS_LORA:
             b_ptr += expert * b_expert_stride
             a_ptr += expert * a_expert_stride
-        if HAS_BIAS:
-            bias_ptr += expert * 2 * width
         ha = tl.zeros([BLOCK_M, PADDED_RANK], dtype=tl.float32)
         for start in tl.range(0, width, BLOCK_N, num_stages=STAGES):
             columns = start + tl.arange(0, BLOCK_N)
@@ -346,14 +331,13 @@ def _activate(
             inside = is_row[:, None] & is_column[None, :]
             at = rows[:, None] * (2 * width) + columns[None, :]
             gate, _ = _adapted_tile(
-                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
-                RANK, HAS_LORA, HAS_BIAS, PRECISION,
+                gu_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
+                RANK, HAS_LORA, PRECISION,
             )  # fmt: skip
             up, _ = _adapted_tile(
-                gu_ptr + width, bias_ptr + width if HAS_BIAS else None,
-                b_ptr + width * b_row_stride if HAS_LORA else None,
+                gu_ptr + width, b_ptr + width * b_row_stride if HAS_LORA else None,
                 xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
-                RANK, HAS_LORA, HAS_BIAS, PRECISION,
+                RANK, HAS_LORA, PRECISION,
             )  # fmt: skip
             if ROUNDS_EACH:
                 gate, up = gate.to(h_ptr.dtype.element_ty).to(tl.float32), up.to(h_ptr.dtype.element_ty).to(tl.float32)
@@ -371,10 +355,10 @@ def _activate(
 
 @triton.jit
 def _activate_backward(
-    gu_ptr, xa_ptr, bias_ptr, dh_ptr, db_ptr, weights_ptr, dgu_ptr, hw_ptr, dw_ptr, dba_ptr, tiles_ptr, width,
+    gu_ptr, xa_ptr, dh_ptr, db_ptr, weights_ptr, dgu_ptr, hw_ptr, dw_ptr, dba_ptr, tiles_ptr, width,
     b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride, scale,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    NEEDS_H: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NEEDS_H: tl.constexpr, HAS_LORA: tl.constexpr,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, TABLE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -400,8 +384,6 @@ def _activate_backward(
         if HAS_LORA:
             b_ptr += expert * b_expert_stride
             a_ptr += expert * a_expert_stride
-        if HAS_BIAS:
-            bias_ptr += expert * 2 * width
         weight = tl.load(weights_ptr + begin + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
         dba = tl.zeros([BLOCK_M, PADDED_RANK], dtype=tl.float32)
         dw = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -411,14 +393,13 @@ def _activate_backward(
             inside = is_row[:, None] & is_column[None, :]
             at = rows[:, None] * (2 * width) + columns[None, :]
             gate_in, b_gate = _adapted_tile(
-                gu_ptr, bias_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
-                RANK, HAS_LORA, HAS_BIAS, PRECISION,
+                gu_ptr, b_ptr, xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
+                RANK, HAS_LORA, PRECISION,
             )  # fmt: skip
             up_in, b_up = _adapted_tile(
-                gu_ptr + width, bias_ptr + width if HAS_BIAS else None,
-                b_ptr + width * b_row_stride if HAS_LORA else None,
+                gu_ptr + width, b_ptr + width * b_row_stride if HAS_LORA else None,
                 xa, at, inside, columns, is_column, ranks, b_row_stride, b_rank_stride,
-                RANK, HAS_LORA, HAS_BIAS, PRECISION,
+                RANK, HAS_LORA, PRECISION,
             )  # fmt: skip
             h_at = rows[:, None] * width + columns[None, :]
             dh = tl.load(dh_ptr + h_at, mask=inside, other=0.0).to(tl.float32)

@@ -6,9 +6,9 @@ Owns the choice of kernel. The kernels and their limits:
                 refused; rows past the last offset are never written (there are none: row counts are exact); some builds
                 refuse zero rows in all; the weight gradient of a group without rows is garbage on some GPUs; transposed
                 weights run as a loop over experts except on Hopper and Blackwell.
-    triton      trainer.kernels.grouped_gemm: any GPU of compute capability 8.0 on; the same strides. It adds an adapter
-                in its accumulator. On GPUs where grouped_mm is fast, grouped_mm computes the gradients of weights, and
-                products without an adapter of fewer than LIGHT_FLOP operations.
+    triton      trainer.kernels.grouped_gemm: any GPU of compute capability 8.0 on; the same strides. It adds adapter
+                and bias and applies routing weights in its accumulator. On GPUs where grouped_mm is fast, grouped_mm
+                computes the gradients of weights, and products of fewer than LIGHT_FLOP operations without those.
     native      a loop of matrix products, one per expert; waits for the device once to learn the row counts.
 """
 
@@ -62,10 +62,10 @@ def has_fast_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def backend_of_product(
-    backend: GroupedBackend, num_operations: int, *, has_adapter: bool, is_grouped_mm_fast: bool
+    backend: GroupedBackend, num_operations: int, *, is_plain: bool, is_grouped_mm_fast: bool
 ) -> GroupedBackend:
-    """`backend`, but grouped_mm where Triton would take longer (see LIGHT_FLOP)."""
-    is_light = num_operations < LIGHT_FLOP and not has_adapter
+    """`backend`, but grouped_mm where Triton would take longer (see LIGHT_FLOP) and has nothing to add."""
+    is_light = num_operations < LIGHT_FLOP and is_plain
     if backend is GroupedBackend.triton and is_light and is_grouped_mm_fast:
         return GroupedBackend.grouped_mm
     return backend
@@ -80,8 +80,9 @@ def grouped_product(
     low_SR: Tensor | None = None,
     p_ENR: Tensor | None = None,
     bias_EN: Tensor | None = None,
+    weights_S: Tensor | None = None,
 ) -> Tensor:
-    """x[rows of e] @ matrices[e] + low[rows of e] @ P[e]^T + bias[e] for every expert.
+    """(x[rows of e] @ matrices[e] + low[rows of e] @ P[e]^T + bias[e]) * weights[rows of e] for every expert.
 
     Args:
         x_SK: rows sorted by expert, contiguous.
@@ -89,23 +90,24 @@ def grouped_product(
         groups: which expert each row belongs to.
         backend: from `choose_grouped_backend`.
         low_SR, p_ENR: an adapter's second factor; see trainer.kernels.low_rank.
-        bias_EN: one vector per expert.
+        bias_EN: one contiguous vector per expert.
+        weights_S: one factor per row, of backend triton alone.
 
     Returns:
-        [S, N].
+        [S, N]. Rounded once by triton; by the others the product is rounded before adapter and bias are added.
     """
     if x_SK.shape[0] == 0:
         return x_SK.new_empty(0, matrices_EKN.shape[2])
     backend = backend_of_product(
         backend,
         2 * x_SK.numel() * matrices_EKN.shape[2],
-        has_adapter=low_SR is not None,
+        is_plain=low_SR is None and bias_EN is None and weights_S is None,
         is_grouped_mm_fast=has_fast_grouped_mm(x_SK.device, x_SK.dtype),
     )
     if backend is GroupedBackend.triton:
-        out_SN = grouped_product_triton(x_SK, matrices_EKN, groups, low_SR, p_ENR)
-        low_SR = p_ENR = None
-    elif backend is GroupedBackend.grouped_mm:
+        return grouped_product_triton(x_SK, matrices_EKN, groups, low_SR, p_ENR, bias_EN, weights_S)
+    assert weights_S is None, "of triton alone"
+    if backend is GroupedBackend.grouped_mm:
         out_SN = torch.nn.functional.grouped_mm(x_SK, matrices_EKN, offs=groups.ends_E)
     else:
         out_SN = x_SK.new_empty(x_SK.shape[0], matrices_EKN.shape[2])

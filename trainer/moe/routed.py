@@ -1,8 +1,8 @@
 """The routed experts as one autograd.Function over rows sorted by expert.
 
-    forward     Xp, xa = gather x, s x Agu^T                      GU  = Xp Wgu^T            (grouped product)
+    forward     Xp, xa = gather x, s x Agu^T                      GU  = Xp Wgu^T + bias     (grouped product)
                 h,  ha = activation(GU + xa Bgu^T), s h Ad^T      y   = h Wd^T + ha Bd^T + bias
-                out[t] = sum_k w[t,k] y[t,k]
+                out[t] = sum_k w[t,k] y[t,k]                      (w in y's accumulator, where vLLM has it)
     saved       x (not Xp) unless it can be computed again, the routing and the plan, xa and ha (r numbers per row), the
                 adapters in the compute dtype
     backward    g,  db = gather grad_out, s g Bd                  dh' = g Wd                (unweighted)
@@ -58,6 +58,11 @@ class ExpertCall:
     mode: CombineMode
     packed: PackedBank | None
     """Source of packed base weights; None: they are parameters."""
+
+    @property
+    def weighs_in_product(self) -> bool:
+        """Whether routing weights multiply the accumulator of the down product, as in vLLM's kernel, not its sum."""
+        return self.mode is CombineMode.vllm_like and self.backend is GroupedBackend.triton
 
     def weights(
         self, gate_up: Tensor | None, down: Tensor | None, dtype: torch.dtype, towards: Towards
@@ -124,12 +129,17 @@ class _RoutedExperts(torch.autograd.Function):
             rows, xa = gather_rows(rows, source), None
         else:
             rows, xa, _ = gather_project(rows, source, a_gate_up, groups, scale=call.scale)
-        gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend)
+        gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend, bias_EN=gate_up_bias)
         del rows
-        h, ha = activate(gu, xa, inner, gate_up_bias, groups, call.activation)
+        h, ha = activate(gu, xa, inner, groups, call.activation)
         del gu
+        more = {"low_SR": ha, "p_ENR": b_down, "bias_EN": down_bias}
+        weights_left: Tensor | None = weights_TK.contiguous()
+        if call.weighs_in_product:
+            w_R, source = plan.send(weights_TK.flatten(), plan.choice_of_row_S)
+            more["weights_S"], weights_left = w_R[source], None
         y = plan.send_back(  # no variable holds the product, so it is freed as soon as its rows are sorted for sending
-            grouped_product(h, wd.transpose(1, 2), groups, call.backend, low_SR=ha, p_ENR=b_down, bias_EN=down_bias)
+            grouped_product(h, wd.transpose(1, 2), groups, call.backend, **more)
         )
         ctx.call, ctx.x_again = call, x_again
         ctx.adapter_dtypes = [None if factor is None else factor.dtype for factor in stored]
@@ -137,7 +147,7 @@ class _RoutedExperts(torch.autograd.Function):
         of_adapters = (a_gate_up, b_gate_up, a_down, b_down, xa, ha)
         saved_x = x_TH if x_again is None else None
         ctx.save_for_backward(saved_x, weights_TK, gate_up, down, gate_up_bias, down_bias, *of_adapters, *of_plan)
-        return weighted_sum(y, weights_TK.contiguous(), plan.row_of_choice_TK, call.mode)
+        return weighted_sum(y, weights_left, plan.row_of_choice_TK, call.mode)
 
     @staticmethod
     @once_differentiable
@@ -172,10 +182,10 @@ class _RoutedExperts(torch.autograd.Function):
         received_x, _ = receive_x()
         del receive_x
         rows = gather_rows(received_x, source)
-        gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend)
+        gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend, bias_EN=gate_up_bias)
         rows = rows if does_gate_up else None
         dgu, hw, dw_R, dba = activate_backward(
-            gu, xa, inner, gate_up_bias, dh, db, w_R, groups, call.activation, does_adapt or does_down
+            gu, xa, inner, dh, db, w_R, groups, call.activation, does_adapt or does_down
         )
         del gu, dh
         if g_dot_bias is not None:

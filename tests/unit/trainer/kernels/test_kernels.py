@@ -232,8 +232,8 @@ def test_every_rank_fits_into_a_blocks_shared_memory(
     a_gate_up, b_gate_up = torch.zeros(num_experts, rank, hidden), torch.zeros(num_experts, 2 * width, rank)
     inner = InnerAdapter(b_gate_up, torch.zeros(num_experts, rank, width), 1.0)
     gather_project_triton(rows, source, a_gate_up, groups, 1.0, None)
-    activate_triton(gu, low, inner, None, groups, SWIGLU)
-    activate_backward_triton(gu, low, inner, None, h, low, weights, groups, SWIGLU, True)
+    activate_triton(gu, low, inner, groups, SWIGLU)
+    activate_backward_triton(gu, low, inner, h, low, weights, groups, SWIGLU, True)
     low_rank_gradient_triton(low, rows, groups, torch.empty_like(a_gate_up), source, weights)
     add_low_rank_triton(gu, low, b_gate_up, None, groups)
     assert shared_bytes.keys() == {

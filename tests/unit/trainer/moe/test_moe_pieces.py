@@ -23,20 +23,20 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("backend", "num_operations", "has_adapter", "is_grouped_mm_fast", "chosen"),
+    ("backend", "num_operations", "is_plain", "is_grouped_mm_fast", "chosen"),
     [
-        ("triton", LIGHT_FLOP - 1, False, True, "grouped_mm"),
-        ("triton", LIGHT_FLOP, False, True, "triton"),
-        ("triton", LIGHT_FLOP - 1, True, True, "triton"),
-        ("triton", LIGHT_FLOP - 1, False, False, "triton"),
-        ("native", LIGHT_FLOP - 1, False, True, "native"),
+        ("triton", LIGHT_FLOP - 1, True, True, "grouped_mm"),
+        ("triton", LIGHT_FLOP, True, True, "triton"),
+        ("triton", LIGHT_FLOP - 1, False, True, "triton"),
+        ("triton", LIGHT_FLOP - 1, True, False, "triton"),
+        ("native", LIGHT_FLOP - 1, True, True, "native"),
     ],
 )
-def test_on_hopper_light_products_without_an_adapter_are_grouped_mm(
-    backend, num_operations, has_adapter, is_grouped_mm_fast, chosen
+def test_on_hopper_light_products_of_nothing_else_are_grouped_mm(
+    backend, num_operations, is_plain, is_grouped_mm_fast, chosen
 ):
     found = backend_of_product(
-        GroupedBackend(backend), num_operations, has_adapter=has_adapter, is_grouped_mm_fast=is_grouped_mm_fast
+        GroupedBackend(backend), num_operations, is_plain=is_plain, is_grouped_mm_fast=is_grouped_mm_fast
     )
     assert found == chosen
 
