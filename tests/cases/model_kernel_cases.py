@@ -65,7 +65,6 @@ def case_norm_rotate(device: str) -> None:
     for i, dtype in enumerate(dtypes_of(device)):
         for j, (num_heads, dim, half) in enumerate(shapes):
             angles = draw(5, 1, half, device=device)
-            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
             wide, weights, douts = (
                 [draw(*shape, device=device, dtype=dtype, seed=seed) for seed, shape in enumerate(drawn)]
                 for drawn in ([(5, n, dim + 8) for n in num_heads], [(dim,)] * 2, [(5, n, dim) for n in num_heads])
@@ -74,6 +73,7 @@ def case_norm_rotate(device: str) -> None:
             for (k, given), once in itertools.product(enumerate(([None, None], weights)), (False, True)):
                 if not is_tried(device, i, j, k, once):
                     continue
+                cos, sin = (x if once else x.to(dtype) for x in (angles.cos(), angles.sin()))
                 outs = norm_rotate_triton(heads, given, 1e-2, cos, sin, once=once)
                 mine = norm_rotate_triton(heads, given, 1e-2, cos, sin, douts)
                 for i, (x, one) in enumerate(zip(heads, given, strict=True)):

@@ -70,6 +70,9 @@ class RopeSpec:
     interleaved: bool = False
     """Dims 2i and 2i + 1 make a pair (DeepSeek); else dims i and i + dim / 2."""
     scaling: YarnScaling | Llama3Scaling | None = None
+    is_wide: bool = False
+    """vLLM keeps cosines and sines in float32; one with torch.compile fuses the cast away, so that they are never
+    rounded (gpt-oss)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -243,7 +243,7 @@ def _gpt_oss(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
             sinks=True,
             windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
         ),
-        rope=rope_spec({"rope_theta": 150000.0, **config, "rope_parameters": rope}, head_dim),
+        rope=replace(rope_spec({"rope_theta": 150000.0, **config, "rope_parameters": rope}, head_dim), is_wide=True),
         moe=moe,
     )
 

@@ -94,7 +94,7 @@ def norm_rotate(
         q_TND, k_TGD: queries and keys.
         q_weight_D, k_weight_D: both None: no norm.
         eps: eps of the norm.
-        cos, sin: [T, 1, turning dims / 2], in x's dtype.
+        cos, sin: [T, 1, turning dims / 2], in x's dtype; with `once` also float32.
     """
     given = ((q_TND, q_weight_D), (k_TGD, k_weight_D))
     if is_for_triton(q_TND) and not any(weight is not None and weight.requires_grad for _, weight in given):

@@ -231,7 +231,7 @@ class Decoder(nn.Module):
         self.attention_backend = build.attention_backend
         self.model = Trunk(build)
         self.lm_head = None if build.spec.tie_embeddings else VocabTable(build)
-        self.rotary = RotaryEmbedding(build.spec.rope)
+        self.rotary = RotaryEmbedding(build.spec.rope, build.numerics.rotation)
         self.last_norm_in_place: Recomputed | None = None
         """As DecoderLayer.in_place."""
         self.attention_values: str | None = None

@@ -2,7 +2,8 @@
 transformers.
 
 Frequencies are computed on the CPU in float32, because powers differ by an ulp between devices. Angles are float32;
-cosines and sines are cast to the compute dtype before they are used.
+cosines and sines are cast to the compute dtype before they are used, but for a family whose engines do not
+(RopeSpec.is_wide) where trainer.numerics.rotation=once.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import math
 import torch
 from torch import Tensor
 
+from conf.schema import Rounding
 from trainer.architecture.attention_spec import Llama3Scaling, RopeSpec, YarnScaling
 
 
 class RotaryEmbedding:
     """Cosines and sines of packed positions. Holds no parameters and no buffers, hence nothing on meta."""
 
-    def __init__(self, spec: RopeSpec) -> None:
+    def __init__(self, spec: RopeSpec, rotation: Rounding = Rounding.each) -> None:
+        self._is_wide = spec.is_wide and rotation is Rounding.once
         exponents = torch.arange(0, spec.dim, 2, dtype=torch.int64, device="cpu").float() / spec.dim
         self._inverse_frequencies = 1.0 / (spec.theta**exponents)
         self._factor = 1.0
@@ -31,6 +34,7 @@ class RotaryEmbedding:
         """cos and sin of shape [T, 1, dim / 2], one angle per pair (the middle dim broadcasts over heads)."""
         if self._inverse_frequencies.device != positions_T.device:
             self._inverse_frequencies = self._inverse_frequencies.to(positions_T.device)
+        dtype = torch.promote_types(dtype, torch.float32) if self._is_wide else dtype
         angles = (positions_T.float()[:, None] * self._inverse_frequencies)[:, None]
         return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
 

@@ -144,6 +144,18 @@ def test_an_item_changes_the_models_that_have_its_operation(family: str, config:
     assert moved == OTHERS.keys() - NO_EFFECT[family]
 
 
+@pytest.mark.parametrize(("config", "rotation", "table"), [
+    (GPT_OSS, Rounding.once, torch.float32), (GPT_OSS, Rounding.each, torch.bfloat16),
+    (MOE, Rounding.once, torch.bfloat16),
+])  # fmt: skip
+def test_the_table_of_rotations_is_rounded_where_vllms_is(
+    config: dict[str, object], rotation: Rounding, table: torch.dtype
+) -> None:
+    """vLLM's gpt-oss has it in float32 and casts it in the graph, where torch.compile fuses the cast away."""
+    decoder = make_decoder(config, trainer_config(numerics=NumericsConfig(rotation=rotation)), dtype=torch.bfloat16)
+    assert {x.dtype for x in decoder.rotary(torch.arange(4), torch.bfloat16)} == {table}
+
+
 def test_items_are_equal_in_float32() -> None:
     """Up to the order of float32 operations."""
     batch = packed()
