@@ -13,7 +13,7 @@ import sys
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # more than one node on addresses of this machine
 os.environ["RAY_AUTH_MODE"] = "disabled"
-os.environ["RAY_worker_niceness"] = "0"  # as in a cluster of our own
+os.environ.update(RAY_worker_niceness="0")  # as in a cluster of our own
 
 import ray
 from ray.cluster_utils import Cluster
