@@ -1,6 +1,7 @@
 """The order of test files: those that take longest start first, so that processes which share them end together.
 
-A file that is not named here comes after those that are. Where a file belongs is told by the tiers' `--durations`.
+Files whose tests wait for deadlines come between those that need both cores. A file that is not named here comes after
+those that are. Where a file belongs is told by the tiers' `--durations`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ LONGEST_FIRST = (
     "unit/bench/test_bench_scripts.py",
     "unit/bench/test_kimi_slice.py",
     "contract/test_engine_layouts.py",
+    "contract/test_publish_faults.py",
     "contract/test_offline_layout.py",
+    "contract/test_publish_processes.py",
     "contract/test_push_vllm.py",
     "contract/test_engine_vllm.py",
     "contract/test_parity_faults.py",
