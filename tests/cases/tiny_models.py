@@ -16,6 +16,7 @@ from conf.schema import (
     Rounding,
     RoutedScale,
     RouterFormat,
+    RouterLogits,
     TrainerConfig,
     TrainMode,
 )
@@ -188,6 +189,7 @@ TRANSFORMERS_NUMERICS = NumericsConfig(
     dense_activation=Rounding.each,
     expert_activation=Rounding.once,
     router_weights=RouterFormat.model,
+    router_logits=RouterLogits.float32,
     routed_scale=RoutedScale.weights,
 )
 """Rounds where transformers does, for comparisons in bfloat16."""
