@@ -139,7 +139,7 @@ def measure(shape: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def import_seconds() -> float | None:
-    """Of vLLM's attention, in a process that has torch; None where it has no kernels."""
+    """Seconds that importing vLLM's attention takes in a process that has torch; None where it has no kernels."""
     import torch  # noqa: F401 - imported before the clock starts
 
     began = time.perf_counter()

@@ -43,7 +43,7 @@ class PublishedAdapters:
 
     @torch.no_grad()
     def linears(self, linears: Sequence[Linear], dtype: torch.dtype) -> Factors:
-        """Of adapted linears of one input."""
+        """The factors of adapted linears that read one input."""
         a, b = [linear.lora_A for linear in linears], [linear.lora_B for linear in linears]
         scales = {linear.lora.scale for linear in linears if linear.lora is not None}
         assert len(scales) == 1, "linears of one input are adapted alike"
@@ -51,7 +51,7 @@ class PublishedAdapters:
 
     @torch.no_grad()
     def experts(self, bank: Experts, dtype: torch.dtype) -> tuple[Factors, Factors]:
-        """Of gate and up, whose A is one, and of down."""
+        """The factors of gate and up, which share A, and those of down."""
         assert bank.lora is not None
         gate_b, up_b = bank.gate_up_lora_B.chunk(2, dim=1)
         gate_up = self._filled([bank.gate_up_lora_A], [gate_b, up_b], bank.lora.scale, dtype)

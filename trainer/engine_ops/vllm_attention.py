@@ -13,7 +13,7 @@ from trainer.architecture.attention_spec import GqaSpec, MlaSpec
 from trainer.model.packed_sequences import PackedSequences
 
 MAX_HEAD_DIM = 256
-"""Of torch's gradients; vLLM's kernel has the same bound."""
+"""The widest head whose gradients torch computes; vLLM's kernel has the same bound."""
 
 
 def refusal_of_engine_attention(

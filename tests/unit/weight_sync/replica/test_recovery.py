@@ -24,7 +24,7 @@ class Pair:
     def __init__(self) -> None:
         self.fabric = MemoryFabric()
         self.links = [MemoryTransport(self.fabric) for _ in range(2)]
-        """Of the ranks that just started."""
+        """Links of the ranks that just started."""
         self.peer = PlainEngine([MemoryTransport(self.fabric) for _ in range(2)])
         self.fresh = PlainEngine(self.links)
         for rank in range(2):
