@@ -142,8 +142,10 @@ ROWS = {
     "deepseek-v3-3": Row(DEEPSEEK_V3, 3, 0.02, 60, others=("replay", *SIGMOID_OFF), with_fp32=False),
     "seed-004": Row(QWEN3_30B, 12, 0.06, 24, others=("replay", OFF, *ONE_ON, BITWISE), **SEED_004),
     "seed-004-bitwise": Row(QWEN3_30B, 12, 0.06, 24, **(SEED_004 | ONLY_BITWISE)),
-    "trained": Row(TRAINED, 6, 0.02, 30, prompt_tokens=64, others=("replay", *ONE_OFF, BITWISE), is_trained=True),
-    "trained-bitwise": Row(TRAINED, 6, 0.02, 30, prompt_tokens=64, is_trained=True, **ONLY_BITWISE),
+    "trained": Row(
+        TRAINED, 6, 0.02, 30, prompts=512, prompt_tokens=64, others=("replay", *ONE_OFF, BITWISE), is_trained=True
+    ),
+    "trained-bitwise": Row(TRAINED, 6, 0.02, 30, prompts=512, prompt_tokens=64, is_trained=True, **ONLY_BITWISE),
 }
 for _name, _gib, _others in (
     ("qwen3-30b-a3b-48", 72, ("replay", OWN_ATTENTION)),

@@ -116,8 +116,8 @@ def judge(
     floor = packed.expected_k3(said(right, torch.bfloat16), truth_BTV)
     found = {
         "engine": packed.k3(sampled_BT, of_tokens(truth_BTV)),
-        "trainer": trainer_k3(trainer, token_ids_BT, of_tokens(truth_BTV), version),
-        "engine to trainer": trainer_k3(trainer, token_ids_BT, sampled_BT, version),
+        "trainer": trainer_k3(trainer, token_ids_BT, of_tokens(truth_BTV)),
+        "engine to trainer": trainer_k3(trainer, token_ids_BT, sampled_BT),
     }
     planted: dict[str, float] = {}
     for number, misreading in enumerate(packed.MISREADINGS if version == 0 else ()):
@@ -144,8 +144,9 @@ def factors(trainer: TrainerRank, config: RunConfig) -> dict[str, Tensor]:
     return tensors
 
 
-def trainer_k3(trainer: TrainerRank, token_ids_BT: Tensor, logprobs_BT: Tensor, version: int) -> float:
-    """Mean k3 of the trainer's log-probabilities against these."""
+def trainer_k3(trainer: TrainerRank, token_ids_BT: Tensor, logprobs_BT: Tensor) -> float:
+    """Mean k3 of the trainer's log-probabilities against these. The trainer has made no step: adapters were drawn."""
+    version = trainer.policy_version
     num_tokens = token_ids_BT.shape[1]
     mask, nothing = np.arange(num_tokens) >= START, np.zeros(num_tokens, np.float32)
     samples = [

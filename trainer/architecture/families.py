@@ -228,9 +228,9 @@ def _gpt_oss(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {"rope_type": "yarn", **_GPT_OSS_YARN}
     moe = MoeSpec(
         **expert_sizes({"moe_intermediate_size": config.get("intermediate_size"), **config}),
-        norm_topk_prob=False,
+        norm_topk_prob=True,
         layers=(True,) * num_layers,
-        score=RouterScore.softmax_of_top,
+        has_router_bias=True,
         activation=ExpertActivation(
             alpha=float(config.get("swiglu_alpha", 1.702)), limit=float(config.get("swiglu_limit", 7.0)), up_offset=1.0
         ),

@@ -20,11 +20,10 @@ class RouterScore(StrEnum):
     """What the router makes of its logits."""
 
     softmax = "softmax"
-    """Softmax over all experts, then the largest (Qwen3): logits and weights in the compute dtype."""
+    """Softmax over all experts, then the largest (Qwen3); gpt-oss's softmax over the largest logits alone gives the
+    same weights, divided by their sum. Logits in the compute dtype."""
     sigmoid = "sigmoid"
     """One sigmoid per expert, choice by score + correction bias (DeepSeek-V3): everything in float32."""
-    softmax_of_top = "softmax_of_top"
-    """The largest logits, then softmax over those alone (gpt-oss): in the compute dtype. The router has a bias."""
 
 
 class ExpertFormat(StrEnum):
@@ -53,6 +52,7 @@ class MoeSpec:
     layers: tuple[bool, ...]
     """One entry per decoder layer: True where the feed-forward is a mixture of experts."""
     score: RouterScore = RouterScore.softmax
+    has_router_bias: bool = False
     engine_rounds_logits: bool = False
     """vLLM computes the logits of this sigmoid router in the model's dtype, not in float32."""
     num_groups: int = 1
@@ -73,7 +73,7 @@ class MoeSpec:
     @property
     def router_name(self) -> str:
         """The router's module in the checkpoint."""
-        return "router" if self.score is RouterScore.softmax_of_top else "gate"
+        return "router" if self.has_router_bias else "gate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ class ModelSpec:
             return _swiglu_shapes("", self.hidden_size, self.intermediate_size)
         router = self.moe.router_name
         shapes: dict[str, tuple[int, ...]] = {f"{router}.weight": (self.moe.num_experts, self.hidden_size)}
-        if self.moe.score is RouterScore.softmax_of_top:
+        if self.moe.has_router_bias:
             shapes[f"{router}.bias"] = (self.moe.num_experts,)
         if self.moe.is_fused:
             fused = _fused_shapes(self.moe.num_experts, self.hidden_size, self.moe.intermediate_size)

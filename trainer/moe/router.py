@@ -8,8 +8,8 @@ Owns the numerics that decide routing. They must match transformers, because one
               correction bias inside the best groups, weights from the scores alone (DeepSeek-V3,
               https://arxiv.org/abs/2412.19437, section 2.1.2)
 
-    softmax_of_top  logits with a bias in the compute dtype, top-k, softmax over those, weights as above (gpt-oss)
-
+gpt-oss's router, a softmax over its top-k logits, is the first with renormalization: the same weights, and of equal
+logits (of 32 in bfloat16 the fourth and fifth are equal for some tokens in a hundred) vLLM's choice in vLLM's order.
 The softmax router's arithmetic is trainer.kernels.route's. A recorded choice (trainer.moe.replay) replaces the router's
 own, and gets the weights that the router would have given to it.
 """
@@ -47,7 +47,7 @@ class Routing:
 
 class Router(nn.Module):
     """Parameters: weight (num_experts, H); e_score_correction_bias (num_experts), float32, of a sigmoid router; bias
-    (num_experts) of a softmax_of_top router.
+    (num_experts) of gpt-oss's.
 
     The correction bias balances load in pre-training; no gradient reaches it and the trainer leaves it alone.
     """
@@ -71,7 +71,7 @@ class Router(nn.Module):
         if moe.score is RouterScore.sigmoid:
             self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32))
         self.bias: nn.Parameter | None = None
-        if moe.score is RouterScore.softmax_of_top:
+        if moe.has_router_bias:
             self.bias = nn.Parameter(torch.empty(moe.num_experts, dtype=weight_dtype))
 
     def forward(self, x_TH: Tensor, recorded: LayerRoutes | None = None) -> Routing:
@@ -95,9 +95,7 @@ class Router(nn.Module):
         """The best experts and their weights."""
         if self.moe.score is RouterScore.softmax:
             return Routing(*route(scores_TE, self.moe.top_k, self.moe.norm_topk_prob, self.wide))
-        if self.e_score_correction_bias is None:
-            logits_TK, experts_TK = scores_TE.topk(self.moe.top_k, dim=-1)
-            return Routing(logits_TK.softmax(-1, dtype=torch.float32 if self.wide else None), experts_TK)
+        assert self.e_score_correction_bias is not None
         choice_TE = self._mask_groups(scores_TE.detach() + self.e_score_correction_bias)
         experts_TK = choice_TE.topk(self.moe.top_k, dim=-1).indices
         return Routing(self._weights_of(scores_TE, experts_TK), experts_TK)
@@ -108,8 +106,6 @@ class Router(nn.Module):
         if moe.score is RouterScore.softmax:
             return weigh(scores_TE, experts_TK, moe.norm_topk_prob, self.wide)
         scores_TK = scores_TE.gather(1, experts_TK)
-        if moe.score is RouterScore.softmax_of_top:
-            return scores_TK.softmax(-1, dtype=torch.float32 if self.wide else None)
         if moe.norm_topk_prob:
             scores_TK = scores_TK / (scores_TK.sum(-1, keepdim=True) + NORM_EPS)
         return scores_TK * self.factor_of_weights

@@ -125,8 +125,7 @@ def plain_weights(moe: MoeSpec, logits_TE: Tensor, mask_TE: Tensor) -> Tensor:
         scores_TE = logits_TE.sigmoid() * mask_TE
         return moe.scaling_factor * (scores_TE / scores_TE.sum(-1, keepdim=True) if moe.norm_topk_prob else scores_TE)
     exponentials_TE = logits_TE.exp()
-    is_over_chosen = moe.norm_topk_prob or moe.score is RouterScore.softmax_of_top
-    total_T = (exponentials_TE * mask_TE if is_over_chosen else exponentials_TE).sum(-1, keepdim=True)
+    total_T = (exponentials_TE * mask_TE if moe.norm_topk_prob else exponentials_TE).sum(-1, keepdim=True)
     return exponentials_TE * mask_TE / total_T
 
 
