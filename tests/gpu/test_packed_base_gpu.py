@@ -130,7 +130,7 @@ def judge(
     print(f"version {version}: k3 of bfloat16 {floor:.2e}; in such floors:")
     print("  ", {name: round(value / floor, 2) for name, value in (found | planted).items()}, flush=True)
     assert 0 < max(found.values()) < packed.MAX_RATIO * floor
-    assert min(planted.values()) > 3 * packed.MAX_RATIO * floor
+    assert min(planted.values()) > packed.MAX_RATIO * floor
 
 
 def factors(trainer: TrainerRank, config: RunConfig) -> dict[str, Tensor]:

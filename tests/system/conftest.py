@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import shutil
@@ -22,6 +21,8 @@ from typing import Any
 import psutil
 import pytest
 from cases.mapped_files import maps_of
+
+from orchestrator.files.telemetry import read_rows
 
 RUN_TIMEOUT_S = 560
 """Time limit of one run, on two cores that have other runs and more to do; a run alone takes a minute or two."""
@@ -131,7 +132,7 @@ class RunUnderWay:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """metrics.jsonl; none before it exists."""
-        return rows_of(self.folder) if (self.folder / "metrics.jsonl").exists() else []
+        return rows_of(self.folder)
 
     @property
     def pid(self) -> int:
@@ -212,8 +213,8 @@ def assert_workers_came_back(rows: list[dict[str, Any]], *, times: int) -> None:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl of a run folder."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """metrics.jsonl of a run folder, without a line that is being written."""
+    return read_rows(folder / "metrics.jsonl")
 
 
 def train(words: list[str], folder: Path) -> FinishedRun:

@@ -130,6 +130,10 @@ def _gather_project(
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, HAS_VECTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Each step's product ends before the next copy of x begins, because its result is used (to no effect: rows past
+    the last are zeros). Triton 3.6 and 3.7 give x no buffer to spare, as it is also stored; left to run on, products
+    read parts of the next copy, in up to one row of 40.
+    """
     tile = tiles_ptr + tl.program_id(0) * 3
     expert, first, stop = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if first < stop:
@@ -152,6 +156,7 @@ def _gather_project(
                 other=0.0,
             )
             acc = tl.dot(x, p.to(x.dtype), acc, input_precision=PRECISION)
+            acc = tl.where(is_row[:, None], acc, 0.0)  # waits for the product
             if HAS_VECTOR:
                 v = tl.load(v_ptr + expert * num_columns + columns, mask=is_column, other=0.0)
                 dots += tl.sum(x.to(tl.float32) * v.to(tl.float32)[None, :], 1)

@@ -9,59 +9,26 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cases.kernel_cases import CASES
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
-from conf.schema import MAX_EXPERT_RANK, CombineMode
-from trainer.architecture.activation import SWIGLU
-from trainer.kernels import grouped_gemm, log_softmax
+from conf.schema import CombineMode
+from trainer.kernels import log_softmax
 from trainer.kernels.combine import weighted_sum
 from trainer.kernels.dequant import dequantize_int4, dequantize_mxfp4
-from trainer.kernels.gather import PROJECT, gather_project_triton
-from trainer.kernels.groups import RowGroups
+from trainer.kernels.gather import PROJECT
 from trainer.kernels.launch import Tiling, tiling_of
-from trainer.kernels.low_rank import ADD, GRADIENT, add_low_rank_triton, low_rank_gradient_triton
+from trainer.kernels.low_rank import ADD, GRADIENT
 from trainer.kernels.swiglu import (
     ADAPTED,
     ADAPTED_BACKWARD,
     BACKWARD,
     FORWARD,
     TABLE_ROWS,
-    InnerAdapter,
-    activate_backward_triton,
-    activate_triton,
 )
-from trainer.moe.grouped import GroupedBackend, grouped_product
-
-BLOCK_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-"""The most that a thread block gets, by compute capability."""
-ONE_STEP_RANK = 64
-"""The widest that a product takes in one step, whose memory the product's own steps do not get back."""
-
-
-class OnlyCompiles:
-    """In place of CUDA's driver: what Triton asks it before it compiles. Launches nothing."""
-
-    target = 90
-    """Compute capability, times ten."""
-
-    def get_current_device(self) -> int:
-        return -1  # kernels compiled here are not found by a launch on a device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.target, 32)
 
 
 @pytest.fixture(scope="module")
@@ -161,104 +128,6 @@ def test_more_rows_of_logits_than_the_second_axis_of_a_grid_holds() -> None:
     first, second = log_softmax.gradient_grid(num_rows=70_000, num_columns=163_840)
     assert 70_000 <= first < 1 << 31
     assert 0 < second < 1 << 16
-
-
-def only_allocate(
-    backend: Any = None, stages: Any = None, options: Any = None, language: Any = None, capability: Any = None
-) -> tuple[str, str] | None:
-    """Triton's hook: the stages of a compilation after its shared memory was allocated do nothing.
-
-    They take nine tenths of the time. Triton calls it without arguments for what it adds to a cache's key.
-    """
-    if stages is None:
-        return only_allocate.__name__, only_allocate.__name__
-    from triton._C.libtriton import ir, nvidia, passes
-    from triton.backends.nvidia.compiler import get_ptx_version_from_options
-
-    def allocate(module: Any, metadata: dict[str, Any]) -> str:
-        """As in CUDABackend.make_llir."""
-        manager = ir.pass_manager(module.context)
-        passes.ttgpuir.add_combine_tensor_select_and_if(manager)
-        passes.ttgpuir.add_allocate_warp_groups(manager)
-        passes.convert.add_scf_to_cf(manager)
-        passes.gluon.add_inliner(manager)
-        version = get_ptx_version_from_options(options, backend.target.arch)
-        nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, capability, version)
-        manager.run(module, "allocate")
-        metadata.update(shared=module.get_int_attr("ttg.shared"), name="never launched")
-        return ""
-
-    stages.update(llir=allocate, ptx=lambda *_: "", cubin=lambda *_: b"")
-    return None
-
-
-@pytest.fixture
-def shared_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Name of a kernel -> the shared memory of its launches in this test, which are compiled and not made."""
-    found: dict[str, int] = {}
-
-    def compiled(kernel: JITFunction, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: object, **options: object) -> None:
-            found[kernel.fn.__name__] = kernel.warmup(*args, grid=grid, **options).metadata.shared
-
-        return launch
-
-    monkeypatch.setattr(driver, "_active", OnlyCompiles())
-    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", only_allocate)
-    monkeypatch.setattr(JITFunction, "__getitem__", compiled)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rank"),
-    [
-        (torch.float16, 16),
-        (torch.float16, 64),
-        (torch.float32, 32),
-        (torch.bfloat16, 128),
-        (torch.bfloat16, 256),
-        (torch.bfloat16, MAX_EXPERT_RANK),
-        (torch.float32, MAX_EXPERT_RANK),
-    ],
-)
-def test_every_rank_fits_into_a_blocks_shared_memory(
-    shared_bytes: dict[str, int], dtype: torch.dtype, rank: int
-) -> None:
-    """The last rank of each tiling, and rank 256; float32 factors, which take the most."""
-    num_experts, num_rows, hidden, width = 4, 1024, 128, 256
-    groups = RowGroups(torch.full((num_experts,), num_rows // num_experts), num_rows)
-    rows, gu, h = (torch.zeros(num_rows, n, dtype=dtype) for n in (hidden, 2 * width, width))
-    low, weights, source = torch.zeros(num_rows, rank, dtype=dtype), torch.zeros(num_rows), torch.arange(num_rows)
-    a_gate_up, b_gate_up = torch.zeros(num_experts, rank, hidden), torch.zeros(num_experts, 2 * width, rank)
-    inner = InnerAdapter(b_gate_up, torch.zeros(num_experts, rank, width), 1.0)
-    gather_project_triton(rows, source, a_gate_up, groups, 1.0, None)
-    activate_triton(gu, low, inner, groups, SWIGLU)
-    activate_backward_triton(gu, low, inner, h, low, weights, groups, SWIGLU, True)
-    low_rank_gradient_triton(low, rows, groups, torch.empty_like(a_gate_up), source, weights)
-    add_low_rank_triton(gu, low, b_gate_up, None, groups)
-    assert shared_bytes.keys() == {
-        "_write_tiles", "_gather_project", "_activate", "_activate_backward", "_low_rank_gradient", "_add_low_rank",
-    }  # fmt: skip
-    assert max(shared_bytes.values()) <= BLOCK_SHARED_BYTES[OnlyCompiles.target], shared_bytes
-
-
-@pytest.mark.parametrize("num_rows", [128, 8192])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("target", BLOCK_SHARED_BYTES)
-def test_a_product_and_its_adapter_fit_into_a_blocks_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, shared_bytes: dict[str, int], target: int, dtype: torch.dtype, num_rows: int
-) -> None:
-    """Every tiling, both ways that weights lie; factors of the product's dtype, which take the most here."""
-    monkeypatch.setattr(OnlyCompiles, "target", target)
-    monkeypatch.setattr(grouped_gemm, "_capability", lambda device: target // 10)
-    num_experts, hidden, width = 4, 128, 512
-    groups = RowGroups(torch.full((num_experts,), num_rows // num_experts), num_rows)
-    rows, weights = torch.zeros(num_rows, hidden, dtype=dtype), torch.zeros(num_experts, width, hidden, dtype=dtype)
-    for rank in (ONE_STEP_RANK, MAX_EXPERT_RANK):
-        low, factors = torch.zeros(num_rows, rank, dtype=dtype), torch.zeros(num_experts, width, rank, dtype=dtype)
-        for matrices in (weights.transpose(1, 2), weights.view(num_experts, hidden, width)):
-            grouped_product(rows, matrices, groups, GroupedBackend.triton, low_SR=low, p_ENR=factors)
-            assert 0 < shared_bytes.pop("_product") <= BLOCK_SHARED_BYTES[target]
 
 
 @pytest.mark.parametrize("tilings", [ADAPTED, ADAPTED_BACKWARD, {0: FORWARD}, {0: BACKWARD}])

@@ -1,0 +1,226 @@
+"""Promise of trainer/kernels: compiled for GPUs, kernels fit, and no copy overwrites what a product still reads.
+
+Triton compiles here without a GPU, up to the point where it has allocated shared memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from conf.schema import MAX_EXPERT_RANK
+from trainer.architecture.activation import SWIGLU
+from trainer.kernels import grouped_gemm
+from trainer.kernels.gather import gather_project_triton
+from trainer.kernels.groups import RowGroups
+from trainer.kernels.low_rank import add_low_rank_triton, low_rank_gradient_triton
+from trainer.kernels.swiglu import InnerAdapter, activate_backward_triton, activate_triton
+from trainer.moe.grouped import GroupedBackend, grouped_product
+
+BLOCK_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""The most that a thread block gets, by compute capability."""
+ONE_STEP_RANK = 64
+"""The widest that a product takes in one step, whose memory the product's own steps do not get back."""
+
+
+class OnlyCompiles:
+    """In place of CUDA's driver: what Triton asks it before it compiles. Launches nothing."""
+
+    target = 90
+    """Compute capability, times ten."""
+
+    def get_current_device(self) -> int:
+        return -self.target  # a device's kernels are kept; those compiled here are not found by a launch on one
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.target, 32)
+
+
+def only_allocate(
+    backend: Any = None, stages: Any = None, options: Any = None, language: Any = None, capability: Any = None
+) -> tuple[str, str] | None:
+    """Triton's hook: the stages of a compilation after its shared memory was allocated do nothing.
+
+    They take nine tenths of the time. Triton calls it without arguments for what it adds to a cache's key.
+    """
+    if stages is None:
+        return only_allocate.__name__, only_allocate.__name__
+    from triton._C.libtriton import ir, nvidia, passes
+    from triton.backends.nvidia.compiler import get_ptx_version_from_options
+
+    def allocate(module: Any, metadata: dict[str, Any]) -> str:
+        """As in CUDABackend.make_llir."""
+        manager = ir.pass_manager(module.context)
+        passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+        passes.ttgpuir.add_allocate_warp_groups(manager)
+        passes.convert.add_scf_to_cf(manager)
+        passes.gluon.add_inliner(manager)
+        version = get_ptx_version_from_options(options, backend.target.arch)
+        nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, capability, version)
+        manager.run(module, "allocate")
+        metadata.update(shared=module.get_int_attr("ttg.shared"), name="never launched")
+        return ""
+
+    stages.update(llir=allocate, ptx=lambda *_: "", cubin=lambda *_: b"")
+    return None
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, CompiledKernel]:
+    """Name of a kernel -> its last launch in this test, which was compiled and not made."""
+    found: dict[str, CompiledKernel] = {}
+
+    def compiled(kernel: JITFunction, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: object, **options: object) -> None:
+            found[kernel.fn.__name__] = kernel.warmup(*args, grid=grid, **options)
+
+        return launch
+
+    monkeypatch.setattr(driver, "_active", OnlyCompiles())
+    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", only_allocate)
+    monkeypatch.setattr(JITFunction, "__getitem__", compiled)
+    return found
+
+
+def launch_expert_kernels(dtype: torch.dtype, rank: int, factor_dtype: torch.dtype) -> None:
+    """Every kernel of the routed experts whose work depends on the rank, once."""
+    num_experts, num_rows, hidden, width = 4, 1024, 128, 256
+    groups = RowGroups(torch.full((num_experts,), num_rows // num_experts), num_rows)
+    rows, gu, h = (torch.zeros(num_rows, n, dtype=dtype) for n in (hidden, 2 * width, width))
+    low, weights, source = torch.zeros(num_rows, rank, dtype=dtype), torch.zeros(num_rows), torch.arange(num_rows)
+    a_gate_up, b_gate_up, a_down = (
+        torch.zeros(num_experts, *shape, dtype=factor_dtype)
+        for shape in ((rank, hidden), (2 * width, rank), (rank, width))
+    )
+    inner = InnerAdapter(b_gate_up, a_down, 1.0)
+    gather_project_triton(rows, source, a_gate_up, groups, 1.0, None)
+    activate_triton(gu, low, inner, groups, SWIGLU)
+    activate_backward_triton(gu, low, inner, h, low, weights, groups, SWIGLU, True)
+    low_rank_gradient_triton(low, rows, groups, torch.empty_like(a_gate_up), source, weights)
+    add_low_rank_triton(gu, low, b_gate_up, None, groups)
+
+
+def launch_product(dtype: torch.dtype, num_rows: int, rank: int, *, is_turned: bool) -> None:
+    """A grouped product with an adapter."""
+    num_experts, hidden, width = 4, 128, 512
+    groups = RowGroups(torch.full((num_experts,), num_rows // num_experts), num_rows)
+    rows, weights = torch.zeros(num_rows, hidden, dtype=dtype), torch.zeros(num_experts, width, hidden, dtype=dtype)
+    low, factors = torch.zeros(num_rows, rank, dtype=dtype), torch.zeros(num_experts, width, rank, dtype=dtype)
+    matrices = weights.transpose(1, 2) if is_turned else weights.view(num_experts, hidden, width)
+    grouped_product(rows, matrices, groups, GroupedBackend.triton, low_SR=low, p_ENR=factors)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank"),
+    [
+        (torch.float16, 16),
+        (torch.float16, 64),
+        (torch.float32, 32),
+        (torch.bfloat16, 128),
+        (torch.bfloat16, 256),
+        (torch.bfloat16, MAX_EXPERT_RANK),
+        (torch.float32, MAX_EXPERT_RANK),
+    ],
+)
+def test_every_rank_fits_into_a_blocks_shared_memory(
+    launched: dict[str, CompiledKernel], dtype: torch.dtype, rank: int
+) -> None:
+    """The last rank of each tiling, and rank 256; float32 factors, which take the most."""
+    launch_expert_kernels(dtype, rank, torch.float32)
+    assert launched.keys() == {
+        "_write_tiles", "_gather_project", "_activate", "_activate_backward", "_low_rank_gradient", "_add_low_rank",
+    }  # fmt: skip
+    shared = {name: kernel.metadata.shared for name, kernel in launched.items()}
+    assert max(shared.values()) <= BLOCK_SHARED_BYTES[OnlyCompiles.target], shared
+
+
+@pytest.mark.parametrize("num_rows", [128, 8192])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("target", BLOCK_SHARED_BYTES)
+def test_a_product_and_its_adapter_fit_into_a_blocks_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+    launched: dict[str, CompiledKernel],
+    target: int,
+    dtype: torch.dtype,
+    num_rows: int,
+) -> None:
+    """Every tiling, both ways that weights lie; factors of the product's dtype, which take the most here."""
+    monkeypatch.setattr(OnlyCompiles, "target", target)
+    monkeypatch.setattr(grouped_gemm, "_capability", lambda device: target // 10)
+    for rank in (ONE_STEP_RANK, MAX_EXPERT_RANK):
+        for is_turned in (True, False):
+            launch_product(dtype, num_rows, rank, is_turned=is_turned)
+            assert 0 < launched.pop("_product").metadata.shared <= BLOCK_SHARED_BYTES[target]
+
+
+def overwritten(ttgir: str) -> set[str]:
+    """Buffers that a copy may overwrite while an earlier iteration's product reads them.
+
+    A loop that loads L iterations ahead has made L copies into a buffer before it begins. If its products may run on
+    while the next copy is made (a wait that leaves one pending), a buffer needs L + 1 places. Triton 3.6 and 3.7 count
+    L where the loaded tile is stored or summed beside the product.
+    """
+    places: dict[str, int] = {}
+    buffer_of: dict[str, str] = {}
+    copies_before: dict[str, int] = {}
+    loops: list[int] = []
+    operands: set[str] = set()
+    leaves_pending = False
+
+    def buffer(name: str) -> str:
+        while name in buffer_of:
+            name = buffer_of[name]
+        return name
+
+    for line in ttgir.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if loops and indent == loops[-1] and line.lstrip().startswith("}"):
+            loops.pop()
+        if "scf.for" in line:
+            loops.append(indent)
+        if found := re.search(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", line):
+            places[found[1]] = int(found[2])
+        elif found := re.search(r"(%\S+) = ttg\.memdesc_(?:index|trans|subslice) (%[\w#-]+)", line):
+            buffer_of[found[1]] = found[2]
+        elif found := re.search(r"async_(?:tma_)?copy_global_to_local %[^ \[]+(?:\[.*?\]|,) (%[\w-]+)", line):
+            copies_before[buffer(found[1])] = copies_before.get(buffer(found[1]), 0) + (not loops)
+        elif loops and (found := re.search(r"warp_group_dot (%[\w#-]+), (%[\w#-]+),.*isAsync = true", line)):
+            operands |= {buffer(found[1]), buffer(found[2])}
+        elif loops and (found := re.search(r"warp_group_dot_wait .*pendings = (\d+)", line)):
+            leaves_pending |= int(found[1]) > 0
+    if not leaves_pending:
+        return set()
+    return {name for name in operands & places.keys() if places[name] <= copies_before.get(name, 0)}
+
+
+@pytest.mark.parametrize("factor_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rank", [8, 32, 64, 128, 256, MAX_EXPERT_RANK])
+def test_no_copy_overwrites_what_a_product_still_reads(
+    launched: dict[str, CompiledKernel], rank: int, factor_dtype: torch.dtype
+) -> None:
+    launch_expert_kernels(torch.bfloat16, rank, factor_dtype)
+    found = {name: overwritten(kernel.asm["ttgir"]) for name, kernel in launched.items()}
+    assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("num_rows", [128, 8192])
+def test_no_copy_overwrites_what_a_grouped_product_still_reads(
+    launched: dict[str, CompiledKernel], num_rows: int
+) -> None:
+    for rank in (ONE_STEP_RANK, MAX_EXPERT_RANK):
+        for is_turned in (True, False):
+            launch_product(torch.bfloat16, num_rows, rank, is_turned=is_turned)
+            assert "isAsync = true" in launched["_product"].asm["ttgir"]
+            assert overwritten(launched.pop("_product").asm["ttgir"]) == set()
