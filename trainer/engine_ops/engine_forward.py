@@ -21,7 +21,7 @@ from trainer.engine_ops.merged_forward import own_layer
 from trainer.engine_ops.published_weights import published_experts, published_linears
 from trainer.lora import Linear
 from trainer.model.attention import GroupedQueryAttention
-from trainer.model.decoder import Decoder, DecoderLayer, DenseMlp
+from trainer.model.decoder import Decoder, DecoderLayer, DenseMlp, LastSum
 from trainer.model.norm import RMSNorm
 from trainer.model.packed_sequences import PackedSequences
 from trainer.moe.block import MoeBlock
@@ -80,6 +80,7 @@ def _engine_layer(
     rope: object,
     sequences: PackedSequences,
     chosen: list[Tensor],
+    _: LastSum,
 ) -> Tensor:
     """The layer's values. Puts the experts of each token into `chosen`, where the layer has experts."""
     out_TH, experts_TK = forward.layer(layer, x_TH, sequences)

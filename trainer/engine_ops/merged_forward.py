@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.engine_ops.published_weights import published_experts, published_linears
 from trainer.lora import Linear
-from trainer.model.decoder import Decoder, DecoderLayer
+from trainer.model.decoder import Decoder, DecoderLayer, LastSum
 from trainer.model.packed_sequences import PackedSequences
 from trainer.moe.experts import Experts
 from trainer.moe.replay import RecordedRoutes
@@ -36,13 +36,14 @@ def own_layer(
     rope: tuple[Tensor, Tensor],
     sequences: PackedSequences,
     chosen: list[Tensor],
+    _: LastSum,
 ) -> Tensor:
     """The layer by the trainer's own kernels, with those experts: its gradients."""
     routes = None
     if chosen:
         experts_TLK = chosen[0][:, None].expand(-1, layer.moe_index + 1, -1)
         routes = RecordedRoutes(experts_TLK, torch.ones_like(experts_TLK[:, 0, 0], dtype=torch.bool))
-    return layer.own(x_TH, rope, sequences, routes, is_recomputed=False)
+    return layer.own(x_TH, rope, sequences, routes, LastSum(), is_recomputed=False)
 
 
 @torch.no_grad()
@@ -52,11 +53,12 @@ def _merged_layer(
     rope: tuple[Tensor, Tensor],
     sequences: PackedSequences,
     chosen: list[Tensor],
+    last_sum: LastSum,
 ) -> Tensor:
     """The layer's values. Puts the experts of each token into `chosen`, where the layer has experts."""
     chosen.clear()
     with _merged(layer, x_TH.dtype):
-        return layer.own(x_TH, rope, sequences, None, is_recomputed=False, chosen=chosen)
+        return layer.own(x_TH, rope, sequences, None, last_sum, is_recomputed=False, chosen=chosen)
 
 
 @contextmanager

@@ -6,7 +6,8 @@
 
 Owns the casts, by default transformers': the norm is computed in float32 and rounded to the compute dtype before the
 weight is applied; every product and sum of the rotation is rounded. With `once`, all steps are float32 and the result
-is rounded, as where torch.compile fuses them (vLLM's engines); s is rounded for the caller, and not for its norm.
+is rounded, as where torch.compile fuses them (vLLM's engines); s is rounded for the caller, and not for its norm. A
+norm that comes later than its sum is given the sum's `parts` for that.
 Backward rounds once, and computes rms again from the input, so that only inputs are kept. The torch forms,
 differentiated by autograd, define the result, and run on devices other than CUDA.
 """
@@ -26,9 +27,13 @@ from trainer.kernels.launch import programs
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def rms_norm_torch(x: Tensor, weight_K: Tensor, eps: float, once: bool = False) -> Tensor:
+def rms_norm_torch(
+    x: Tensor, weight_K: Tensor, eps: float, once: bool = False, parts: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """The definition of `rms_norm`."""
     wide = x.view_as(x).float()  # view_as is a node of the graph: x gets one gradient from here, as from the kernel
+    if parts is not None:
+        wide = wide + (parts[0].float() + parts[1].float() - wide).detach()  # exact: x is the sum, rounded
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if once:
         return (weight_K.to(x.dtype).float() * wide).to(x.dtype)
@@ -64,18 +69,29 @@ def rotate_torch(x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, fixed), dim=-1)
 
 
-def rms_norm(x: Tensor, weight_K: Tensor, eps: float, once: bool = False) -> Tensor:
-    """RMSNorm over the last dim (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467), of x's shape and dtype."""
+def rms_norm(
+    x: Tensor, weight_K: Tensor, eps: float, once: bool = False, parts: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """RMSNorm over the last dim (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467), of x's shape and dtype.
+
+    Args:
+        x: what is normed.
+        weight_K: in any float dtype; taken in x's.
+        eps: added to the mean square.
+        once: round the result alone; without it the norm, too, before it is weighted.
+        parts: with `once`, the addends whose sum, rounded, x is: the norm is of the sum before it was rounded. x alone
+            gets a gradient.
+    """
     if not is_for_triton(x):
-        return rms_norm_torch(x, weight_K, eps, once)
-    return _RmsNorm.apply(x, None, weight_K.to(x.dtype), eps, once)[1]
+        return rms_norm_torch(x, weight_K, eps, once, parts)
+    return _RmsNorm.apply(x, None, weight_K.to(x.dtype), eps, once, parts)[1]
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight_K: Tensor, eps: float, once: bool = False) -> tuple[Tensor, Tensor]:
     """(x + delta, its RMSNorm)."""
     if not is_for_triton(x):
         return add_rms_norm_torch(x, delta, weight_K, eps, once)
-    return _RmsNorm.apply(x, delta, weight_K.to(x.dtype), eps, once)
+    return _RmsNorm.apply(x, delta, weight_K.to(x.dtype), eps, once, None)
 
 
 def norm_rotate(
@@ -112,9 +128,16 @@ def is_for_triton(x: Tensor) -> bool:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, weight_K: Tensor, eps: float, once: bool
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        weight_K: Tensor,
+        eps: float,
+        once: bool,
+        parts: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor | None, Tensor]:
-        total, out = rms_norm_triton(x, delta, weight_K, eps, once)
+        total, out = rms_norm_triton(*((x, delta) if parts is None else parts), weight_K, eps, once)
+        total = None if delta is None else total
         ctx.save_for_backward(x if total is None else total, weight_K)
         ctx.eps, ctx.has_delta = eps, delta is not None
         return total, out
@@ -128,7 +151,7 @@ class _RmsNorm(torch.autograd.Function):
             wide = total.float()
             wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + ctx.eps)
             dweight = (wide.to(total.dtype).float() * dout).flatten(0, -2).sum(0).to(weight_K.dtype)
-        return dx, dx if ctx.has_delta else None, dweight, None, None
+        return dx, dx if ctx.has_delta else None, dweight, None, None, None
 
 
 class _NormRotate(torch.autograd.Function):

@@ -89,6 +89,27 @@ class VocabTable(nn.Module):
         return use(x, self.weight.to(self.compute_dtype))
 
 
+class LastSum:
+    """The addends of the last residual sum, for the norm that reads it next.
+
+    An engine's compiled norm sees a sum before it is rounded (trainer.numerics.norm=once), and the next layer gets it
+    rounded. The addends are taken once: a recomputation norms the rounded sum, as every backward does.
+    """
+
+    def __init__(self) -> None:
+        self._parts: tuple[Tensor, Tensor] | None = None
+
+    def of(self, residual_TH: Tensor, delta_TH: Tensor) -> Tensor:
+        """residual + delta, whose addends are kept."""
+        self._parts = residual_TH.detach(), delta_TH.detach()
+        return residual_TH + delta_TH
+
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        """The addends; None before the first sum, and when they have been taken."""
+        parts, self._parts = self._parts, None
+        return parts
+
+
 class DenseMlp(nn.Module):
     """SwiGLU feed-forward (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
@@ -156,12 +177,14 @@ class DecoderLayer(nn.Module):
         rope: tuple[Tensor, Tensor],
         sequences: PackedSequences,
         routes: RecordedRoutes | None = None,
+        last_sum: LastSum | None = None,
     ) -> Tensor:
-        """[T, H] -> [T, H]."""
+        """[T, H] -> [T, H]; `last_sum` has the addends of x_TH, and then those of the result."""
+        last_sum = LastSum() if last_sum is None else last_sum
         if self.in_place is not None and x_TH.shape[0]:
-            return self.in_place(self, x_TH, rope, sequences, [])
+            return self.in_place(self, x_TH, rope, sequences, [], last_sum)
         is_recomputed = self.checkpointing and torch.is_grad_enabled()
-        return self.own(x_TH, rope, sequences, routes, is_recomputed=is_recomputed)
+        return self.own(x_TH, rope, sequences, routes, last_sum, is_recomputed=is_recomputed)
 
     def own(
         self,
@@ -169,6 +192,7 @@ class DecoderLayer(nn.Module):
         rope: tuple[Tensor, Tensor],
         sequences: PackedSequences,
         routes: RecordedRoutes | None,
+        last_sum: LastSum,
         *,
         is_recomputed: bool,
         chosen: list[Tensor] | None = None,
@@ -176,26 +200,32 @@ class DecoderLayer(nn.Module):
         """The same, by the trainer's own kernels. Appends the experts of each token to `chosen`."""
         kept = KeptAttention() if is_recomputed else None
         attend, rest = self._recomputed_parts if is_recomputed else self._parts
-        heads_TO = attend(self, x_TH, rope, sequences, kept)
+        heads_TO = attend(self, x_TH, rope, sequences, kept, last_sum)
         delta_TH = self.self_attn.get_submodule("o_proj")(heads_TO)
         if not isinstance(self.mlp, MoeBlock):
-            return rest(self, x_TH, delta_TH)
+            return last_sum.of(*rest(self, x_TH, delta_TH))
         recorded = None if routes is None else routes.of_layer(self.moe_index)
         residual_TH, *started, num_flipped = rest(self, x_TH, delta_TH, recorded)
         if routes is not None:
             routes.flipped.append(num_flipped)
         if chosen is not None:
             chosen.append(started[2])
-        return residual_TH + self.mlp.finish(*started)
+        return last_sum.of(residual_TH, self.mlp.finish(*started))
 
     def _attend(
-        self, x_TH: Tensor, rope: tuple[Tensor, Tensor], sequences: PackedSequences, kept: KeptAttention | None
+        self,
+        x_TH: Tensor,
+        rope: tuple[Tensor, Tensor],
+        sequences: PackedSequences,
+        kept: KeptAttention | None,
+        last_sum: LastSum,
     ) -> Tensor:
-        return self.self_attn(self.input_layernorm(x_TH), rope, sequences, kept)
+        return self.self_attn(self.input_layernorm(x_TH, last_sum.take()), rope, sequences, kept)
 
-    def _feed_forward(self, x_TH: Tensor, delta_TH: Tensor) -> Tensor:
+    def _feed_forward(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream, and what is added to it."""
         residual_TH, y_TH = self.post_attention_layernorm.after_sum(x_TH, delta_TH)
-        return residual_TH + self.mlp(y_TH)
+        return residual_TH, self.mlp(y_TH)
 
     def _until_experts(
         self, x_TH: Tensor, delta_TH: Tensor, recorded: LayerRoutes | None
@@ -259,9 +289,12 @@ class Decoder(nn.Module):
         rope = self.rotary(positions_T, self.dtype)
         is_on_host = self.model.embed_tokens.weight.device != token_ids_T.device
         x_TH = self.model.embed_tokens(_rows_of_host if is_on_host else F.embedding, token_ids_T)
+        last_sum = LastSum()
         for layer in self.model.layers:
-            x_TH = layer(x_TH, rope, sequences, routes)
-        return (self.model.norm if self.last_norm_in_place is None else self.last_norm_in_place)(x_TH)
+            x_TH = layer(x_TH, rope, sequences, routes, last_sum)
+        if self.last_norm_in_place is not None:
+            return self.last_norm_in_place(x_TH)
+        return self.model.norm(x_TH, last_sum.take())
 
     def apply_head(self, use: Callable[[Tensor, Tensor], Out], hidden_TH: Tensor) -> Out:
         """Call use(hidden_TH, weight_VH). The whole head weight exists during this call, and again in its backward.

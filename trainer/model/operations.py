@@ -25,6 +25,7 @@ from trainer.lora import Linear, apply_together
 from trainer.model.attend import attend
 from trainer.model.attention import GroupedQueryAttention, LatentAttention
 from trainer.model.decoder import Decoder, DecoderLayer
+from trainer.model.norm import RMSNorm
 from trainer.model.packed_sequences import PackedSequences
 from trainer.moe.block import MoeBlock
 
@@ -65,9 +66,8 @@ def decoder_operations(decoder: Decoder, positions_T: Tensor, cu_seqlens: Tensor
     ]
     for number, layer in enumerate(trunk.layers):
         assert isinstance(layer, DecoderLayer)
-        operations += _layer(f"layers.{number}.", f"layers.{number + 1}.stream", layer, place)
-    last = f"layers.{len(trunk.layers)}.stream"
-    return [*operations, Operation("norm", (last,), ("norm",), lambda x: (trunk.norm(x),))]
+        operations += _layer(number, layer, place)
+    return [*operations, _norm("norm", len(trunk.layers), trunk.norm)]
 
 
 @torch.no_grad()
@@ -99,10 +99,22 @@ def run_chained(
     return known
 
 
-def _layer(prefix: str, following: str, layer: DecoderLayer, place: Place) -> Iterator[Operation]:
+def _norm(name: str, number: int, norm: RMSNorm) -> Operation:
+    """The norm of the stream that enters layer `number`; with norm=once, of the sum before it was rounded."""
+    before = f"layers.{number - 1}."
+    parts = (f"{before}stream_mid", f"{before}mlp") if norm.once and number else ()
+
+    def run(x_TH: Tensor, *addends: Tensor) -> tuple[Tensor, ...]:
+        return (norm(x_TH, (addends[0], addends[1]) if addends else None),)
+
+    return Operation(name, (f"layers.{number}.stream", *parts), (name,), run)
+
+
+def _layer(number: int, layer: DecoderLayer, place: Place) -> Iterator[Operation]:
+    prefix, following = f"layers.{number}.", f"layers.{number + 1}.stream"
     stream, normed, middle = f"{prefix}stream", f"{prefix}input_layernorm", f"{prefix}stream_mid"
     attention, after = f"{prefix}self_attn.", f"{prefix}post_attention_layernorm"
-    yield Operation(normed, (stream,), (normed,), lambda x: (layer.input_layernorm(x),))
+    yield _norm(normed, number, layer.input_layernorm)
     if isinstance(layer.self_attn, GroupedQueryAttention):
         yield from _grouped_query(attention, normed, layer.self_attn, place)
     else:

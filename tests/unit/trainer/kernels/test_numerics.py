@@ -46,6 +46,37 @@ def test_the_norm_rounds_once_as_vllms_native_form_or_each_as_transformers() -> 
     assert not torch.equal(each, once)
 
 
+def test_a_norm_after_its_sum_sees_what_was_added_and_its_gradient_goes_to_the_sum() -> None:
+    x, delta, weight = draw(50, 64, seed=0), draw(50, 64, seed=1), draw(64, seed=2)
+    total, wanted = add_rms_norm(x, delta, weight, EPS, True)
+    total, dout = total.requires_grad_(), draw(50, 64, seed=3)
+    later = rms_norm(total, weight, EPS, True, (x, delta))
+    rounded = rms_norm(total, weight, EPS, True)
+    assert torch.equal(later, wanted)
+    assert not torch.equal(later, rounded)
+    (mine,) = torch.autograd.grad(later, total, dout)
+    (other,) = torch.autograd.grad(rounded, total, dout)
+    assert (mine - other).abs().max() < 0.02 * other.abs().max()
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "experts"])
+def test_a_layer_norms_the_sum_of_the_layer_before_it_unrounded(config: dict[str, object], checkpointing: bool) -> None:
+    """norm=once, in bfloat16: where a layer is given the rounded sum alone, its output differs."""
+    decoder = make_decoder(config, trainer_config(activation_checkpointing=checkpointing), dtype=torch.bfloat16)
+    token_ids, positions, cu_seqlens = packed()
+    norm = decoder.model.layers[1].get_submodule("input_layernorm")
+    seen: list[tuple[Tensor, Tensor]] = []
+    norm.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+    decoder(token_ids, positions, cu_seqlens).float().sum().backward()
+    (stream, normed_sum), *again = seen
+    alone = norm(stream)
+    assert not torch.equal(normed_sum, alone)
+    assert (normed_sum - alone).abs().max() < 0.02 * alone.abs().max()
+    assert len(again) == checkpointing  # recomputed in the backward pass
+    assert all(torch.equal(out, alone) for _, out in again)
+
+
 def test_the_rotation_rounds_once_or_each_as_transformers() -> None:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 

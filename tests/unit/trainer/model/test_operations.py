@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from cases.tiny_models import DEEPSEEK, DENSE, GLM, GPT_OSS, LLAMA, MIXED, make_decoder, packed
@@ -28,11 +26,11 @@ def test_an_operation_is_run_on_what_is_given_and_not_on_what_others_returned():
     token_ids, positions, cu_seqlens = packed()
     operations = decoder_operations(decoder, positions, cu_seqlens)
     own = run_chained(operations, {"token_ids": token_ids})
-    moved = own["layers.1.stream"] + 1
-    ran = {operation.name: out for operation, (out, *_) in run_isolated(operations, {"layers.1.stream": moved})}
-    layer: Any = decoder.model.layers[1]
-    assert set(ran) == {"layers.1.input_layernorm"}
-    assert torch.equal(ran["layers.1.input_layernorm"], layer.input_layernorm(moved))
+    moved = own["layers.1.stream_mid"] + 1
+    given = {"layers.1.stream_mid": moved, "layers.1.mlp": own["layers.1.mlp"]}
+    ran = {operation.name: out for operation, (out, *_) in run_isolated(operations, given)}
+    assert set(ran) == {"layers.1.residual"}
+    assert torch.equal(ran["layers.1.residual"], moved + own["layers.1.mlp"])
 
 
 def test_what_is_replaced_reaches_everything_after_it_and_nothing_before():
