@@ -5,8 +5,10 @@
 
 A control is the quick start without what is tested: `no_publish` never sends a trained version to the engines,
 `shuffled` permutes advantages within each group. Neither may learn. `flat_engine_none` and `flat_engine_tis` have a
-mismatch of trainer and engine, without and with a correction (docs/parity.md). Figures are medians over the steps
-after the first two (warm-up). Prints its environment and a table; writes bench/results/runs-<device>.json.
+mismatch of trainer and engine, without and with a correction (docs/parity.md). `uneven_on_policy` and
+`uneven_staleness_2` have engines whose groups take 0.5 s at the median and up to 4 s (docs/staleness.md). Figures are
+medians over the steps after the first two (warm-up). Prints its environment and a table; writes
+bench/results/runs-<device>.json.
 """
 
 from __future__ import annotations
@@ -34,12 +36,18 @@ SCENARIOS = {
     "flat_engine_none": ["experiment=quickstart", "rollout.eval_temperature=0", "algorithm.correction=none"],
     "flat_engine_tis": ["experiment=quickstart", "rollout.eval_temperature=0", "algorithm.correction=tis"],
     "async": ["experiment=quickstart", "algorithm.max_staleness_steps=2"],
+    "uneven_on_policy": ["experiment=quickstart", "rollout.max_concurrent_groups=24"],
+    "uneven_staleness_2": [
+        "experiment=quickstart",
+        "rollout.max_concurrent_groups=24",
+        "algorithm.max_staleness_steps=2",
+    ],
     "quickstart_gpu": ["experiment=quickstart_gpu"],
     "qwen3_moe_2gpu": ["experiment=qwen3_moe_2gpu"],
 }
 WARM_UP_STEPS = 2
-FLAT_ENGINE = "tests/fakes/flat_engine"
-"""Beginning the PYTHONPATH of a run, this folder makes its engines draw nine tokens of ten from a flat distribution."""
+ENGINES = {"flat_engine": "tests/fakes/flat_engine", "uneven": "tests/fakes/uneven_engine"}
+"""By the beginning of a scenario's name, a folder that begins the PYTHONPATH of its run and changes its engines."""
 
 
 def run(name: str, folder: Path, extra: list[str]) -> dict[str, Any]:
@@ -47,8 +55,10 @@ def run(name: str, folder: Path, extra: list[str]) -> dict[str, Any]:
     started = time.monotonic()
     words = [*SCENARIOS[name], f"run.dir={folder}", f"run.name={name}", *extra]
     environment = dict(os.environ)
-    if name.startswith("flat_engine"):
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / FLAT_ENGINE), str(ROOT)])
+    for prefix, changed in ENGINES.items():
+        if name.startswith(prefix):
+            paths = (str(ROOT / changed), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
     command = [sys.executable, "-m", "orchestrator.cli.main", "train", *words]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     wall_s = time.monotonic() - started
@@ -74,7 +84,9 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "num_steps": rows[-1]["step"],
         "eval_reward_first": evals[0] if evals else None,
         "eval_reward_last": evals[-1] if evals else None,
+        "all_steps_s": sum(row["step/total_s"] for row in rows[1:]),
         "step_s": median("step/total_s"),
+        "wait_s": median("step/wait_s"),
         "publish_s": publish_s,
         "prepare_s": median("sync/prepare_s"),
         "write_s": write_s,

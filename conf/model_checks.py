@@ -33,6 +33,8 @@ from conf.tensor_parallel import (
 
 CPU_ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that vLLM's CPU attention has kernels for (vLLM 0.32, `cpu_attn.py`)."""
+MAX_EXPERT_SLOT_RANK = 128
+"""Rank of the largest slots whose experts vLLM has a kernel for (0.25.1, `fused_moe_lora_op.py`, an assertion)."""
 CPU_ENGINE_LATENT = (512, 64)
 """kv_lora_rank and qk_rope_head_dim of vLLM's CPU kernel of latent attention (vLLM 0.32, `mla_decode.cpp`)."""
 
@@ -58,6 +60,7 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
         check_fp8_engine_has_gpus(config, hf_config)
         check_fp8_engine_computes_in_two_bytes(config, hf_config)
         check_adapters_beside_experts_have_gpu_engines(config, hf_config)
+        check_slots_of_experts_have_kernels(config, hf_config)
         check_engine_forward_knows_the_model(config, hf_config)
         check_engine_records_routes(config, hf_config)
 
@@ -79,6 +82,20 @@ BITWISE_FAMILIES = ("qwen3", "qwen3_moe")
 BITWISE_HEAD_DIMS = (128, 192, 256)
 """At others, vLLM 0.25.1's FlashAttention 3 reads keys in blocks of other sizes when it decodes than when it prefills
 (64), or from pages than from rows (80, 96)."""
+
+
+def check_slots_of_experts_have_kernels(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """An engine's slots are of one rank for all modules, and those of experts are limited."""
+    lora = config.trainer.lora
+    if config.weight_sync.mode is not SyncMode.adapter or not lora.experts or not num_experts_of(hf_config):
+        return
+    if lora.slot_rank > MAX_EXPERT_SLOT_RANK:
+        raise ConfigError(
+            f"weight_sync.mode=adapter: engines serve adapters of experts up to rank {MAX_EXPERT_SLOT_RANK}, and the "
+            f"slots of all modules have the largest rank, which is {lora.slot_rank} here; set trainer.lora.rank, "
+            f"attention_rank and expert_rank to {MAX_EXPERT_SLOT_RANK} at most, trainer.lora.experts=false, or "
+            "weight_sync.mode=merged"
+        )
 
 
 def check_engine_forward_knows_the_model(config: RunConfig, hf_config: Mapping[str, Any]) -> None:

@@ -98,6 +98,10 @@ CASES = [
     ),
     (["weight_sync.mode=adapter", "trainer=full"], "weight_sync.mode=adapter contradicts trainer.mode=full"),
     (["weight_sync.mode=adapter", "trainer.lora.rank=600"], "rank 512 at most, got trainer.lora.rank=600"),
+    (
+        ["cluster.device=cuda", "weight_sync.mode=adapter", "trainer.lora.attention_rank=200"],
+        "adapters of experts up to rank 128.*which is 256 here.*trainer.lora.experts=false",
+    ),
     (["trainer.lora.rank=513"], "routed experts take adapters of rank 512 at most, got 513.*expert_rank=512 or lower"),
     (["weight_sync.mode=adapter"], "CPU engine serves no adapters in a model with experts.*model=tiny_qwen3"),
     (
