@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import parity
+from bench import parity, parity_row
 from bench.parity_shapes import ROWS
 from bench.sync.figures import show
 from conf.schema import TrainerConfig
@@ -109,5 +109,5 @@ def test_every_switch_of_parity_s_rows_is_an_option_of_the_trainer() -> None:
     for name, row in ROWS.items():
         for label in row.others:
             for option in [] if label == "replay" else label.split(","):
-                parity.with_option(TrainerConfig(), *option.split("="))
+                parity_row.with_option(TrainerConfig(), *option.split("="))
         assert row.config(tiny=True)["num_hidden_layers"] <= 3, name
