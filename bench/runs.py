@@ -86,7 +86,7 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "eval_reward_last": evals[-1] if evals else None,
         "all_steps_s": sum(row["step/total_s"] for row in rows[1:]),
         "step_s": median("step/total_s"),
-        "wait_s": median("step/wait_s"),
+        "wait_s": median("rollout/wait_s"),
         "publish_s": publish_s,
         "prepare_s": median("sync/prepare_s"),
         "write_s": write_s,
