@@ -50,8 +50,11 @@ class RolloutConfig:
     """Softmax temperature of evaluations, with top_p 1. 0: the likeliest token. null: as rollout.sampling."""
     max_model_len: int = 4096
     """Longest prompt plus response, in tokens."""
-    max_num_seqs: int = 256
-    """The most requests that one engine decodes at once."""
+    max_num_seqs: int | None = None
+    """The most requests that one engine decodes at once. null: as many as a run can have in flight, which is its share
+    of max_concurrent_groups or of (algorithm.max_staleness_steps + 1) * algorithm.groups_per_step groups, but 1024 at
+    most. vLLM decodes fewer while its KV cache holds no more.
+    """
     max_num_batched_tokens: int = 8192
     """The most tokens of one engine step, at least max_num_seqs. It limits what is prefilled at once, also for the
     requests that a publish of merged weights froze. A publish waits for the steps in flight.
@@ -87,11 +90,11 @@ class RolloutConfig:
             num_workers=self.num_workers,
             tp_size=self.tp_size,
             max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
             max_concurrent_groups=self.max_concurrent_groups,
         )
+        at_least_or_null(1, "rollout", max_num_seqs=self.max_num_seqs)
         require(
-            self.max_num_batched_tokens >= self.max_num_seqs,
+            self.max_num_seqs is None or self.max_num_batched_tokens >= self.max_num_seqs,
             "rollout.max_num_batched_tokens must be >= rollout.max_num_seqs: a step decodes a token of every request; "
             f"got {self.max_num_batched_tokens} and {self.max_num_seqs}",
         )

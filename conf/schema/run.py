@@ -14,6 +14,11 @@ from conf.schema.rules import at_least, require
 from conf.schema.trainer import TrainerConfig
 from conf.schema.weight_sync import WeightSyncConfig
 
+SEQS_OF_A_GRAPH = 16
+"""vLLM captures CUDA graphs for multiples of this many requests, above 256."""
+MOST_SEQS = 1024
+"""The most requests that an engine decodes at once if nobody says how many."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
@@ -80,6 +85,20 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def engine_num_seqs(self) -> int:
+        """rollout.max_num_seqs, or an engine's share of the requests that the loop lets be in flight.
+
+        A share is rounded up to a size that has a CUDA graph of its own.
+        """
+        rollout, algorithm = self.rollout, self.algorithm
+        if rollout.max_num_seqs is not None:
+            return rollout.max_num_seqs
+        num_groups = (algorithm.max_staleness_steps + 1) * algorithm.groups_per_step
+        num_groups = -(-min(num_groups, rollout.max_concurrent_groups) // rollout.num_workers)
+        num_seqs = -(-num_groups * algorithm.group_size // SEQS_OF_A_GRAPH) * SEQS_OF_A_GRAPH
+        return min(num_seqs, MOST_SEQS, rollout.max_num_batched_tokens)
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class RolloutWorkers:
         self._num_restarts: Counter[int] = Counter()
         self._options = WorkerOptions(
             folder=model_folder,
-            config=config.rollout,
+            config=replace(config.rollout, max_num_seqs=config.engine_num_seqs),
             weight_sync=config.weight_sync,
             dtype=config.model.dtype,
             device=Device(device),
@@ -79,7 +80,8 @@ class RolloutWorkers:
         starts = [self._start(index, f"rollout-{index}") for index in range(self._config.rollout.num_workers)]
         timeout_s = self._config.cluster.start_timeout_s
         self.workers = await all_started(starts, "rollout workers", timeout_s=timeout_s)
-        logger.info("%d rollout workers are up", len(self.workers))
+        num_seqs = self._options.config.max_num_seqs
+        logger.info("%d rollout workers are up, each for up to %d requests at once", len(self.workers), num_seqs)
 
     async def restart(self, index: int) -> RayRolloutWorker:
         """Start a worker again in its bundle, without the weights it had. What was left of it has ended."""

@@ -13,6 +13,8 @@ from typing import Any
 from conf.schema import Device, DType, RolloutConfig
 from rollout.types import AdapterSlotsSpec
 
+NUM_SEQS = 256
+"""rollout.max_num_seqs of an engine that is not a run's."""
 CPU_KV_CACHE_BYTES = 256 << 20
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 """Where vLLM puts Unix sockets."""
@@ -80,7 +82,7 @@ def engine_arguments(
         # Without this, vLLM would choose Ray inside a Ray placement group.
         "distributed_executor_backend": "mp" if config.tp_size > 1 else "uni",
         "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
+        "max_num_seqs": min(config.max_num_seqs or NUM_SEQS, config.max_num_batched_tokens),
         "max_num_batched_tokens": config.max_num_batched_tokens,  # vLLM's own default for embedded engines is 2,048
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": config.kv_cache_bytes or (CPU_KV_CACHE_BYTES if is_cpu else None),

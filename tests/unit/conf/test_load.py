@@ -34,6 +34,24 @@ def test_every_experiment_composes_and_survives_the_round_trip(name: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("changes", "num_seqs"),
+    [
+        ([], 192),  # 16 groups of 24 on two engines
+        (["algorithm.max_staleness_steps=1"], 192),  # rollout.max_concurrent_groups=16
+        (["algorithm.max_staleness_steps=1", "rollout.max_concurrent_groups=64"], 384),
+        (["rollout.num_workers=3"], 144),
+        (["algorithm.group_size=5", "rollout.num_workers=1"], 80),
+        (["algorithm.group_size=400"], 1024),
+        (["algorithm.group_size=400", "rollout.max_num_batched_tokens=512"], 512),
+        (["rollout.max_num_seqs=7"], 7),
+    ],
+)
+def test_an_engine_decodes_what_a_run_can_have_in_flight(changes: list[str], num_seqs: int) -> None:
+    config = load_run_config([QUICKSTART, "rollout.max_num_seqs=null", *changes])
+    assert config.engine_num_seqs == num_seqs
+
+
+@pytest.mark.parametrize(
     ("group", "choice"),
     [
         (group, choice.name)
