@@ -1,17 +1,20 @@
 # pyright: strict
 """The one way this package waits: with a deadline, and saying every 30 seconds what for.
 
-Owns: `wait_for`, `together`, `all_started`, `finish_first`, `last_attempt`. Does not own: what is awaited, nor what a
-caller does about a timeout.
+Owns: `wait_for`, `together`, `all_started`, `in_abandoned_thread`, `finish_first`, `last_attempt`. Does not own: what
+is awaited, nor what a caller does about a timeout.
 Invariant: every wait of the controller has a deadline and says what it waits for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import TypeVar
 
 from orchestrator.errors import WaitTimeout
@@ -83,6 +86,31 @@ async def all_started(starts: Iterable[Awaitable[T]], what: str, *, timeout_s: f
         return f"{what} to start ({sum(task.done() for task in tasks)} of {len(tasks)} are up)"
 
     return await wait_for(together(*tasks), late, timeout_s=timeout_s)
+
+
+async def in_abandoned_thread(call: Callable[[], T]) -> T:
+    """Await a blocking call in a thread of its own. Cancelled, it leaves the thread behind, for which nothing waits any
+    more, not even the end of the process; for those of asyncio.to_thread it does.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def tell(set_answer: Callable[[], None]) -> None:
+        if not answer.done():
+            set_answer()
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            set_answer = partial(answer.set_exception, error)
+        else:
+            set_answer = partial(answer.set_result, result)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(tell, set_answer)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await answer
 
 
 async def finish_first(work: Awaitable[T], what: str, *, timeout_s: float) -> T:

@@ -90,7 +90,7 @@ class Cluster:
         config = self._config
         await self._ray.start()
         group = await self._place(self._ray)
-        nodes = nodes_of(group)
+        nodes = await self._ray.in_thread(lambda: nodes_of(group))
         is_one_node = len(set(nodes.values())) == 1
         bundles = node_after_node({bundle: nodes[bundle] for bundle in range(config.trainer.num_ranks)})
         if not self._ray.is_own:
@@ -176,11 +176,13 @@ class Cluster:
         num_ranks, rollout = self._config.trainer.num_ranks, self._config.rollout
         num_workers = rollout.num_workers if self._has_workers else 0
         needs_gpus = self._device == "cuda"
-        if needs_gpus and num_workers and rollout.tp_size > (most := most_gpus_of_a_node()):
-            raise ConfigError(
-                f"rollout.tp_size={rollout.tp_size}: an engine must fit one machine, and the largest of the Ray "
-                f"cluster has {most} GPUs; lower it to that"
-            )
+        if needs_gpus and num_workers:
+            most = await cluster.in_thread(most_gpus_of_a_node)
+            if rollout.tp_size > most:
+                raise ConfigError(
+                    f"rollout.tp_size={rollout.tp_size}: an engine must fit one machine, and the largest of the Ray "
+                    f"cluster has {most} GPUs; lower it to that"
+                )
         gpus = [1] * num_ranks + [rollout.tp_size] * num_workers
         what = f"{num_ranks} trainer ranks and {num_workers} engines" + (f", {sum(gpus)} GPUs" if needs_gpus else "")
         return await cluster.place(gpus, what)

@@ -23,7 +23,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -45,7 +45,7 @@ from orchestrator.environment import variables_for_actors
 from orchestrator.errors import ClusterLost, OrchestratorError, PlacementError
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.signals import take_sigterm_back
-from orchestrator.waiting import wait_for
+from orchestrator.waiting import in_abandoned_thread, wait_for
 from rollout.engine.engine_options import compile_cache
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class RayCluster:
             PlacementError: there is no room.
         """
         bundles = [{"CPU": _CPU_TICKETS} | ({"GPU": float(num)} if self._needs_gpus else {}) for num in gpus]
-        self._group = placement_group(bundles, strategy="PACK", name=self.name)
+        self._group = await self.in_thread(lambda: placement_group(bundles, strategy="PACK", name=self.name))
         ready = self.result_of(self._group.ready(), "the placement group", PlacementError)
         try:
             await wait_for(ready, f"room for {what}", timeout_s=START_TIMEOUT_S)
@@ -127,30 +127,30 @@ class RayCluster:
             ) from error
         return self._group
 
-    def new_actor(
+    async def new_actor(
         self, cls: type[ActorT], name: str, bundle: int, *, num_gpus: int, max_concurrency: int = 1
     ) -> type[ActorT]:
         """Start an actor in a bundle of the placement group. Its handle has the class's methods, with `.remote`."""
         assert self._group is not None
-        actor = cast(
-            type[ActorT],
-            (
-                ray.remote(cls)
-                .options(
-                    name=name,
-                    num_cpus=_CPU_TICKETS,
-                    num_gpus=num_gpus if self._needs_gpus else 0,
-                    max_concurrency=max_concurrency,
-                    max_restarts=0,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        self._group, placement_group_bundle_index=bundle
-                    ),
-                )
-                .remote(name)
-            ),
+        described = ray.remote(cls).options(
+            name=name,
+            num_cpus=_CPU_TICKETS,
+            num_gpus=num_gpus if self._needs_gpus else 0,
+            max_concurrency=max_concurrency,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
         )
+        actor = cast(type[ActorT], await self.in_thread(lambda: described.remote(name)))
         self._actors.append(actor)
         return actor
+
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        """Await a Ray call that asks the GCS and blocks. Without a GCS it blocks for 60 s and then ends the process.
+
+        Raises:
+            ClusterLost: a server of our own cluster is gone.
+        """
+        return await self._unless_lost(in_abandoned_thread(call))
 
     async def result_of(self, reference: ObjectRef[T], who: str, error_type: type[OrchestratorError]) -> T:
         """Await a Ray call.
@@ -160,12 +160,8 @@ class RayCluster:
             OrchestratorError: of `error_type`, naming process and cause, for any other error.
             ClusterLost: Ray itself is gone. Ray's own word for it takes 15 s to 60 s.
         """
-        call = asyncio.ensure_future(_awaited(reference))
         try:
-            await asyncio.wait({call, self._lost}, return_when=asyncio.FIRST_COMPLETED)
-            if self.lost is not None:
-                raise self.lost
-            return call.result()
+            return await self._unless_lost(_awaited(reference))
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             logger.debug("traceback of %s:\n%s", who, error)
@@ -174,8 +170,16 @@ class RayCluster:
             raise error_type(f"{who} failed with {type(cause).__name__}: {cause}") from error
         except RayActorError as error:
             raise error_type(f"the process of {who} died: {error}") from error
+
+    async def _unless_lost(self, work: Awaitable[T]) -> T:
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            if self.lost is not None:
+                raise self.lost
+            return task.result()
         finally:
-            call.cancel()
+            task.cancel()
 
     async def stop(self) -> None:
         """End Ray, or leave the cluster that is not ours. Never raises; what went wrong is logged."""

@@ -43,7 +43,8 @@ async def start_trainer_ranks(
     """
     names = [f"trainer-{rank}" for rank in range(len(bundles))]
     actors = [
-        cluster.new_actor(TrainerActor, name, bundle, num_gpus=1) for name, bundle in zip(names, bundles, strict=True)
+        await cluster.new_actor(TrainerActor, name, bundle, num_gpus=1)
+        for name, bundle in zip(names, bundles, strict=True)
     ]
     rendezvous = await cluster.result_of(actors[0].pick_rendezvous.remote(is_one_node), names[0], TrainingStopped)
     options = TrainerOptions(
