@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 SEED = 0
-"""Of weights, training and prompts."""
+"""The seed of weights, training and prompts."""
 LOAD_FORMAT = "drawn"
 """vLLM's load_format of bench/random_loader.py."""
 FACTS = "drawn.json"
