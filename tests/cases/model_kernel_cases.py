@@ -22,6 +22,7 @@ from trainer.kernels.log_softmax import (
     logits_gradient_torch,
     logits_gradient_triton,
 )
+from trainer.kernels.residual import residual_sum_torch, residual_sum_triton
 from trainer.kernels.rms_norm import (
     add_rms_norm_torch,
     norm_rotate_torch,
@@ -57,6 +58,27 @@ def case_rms_norm(device: str) -> None:
             given = None if one is None else dtotal
             wanted = (wanted if given is None else wanted + given.float()).to(dtype)
             assert_near(rms_norm_backward_triton(start, weight, dout, given, 1e-2), wanted, f"gradient {dtype}")
+
+
+def case_norm_of_an_unrounded_sum(device: str) -> None:
+    """A norm that is given its input in float32, too."""
+    for dtype in dtypes_of(device):
+        wide, weight = (draw(*shape, device=device, seed=seed) for seed, shape in enumerate([(5, H), (H,)]))
+        x, weight = wide.to(dtype), weight.to(dtype)
+        out = rms_norm_triton(wide, None, weight, 1e-2, True)[1]
+        assert_near(out, rms_norm_torch(x, weight, 1e-2, True, wide), f"norm {dtype}")
+
+
+def case_residual_sum(device: str) -> None:
+    """A size that no program divides, with and without shared experts and a factor; the definition to the bit where
+    nothing is multiplied."""
+    for dtype in dtypes_of(device):
+        x, attended, fed, shared = (draw(7, 1000, device=device, dtype=dtype, seed=seed) for seed in range(4))
+        for one, scale in itertools.product((None, shared), (1.0, 2.5)):
+            mine, wanted = (f(x, attended, fed, one, scale) for f in (residual_sum_triton, residual_sum_torch))
+            for name, a, b in zip(("sum", "wide"), mine, wanted, strict=True):
+                assert_near(a, b, f"{name} {dtype} shared {one is not None} scale {scale}")
+                assert scale != 1.0 or torch.equal(a, b), f"{name} {dtype}"
 
 
 def case_norm_rotate(device: str) -> None:

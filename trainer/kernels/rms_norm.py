@@ -7,7 +7,7 @@
 Owns the casts, by default transformers': the norm is computed in float32 and rounded to the compute dtype before the
 weight is applied; every product and sum of the rotation is rounded. With `once`, all steps are float32 and the result
 is rounded, as where torch.compile fuses them (vLLM's engines); s is rounded for the caller, and not for its norm. A
-norm that comes later than its sum is given the sum's `parts` for that.
+norm that comes later than its sum is given the sum before it was rounded (`wide`) for that.
 Backward rounds once, and computes rms again from the input, so that only inputs are kept. The torch forms,
 differentiated by autograd, define the result, and run on devices other than CUDA.
 """
@@ -27,17 +27,15 @@ from trainer.kernels.launch import programs
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def rms_norm_torch(
-    x: Tensor, weight_K: Tensor, eps: float, once: bool = False, parts: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+def rms_norm_torch(x: Tensor, weight_K: Tensor, eps: float, once: bool = False, wide: Tensor | None = None) -> Tensor:
     """The definition of `rms_norm`."""
-    wide = x.view_as(x).float()  # view_as is a node of the graph: x gets one gradient from here, as from the kernel
-    if parts is not None:
-        wide = wide + (parts[0].float() + parts[1].float() - wide).detach()  # exact: x is the sum, rounded
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normed = x.view_as(x).float()  # view_as is a node of the graph: x gets one gradient from here, as from the kernel
+    if wide is not None:
+        normed = normed + (wide - normed).detach()  # exact: x is `wide`, rounded
+    normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + eps)
     if once:
-        return (weight_K.to(x.dtype).float() * wide).to(x.dtype)
-    return weight_K.to(x.dtype) * wide.to(x.dtype)
+        return (weight_K.to(x.dtype).float() * normed).to(x.dtype)
+    return weight_K.to(x.dtype) * normed.to(x.dtype)
 
 
 def add_rms_norm_torch(
@@ -69,9 +67,7 @@ def rotate_torch(x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, fixed), dim=-1)
 
 
-def rms_norm(
-    x: Tensor, weight_K: Tensor, eps: float, once: bool = False, parts: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+def rms_norm(x: Tensor, weight_K: Tensor, eps: float, once: bool = False, wide: Tensor | None = None) -> Tensor:
     """RMSNorm over the last dim (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467), of x's shape and dtype.
 
     Args:
@@ -79,12 +75,11 @@ def rms_norm(
         weight_K: in any float dtype; taken in x's.
         eps: added to the mean square.
         once: round the result alone; without it the norm, too, before it is weighted.
-        parts: with `once`, the addends whose sum, rounded, x is: the norm is of the sum before it was rounded. x alone
-            gets a gradient.
+        wide: with `once`, x before it was rounded, in float32: the norm is of that. x alone gets a gradient.
     """
     if not is_for_triton(x):
-        return rms_norm_torch(x, weight_K, eps, once, parts)
-    return _RmsNorm.apply(x, None, weight_K.to(x.dtype), eps, once, parts)[1]
+        return rms_norm_torch(x, weight_K, eps, once, wide)
+    return _RmsNorm.apply(x, None, weight_K.to(x.dtype), eps, once, wide)[1]
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight_K: Tensor, eps: float, once: bool = False) -> tuple[Tensor, Tensor]:
@@ -134,10 +129,9 @@ class _RmsNorm(torch.autograd.Function):
         weight_K: Tensor,
         eps: float,
         once: bool,
-        parts: tuple[Tensor, Tensor] | None,
+        wide: Tensor | None,
     ) -> tuple[Tensor | None, Tensor]:
-        total, out = rms_norm_triton(*((x, delta) if parts is None else parts), weight_K, eps, once)
-        total = None if delta is None else total
+        total, out = rms_norm_triton(x if wide is None else wide, delta, weight_K, eps, once)
         ctx.save_for_backward(x if total is None else total, weight_K)
         ctx.eps, ctx.has_delta = eps, delta is not None
         return total, out
@@ -189,10 +183,10 @@ class _NormRotate(torch.autograd.Function):
 def rms_norm_triton(
     x: Tensor, delta: Tensor | None, weight_K: Tensor, eps: float, once: bool = False
 ) -> tuple[Tensor | None, Tensor]:
-    """(x + delta or None, the norm)."""
+    """(x + delta or None, the norm), in weight_K's dtype."""
     rows_SK = _rows(x)
     size = rows_SK.shape[1]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=weight_K.dtype, device=x.device)
     total = None if delta is None else torch.empty_like(out)
     programs(_rms_norm, (rows_SK.shape[0],))(
         rows_SK, None if delta is None else delta.contiguous(), weight_K, total, out, size, rows_SK.stride(0), eps,

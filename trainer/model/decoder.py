@@ -25,6 +25,7 @@ from conf.schema import CombineMode, LoraConfig, NumericsConfig, Rounding
 from trainer.architecture.model_spec import ModelSpec
 from trainer.kernels.dense_activation import silu_product
 from trainer.kernels.gather import gather_rows
+from trainer.kernels.residual import residual_sum
 from trainer.lora import Linear, apply_together
 from trainer.model.attend import AttentionBackend
 from trainer.model.attention import GroupedQueryAttention, LatentAttention, make_attention
@@ -90,24 +91,23 @@ class VocabTable(nn.Module):
 
 
 class LastSum:
-    """The addends of the last residual sum, for the norm that reads it next.
+    """The sum at the end of the last layer before it was rounded, for the norm that reads it next.
 
-    An engine's compiled norm sees a sum before it is rounded (trainer.numerics.norm=once), and the next layer gets it
-    rounded. The addends are taken once: a recomputation norms the rounded sum, as every backward does.
+    An engine's compiled norm sees it so (trainer.numerics.norm=once), and the next layer gets it rounded. It is taken
+    once: a recomputation norms the rounded sum, as every backward does.
     """
 
     def __init__(self) -> None:
-        self._parts: tuple[Tensor, Tensor] | None = None
+        self._wide_TH: Tensor | None = None
 
-    def of(self, residual_TH: Tensor, delta_TH: Tensor) -> Tensor:
-        """residual + delta, whose addends are kept."""
-        self._parts = residual_TH.detach(), delta_TH.detach()
-        return residual_TH + delta_TH
+    def keep(self, wide_TH: Tensor) -> None:
+        """Keep it, float32."""
+        self._wide_TH = wide_TH
 
-    def take(self) -> tuple[Tensor, Tensor] | None:
-        """The addends; None before the first sum, and when they have been taken."""
-        parts, self._parts = self._parts, None
-        return parts
+    def take(self) -> Tensor | None:
+        """The sum; None before the first one, and when it has been taken."""
+        wide_TH, self._wide_TH = self._wide_TH, None
+        return wide_TH
 
 
 class DenseMlp(nn.Module):
@@ -179,7 +179,7 @@ class DecoderLayer(nn.Module):
         routes: RecordedRoutes | None = None,
         last_sum: LastSum | None = None,
     ) -> Tensor:
-        """[T, H] -> [T, H]; `last_sum` has the addends of x_TH, and then those of the result."""
+        """[T, H] -> [T, H]; `last_sum` has x_TH before it was rounded, and then the result."""
         last_sum = LastSum() if last_sum is None else last_sum
         if self.in_place is not None and x_TH.shape[0]:
             return self.in_place(self, x_TH, rope, sequences, [], last_sum)
@@ -203,14 +203,33 @@ class DecoderLayer(nn.Module):
         heads_TO = attend(self, x_TH, rope, sequences, kept, last_sum)
         delta_TH = self.self_attn.get_submodule("o_proj")(heads_TO)
         if not isinstance(self.mlp, MoeBlock):
-            return last_sum.of(*rest(self, x_TH, delta_TH))
+            middle_TH, fed_TH = rest(self, x_TH, delta_TH)
+            return self._end(last_sum, x_TH, delta_TH, middle_TH, fed_TH)
         recorded = None if routes is None else routes.of_layer(self.moe_index)
-        residual_TH, *started, num_flipped = rest(self, x_TH, delta_TH, recorded)
+        middle_TH, *started, shared_TH, num_flipped = rest(self, x_TH, delta_TH, recorded)
         if routes is not None:
             routes.flipped.append(num_flipped)
         if chosen is not None:
             chosen.append(started[2])
-        return last_sum.of(residual_TH, self.mlp.finish(*started))
+        return self._end(last_sum, x_TH, delta_TH, middle_TH, self.mlp.finish(*started), shared_TH)
+
+    def _end(
+        self,
+        last_sum: LastSum,
+        x_TH: Tensor,
+        delta_TH: Tensor,
+        middle_TH: Tensor,
+        fed_TH: Tensor,
+        shared_TH: Tensor | None = None,
+    ) -> Tensor:
+        """The sum of x, attention's delta and the feed-forward's, with norm=once not rounded in between."""
+        block = self.mlp if isinstance(self.mlp, MoeBlock) else None
+        if not self.post_attention_layernorm.once:
+            return middle_TH + (fed_TH if block is None else block.combined(fed_TH, shared_TH))
+        scale = 1.0 if block is None else block.gate.factor_of_output
+        y_TH, wide_TH = residual_sum(x_TH, delta_TH, middle_TH, fed_TH, shared_TH, scale)
+        last_sum.keep(wide_TH)
+        return y_TH
 
     def _attend(
         self,
@@ -223,17 +242,17 @@ class DecoderLayer(nn.Module):
         return self.self_attn(self.input_layernorm(x_TH, last_sum.take()), rope, sequences, kept)
 
     def _feed_forward(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream, and what is added to it."""
-        residual_TH, y_TH = self.post_attention_layernorm.after_sum(x_TH, delta_TH)
-        return residual_TH, self.mlp(y_TH)
+        """The residual stream after attention, and what is added to it."""
+        middle_TH, y_TH = self.post_attention_layernorm.after_sum(x_TH, delta_TH)
+        return middle_TH, self.mlp(y_TH)
 
     def _until_experts(
         self, x_TH: Tensor, delta_TH: Tensor, recorded: LayerRoutes | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The residual stream, and what `MoeBlock.start` returns."""
+        """The residual stream after attention, and what `MoeBlock.start` returns."""
         assert isinstance(self.mlp, MoeBlock)
-        residual_TH, y_TH = self.post_attention_layernorm.after_sum(x_TH, delta_TH)
-        return (residual_TH, *self.mlp.start(y_TH, recorded))
+        middle_TH, y_TH = self.post_attention_layernorm.after_sum(x_TH, delta_TH)
+        return (middle_TH, *self.mlp.start(y_TH, recorded))
 
 
 class Trunk(nn.Module):

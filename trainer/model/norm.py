@@ -17,9 +17,9 @@ class RMSNorm(nn.Module):
         self.eps, self.once = eps, rounding is Rounding.once
         self.weight = nn.Parameter(torch.empty(size, dtype=weight_dtype))
 
-    def forward(self, x: Tensor, parts: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Same shape and dtype as x, which is the sum of `parts`, rounded, if they are given."""
-        return rms_norm(x, self.weight, self.eps, self.once, parts if self.once else None)
+    def forward(self, x: Tensor, wide: Tensor | None = None) -> Tensor:
+        """Same shape and dtype as x, which is `wide`, rounded, if that is given."""
+        return rms_norm(x, self.weight, self.eps, self.once, wide if self.once else None)
 
     def after_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm)."""

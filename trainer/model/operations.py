@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.kernels.latent import latent_heads
+from trainer.kernels.residual import residual_sum
 from trainer.kernels.rms_norm import norm_rotate
 from trainer.lora import Linear, apply_together
 from trainer.model.attend import attend
@@ -101,13 +102,21 @@ def run_chained(
 
 def _norm(name: str, number: int, norm: RMSNorm) -> Operation:
     """The norm of the stream that enters layer `number`; with norm=once, of the sum before it was rounded."""
-    before = f"layers.{number - 1}."
-    parts = (f"{before}stream_mid", f"{before}mlp") if norm.once and number else ()
+    addends = _addends(number - 1) if norm.once and number else ()
 
     def run(x_TH: Tensor, *addends: Tensor) -> tuple[Tensor, ...]:
-        return (norm(x_TH, (addends[0], addends[1]) if addends else None),)
+        return (norm(x_TH, _unrounded_sum(*addends)[1] if addends else None),)
 
-    return Operation(name, (f"layers.{number}.stream", *parts), (name,), run)
+    return Operation(name, (f"layers.{number}.stream", *addends), (name,), run)
+
+
+def _addends(number: int) -> tuple[str, ...]:
+    """What a layer's last sum adds with norm=once: what entered it, and what its halves add."""
+    return tuple(f"layers.{number}.{name}" for name in ("stream", "self_attn.o_proj", "mlp"))
+
+
+def _unrounded_sum(x_TH: Tensor, attended_TH: Tensor, fed_TH: Tensor) -> tuple[Tensor, Tensor]:
+    return residual_sum(x_TH, attended_TH, x_TH, fed_TH)
 
 
 def _layer(number: int, layer: DecoderLayer, place: Place) -> Iterator[Operation]:
@@ -125,7 +134,11 @@ def _layer(number: int, layer: DecoderLayer, place: Place) -> Iterator[Operation
     add = layer.post_attention_layernorm.after_sum
     yield Operation(after, (stream, f"{attention}o_proj"), (middle, after), add)
     yield from _feed_forward(prefix, after, layer)
-    yield Operation(f"{prefix}residual", (middle, f"{prefix}mlp"), (following,), lambda x, delta: (x + delta,))
+    last = f"{prefix}residual"
+    if layer.post_attention_layernorm.once:
+        yield Operation(last, _addends(number), (following,), lambda *addends: _unrounded_sum(*addends)[:1])
+    else:
+        yield Operation(last, (middle, f"{prefix}mlp"), (following,), lambda x, fed: (x + fed,))
 
 
 def _grouped_query(prefix: str, normed: str, own: GroupedQueryAttention, place: Place) -> Iterator[Operation]:
@@ -202,7 +215,7 @@ def _latent(prefix: str, normed: str, own: LatentAttention, place: Place) -> Ite
 
 
 def _feed_forward(prefix: str, normed: str, layer: DecoderLayer) -> Iterator[Operation]:
-    block, out = layer.mlp, f"{prefix}mlp"
+    block, out, is_rounded = layer.mlp, f"{prefix}mlp", not layer.post_attention_layernorm.once
     if not isinstance(block, MoeBlock):
         yield Operation(out, (normed,), (out,), lambda x: (block(x),))
         return
@@ -215,7 +228,10 @@ def _feed_forward(prefix: str, normed: str, layer: DecoderLayer) -> Iterator[Ope
     def compute(x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, ...]:
         own_dtype = block.gate(x_TH[:1]).weights_TK.dtype
         weights_TK = weights_TK.to(own_dtype) * block.gate.factor_of_weights
-        return (block.finish(x_TH, weights_TK, ids_TK, None),)
+        routed_TH = block.finish(x_TH, weights_TK, ids_TK)
+        if is_rounded or block.gate.factor_of_output == 1.0:
+            return (block.combined(routed_TH, None),)
+        return (routed_TH.float() * block.gate.factor_of_output,)
 
     yield Operation(f"{out}.gate", (normed,), (weights, ids), choose)
     yield Operation(routed, (normed, weights, ids), (routed,), compute)
@@ -225,4 +241,4 @@ def _feed_forward(prefix: str, normed: str, layer: DecoderLayer) -> Iterator[Ope
         return
     name = f"{out}.shared_experts"
     yield Operation(name, (normed,), (name,), lambda x: (shared(x),))
-    yield Operation(out, (routed, name), (out,), lambda x, y: (x + y,))
+    yield Operation(out, (routed, name), (out,), lambda x, y: (x + y if is_rounded else x.float() + y.float(),))

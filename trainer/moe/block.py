@@ -47,7 +47,7 @@ class MoeBlock(nn.Module):
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
         x_TH, weights_TK, experts_TK, shared_TH, _ = self.start(x_TH)
-        return self.finish(x_TH, weights_TK, experts_TK, shared_TH)
+        return self.combined(self.finish(x_TH, weights_TK, experts_TK), shared_TH)
 
     def start(
         self, x_TH: Tensor, recorded: LayerRoutes | None = None
@@ -58,8 +58,13 @@ class MoeBlock(nn.Module):
         shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH)
         return x_TH, routing.weights_TK, routing.experts_TK, shared_TH, routing.num_flipped
 
-    def finish(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, shared_TH: Tensor | None) -> Tensor:
-        """Run the routed experts, which keep little for backward, and add the shared experts' output."""
+    def finish(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """Run the routed experts, which keep little for backward."""
         plan = plan_dispatch(experts_TK, self.num_experts, self.ep_group, self.shares)
-        out_TH = self.gate.scaled(self.experts(x_TH, weights_TK, plan, recomputation(x_TH)))
-        return out_TH if shared_TH is None else out_TH + shared_TH
+        return self.experts(x_TH, weights_TK, plan, recomputation(x_TH))
+
+    def combined(self, routed_TH: Tensor, shared_TH: Tensor | None) -> Tensor:
+        """What the block adds to the residual stream, every step rounded."""
+        scale = self.gate.factor_of_output
+        routed_TH = routed_TH if scale == 1.0 else routed_TH * scale
+        return routed_TH if shared_TH is None else routed_TH + shared_TH

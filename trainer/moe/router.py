@@ -115,9 +115,10 @@ class Router(nn.Module):
         """What the weights are multiplied by."""
         return 1.0 if self.scales_output else self.moe.scaling_factor
 
-    def scaled(self, out_TH: Tensor) -> Tensor:
-        """The sum of a token's routed experts, times the factor that its weights do not have."""
-        return out_TH * self.moe.scaling_factor if self.scales_output and self.moe.scaling_factor != 1.0 else out_TH
+    @property
+    def factor_of_output(self) -> float:
+        """What the sum of a token's routed experts is multiplied by, because their weights were not."""
+        return self.moe.scaling_factor if self.scales_output else 1.0
 
     def _mask_groups(self, choice_TE: Tensor) -> Tensor:
         """Put -inf outside each token's best groups. A group's score is the sum of its best two experts' scores."""

@@ -14,6 +14,7 @@ from conf.schema import CombineMode, NumericsConfig, Rounding, RoutedScale, Rout
 from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
 from trainer.kernels.dense_activation import silu_product
 from trainer.kernels.groups import RowGroups
+from trainer.kernels.residual import residual_sum
 from trainer.kernels.rms_norm import add_rms_norm, norm_rotate, rms_norm
 from trainer.kernels.route import route
 from trainer.kernels.swiglu import activate
@@ -50,13 +51,51 @@ def test_a_norm_after_its_sum_sees_what_was_added_and_its_gradient_goes_to_the_s
     x, delta, weight = draw(50, 64, seed=0), draw(50, 64, seed=1), draw(64, seed=2)
     total, wanted = add_rms_norm(x, delta, weight, EPS, True)
     total, dout = total.requires_grad_(), draw(50, 64, seed=3)
-    later = rms_norm(total, weight, EPS, True, (x, delta))
+    later = rms_norm(total, weight, EPS, True, x.float() + delta.float())
     rounded = rms_norm(total, weight, EPS, True)
     assert torch.equal(later, wanted)
     assert not torch.equal(later, rounded)
     (mine,) = torch.autograd.grad(later, total, dout)
     (other,) = torch.autograd.grad(rounded, total, dout)
     assert (mine - other).abs().max() < 0.02 * other.abs().max()
+
+
+def test_a_layers_sum_is_rounded_once_and_each_addend_gets_its_gradient() -> None:
+    """Inductor's kernel of the sum after attention, the experts' factor, the shared experts and the next sum."""
+    x, attended, fed, shared, dy = (draw(50, 64, seed=seed) for seed in range(5))
+    middle = (x + attended).requires_grad_()
+    leaves = middle, fed.requires_grad_(), shared.requires_grad_()
+    y, wide = residual_sum(x, attended, *leaves, 2.5)
+    exact = x.double() + attended.double() + 2.5 * fed.double() + shared.double()
+    assert (wide.double() - exact).abs().max() < 1e-5
+    assert torch.equal(y, wide.bfloat16())
+    assert not torch.equal(y, middle + (fed * 2.5 + shared))
+    dmiddle, dfed, dshared = torch.autograd.grad(y, leaves, dy)
+    assert torch.equal(dmiddle, dy)
+    assert torch.equal(dfed, dy * 2.5)
+    assert torch.equal(dshared, dy)
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_decoder_layer_rounds_its_sum_where_numerics_say(once: bool) -> None:
+    numerics = NumericsConfig(norm=Rounding.once if once else Rounding.each)
+    decoder = make_decoder(DENSE, trainer_config(numerics=numerics), dtype=torch.bfloat16)
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def look_at(name: str) -> None:
+        def keep(_: object, args: tuple[Tensor, ...], out: Tensor) -> None:
+            seen[name] = args[0], out
+
+        decoder.model.layers[0].get_submodule(name).register_forward_hook(keep)
+
+    for name in ("", "self_attn.o_proj", "mlp"):
+        look_at(name)
+    with torch.no_grad():
+        decoder(*packed())
+    (x, out), (_, attended), (_, fed) = (seen[name] for name in ("", "self_attn.o_proj", "mlp"))
+    at_the_end, each = (x.float() + attended.float() + fed.float()).bfloat16(), x + attended + fed
+    assert not torch.equal(at_the_end, each)
+    assert torch.equal(out, at_the_end if once else each)
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])

@@ -26,11 +26,12 @@ def test_an_operation_is_run_on_what_is_given_and_not_on_what_others_returned():
     token_ids, positions, cu_seqlens = packed()
     operations = decoder_operations(decoder, positions, cu_seqlens)
     own = run_chained(operations, {"token_ids": token_ids})
-    moved = own["layers.1.stream_mid"] + 1
-    given = {"layers.1.stream_mid": moved, "layers.1.mlp": own["layers.1.mlp"]}
+    moved = own["layers.1.stream"] + 1
+    addends = [moved, *(own[f"layers.1.{name}"] for name in ("self_attn.o_proj", "mlp"))]
+    given = dict(zip(("layers.1.stream", "layers.1.self_attn.o_proj", "layers.1.mlp"), addends, strict=True))
     ran = {operation.name: out for operation, (out, *_) in run_isolated(operations, given)}
-    assert set(ran) == {"layers.1.residual"}
-    assert torch.equal(ran["layers.1.residual"], moved + own["layers.1.mlp"])
+    assert set(ran) == {"layers.1.residual", "layers.1.post_attention_layernorm"}
+    assert torch.equal(ran["layers.1.residual"], sum(addends))
 
 
 def test_what_is_replaced_reaches_everything_after_it_and_nothing_before():
