@@ -1,9 +1,10 @@
 """Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864) and its scaled variants, as in
 transformers.
 
-Frequencies are computed on the CPU in float32, because powers differ by an ulp between devices. Angles are float32;
-cosines and sines are cast to the compute dtype before they are used, but for a family whose engines do not
-(RopeSpec.is_wide) where trainer.numerics.rotation=once.
+Frequencies are computed in float32 on the device of the positions, as an engine does on its own: a power may differ by
+an ulp between devices, which is 1e-3 of an angle at position 16,384. Angles are float32; cosines and sines are cast to
+the compute dtype before they are used, but for a family whose engines do not (RopeSpec.is_wide) where
+trainer.numerics.rotation=once.
 """
 
 from __future__ import annotations
@@ -21,22 +22,26 @@ class RotaryEmbedding:
     """Cosines and sines of packed positions. Holds no parameters and no buffers, hence nothing on meta."""
 
     def __init__(self, spec: RopeSpec, rotation: Rounding = Rounding.each) -> None:
-        self._is_wide = spec.is_wide and rotation is Rounding.once
-        exponents = torch.arange(0, spec.dim, 2, dtype=torch.int64, device="cpu").float() / spec.dim
-        self._inverse_frequencies = 1.0 / (spec.theta**exponents)
-        self._factor = 1.0
-        if spec.scaling is not None:
-            scale = _yarn if isinstance(spec.scaling, YarnScaling) else _llama3
-            self._inverse_frequencies = scale(self._inverse_frequencies, spec)
-            self._factor = spec.scaling.cos_sin_factor
+        self._spec, self._is_wide = spec, spec.is_wide and rotation is Rounding.once
+        self._factor = 1.0 if spec.scaling is None else spec.scaling.cos_sin_factor
+        self._inverse_frequencies = _inverse_frequencies(spec, torch.device("cpu"))
 
     def __call__(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of shape [T, 1, dim / 2], one angle per pair (the middle dim broadcasts over heads)."""
         if self._inverse_frequencies.device != positions_T.device:
-            self._inverse_frequencies = self._inverse_frequencies.to(positions_T.device)
+            self._inverse_frequencies = _inverse_frequencies(self._spec, positions_T.device)
         dtype = torch.promote_types(dtype, torch.float32) if self._is_wide else dtype
         angles = (positions_T.float()[:, None] * self._inverse_frequencies)[:, None]
         return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
+
+
+def _inverse_frequencies(spec: RopeSpec, device: torch.device) -> Tensor:
+    """[dim / 2], computed on `device`."""
+    exponents = torch.arange(0, spec.dim, 2, dtype=torch.int64, device=device).float() / spec.dim
+    powers = spec.theta**exponents
+    if spec.scaling is None:
+        return 1.0 / powers
+    return _yarn(powers, spec) if isinstance(spec.scaling, YarnScaling) else _llama3(1.0 / powers, spec)
 
 
 def _llama3(extrapolated: Tensor, spec: RopeSpec) -> Tensor:
@@ -54,8 +59,8 @@ def _llama3(extrapolated: Tensor, spec: RopeSpec) -> Tensor:
     return torch.where(wavelength < shortest, extrapolated, scaled)
 
 
-def _yarn(extrapolated: Tensor, spec: RopeSpec) -> Tensor:
-    """Frequencies of fast dims stay, those of slow dims are divided by `factor`, with a ramp between."""
+def _yarn(powers: Tensor, spec: RopeSpec) -> Tensor:
+    """Of the powers of theta. Frequencies of fast dims stay, those of slow dims are divided by `factor`, with a ramp between."""
     yarn = spec.scaling
     assert isinstance(yarn, YarnScaling)
 
@@ -69,8 +74,7 @@ def _yarn(extrapolated: Tensor, spec: RopeSpec) -> Tensor:
     low, high = max(low, 0), min(high, spec.dim - 1)
     if low == high:
         high += 0.001
-    kept = 1 - ((torch.arange(spec.dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
-    # As transformers: 1 / (factor * power). The last bit of (1 / power) / factor may differ.
-    exponents = torch.arange(0, spec.dim, 2, device="cpu").float() / spec.dim
-    interpolated = 1.0 / (yarn.factor * spec.theta**exponents)
-    return interpolated * (1 - kept) + extrapolated * kept
+    dims = torch.arange(spec.dim // 2, dtype=torch.float32, device=powers.device)
+    kept = 1 - ((dims - low) / (high - low)).clamp(0, 1)
+    # As transformers and vLLM: 1 / (factor * power). The last bit of (1 / power) / factor may differ.
+    return 1.0 / (yarn.factor * powers) * (1 - kept) + 1.0 / powers * kept
