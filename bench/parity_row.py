@@ -19,6 +19,7 @@ from bench.parity_text import prompts_of, train_on_text
 RECORDED = 2
 """Sequences whose operations are recorded."""
 HF_BATCH = 16
+OTHER_ORDER = "trainer, norms added in another order"
 
 
 class RowRun:
@@ -134,6 +135,7 @@ class RowRun:
         if routes and "replay" in self.row.others:
             rows, _ = scorer.logprobs([one.token_ids for one in self.sampled], routes)
             self.others["replay"] = responses_of(self.sampled, rows)
+        self.score_in_another_order(scorer)
         self.compare("trainer")
         if not self.row.is_compiled:
             found = compare_layers(scorer, self.sampled[:RECORDED], read_tensors(self.activations))
@@ -153,6 +155,19 @@ class RowRun:
             except Exception as error:  # noqa: BLE001 - as said
                 self.cells.setdefault("failed_switches", {})[label] = f"{type(error).__name__}: {error}"
             self.compare(label)
+
+    def score_in_another_order(self, scorer: Any) -> None:
+        """The trainer beside itself, with the squares of its norms added in another order: the difference that two
+        implementations have at least."""
+        from unittest import mock
+
+        from orchestrator.parity.measure import responses_of
+        from trainer.kernels import rms_norm
+
+        warps = rms_norm._warps
+        with mock.patch.object(rms_norm, "_warps", lambda size: 2 * warps(size)):
+            rows, _ = scorer.logprobs([one.token_ids for one in self.sampled])
+        self.others[OTHER_ORDER] = responses_of(self.sampled, rows)
 
     def score(self, label: str, options: Sequence[str] = ()) -> Any:
         """Load a trainer with some options of its section changed, and score. Returns the scorer."""
@@ -209,8 +224,10 @@ def matrix_of(sampled: Sequence[Any], others: dict[str, Any]) -> dict[str, Any]:
     engine = torch.tensor([value for one in sampled for value in one.decoded])
     whole = {label: torch.cat(rows) for label, rows in others.items()}
     for label, values in whole.items():
-        if label != "transformers, float32":
+        if label not in ("transformers, float32", OTHER_ORDER):
             matrix[label] = agreement(engine, values)
+    if OTHER_ORDER in whole:
+        matrix[OTHER_ORDER] = agreement(whole["trainer"], whole[OTHER_ORDER])
     if "transformers" in whole and "trainer" in whole:
         matrix["transformers, trainer"] = agreement(whole["transformers"], whole["trainer"])
     if "transformers, float32" in whole:
