@@ -68,9 +68,9 @@ class NumericsConfig:
     the log says which, and why.
     """
     norm: Rounding = Rounding.once
-    """RMSNorm. once: sum of the residual stream, norm and weight in float32, as an engine with torch.compile; one with
-    rollout.enforce_eager=true rounds the sum before. each: the sum and the norm are rounded before the weight is
-    applied, as transformers does.
+    """RMSNorm and the residual stream. once: sums, norm and weight in float32, and the stream is rounded where a layer
+    ends, as an engine with torch.compile; one with rollout.enforce_eager=true rounds each sum. each: each sum is
+    rounded, and the norm before the weight is applied, as transformers does.
     """
     rotation: Rounding = Rounding.once
     """Norm of heads and RoPE. once: in float32, as an engine with torch.compile; one with rollout.enforce_eager=true

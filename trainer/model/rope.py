@@ -60,7 +60,7 @@ def _llama3(extrapolated: Tensor, spec: RopeSpec) -> Tensor:
 
 
 def _yarn(powers: Tensor, spec: RopeSpec) -> Tensor:
-    """From powers of theta. Frequencies of fast dims stay, those of slow dims are divided by `factor`; a ramp between."""
+    """Frequencies of fast dims stay, those of slow dims are divided by `factor`, with a ramp between."""
     yarn = spec.scaling
     assert isinstance(yarn, YarnScaling)
 
