@@ -167,7 +167,11 @@ def check_bitwise_parity_is_possible(config: RunConfig) -> None:
         "rollout.batch_invariant=false, with which an engine's bits depend on its batch; set it to true": (
             not rollout.batch_invariant
         ),
-        f"rollout.tp_size={rollout.tp_size}, which adds in another order; set it to 1": rollout.tp_size > 1,
+        f"rollout.tp_size={rollout.tp_size}: an all-reduce adds more than two products in an order of its own; set it "
+        "to 1 or 2": rollout.tp_size > 2,
+        f"rollout.tp_size={rollout.tp_size} with weight_sync.mode=adapter; set it to 1, or the mode to merged": (
+            rollout.tp_size > 1 and config.weight_sync.mode is SyncMode.adapter
+        ),
         f"rollout.sampling.temperature={sampling.temperature}; set it to 1": sampling.temperature != 1.0,
         f"rollout.sampling.top_p={sampling.top_p}; set it to 1": sampling.top_p != 1.0,
         f"model.dtype={config.model.dtype}; set it to bfloat16": config.model.dtype is not DType.bfloat16,

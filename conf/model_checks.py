@@ -108,6 +108,8 @@ def check_engine_forward_knows_the_model(config: RunConfig, hf_config: Mapping[s
     reason = None
     if kind not in BITWISE_FAMILIES:
         reason = f"model_type={kind}, which is not one of {', '.join(BITWISE_FAMILIES)}"
+    elif config.rollout.tp_size > 1 and kind == "qwen3_moe":
+        reason = f"rollout.tp_size={config.rollout.tp_size} for models with experts, where it has to be 1"
     elif scaling != "default":
         reason = f"positions scaled by {scaling} (rope_scaling in config.json)"
     elif hf_config.get("quantization_config"):

@@ -86,6 +86,7 @@ class TrainerRank:
         sync_key: bytes,
         host: str = "127.0.0.1",
         parity: ParityConfig | None = None,
+        engine_ranks: int = 1,
     ) -> None:
         """Join the process group.
 
@@ -98,6 +99,7 @@ class TrainerRank:
             hf_config: the policy's Hugging Face config.
             sync_key: signs the control messages of a publish.
             host: address at which engines' links reach this rank; loopback when all of them are on this machine.
+            engine_ranks: tensor-parallel ranks of an engine; trainer.engine_forward adds as they do.
         """
         if world_size != trainer.num_ranks:
             raise LayoutError(
@@ -107,7 +109,7 @@ class TrainerRank:
         self._temperature = 1.0 if algorithm.objective is Objective.sft else sampling_temperature
         self._seed, self._num_steps = seed, num_steps
         self._rank, self._world_size, self._hf_config, self._sync_key = rank, world_size, hf_config, sync_key
-        self._host = host
+        self._host, self._engine_ranks = host, engine_ranks
         self._parity = parity or ParityConfig()
         self._device = take_device(device, rank)
         self._control = ControlGroup(rank, world_size, rendezvous, self._device)
@@ -143,7 +145,7 @@ class TrainerRank:
         starts_from_base = not is_full and lora.init_from is None
         if not is_full and lora.init_from is not None:
             load_adapter(decoder, lora.init_from)
-        choose_forward(decoder, self._trainer, self._device, self._weight_sync.mode)
+        choose_forward(decoder, self._trainer, self._device, self._weight_sync.mode, self._engine_ranks)
         self._decoder = decoder
         self._trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
         self._shards = [TrainableShard(name, sharded_rows(name, param).detach()) for name, param in self._trainable]

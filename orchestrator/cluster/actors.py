@@ -58,6 +58,7 @@ class TrainerOptions:
     hf_config: dict[str, Any]
     sync_key: bytes
     parity: ParityConfig
+    engine_ranks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +127,7 @@ class TrainerActor:
             sync_key=options.sync_key,
             host=host,
             parity=options.parity,
+            engine_ranks=options.engine_ranks,
         )
         if self._reserved is not None:
             self._reserved.close()

@@ -61,6 +61,7 @@ async def start_trainer_ranks(
         hf_config=hf_config,
         sync_key=sync_key,
         parity=config.parity,
+        engine_ranks=config.rollout.tp_size,
     )
     starts = [
         cluster.result_of(actor.start.remote(rank, options, is_one_node), f"trainer rank {rank}", TrainingStopped)

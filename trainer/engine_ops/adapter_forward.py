@@ -40,6 +40,10 @@ class AdapterModules:
             return out
         return self._adapters.add(out, x, self._published.linears(linears, x.dtype))
 
+    def row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
+        """As any linear: such an engine has one rank (conf.checks)."""
+        return self.linears([linear], x)
+
     def experts(self, bank: Experts, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """The weighted sum of each token's experts."""
         weights = base_experts(bank, x_TH.dtype)

@@ -6,7 +6,7 @@ import torch
 
 from conf.schema import AdapterValues, AttentionValues, SyncMode, TrainerConfig, TrainMode
 from trainer.engine_ops.adapter_forward import AdapterModules
-from trainer.engine_ops.engine_forward import compute_in_engine_operations
+from trainer.engine_ops.engine_forward import MergedModules, compute_in_engine_operations
 from trainer.engine_ops.merged_forward import compute_with_merged_adapters
 from trainer.engine_ops.vllm_adapters import VllmAdapters
 from trainer.engine_ops.vllm_attention import VllmAttention, refusal_of_engine_attention
@@ -16,22 +16,29 @@ from trainer.model.decoder import Decoder
 
 
 def choose_forward(
-    decoder: Decoder, trainer: TrainerConfig, device: torch.device, engines: SyncMode = SyncMode.merged
+    decoder: Decoder,
+    trainer: TrainerConfig,
+    device: torch.device,
+    engines: SyncMode = SyncMode.merged,
+    engine_ranks: int = 1,
 ) -> None:
     """Do what trainer.engine_forward, or trainer.numerics.attention and trainer.numerics.adapters ask for.
 
     Args:
         engines: What engines hold (weight_sync.mode): merged weights, or the base and adapters.
+        engine_ranks: rollout.tp_size.
 
     Raises:
         TrainerError: the engine's kernels were asked for, and this node cannot run them: vLLM is missing, or the GPU,
             the dtype or the heads do not fit.
     """
     if trainer.engine_forward:
-        operations, modules = VllmOperations(decoder.spec, decoder.dtype, device), None
+        operations = VllmOperations(decoder.spec, decoder.dtype, device)
         if engines is SyncMode.adapter:
             rank = trainer.lora.slot_rank
             modules = AdapterModules(operations, VllmAdapters(rank, device), rank)
+        else:
+            modules = MergedModules(operations, engine_ranks)
         compute_in_engine_operations(decoder, operations, modules)
         return
     decoder.attention_values = _choose_attention(decoder, trainer.numerics.attention, device)

@@ -39,20 +39,41 @@ class AdaptedModules(Protocol):
         """Outputs of linears of one input, side by side."""
         ...
 
+    def row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
+        """The output of a linear whose inputs an engine spreads over its tensor-parallel ranks."""
+        ...
+
     def experts(self, bank: Experts, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """The weighted sum of each token's experts."""
         ...
 
 
 class MergedModules:
-    """Weights with adapters in them, as a publish would write them now."""
+    """Weights with adapters in them, as a publish would write them now.
 
-    def __init__(self, operations: VllmOperations) -> None:
-        self._ops = operations
+    Args:
+        operations: what computes with them.
+        engine_ranks: an engine's tensor-parallel ranks, 1 or 2. Two products are added in one way only; of more, the
+            order would be the all-reduce's.
+    """
+
+    def __init__(self, operations: VllmOperations, engine_ranks: int = 1) -> None:
+        self._ops, self._engine_ranks = operations, engine_ranks
 
     def linears(self, linears: Sequence[Linear], x: Tensor) -> Tensor:
         """Outputs of linears of one input, side by side."""
         return self._ops.linear(x, *published_linears(linears, x.dtype))
+
+    def row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
+        """Each engine rank multiplies its columns and rounds, the first one adds the bias, and an all-reduce adds the
+        products (vLLM 0.25.1, `RowParallelLinear.forward`)."""
+        weight, bias = published_linears([linear], x.dtype)
+        columns = zip(x.chunk(self._engine_ranks, 1), weight.chunk(self._engine_ranks, 1), strict=True)
+        first, *others = (
+            self._ops.linear(part.contiguous(), weight_part.contiguous(), None if rank else bias)
+            for rank, (part, weight_part) in enumerate(columns)
+        )
+        return first + others[0] if others else first
 
     def experts(self, bank: Experts, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """The weighted sum of each token's experts."""
@@ -100,7 +121,7 @@ class EngineForward:
         attention = layer.self_attn
         assert isinstance(attention, GroupedQueryAttention)
         heads_TO = self._attention(attention, self.norm(layer.input_layernorm, x_TH), sequences)
-        x_TH = x_TH + self._modules.linears([attention.o_proj], heads_TO)
+        x_TH = x_TH + self._modules.row_parallel(attention.o_proj, heads_TO)
         y_TH = self.norm(layer.post_attention_layernorm, x_TH)
         if isinstance(layer.mlp, DenseMlp):
             return x_TH + self._feed_forward(layer.mlp, y_TH), None
@@ -132,7 +153,7 @@ class EngineForward:
 
     def _feed_forward(self, mlp: DenseMlp, y_TH: Tensor) -> Tensor:
         gate_up = self._modules.linears([mlp.gate_proj, mlp.up_proj], y_TH)
-        return self._modules.linears([mlp.down_proj], self._ops.silu_and_mul(gate_up))
+        return self._modules.row_parallel(mlp.down_proj, self._ops.silu_and_mul(gate_up))
 
     def _experts(self, block: MoeBlock, y_TH: Tensor) -> tuple[Tensor, Tensor]:
         router = block.gate

@@ -42,7 +42,15 @@ CASES = [
     (["parity=bitwise", *BITWISE[2:]], "rollout.batch_invariant=true.*contradicts cluster.device=cpu.*parity=standard"),
     (["parity=bitwise"], "trainer.engine_forward=true.*needs trainer.num_ranks=1, got 2"),
     ([*BITWISE, "rollout.batch_invariant=false"], "parity=bitwise.*contradicts rollout.batch_invariant=false"),
-    ([*BITWISE, "rollout.tp_size=2"], "parity=bitwise.*contradicts rollout.tp_size=2.*set it to 1"),
+    ([*BITWISE, "rollout.tp_size=4"], "parity=bitwise.*contradicts rollout.tp_size=4.*set it to 1 or 2"),
+    (
+        [*BITWISE, "rollout.tp_size=2", "weight_sync.mode=adapter"],
+        "parity=bitwise.*contradicts rollout.tp_size=2 with weight_sync.mode=adapter; set it to 1",
+    ),
+    (
+        [*BITWISE, "rollout.tp_size=2", "model=tiny_qwen3_moe", "model.dtype=bfloat16"],
+        "parity=bitwise.*does not know rollout.tp_size=2 for models with experts",
+    ),
     ([*BITWISE, "rollout.sampling.temperature=0.7"], "parity=bitwise.*temperature=0.7.*set it to 1"),
     ([*BITWISE, "rollout.sampling.top_p=0.9"], "parity=bitwise.*top_p=0.9; set it to 1"),
     ([*BITWISE, "model.dtype=float32"], "parity=bitwise.*model.dtype=float32; set it to bfloat16"),

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from conf.schema import TrainMode
 from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.engine_ops.engine_forward import compute_in_engine_operations
-from trainer.lora import disabled_adapters
+from trainer.engine_ops.engine_forward import MergedModules, compute_in_engine_operations
+from trainer.lora import Linear, disabled_adapters
 from weight_sync.layout import Region
 
 
@@ -66,6 +66,36 @@ def test_a_switched_off_adapter_adds_nothing():
     with torch.no_grad(), disabled_adapters(mine):
         assert relative_error(logits_of(mine, batch), logits_of(bare, batch)) < 1e-4
     assert probe_loss(logits_of(mine, batch), batch[0]) != probe_loss(logits_of(bare, batch), batch[0])
+
+
+def test_two_engine_ranks_round_their_products_before_they_are_added():
+    """As vLLM's row-parallel linears and an all-reduce of two: the bias is the first rank's, the sum is rounded.
+    Sums of whole numbers are exact in any order."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randint(-30, 30, shape, generator=generator) for shape in ((7, 32), (16, 32), (16,)))
+    linear = Linear(32, 16, bias=True, weight_dtype=torch.bfloat16, lora=None)
+    assert linear.bias is not None
+    linear.weight.data.copy_(weight)
+    linear.bias.data.copy_(bias)
+    left, right = ((x[:, half] @ weight[:, half].t()).bfloat16() for half in (slice(None, 16), slice(16, None)))
+    wanted = (left + bias.bfloat16()) + right
+    with torch.no_grad():
+        mine = MergedModules(TorchOperations(), 2).row_parallel(linear, x.bfloat16())
+        assert torch.equal(mine, wanted)
+        assert not torch.equal(mine, MergedModules(TorchOperations()).row_parallel(linear, x.bfloat16()))
+
+
+@pytest.mark.parametrize("config", [DENSE, {**DENSE, "attention_bias": True}], ids=["plain", "bias"])
+def test_a_forward_of_two_engine_ranks_is_the_model(config):
+    """In float32, up to the order of sums; both projections that an engine spreads over ranks are."""
+    batch, operations = packed(), TorchOperations()
+    one, two = (make_decoder(config) for _ in range(2))
+    compute_in_engine_operations(one, operations)
+    compute_in_engine_operations(two, operations, MergedModules(operations, 2))
+    with torch.no_grad():
+        wanted, mine = logits_of(one, batch), logits_of(two, batch)
+    assert relative_error(mine, wanted) < 1e-5
+    assert not torch.equal(mine, wanted)
 
 
 class RecordingOperations(TorchOperations):
