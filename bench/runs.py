@@ -43,6 +43,7 @@ SCENARIOS = {
         "algorithm.max_staleness_steps=2",
     ],
     "quickstart_gpu": ["experiment=quickstart_gpu"],
+    "quickstart_one_gpu": ["experiment=quickstart_one_gpu"],
     "qwen3_moe_2gpu": ["experiment=qwen3_moe_2gpu"],
 }
 WARM_UP_STEPS = 2

@@ -39,6 +39,7 @@ def check_all(config: RunConfig) -> None:
         check_prompt_and_response_fit(config)
         check_some_responses_end_by_themselves(config)
         check_transport_fits_device(config)
+        check_processes_can_share_a_gpu(config)
         check_expert_parallel_engine_has_gpus(config)
         check_adapter_mode_has_an_adapter(config)
         check_relay_has_weights_to_pass_on(config)
@@ -101,6 +102,26 @@ def check_transport_fits_device(config: RunConfig) -> None:
             "weight_sync.transport=nvlink contradicts cluster.device=cpu: NVLink joins GPUs; "
             "set weight_sync.transport=auto (or tcp), or cluster.device=cuda"
         )
+
+
+def check_processes_can_share_a_gpu(config: RunConfig) -> None:
+    """NCCL refuses two ranks of a group on one GPU, and an engine's measurement of free memory needs a GPU alone."""
+    if not config.cluster.share_gpu:
+        return
+    wrong = {
+        f"trainer.num_ranks={config.trainer.num_ranks}, of which each needs a GPU; set it to 1": (
+            config.trainer.num_ranks > 1
+        ),
+        f"rollout.tp_size={config.rollout.tp_size}, of which each rank needs a GPU; set it to 1": (
+            config.rollout.tp_size > 1
+        ),
+        "rollout.kv_cache_bytes=null, for which an engine measures what others leave free; set the cache's size": (
+            config.rollout.kv_cache_bytes is None
+        ),
+    }
+    for reason, is_wrong in wrong.items():
+        if is_wrong:
+            raise ConfigError(f"cluster.share_gpu=true contradicts {reason}, or cluster.share_gpu=false")
 
 
 def check_expert_parallel_engine_has_gpus(config: RunConfig) -> None:

@@ -207,6 +207,7 @@ def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
     """Reasons about engines, publishes and machines."""
     cluster = config.cluster
     return (
+        Ignored("cluster.share_gpu", cluster.device is Device.cpu, "cluster.device=cpu", "remove one of the two"),
         Ignored("cluster.dashboard_port", not cluster.dashboard, "cluster.dashboard=false", "remove one of the two"),
         Ignored(
             ("cluster.dashboard", "cluster.dashboard_port", "cluster.object_store_bytes"),

@@ -22,6 +22,12 @@ class ClusterConfig:
 
     device: Device = Device.auto
     """Kind of device for trainer ranks and rollout workers."""
+    share_gpu: bool = False
+    """Put the trainer's only rank and all rollout workers on one GPU, for a host without a second one: to try a run, or
+    to learn something small. They take turns at the GPU, so neither is fast. Needs rollout.kv_cache_bytes, because an
+    engine cannot measure what is free while others take memory, and a rollout.gpu_memory_utilization that is free
+    when it starts.
+    """
     trainer_gpus: int | None = None
     """Only for `slipstream plan`: plan for a trainer on this many GPUs, a multiple of trainer.ep_size. null:
     trainer.num_ranks.

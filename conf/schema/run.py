@@ -87,6 +87,20 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     @property
+    def gpus_of_rank(self) -> float:
+        """GPUs of a trainer rank; with cluster.share_gpu an equal share of the one GPU."""
+        return self._share_of_gpu if self.cluster.share_gpu else 1.0
+
+    @property
+    def gpus_of_worker(self) -> float:
+        """GPUs of a rollout worker."""
+        return self._share_of_gpu if self.cluster.share_gpu else float(self.rollout.tp_size)
+
+    @property
+    def _share_of_gpu(self) -> float:
+        return 10_000 // (1 + self.rollout.num_workers) / 10_000  # Ray counts ten-thousandths
+
+    @property
     def engine_num_seqs(self) -> int:
         """rollout.max_num_seqs, or an engine's share of the requests that the loop lets be in flight.
 

@@ -7,13 +7,14 @@
 Owns: who gets which bundle, the order of start and end, and the checks of nodes. Does not own: Ray's life
 (ray_cluster.py), the start of ranks and workers (trainer_ranks.py, rollout_workers.py), what runs inside the actors
 (actors.py), or how they are called (ray_handles.py).
-Invariant: trainer and rollout never share a GPU.
+Invariant: trainer and rollout never share a GPU, unless cluster.share_gpu says that all do.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from dataclasses import replace
 from pathlib import Path
@@ -183,8 +184,10 @@ class Cluster:
                     f"rollout.tp_size={rollout.tp_size}: an engine must fit one machine, and the largest of the Ray "
                     f"cluster has {most} GPUs; lower it to that"
                 )
-        gpus = [1] * num_ranks + [rollout.tp_size] * num_workers
-        what = f"{num_ranks} trainer ranks and {num_workers} engines" + (f", {sum(gpus)} GPUs" if needs_gpus else "")
+        gpus = [self._config.gpus_of_rank] * num_ranks + [self._config.gpus_of_worker] * num_workers
+        what = f"{num_ranks} trainer ranks and {num_workers} engines" + (
+            f", {math.ceil(sum(gpus))} GPUs" if needs_gpus else ""
+        )
         return await cluster.place(gpus, what)
 
     def _held(self, nodes: dict[int, str]) -> dict[str, list[str]]:

@@ -11,7 +11,8 @@ Invariant: after `stop`, every process that a cluster of our own started has end
 interrupt. When the controller is killed, ray_host.py sees to that.
 
 Ray's CPUs are tickets, not cores: a trainer rank and an engine ask for 1/100 each, so that the four processes of the
-quick start fit on two cores. GPUs are whole: one per trainer rank, `rollout.tp_size` per rollout worker.
+quick start fit on two cores. GPUs are whole, one per trainer rank and `rollout.tp_size` per rollout worker, but
+for cluster.share_gpu.
 """
 
 from __future__ import annotations
@@ -109,13 +110,13 @@ class RayCluster:
             port, token = self._config.cluster.dashboard_port, self._private.token
             logger.info("Ray dashboard: http://127.0.0.1:%d asks for the token in %s", port, token)
 
-    async def place(self, gpus: list[int], what: str) -> PlacementGroup:
-        """Reserve a bundle for every process, with so many GPUs each. Ray packs them as a whole.
+    async def place(self, gpus: list[float], what: str) -> PlacementGroup:
+        """Reserve a bundle for every process, with so many GPUs each, or a share of one. Ray packs them as a whole.
 
         Raises:
             PlacementError: there is no room.
         """
-        bundles = [{"CPU": _CPU_TICKETS} | ({"GPU": float(num)} if self._needs_gpus else {}) for num in gpus]
+        bundles = [{"CPU": _CPU_TICKETS} | ({"GPU": num} if self._needs_gpus else {}) for num in gpus]
         self._group = await self.in_thread(lambda: placement_group(bundles, strategy="PACK", name=self.name))
         ready = self.result_of(self._group.ready(), "the placement group", PlacementError)
         try:
@@ -128,7 +129,7 @@ class RayCluster:
         return self._group
 
     async def new_actor(
-        self, cls: type[ActorT], name: str, bundle: int, *, num_gpus: int, max_concurrency: int = 1
+        self, cls: type[ActorT], name: str, bundle: int, *, num_gpus: float, max_concurrency: int = 1
     ) -> type[ActorT]:
         """Start an actor in a bundle of the placement group. Its handle has the class's methods, with `.remote`."""
         assert self._group is not None

@@ -101,7 +101,7 @@ class RolloutWorkers:
         concurrency = config.rollout.max_concurrent_groups + 16  # groups, and calls beside them
         bundle = config.trainer.num_ranks + index
         actor = await cluster.new_actor(
-            RolloutActor, name, bundle, num_gpus=config.rollout.tp_size, max_concurrency=concurrency
+            RolloutActor, name, bundle, num_gpus=config.gpus_of_worker, max_concurrency=concurrency
         )
         seed = config.run.seed * 1000 + index  # workers sample apart from each other, and runs of different seeds too
         try:

@@ -43,7 +43,7 @@ async def start_trainer_ranks(
     """
     names = [f"trainer-{rank}" for rank in range(len(bundles))]
     actors = [
-        await cluster.new_actor(TrainerActor, name, bundle, num_gpus=1)
+        await cluster.new_actor(TrainerActor, name, bundle, num_gpus=config.gpus_of_rank)
         for name, bundle in zip(names, bundles, strict=True)
     ]
     rendezvous = await cluster.result_of(actors[0].pick_rendezvous.remote(is_one_node), names[0], TrainingStopped)

@@ -40,6 +40,19 @@ CASES = [
         "trainer.numerics.attention=engine.*contradicts model.dtype=float32.*set model.dtype=bfloat16",
     ),
     (["parity=bitwise", *BITWISE[2:]], "rollout.batch_invariant=true.*contradicts cluster.device=cpu.*parity=standard"),
+    (
+        ["cluster.share_gpu=true", "cluster.device=cuda"],
+        "cluster.share_gpu=true contradicts trainer.num_ranks=2.*set it to 1",
+    ),
+    (
+        ["experiment=quickstart_one_gpu", "rollout.tp_size=2"],
+        "cluster.share_gpu=true contradicts rollout.tp_size=2.*set it to 1",
+    ),
+    (
+        ["experiment=quickstart_one_gpu", "rollout.kv_cache_bytes=null"],
+        "cluster.share_gpu=true contradicts rollout.kv_cache_bytes=null.*set the cache's size",
+    ),
+    (["cluster.share_gpu=true", "cluster.device=cpu"], "cluster.share_gpu has no effect with cluster.device=cpu"),
     (["parity=bitwise"], "trainer.engine_forward=true.*needs trainer.num_ranks=1, got 2"),
     ([*BITWISE, "rollout.batch_invariant=false"], "parity=bitwise.*contradicts rollout.batch_invariant=false"),
     ([*BITWISE, "rollout.tp_size=4"], "parity=bitwise.*contradicts rollout.tp_size=4.*set it to 1 or 2"),

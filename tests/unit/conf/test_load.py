@@ -216,3 +216,16 @@ def test_loading_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_resolved_yaml_of_another_schema_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"unknown option trainer\.num_rank"):
         load_resolved_yaml("trainer: {num_rank: 2}")
+
+
+@pytest.mark.parametrize(("num_workers", "share"), [(1, 0.5), (2, 0.3333), (6, 0.1428)])
+def test_processes_that_share_a_gpu_fit_it_together(num_workers: int, share: float) -> None:
+    """Ray counts ten-thousandths of a GPU."""
+    config = load_run_config(["experiment=quickstart_one_gpu", f"rollout.num_workers={num_workers}"])
+    assert config.gpus_of_rank == config.gpus_of_worker == share
+    assert config.gpus_of_rank + num_workers * config.gpus_of_worker <= 1
+
+
+def test_processes_have_whole_gpus_by_default() -> None:
+    config = load_run_config(["experiment=quickstart_gpu", "rollout.tp_size=2"])
+    assert (config.gpus_of_rank, config.gpus_of_worker) == (1.0, 2.0)

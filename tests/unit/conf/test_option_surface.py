@@ -133,6 +133,7 @@ OPTIONS = [
     "reward.num_processes",
     "reward.env",
     "cluster.device",
+    "cluster.share_gpu",
     "cluster.trainer_gpus",
     "cluster.rollout_gpus",
     "cluster.ray_address",
