@@ -28,6 +28,7 @@ from orchestrator.files.run_folder import RunFolder, changed_options, open_run_f
 from orchestrator.files.run_log import ProgressLine, RunLog
 from orchestrator.files.telemetry import Telemetry
 from orchestrator.fleet.control_folder import alive, answer_requests
+from orchestrator.fleet.fleet_log import FleetLog, count_tokens
 from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.inputs.conversations import read_conversations
@@ -131,6 +132,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
         cluster = await stack.enter_async_context(Cluster(config, folder))
         await together(rewards.start(), cluster.start(model.hf_config))
         telemetry = stack.enter_context(_telemetry(config, folder, progress, step_of(resume_from)))
+        fleet_log = FleetLog(folder.fleet)
         supervisor = Supervisor(
             cluster.workers,
             # Without publishes a worker that comes back would never get the version that the others sample from.
@@ -140,6 +142,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
             # Base and adapter are two reads.
             recovery_timeout_s=config.weight_sync.timeout_s * (1 + is_adapter_mode) + RAY_CALL_S,
             max_missed_publishes=config.algorithm.max_staleness_steps if is_adapter_mode else 0,
+            note=fleet_log.write,
         )
         stack.push_async_callback(supervisor.close)
         services = LoopServices(
@@ -159,6 +162,8 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
         stack.callback(progress.say, "ending the run's processes")
         listening = asyncio.create_task(answer_requests(folder.root, supervisor))
         stack.callback(listening.cancel)
+        counting = asyncio.create_task(count_tokens(supervisor.replicas, fleet_log))
+        stack.callback(counting.cancel)
         await controller.start(resume_from)
         await controller.train()
         export = await _export(cluster, config, folder)

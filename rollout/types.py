@@ -117,6 +117,18 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How far one rollout worker has sampled. Times are seconds since 1970, by its machine's clock."""
+
+    at: float
+    """When it answered."""
+    num_tokens: int
+    """Response tokens since its start, those of unfinished responses included."""
+    first_token_at: float | None
+    """When the first of them came; None: not yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Siblings: the rollouts of one prompt, with their rewards."""
 

@@ -29,6 +29,7 @@ import asyncio
 import contextlib
 import logging
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ from rollout.adapters.adapter_replica import AdapterReplica
 from rollout.engine.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.slot_channel import SlotClients
-from rollout.types import PROBE, Adapter, AdapterSlotsSpec, Prompt, Rollout, RoutingShape
+from rollout.types import PROBE, Adapter, AdapterSlotsSpec, Progress, Prompt, Rollout, RoutingShape
 from weight_sync.errors import PlanMismatch
 from weight_sync.gc_freeze import allow_collections, freeze_heap, hold_collections
 from weight_sync.layout import TensorMeta
@@ -119,8 +120,17 @@ class RolloutWorker:
         self._clearing: asyncio.Task[None] | None = None
         """Task that drops the KV blocks of older weights; it ends before the engine resumes."""
         self._limit_s = weight_sync.timeout_s + CALL_SLACK_S
+        self.started_at: dict[str, float] = {}
+        """How far the start has come, and when, in seconds since 1970: imported, engine_up, layout_known, up."""
 
     # -- for the controller ------------------------------------------------------------------------------------------
+
+    async def prepare(self) -> None:
+        """Do what needs no device. A worker that takes the place of a dead one does it while that one is cleared away.
+        Without it, start() does it.
+        """
+        await self.engine.prepare()
+        self._reached("imported")
 
     async def start(self) -> str:
         """Start the engine, record its layout, open the control endpoint.
@@ -137,6 +147,7 @@ class RolloutWorker:
         if base is not None and not base.is_dir():
             raise EngineError(f"model.path={base}: no such folder on this machine, whose engine must load it (INT4)")
         await self.engine.start()
+        self._reached("engine_up")
         try:
             link = str(self.weight_sync.transport), self._host, self.weight_sync.timeout_s
             if base is not None:
@@ -147,15 +158,21 @@ class RolloutWorker:
                 self._ranks = [unpack(EngineRank, reply) for reply in replies]
             if self._adapters is not None:
                 await self._open_slots(self._adapters)
+            self._reached("layout_known")
             await self.engine.warm_up(None if self._adapters is None else Adapter(0, PROBE, "warm-up"))
             freeze_heap()
             num_ranks = len(self._ranks) if self.adapter_replica is None else self.adapter_replica.num_ranks
             logger.info("the engine is up: %d ranks, %d KV blocks", num_ranks, self.engine.num_kv_blocks)
-            return await self._endpoint.start()
+            address = await self._endpoint.start()
+            self._reached("up")
+            return address
         except BaseException:
             self._sockets.close()
             self.engine.shutdown()
             raise
+
+    def _reached(self, event: str) -> None:
+        self.started_at[event] = time.time()
 
     async def _open_slots(self, adapters: AdapterSlotsSpec) -> None:
         folder = self._sockets.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-slots-"))
@@ -220,6 +237,10 @@ class RolloutWorker:
                 )
             # pause_mode=abort ended the group. Siblings should have one version, so all of them start anew.
             await self._serving.wait()
+
+    async def progress(self) -> Progress:
+        """How many tokens it has sampled."""
+        return Progress(time.time(), self.engine.num_generated_tokens, self.engine.first_token_at)
 
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
         """Log-probabilities of all tokens but the first from one prefill, at temperature 1, under policy `version`.

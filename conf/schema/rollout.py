@@ -79,8 +79,8 @@ class RolloutConfig:
     weight_sync.enabled=false.
     """
     restart_backoff_s: float = 1.0
-    """Pause before a worker's first restart, also if you asked for it; it doubles with every further restart. Ignored
-    when weight_sync.enabled=false.
+    """Pause after an attempt to restart a worker that failed; it doubles with every further failure. The first attempt
+    comes at once. Ignored when weight_sync.enabled=false.
     """
 
     def __post_init__(self) -> None:

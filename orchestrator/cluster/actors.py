@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
         TrainerConfig,
         WeightSyncConfig,
     )
-    from rollout.types import AdapterSlotsSpec, Prompt, Rollout, RoutingShape
+    from rollout.types import AdapterSlotsSpec, Progress, Prompt, Rollout, RoutingShape
     from rollout.worker import RolloutWorker
     from trainer.rank import TrainerRank
     from trainer.types import Denominators, LossStats, OptimStats, Sample
@@ -205,19 +206,20 @@ class RolloutActor:
 
     def __init__(self, name: str) -> None:
         _log_to_stderr(name)
-        self._started: RolloutWorker | None = None
+        self._began_at = time.time()
+        self._made: RolloutWorker | None = None
 
     @property
     def _worker(self) -> RolloutWorker:
-        assert self._started is not None, "start() comes first"
-        return self._started
+        assert self._made is not None, "prepare() comes first"
+        return self._made
 
     @ray.method
-    async def start(self, options: WorkerOptions, seed: int, is_only_node: bool) -> str:
-        """Start the engine; returns the address where publishers reach this replica."""
+    async def prepare(self, options: WorkerOptions, seed: int, is_only_node: bool) -> None:
+        """Make the worker and do what needs no device."""
         from rollout.worker import RolloutWorker
 
-        self._started = RolloutWorker(
+        self._made = RolloutWorker(
             options.folder,
             config=options.config,
             weight_sync=options.weight_sync,
@@ -231,7 +233,17 @@ class RolloutActor:
             routing=options.routing,
             keep_special_tokens=options.keep_special_tokens,
         )
+        await self._worker.prepare()
+
+    @ray.method
+    async def start(self) -> str:
+        """Start the engine; returns the address where publishers reach this replica."""
         return await self._worker.start()
+
+    @ray.method
+    def started_at(self) -> dict[str, float]:
+        """How far the start has come, and when, in seconds since 1970 (RolloutWorker.started_at)."""
+        return {"process_up": self._began_at, **self._worker.started_at}
 
     @ray.method
     def node(self) -> str:
@@ -252,6 +264,11 @@ class RolloutActor:
     async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None) -> list[Rollout]:
         """RolloutWorker.generate_group."""
         return await self._worker.generate_group(prompt, n, sampling)
+
+    @ray.method
+    async def progress(self) -> Progress:
+        """RolloutWorker.progress."""
+        return await self._worker.progress()
 
     @ray.method
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
@@ -285,9 +302,9 @@ class RolloutActor:
 
     @ray.method
     async def stop(self) -> None:
-        """RolloutWorker.stop, of one that was started."""
-        if self._started is not None:
-            await self._started.stop()
+        """RolloutWorker.stop, of one that was made."""
+        if self._made is not None:
+            await self._made.stop()
 
 
 def _log_to_stderr(name: str) -> None:

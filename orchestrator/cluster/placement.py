@@ -125,13 +125,17 @@ class Cluster:
     async def restart_worker(self, index: int) -> RayRolloutWorker:
         """End what is left of a rollout worker and start it again in the same bundle, without the weights it had.
 
-        Its links are closed before: an engine that starts looks for free device memory, and what the trainer still
-        maps of the dead one's is not free.
+        Its links are closed before the engine starts: it looks for free device memory, and what the trainer still maps
+        of the dead one's is not free. That waits for the trainer's step under way, and the new process imports vLLM
+        beside it.
         """
         assert self._rollout is not None
         await asyncio.to_thread(self.workers[index].kill)
-        await self.trainer.disconnect([index])
-        return await self._rollout.restart(index)
+        closing = asyncio.ensure_future(self.trainer.disconnect([index]))
+        try:
+            return await self._rollout.restart(index, closing)
+        finally:
+            closing.cancel()
 
     async def stop(self) -> None:
         """End every process of the run: politely first, then for certain. Never raises; what went wrong is logged."""

@@ -8,7 +8,7 @@ and rollouts do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,7 +19,7 @@ from orchestrator.cluster.nodes import ProcessId, end_trees
 from orchestrator.cluster.ray_cluster import STOP_TIMEOUT_S, RayCluster, kill_actor
 from orchestrator.errors import OrchestratorError, TrainingStopped
 from orchestrator.waiting import together, wait_for
-from rollout.types import Prompt, Rollout
+from rollout.types import Progress, Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ class RayRolloutWorker:
         base_endpoint: where the base was sent at the start; the same without slots.
         processes: the actor's and its engine's.
         node: Ray's id of the machine.
+        started_at: what RolloutActor.started_at said when it was up.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class RayRolloutWorker:
         base_endpoint: str,
         processes: Sequence[ProcessId],
         node: str,
+        started_at: Mapping[str, float],
     ) -> None:
         self.name = name
         self.node = node
@@ -157,10 +159,16 @@ class RayRolloutWorker:
         self._cluster = cluster
         self._actor = actor
         self._processes = list(processes)
+        self.pid = self._processes[0].pid
+        self.started_at = started_at
 
     async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
         """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise."""
         return await self._result(self._actor.generate_group.remote(prompt, n, sampling))
+
+    async def progress(self) -> Progress:
+        """How many tokens it has sampled."""
+        return await self._result(self._actor.progress.remote())
 
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
         """Log-probabilities of all tokens but the first, from one prefill; None under another version."""

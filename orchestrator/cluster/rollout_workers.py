@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -83,12 +84,17 @@ class RolloutWorkers:
         num_seqs = self._options.config.max_num_seqs
         logger.info("%d rollout workers are up, each for up to %d requests at once", len(self.workers), num_seqs)
 
-    async def restart(self, index: int) -> RayRolloutWorker:
-        """Start a worker again in its bundle, without the weights it had. What was left of it has ended."""
+    async def restart(self, index: int, until_free: Awaitable[None]) -> RayRolloutWorker:
+        """Start a worker again in its bundle, without the weights it had. What was left of it has ended.
+
+        Args:
+            until_free: when it is done, nobody maps memory of the dead worker's device any more. The new process
+                imports vLLM meanwhile.
+        """
         self._num_restarts[index] += 1
         name = f"rollout-{index}.{self._num_restarts[index]}"  # Ray frees a dead actor's name late
         timeout_s = self._config.cluster.start_timeout_s
-        (self.workers[index],) = await all_started([self._start(index, name)], name, timeout_s=timeout_s)
+        (self.workers[index],) = await all_started([self._start(index, name, until_free)], name, timeout_s=timeout_s)
         return self.workers[index]
 
     async def stop(self) -> list[BaseException]:
@@ -96,7 +102,7 @@ class RolloutWorkers:
         ends = await asyncio.gather(*(worker.stop() for worker in self.workers), return_exceptions=True)
         return [end for end in ends if end is not None]
 
-    async def _start(self, index: int, name: str) -> RayRolloutWorker:
+    async def _start(self, index: int, name: str, until_free: Awaitable[None] | None = None) -> RayRolloutWorker:
         config, cluster = self._config, self._cluster
         concurrency = config.rollout.max_concurrent_groups + 16  # groups, and calls beside them
         bundle = config.trainer.num_ranks + index
@@ -107,10 +113,16 @@ class RolloutWorkers:
         try:
             node = await cluster.result_of(actor.node.remote(), name, OrchestratorError)
             await self._check_node(node)  # one that takes the place of a lost node is new
-            start = actor.start.remote(self._options, seed, self._is_one_node)
-            endpoint = base_endpoint = await cluster.result_of(start, name, OrchestratorError)
+            prepare = actor.prepare.remote(self._options, seed, self._is_one_node)
+            await cluster.result_of(prepare, name, OrchestratorError)
+            freed_at: dict[str, float] = {}
+            if until_free is not None:
+                await until_free
+                freed_at["freed"] = time.time()
+            endpoint = base_endpoint = await cluster.result_of(actor.start.remote(), name, OrchestratorError)
             if config.weight_sync.mode is SyncMode.adapter:
                 endpoint = await cluster.result_of(actor.adapter_endpoint.remote(), name, OrchestratorError)
+            started_at = await cluster.result_of(actor.started_at.remote(), name, OrchestratorError)
             processes = await cluster.result_of(actor.processes.remote(), name, OrchestratorError)
         except BaseException:  # a deadline cancels this: the bundle must be free for the next attempt
             kill_actor(actor)  # its engine's processes end with it
@@ -124,6 +136,7 @@ class RolloutWorkers:
             base_endpoint=base_endpoint,
             processes=processes,
             node=node,
+            started_at=started_at | freed_at,
         )
 
 

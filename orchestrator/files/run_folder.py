@@ -6,6 +6,7 @@
       environment.json   git commit, versions, machine
       run.log            every log line of the controller
       metrics.jsonl      one row per step
+      fleet.jsonl        what happened to each rollout worker, and when; its tokens every two seconds
       samples.jsonl      a few responses, held out and of training, to be read by people
       curves.png         reward, evaluation, mismatch KL, entropy, sync seconds
       tensorboard/       the same numbers as events
@@ -88,6 +89,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One row per step."""
         return self.root / "metrics.jsonl"
+
+    @property
+    def fleet(self) -> Path:
+        """Events of rollout workers."""
+        return self.root / "fleet.jsonl"
 
     @property
     def samples(self) -> Path:

@@ -7,12 +7,12 @@ writes here), who reads from whom in a publish (relay.py), or the worker behind 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from rollout.types import Prompt, Rollout
+from rollout.types import Progress, Prompt, Rollout
 
 if TYPE_CHECKING:
     from conf.schema import SamplingConfig
@@ -27,6 +27,10 @@ class RolloutHandle(Protocol):
     """Where publishers reach it."""
     node: str
     """The machine that it runs on."""
+    pid: int
+    """Its process there; the engine's is a child of it."""
+    started_at: Mapping[str, float]
+    """Name of an event (fleet_log.py) -> when its start had come so far, in seconds since 1970."""
 
     async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
         """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise."""
@@ -36,6 +40,10 @@ class RolloutHandle(Protocol):
         """Log-probabilities of all tokens but the first, from one prefill at temperature 1; None under another
         version.
         """
+        ...
+
+    async def progress(self) -> Progress:
+        """How many tokens it has sampled."""
         ...
 
     async def offer(self) -> list[Offer]:

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from orchestrator.errors import NoReplicasLeft
+from orchestrator.fleet.fleet_log import Fact, FleetEvent, FleetRow
 from orchestrator.fleet.replicas import Replica, ReplicaState, RolloutHandle
 from orchestrator.waiting import wait_for
 
@@ -74,10 +75,12 @@ class Supervisor:
         workers: in the order of the endpoints that the publisher was given.
         restart: ends what is left of a worker and starts it again with dummy weights. None: failed workers stay out.
         max_restarts: attempts per worker.
-        backoff_s: pause before a worker's first restart; doubles with every further one.
+        backoff_s: pause after an attempt to restart that failed; doubles with every further one. The first attempt
+            comes at once.
         recovery_timeout_s: longest that one call of a recovery may take.
         max_missed_publishes: publishes in a row that may fail on a replica before it is out. More than 0 only in
             adapter mode, where a replica goes on serving the version before; the buffer judges its samples' age.
+        note: called with every event of a worker (fleet_log.py).
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Supervisor:
         backoff_s: float = 1.0,
         recovery_timeout_s: float = 60.0,
         max_missed_publishes: int = 0,
+        note: Callable[[FleetRow], None] = lambda row: None,
     ) -> None:
         self.replicas = [Replica(index, worker) for index, worker in enumerate(workers)]
         self.num_restarts = 0
@@ -104,7 +108,10 @@ class Supervisor:
         """Dead workers whose readers are closing their links just now."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._max_missed_publishes = max_missed_publishes
+        self._write = note
         self._changed = asyncio.Condition()
+        for replica in self.replicas:
+            self._note_start(replica)
 
     @property
     def num_serving(self) -> int:
@@ -224,7 +231,9 @@ class Supervisor:
             "%s is out of service%s, %d left: %s",
             replica.worker.name, "" if is_last else " and is restarted", num_left, reason,
         )  # fmt: skip
-        if not is_last:
+        if is_last:
+            self._note(replica, FleetEvent.out, reason=reason)
+        else:
             self._spawn(self._bring_back(replica))
 
     async def restart_now(self, index: int) -> str:
@@ -250,30 +259,37 @@ class Supervisor:
             replica.state, replica.reason, replica.failed_at = state, reason, time.monotonic()
             replica.left.set()
             self._changed.notify_all()
+        self._note(replica, FleetEvent.failed, reason=reason)
 
     async def _bring_back(self, replica: Replica, attempts: int | None = None) -> None:
         """Restart a worker until it is up, then fill it."""
         assert self._restart is not None
         most = self._max_restarts if attempts is None else attempts
+        num_failed = 0
         while replica.num_restarts < most:
-            await asyncio.sleep(self._backoff_s * 2**replica.num_restarts)
+            if num_failed:
+                await asyncio.sleep(self._backoff_s * 2 ** (num_failed - 1))
             replica.num_restarts += 1
+            self._note(replica, FleetEvent.restarting, attempt=replica.num_restarts)
             await self.close_links_to(replica)
             try:
                 worker = await self._restart(replica.index)
             except Exception as error:  # noqa: BLE001 - the boundary to another process
                 replica.reason = f"restart {replica.num_restarts} of {most} failed: {type(error).__name__}: {error}"
                 logger.warning("%s: %s", replica.worker.name, replica.reason)
+                num_failed += 1
                 continue
             self.num_restarts += 1
             replica.worker, replica.left, replica.is_known = worker, asyncio.Event(), False
             replica.pulled, replica.base_wanted_at, replica.num_missed, replica.links = None, "", 0, {}
+            self._note_start(replica)
             logger.info("%s is up again, %.1f s after it failed", worker.name, time.monotonic() - replica.failed_at)
             await self._recover(replica)
             return
         async with self._changed:
             replica.state = ReplicaState.out
             self._changed.notify_all()
+        self._note(replica, FleetEvent.out, reason=replica.reason)
         logger.error("%s stays out of service: %s", replica.worker.name, replica.reason)
 
     async def close_links_to(self, dead: Replica) -> None:
@@ -316,6 +332,8 @@ class Supervisor:
         try:
             offers = await self._call(peer, "offer", peer.worker.offer())
             pulled = await self._call(replica, "pull", replica.worker.pull(offers))
+            facts = {"bytes": pulled.num_bytes, "read_s": pulled.read_s, "verify_s": pulled.verify_s}
+            self._note(replica, FleetEvent.read, peer=peer.worker.name, version=offers[-1].version, **facts)
             is_current = not peer.num_missed and await self._call(peer, "offer", peer.worker.offer()) == offers
             if is_current:
                 await self._call(replica, "adopt", replica.worker.adopt(offers[-1].version, offers[-1].epoch))
@@ -349,6 +367,7 @@ class Supervisor:
             if not left.is_set():
                 await self.fail(replica, f"{type(error).__name__}: {error}")
             return
+        self._note(replica, FleetEvent.waiting, reason=why)
         needs = " and needs its base before" if base_wanted_at else ""
         logger.info("%s joins the next publish%s: %s", replica.worker.name, needs, why)
         async with self._changed:
@@ -362,8 +381,18 @@ class Supervisor:
         if replica.reason:
             down_s = time.monotonic() - replica.failed_at
             self.recoveries.append(Recovery(replica.index, down_s, replica.pulled.read_s if replica.pulled else None))
+            self._note(replica, FleetEvent.serving, down_s=round(down_s, 3))
             logger.info("%s serves again, %.1f s after it failed", replica.worker.name, down_s)
             replica.reason = ""
+
+    def _note(self, replica: Replica, event: FleetEvent, **facts: Fact) -> None:
+        self._write(FleetRow(time.time(), replica.index, replica.worker.name, event, facts))
+
+    def _note_start(self, replica: Replica) -> None:
+        """How the worker's start went on, now that it is up."""
+        for name, at in sorted(replica.worker.started_at.items(), key=lambda item: item[1]):
+            facts: dict[str, Fact] = {"pid": replica.worker.pid} if name == FleetEvent.process_up else {}
+            self._write(FleetRow(at, replica.index, replica.worker.name, FleetEvent(name), facts))
 
     async def _call(self, replica: Replica, verb: str, call: Awaitable[T]) -> T:
         return await wait_for(call, f"{verb} on {replica.worker.name}", timeout_s=self._recovery_timeout_s)

@@ -29,6 +29,7 @@ import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,15 +70,22 @@ ABORTED = "abort"
 NUM_PROBE_LOGPROBS = 16
 
 
+def import_vllm() -> None:
+    """Import what make_llm() needs: 6 s of a CPU's core, 17 s on a host with GPUs."""
+    with frozen_imports():
+        import_module("vllm.engine.arg_utils")
+        import_module("vllm.v1.engine.async_llm")
+
+
 def make_llm(arguments: dict[str, Any]) -> AsyncLLM:
     """vLLM's engine, started.
 
     Raises:
         EngineError: This vLLM does not know an argument.
     """
-    with frozen_imports():
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+    import_vllm()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
 
     unknown = set(arguments) - {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     if unknown:
@@ -143,6 +151,8 @@ class Engine:
         """Policy version that stamps new tokens; -1 while the weights are dummies."""
         self.num_generated_tokens = 0
         """Tokens since the start, including those of unfinished responses."""
+        self.first_token_at: float | None = None
+        """When the first of them came, in seconds since 1970."""
 
     @property
     def is_alive(self) -> bool:
@@ -154,20 +164,28 @@ class Engine:
         """Blocks of the KV cache; 0 while the engine is down."""
         return 0 if self._llm is None else self._llm.vllm_config.cache_config.num_gpu_blocks or 0
 
+    async def prepare(self) -> None:
+        """Do the part of start() that needs no device, which may still be another engine's: import vLLM."""
+        self._set_environment()
+        await asyncio.to_thread(import_vllm)
+
     async def start(self) -> None:
         """Start the engine's processes and wait until it could serve (with dummy weights).
 
         Raises:
             EngineError: vLLM refused an argument or failed to come up.
         """
-        for name, value in engine_environment(self._device).items():
-            os.environ.setdefault(name, value)
-        if self._config.batch_invariant:
-            os.environ[BATCH_INVARIANT_VARIABLE] = "1"  # an option of the run, whatever was set before
+        self._set_environment()
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         # In a thread, so that the event loop goes on, and vLLM's output handler starts only after watch_outputs().
         self._llm = await asyncio.to_thread(self._build)
         watch_outputs(self._llm, self._stamp)
+
+    def _set_environment(self) -> None:
+        for name, value in engine_environment(self._device).items():
+            os.environ.setdefault(name, value)
+        if self._config.batch_invariant:
+            os.environ[BATCH_INVARIANT_VARIABLE] = "1"  # an option of the run, whatever was set before
 
     def _build(self) -> AsyncLLM:
         own = SOCKETS_VARIABLE not in os.environ
@@ -193,6 +211,8 @@ class Engine:
             adapter = self._adapters.get(request_id)
             version = self.version if adapter is None else adapter.version
             self._stamps[request_id].extend([version] * len(output.new_token_ids))
+            if self.first_token_at is None and output.new_token_ids:
+                self.first_token_at = time.time()
             self.num_generated_tokens += len(output.new_token_ids)
 
     async def warm_up(self, adapter: Adapter | None = None) -> None:
@@ -219,7 +239,7 @@ class Engine:
                 raise
             except EngineError as e:  # dummy weights may give any output; the kernels have run
                 logger.info("the warm-up at %d tokens returned no sample: %s", length, e)
-        self.num_generated_tokens = 0
+        self.num_generated_tokens, self.first_token_at = 0, None
 
     async def generate_group(
         self,

@@ -26,7 +26,7 @@ from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.loop.controller import Controller
 from orchestrator.loop.ports import LoopServices
-from rollout.types import Prompt, Rollout
+from rollout.types import Progress, Prompt, Rollout
 from trainer.step.mismatch_bins import NUM_K3_BINS, POSITION_STARTS
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 from weight_sync.errors import PlanMismatch
@@ -208,6 +208,9 @@ class FakeWorker(Watched):
         self.name = f"rollout-{index}"
         self.endpoint = f"tcp://{self.name}"
         self.node = "one"
+        self.pid = 1000 + index
+        self.started_at: Mapping[str, float] = {"process_up": 1.0, "up": 3.0}
+        self.progress_made = Progress(10.0, 0, None)
         self.fails_after: int | None = None
         """Number of groups after which it dies."""
         self.gate: asyncio.Event | None = None
@@ -235,6 +238,10 @@ class FakeWorker(Watched):
         if self.scores_fail:
             raise ConnectionError(f"{self.name} died")
         return None if version != self.world.committed[self.index] else [0.0] * (len(token_ids) - 3) + [-0.5, 0.0]
+
+    async def progress(self) -> Progress:
+        await self._reached("progress")
+        return self.progress_made
 
     async def offer(self) -> list[Offer]:
         await self._reached("offer")

@@ -1,15 +1,26 @@
-"""docs/metrics.md lists the catalogue of orchestrator.telemetry, word for word."""
+"""docs/metrics.md lists the catalogue of orchestrator.telemetry, word for word, and every event of fleet.jsonl."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from orchestrator.files.telemetry import METRICS
+from orchestrator.fleet.fleet_log import FleetEvent
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "metrics.md"
 
 
+def rows_of(part: int) -> list[str]:
+    """Rows of the tables before (0) and after (1) the heading of fleet.jsonl."""
+    text = PAGE.read_text(encoding="utf-8").split("## fleet.jsonl")[part]
+    return [line for line in text.splitlines() if line.startswith("| `")]
+
+
 def test_the_page_lists_every_metric() -> None:
-    listed = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    listed = rows_of(0)
     in_a_table = {name: meaning.replace("|", "\\|") for name, meaning in METRICS.items()}
     assert listed == [f"| `{name}` | {meaning} |" for name, meaning in in_a_table.items()]
+
+
+def test_the_page_lists_every_event_of_a_worker() -> None:
+    assert [line.split("`")[1] for line in rows_of(1)] == [event.value for event in FleetEvent]

@@ -9,6 +9,7 @@ import pytest
 from fakes.loop import FakeWorker, World, outcome
 
 from orchestrator.errors import NoReplicasLeft
+from orchestrator.fleet.fleet_log import FleetEvent, FleetRow
 from orchestrator.fleet.replicas import ReplicaState
 from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
@@ -16,12 +17,15 @@ from rollout.types import Prompt
 
 PROMPT = Prompt(0, (1,), "p")
 S = ReplicaState
+E = FleetEvent
 
 
 class Cast:
     """A supervisor, its workers, and restarts that succeed when `gate` is open, unless they are told to fail."""
 
-    def __init__(self, num_workers: int = 2, max_restarts: int = 2, max_missed_publishes: int = 0) -> None:
+    def __init__(
+        self, num_workers: int = 2, max_restarts: int = 2, max_missed_publishes: int = 0, backoff_s: float = 0.0
+    ) -> None:
         self.world = World(committed=[-1] * num_workers)
         self.gate = asyncio.Event()
         self.gate.set()
@@ -29,10 +33,11 @@ class Cast:
         self.prepare: Callable[[FakeWorker], None] = lambda worker: None
         """Called with every worker that was started again."""
         self.num_started = 0
+        self.rows: list[FleetRow] = []
         self.supervisor = Supervisor(
             [FakeWorker(self.world, i) for i in range(num_workers)],
-            restart=lambda index: self.restart(index), max_restarts=max_restarts, backoff_s=0.0,
-            max_missed_publishes=max_missed_publishes,
+            restart=lambda index: self.restart(index), max_restarts=max_restarts, backoff_s=backoff_s,
+            max_missed_publishes=max_missed_publishes, note=self.rows.append,
         )  # fmt: skip
         self.router = Router(self.supervisor, request_timeout_s=5)
 
@@ -44,6 +49,10 @@ class Cast:
         worker = self.supervisor.replicas[index].worker
         assert isinstance(worker, FakeWorker)
         return worker
+
+    def events(self, worker: int) -> list[tuple[str, FleetEvent]]:
+        """Process and event, in the order in which they were noted."""
+        return [(row.name, row.event) for row in self.rows if row.worker == worker]
 
     async def restart(self, index: int) -> FakeWorker:
         self.num_started += 1
@@ -100,6 +109,59 @@ async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other
     held = await cast.supervisor.hold()
     assert held.exclude == []
     assert [(one.index, one.worker.endpoint) for one in held.joining] == [(0, "tcp://1")], "it is not met yet"
+
+
+async def test_every_step_of_a_restart_is_noted_with_its_time() -> None:
+    cast = Cast()
+    await cast.publish(7)
+    assert cast.events(0) == [("rollout-0", E.process_up), ("rollout-0", E.up)], "its first start"
+    cast.rows.clear()
+    cast.prepare = lambda worker: setattr(worker, "started_at", {"up": 9.0, "process_up": 4.0, "imported": 6.0})
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.serving)
+    assert cast.events(0) == [
+        ("rollout-0", E.failed), ("rollout-0", E.restarting),
+        ("rollout-0.1", E.process_up), ("rollout-0.1", E.imported), ("rollout-0.1", E.up),
+        ("rollout-0.1", E.read), ("rollout-0.1", E.serving),
+    ]  # fmt: skip
+    by_event = {row.event: row for row in cast.rows}
+    assert [by_event[event].time for event in (E.process_up, E.imported, E.up)] == [4.0, 6.0, 9.0]
+    assert by_event[E.failed].facts == {"reason": "it died"}
+    assert by_event[E.restarting].facts == {"attempt": 1}
+    assert by_event[E.process_up].facts == {"pid": 1000}
+    assert by_event[E.read].facts == {"peer": "rollout-1", "version": 7, "bytes": 10, "read_s": 0.5, "verify_s": 0.1}
+    assert by_event[E.serving].facts["down_s"] == pytest.approx(
+        by_event[E.serving].time - by_event[E.failed].time, abs=0.1
+    )
+
+
+async def test_a_worker_that_waits_for_a_publish_and_one_that_stays_out_say_why() -> None:
+    cast = Cast(num_workers=1, max_restarts=1)
+    await cast.publish(0)
+    await cast.fail(0)
+    await until(lambda: cast.states == [S.pending])
+    assert cast.rows[-1].event is E.waiting
+    assert cast.rows[-1].facts == {"reason": "no other worker serves, from which it could read"}
+    await cast.publish(0)
+    await cast.fail(0)
+    assert [row.event for row in cast.rows[-3:]] == [E.serving, E.failed, E.out]
+
+
+async def test_the_first_attempt_comes_at_once_and_only_a_failed_one_is_followed_by_a_pause() -> None:
+    cast = Cast(backoff_s=3600.0)
+    await cast.publish(0)
+    for times in (1, 2):  # a restart that succeeded costs the next one nothing
+        await cast.fail(0)
+        await until(lambda: cast.states[0] is S.serving)
+        assert cast.num_started == times
+    await cast.publish(1)
+    cast.failures = [RuntimeError("no memory")]
+    await cast.fail(1)
+    await until(lambda: "no memory" in cast.supervisor.replicas[1].reason)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert cast.num_started == 3
+    await cast.supervisor.close()
 
 
 async def test_a_publish_leaves_out_whoever_is_starting_and_a_version_that_moves_makes_a_recovery_worthless() -> None:
