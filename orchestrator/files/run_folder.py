@@ -32,7 +32,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
@@ -160,6 +160,25 @@ def open_run_folder(config: RunSection, now: datetime) -> RunFolder:
         folder = _create(config, now)
     _point_latest(folder.root)
     return folder
+
+
+def follow_latest(config: RunConfig) -> RunConfig:
+    """The same options, with the run's own name in every path below <run.dir>/latest: the run that starts takes the
+    name `latest` over before its processes read model and adapter.
+    """
+    link = Path(config.run.dir).absolute() / "latest"
+
+    def followed(path: str | None) -> str | None:
+        if path is None or not link.is_symlink() or not Path(path).absolute().is_relative_to(link):
+            return path
+        return str(link.resolve() / Path(path).absolute().relative_to(link))
+
+    model, trainer = config.model, config.trainer
+    return replace(
+        config,
+        model=replace(model, path=followed(model.path), tokenizer=followed(model.tokenizer)),
+        trainer=replace(trainer, lora=replace(trainer.lora, init_from=followed(trainer.lora.init_from))),
+    )
 
 
 def write_description(folder: RunFolder, config: RunConfig, overrides: list[str]) -> None:

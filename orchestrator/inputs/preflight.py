@@ -25,7 +25,7 @@ from conf.schema import Device, Init, Objective, RunConfig, TrainMode
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
 from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
-from orchestrator.files.run_folder import RunFolder
+from orchestrator.files.run_folder import RunFolder, follow_latest
 from orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
 from orchestrator.inputs.facts import Fact
 from orchestrator.inputs.machine_checks import (
@@ -56,7 +56,7 @@ class PreflightReport:
     """What a run will use; printed by --dry-run."""
 
     config: RunConfig
-    """The run's options with cluster.device decided."""
+    """The run's options with cluster.device decided, and paths below <run.dir>/latest followed."""
     facts: tuple[Fact, ...]
 
 
@@ -67,7 +67,7 @@ def run_preflight(config: RunConfig, machine: Machine = HERE) -> PreflightReport
         PreflightError: with every problem found. Nothing was started.
     """
     device = Device(resolve_device(config.cluster.device, machine))
-    config = replace(config, cluster=replace(config.cluster, device=device))
+    config = follow_latest(replace(config, cluster=replace(config.cluster, device=device)))
     facts: list[Fact] = []
     problems: list[str] = []
     for check in (*OPTION_CHECKS, *(partial(check, machine=machine) for check in MACHINE_CHECKS)):

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from conf.errors import ConfigError
-from conf.schema import RunConfig, RunSection
-from orchestrator.files.run_folder import changed_options, open_run_folder, write_description
+from conf.schema import ModelConfig, RunConfig, RunSection
+from orchestrator.files.run_folder import changed_options, follow_latest, open_run_folder, write_description
 from orchestrator.fleet.control_folder import alive
 from orchestrator.run import run
 
@@ -37,6 +37,20 @@ def test_resume_opens_the_folder_and_refuses_a_missing_one(tmp_path: Path) -> No
     assert open_run_folder(RunSection(dir=str(tmp_path), resume=str(tmp_path / "latest")), NOON) == first
     with pytest.raises(ConfigError, match=r"run\.resume"):
         open_run_folder(RunSection(resume=str(tmp_path / "absent")), NOON)
+
+
+def test_what_lies_below_latest_stays_the_same_folder_when_the_next_run_starts(tmp_path: Path) -> None:
+    first = open_run_folder(RunSection(name="demo", dir=str(tmp_path)), NOON)
+    below = {"path": str(tmp_path / "latest" / "merged"), "tokenizer": "characters"}
+    config = RunConfig(run=RunSection(dir=str(tmp_path)), model=ModelConfig(**below))
+    followed = follow_latest(config)
+    open_run_folder(config.run, NOON)
+    assert followed.model.path == str(first.merged)
+    assert followed.model.tokenizer == "characters"
+    assert replace(followed, model=config.model) == config
+
+    elsewhere = RunConfig(run=RunSection(dir=str(tmp_path / "other")), model=config.model)
+    assert follow_latest(elsewhere) == elsewhere
 
 
 def test_real_file_called_latest_is_left_alone(tmp_path: Path) -> None:
