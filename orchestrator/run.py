@@ -26,6 +26,7 @@ from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.run_checkpoint import CheckpointStore, complete_checkpoints, fingerprint, step_of
 from orchestrator.files.run_folder import RunFolder, changed_options, open_run_folder, write_description
 from orchestrator.files.run_log import ProgressLine, RunLog
+from orchestrator.files.startup import RUN, Startup
 from orchestrator.files.telemetry import Telemetry
 from orchestrator.fleet.control_folder import alive, answer_requests
 from orchestrator.fleet.fleet_log import FleetLog, count_tokens
@@ -124,12 +125,11 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
 
     async with contextlib.AsyncExitStack() as stack:
         progress = stack.enter_context(ProgressLine(log.console))
-        progress.say(
-            f"starting {config.trainer.num_ranks} trainer ranks and {config.rollout.num_workers} rollout workers"
-        )
+        startup = Startup(folder.startup, progress.wait)
         rewards = RewardRunner(config.reward, log_path=folder.root / "rewards.log")
         stack.push_async_callback(rewards.close)
-        cluster = await stack.enter_async_context(Cluster(config, folder))
+        cluster = await stack.enter_async_context(Cluster(config, folder, startup))
+        await stack.enter_async_context(startup)  # left before the cluster: a start that fails is over then
         await together(rewards.start(), cluster.start(model.hf_config))
         telemetry = stack.enter_context(_telemetry(config, folder, progress, step_of(resume_from)))
         fleet_log = FleetLog(folder.fleet)
@@ -158,13 +158,14 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
             on_clock=log.context.set,
         )
         controller = Controller(config, services)
-        progress.say("the first publish and evaluation" if resume_from is None else f"going on from {resume_from.name}")
+        startup.enter(RUN, "publish and evaluation" if resume_from is None else f"publish of {resume_from.name}")
         stack.callback(progress.say, "ending the run's processes")
         listening = asyncio.create_task(answer_requests(folder.root, supervisor))
         stack.callback(listening.cancel)
         counting = asyncio.create_task(count_tokens(supervisor.replicas, fleet_log))
         stack.callback(counting.cancel)
         await controller.start(resume_from)
+        startup.end()
         await controller.train()
         export = await _export(cluster, config, folder)
     await asyncio.to_thread(draw_curves, folder.metrics, folder.curves)
@@ -193,9 +194,11 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRes
 
     async with contextlib.AsyncExitStack() as stack:
         progress = stack.enter_context(ProgressLine(log.console))
-        progress.say(f"starting {config.trainer.num_ranks} trainer ranks")
-        cluster = await stack.enter_async_context(Cluster(config, folder))
+        startup = Startup(folder.startup, progress.wait)
+        cluster = await stack.enter_async_context(Cluster(config, folder, startup))
+        await stack.enter_async_context(startup)  # left before the cluster: a start that fails is over then
         await cluster.start(model.hf_config)
+        startup.end()
         telemetry = stack.enter_context(_telemetry(config, folder, progress, step_of(resume_from)))
         stack.callback(progress.say, "ending the run's processes")
         tuner = Finetuner(config, cluster.trainer, training, held_out, telemetry, checkpoints, log.context.set)

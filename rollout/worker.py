@@ -171,6 +171,13 @@ class RolloutWorker:
             self.engine.shutdown()
             raise
 
+    @property
+    def start_phase(self) -> str:
+        """What prepare() or start() is doing."""
+        if "engine_up" not in self.started_at:
+            return self.engine.start_phase
+        return "warming up prefills" if "layout_known" in self.started_at else "recording the layout"
+
     def _reached(self, event: str) -> None:
         self.started_at[event] = time.time()
 

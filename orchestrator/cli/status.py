@@ -22,6 +22,7 @@ from conf.schema import Objective
 from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 from orchestrator.files.run_folder import RunFolder, saved_options
 from orchestrator.files.run_log import format_s
+from orchestrator.files.startup import RUN, describe, read_starts
 from orchestrator.files.telemetry import read_rows
 from orchestrator.fleet.control_folder import is_alive
 
@@ -76,6 +77,8 @@ class Status:
     replicas_serving: int | None
     checkpoint: int | None
     """Step of the newest one."""
+    start: tuple[str, ...]
+    """What the last start of the run took, and for what; empty until it was up."""
     log: tuple[str, ...]
     """Last warnings and errors of run.log."""
 
@@ -100,6 +103,8 @@ class Status:
         lines.append(("checkpoint", "none" if self.checkpoint is None else f"step {self.checkpoint}"))
         width = max(len(name) for name, _ in lines)
         text = [f"{name:<{width}}  {value}" for name, value in lines]
+        if self.start:
+            text += ["", *self.start]
         if self.log:
             text += ["", "last warnings of run.log", *self.log]
         return "\n".join(text)
@@ -124,6 +129,7 @@ def status_of(run: Path) -> Status:
     seconds = [row["step/total_s"] for row in rows[2:][-NUM_RECENT:]]  # without the first step, which compiles kernels
     is_going_on = state == "running" and step is not None and seconds
     checkpoints = complete_checkpoints(folder.checkpoints)
+    starts = [row for row in read_starts(folder.startup) if row["start"] == RUN]
     return Status(
         run=str(folder.root),
         state=state,
@@ -136,6 +142,7 @@ def status_of(run: Path) -> Status:
         counts={metric: int(sum(row.get(metric) or 0 for row in rows)) for metric, _ in _COUNTED},
         replicas_serving=next((row["rollout/replicas_serving"] for row in reversed(rows)), None),
         checkpoint=step_of(checkpoints[-1]) if checkpoints else None,
+        start=tuple(line for row in starts[-1:] for line in describe(row)),
         log=_last_warnings(folder.log),
     )
 

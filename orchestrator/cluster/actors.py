@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,10 +106,15 @@ class TrainerActor:
         return f"tcp://{host}:{self._reserved.getsockname()[1]}"
 
     @ray.method
-    def start(self, rank: int, options: TrainerOptions, is_only_node: bool) -> dict[str, Any]:
-        """Build the rank and load the model. Returns facts for the log."""
+    def prepare(self) -> None:
+        """Import what a rank needs, PyTorch above all."""
         with frozen_imports():
-            from trainer.rank import TrainerRank
+            import_module("trainer.rank")
+
+    @ray.method
+    def join(self, rank: int, options: TrainerOptions, is_only_node: bool) -> None:
+        """Build the rank; it meets the others."""
+        from trainer.rank import TrainerRank
 
         host = nodes.address_of_this_node(is_only=is_only_node)
         nodes.meet_over(host)
@@ -133,6 +139,10 @@ class TrainerActor:
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
+
+    @ray.method
+    def load(self) -> dict[str, Any]:
+        """TrainerRank.load."""
         return self._rank.load()
 
     @ray.method
@@ -213,6 +223,11 @@ class RolloutActor:
     def _worker(self) -> RolloutWorker:
         assert self._made is not None, "prepare() comes first"
         return self._made
+
+    @ray.method
+    async def start_phase(self) -> str:
+        """RolloutWorker.start_phase, also before it is made."""
+        return "importing" if self._made is None else self._made.start_phase
 
     @ray.method
     async def prepare(self, options: WorkerOptions, seed: int, is_only_node: bool) -> None:

@@ -31,6 +31,7 @@ from orchestrator.cluster.rollout_workers import RolloutWorkers
 from orchestrator.cluster.trainer_ranks import start_trainer_ranks
 from orchestrator.environment import RunDevice, resolve_device
 from orchestrator.files.run_folder import RunFolder
+from orchestrator.files.startup import RUN, Startup
 from orchestrator.waiting import together
 
 logger = logging.getLogger(__name__)
@@ -45,11 +46,13 @@ class Cluster:
     Args:
         config: the run's options.
         folder: the run folder.
+        startup: told what is done.
     """
 
-    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, startup: Startup) -> None:
         self._config = config = _with_absolute_paths(config)  # processes elsewhere have another working directory
         self._folder = folder
+        self._startup = startup
         self._device: RunDevice = resolve_device(config.cluster.device)
         self._has_workers = config.algorithm.objective is not Objective.sft
         self._sync_key = secrets.token_bytes(32)
@@ -89,7 +92,9 @@ class Cluster:
         """Start Ray, then trainer ranks and engines at the same time, then join them by a transfer plan."""
         assert self._ray is not None
         config = self._config
+        self._startup.enter(RUN, "Ray")
         await self._ray.start()
+        self._startup.enter(RUN, "places in Ray")
         group = await self._place(self._ray)
         nodes = await self._ray.in_thread(lambda: nodes_of(group))
         is_one_node = len(set(nodes.values())) == 1
@@ -102,6 +107,7 @@ class Cluster:
                 f"{len(set(nodes.values()))}; set weight_sync.transport=rdma, or auto"
             )
         await self._check(*nodes.values())
+        self._startup.enter(RUN, "trainer ranks and engines" if self._has_workers else "trainer ranks")
         trainer = self._start_trainer(self._ray, bundles, hf_config, is_one_node)
         if not self._has_workers:
             await trainer
@@ -115,8 +121,10 @@ class Cluster:
             sync_key=self._sync_key,
             is_one_node=is_one_node,
             check_node=self._check,
+            startup=self._startup,
         )
         await together(trainer, self._rollout.start())
+        self._startup.enter(RUN, "the plan of transfers")
         is_adapter_mode = config.weight_sync.mode is SyncMode.adapter
         slots = [worker.endpoint for worker in self.workers] if is_adapter_mode else []
         endpoints = [worker.base_endpoint for worker in self.workers]
@@ -169,6 +177,7 @@ class Cluster:
             device=self._device,
             sync_key=self._sync_key,
             is_one_node=is_one_node,
+            startup=self._startup,
         )
 
     async def _place(self, cluster: RayCluster) -> PlacementGroup:

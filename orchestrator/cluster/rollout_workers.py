@@ -9,10 +9,11 @@ Invariant: vLLM is imported by the actors, never here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from orchestrator.cluster.ray_cluster import RayCluster, kill_actor
 from orchestrator.cluster.ray_handles import RayRolloutWorker
 from orchestrator.environment import RunDevice
 from orchestrator.errors import OrchestratorError
+from orchestrator.files.startup import Startup
 from orchestrator.inputs.model_folder import engine_checkpoint, routing_shape
 from orchestrator.waiting import all_started
 from rollout.types import AdapterSlotsSpec
@@ -31,6 +33,9 @@ from trainer.architecture.families import read_config
 from trainer.weights.adapter_names import adapter_tensors, target_modules
 
 logger = logging.getLogger(__name__)
+
+_ASK_EVERY_S = 0.5
+"""Pause between two questions to a worker that starts: how exact its phases are."""
 
 
 class RolloutWorkers:
@@ -42,6 +47,7 @@ class RolloutWorkers:
         sync_key: authenticates the control messages of a publish.
         is_one_node: whether all processes of the run share one machine, hence loopback.
         check_node: raises where a node, given by Ray's id, does not fit the run.
+        startup: told what each worker does, also one that is started again.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class RolloutWorkers:
         sync_key: bytes,
         is_one_node: bool,
         check_node: Callable[[str], Awaitable[None]],
+        startup: Startup,
     ) -> None:
         self.workers: list[RayRolloutWorker] = []
         """In the order in which the publisher knows them; after `start`."""
@@ -62,6 +69,7 @@ class RolloutWorkers:
         self._cluster = cluster
         self._is_one_node = is_one_node
         self._check_node = check_node
+        self._startup = startup
         self._num_restarts: Counter[int] = Counter()
         self._options = WorkerOptions(
             folder=model_folder,
@@ -78,7 +86,9 @@ class RolloutWorkers:
 
     async def start(self) -> None:
         """Start all of them and their engines."""
-        starts = [self._start(index, f"rollout-{index}") for index in range(self._config.rollout.num_workers)]
+        names = [f"rollout-{index}" for index in range(self._config.rollout.num_workers)]
+        self._startup.expect("engines", names)
+        starts = [self._start(index, name) for index, name in enumerate(names)]
         timeout_s = self._config.cluster.start_timeout_s
         self.workers = await all_started(starts, "rollout workers", timeout_s=timeout_s)
         num_seqs = self._options.config.max_num_seqs
@@ -94,7 +104,12 @@ class RolloutWorkers:
         self._num_restarts[index] += 1
         name = f"rollout-{index}.{self._num_restarts[index]}"  # Ray frees a dead actor's name late
         timeout_s = self._config.cluster.start_timeout_s
-        (self.workers[index],) = await all_started([self._start(index, name, until_free)], name, timeout_s=timeout_s)
+        self._startup.enter(name, "waiting for a process")
+        start = self._start(index, name, until_free)
+        try:
+            (self.workers[index],) = await all_started([start], name, timeout_s=timeout_s)
+        finally:
+            self._startup.came_back(name)
         return self.workers[index]
 
     async def stop(self) -> list[BaseException]:
@@ -112,14 +127,18 @@ class RolloutWorkers:
         seed = config.run.seed * 1000 + index  # workers sample apart from each other, and runs of different seeds too
         try:
             node = await cluster.result_of(actor.node.remote(), name, OrchestratorError)
+            self._startup.enter(name, "importing")
             await self._check_node(node)  # one that takes the place of a lost node is new
-            prepare = actor.prepare.remote(self._options, seed, self._is_one_node)
-            await cluster.result_of(prepare, name, OrchestratorError)
             freed_at: dict[str, float] = {}
+            async with self._watched(actor, name):
+                prepare = actor.prepare.remote(self._options, seed, self._is_one_node)
+                await cluster.result_of(prepare, name, OrchestratorError)
             if until_free is not None:
+                self._startup.enter(name, "waiting until nobody maps the dead one's memory")
                 await until_free
                 freed_at["freed"] = time.time()
-            endpoint = base_endpoint = await cluster.result_of(actor.start.remote(), name, OrchestratorError)
+            async with self._watched(actor, name):
+                endpoint = base_endpoint = await cluster.result_of(actor.start.remote(), name, OrchestratorError)
             if config.weight_sync.mode is SyncMode.adapter:
                 endpoint = await cluster.result_of(actor.adapter_endpoint.remote(), name, OrchestratorError)
             started_at = await cluster.result_of(actor.started_at.remote(), name, OrchestratorError)
@@ -127,6 +146,7 @@ class RolloutWorkers:
         except BaseException:  # a deadline cancels this: the bundle must be free for the next attempt
             kill_actor(actor)  # its engine's processes end with it
             raise
+        self._startup.ready(name)
         logger.info("%s is process %d at %s", name, processes[0].pid, endpoint)
         return RayRolloutWorker(
             cluster,
@@ -138,6 +158,23 @@ class RolloutWorkers:
             node=node,
             started_at=started_at | freed_at,
         )
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, actor: type[RolloutActor], name: str) -> AsyncGenerator[None]:
+        """While the block runs, ask a worker what it is doing. That it died is told by the calls in the block."""
+
+        async def watch() -> None:
+            with contextlib.suppress(OrchestratorError):
+                while True:
+                    phase = await self._cluster.result_of(actor.start_phase.remote(), name, OrchestratorError)
+                    self._startup.enter(name, phase)
+                    await asyncio.sleep(_ASK_EVERY_S)
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
 
 
 def adapter_slots(config: RunConfig, hf_config: dict[str, Any]) -> AdapterSlotsSpec | None:

@@ -17,6 +17,7 @@ from orchestrator.cluster.ray_cluster import RayCluster
 from orchestrator.cluster.ray_handles import RayTrainerGroup
 from orchestrator.environment import RunDevice
 from orchestrator.errors import TrainingStopped
+from orchestrator.files.startup import Startup
 from orchestrator.waiting import all_started
 from trainer.step.warm_up import full_microbatch
 
@@ -32,6 +33,7 @@ async def start_trainer_ranks(
     device: RunDevice,
     sync_key: bytes,
     is_one_node: bool,
+    startup: Startup,
 ) -> RayTrainerGroup:
     """Start all ranks, load the model on them, and on GPUs try a full microbatch.
 
@@ -40,13 +42,17 @@ async def start_trainer_ranks(
         hf_config: the policy's Hugging Face config.
         sync_key: authenticates the control messages of a publish.
         is_one_node: whether all processes of the run share one machine, hence loopback.
+        startup: told what each rank does.
     """
     names = [f"trainer-{rank}" for rank in range(len(bundles))]
+    startup.expect("trainer ranks", names)
     actors = [
         await cluster.new_actor(TrainerActor, name, bundle, num_gpus=config.gpus_of_rank)
         for name, bundle in zip(names, bundles, strict=True)
     ]
-    rendezvous = await cluster.result_of(actors[0].pick_rendezvous.remote(is_one_node), names[0], TrainingStopped)
+    picked = actors[0].pick_rendezvous.remote(is_one_node)
+    prepared = [actor.prepare.remote() for actor in actors]
+    rendezvous = await cluster.result_of(picked, names[0], TrainingStopped)
     options = TrainerOptions(
         model=config.model,
         trainer=config.trainer,
@@ -63,14 +69,27 @@ async def start_trainer_ranks(
         parity=config.parity,
         engine_ranks=config.rollout.tp_size,
     )
-    starts = [
-        cluster.result_of(actor.start.remote(rank, options, is_one_node), f"trainer rank {rank}", TrainingStopped)
-        for rank, actor in enumerate(actors)
-    ]
+
+    async def start(rank: int) -> dict[str, Any]:
+        actor, who = actors[rank], f"trainer rank {rank}"
+        startup.enter(names[rank], "importing PyTorch")
+        await cluster.result_of(prepared[rank], who, TrainingStopped)
+        startup.enter(names[rank], "meeting the other ranks")
+        await cluster.result_of(actor.join.remote(rank, options, is_one_node), who, TrainingStopped)
+        startup.enter(names[rank], "loading weights")
+        facts = await cluster.result_of(actor.load.remote(), who, TrainingStopped)
+        startup.enter(names[rank], "waiting for the other ranks")
+        return facts
+
+    starts = [start(rank) for rank in range(len(actors))]
     _log_start(await all_started(starts, "trainer ranks", timeout_s=config.cluster.start_timeout_s))
     group = RayTrainerGroup(cluster, actors, is_lora=config.trainer.mode is TrainMode.lora)
     if device == "cuda" and config.algorithm.objective is not Objective.sft:  # engines start meanwhile
+        for name in names:
+            startup.enter(name, "trying a full microbatch")
         await _warm_up(config, group)
+    for name in names:
+        startup.ready(name)
     return group
 
 

@@ -7,6 +7,7 @@
       run.log            every log line of the controller
       metrics.jsonl      one row per step
       fleet.jsonl        what happened to each rollout worker, and when; its tokens every two seconds
+      startup.jsonl      one row per start: who did what, from when to when
       samples.jsonl      a few responses, held out and of training, to be read by people
       curves.png         reward, evaluation, mismatch KL, entropy, sync seconds
       tensorboard/       the same numbers as events
@@ -94,6 +95,11 @@ class RunFolder:
     def fleet(self) -> Path:
         """Events of rollout workers."""
         return self.root / "fleet.jsonl"
+
+    @property
+    def startup(self) -> Path:
+        """One row per start of the run, or of a worker."""
+        return self.root / "startup.jsonl"
 
     @property
     def samples(self) -> Path:

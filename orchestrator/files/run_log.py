@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -119,10 +120,12 @@ class _LogFile(logging.FileHandler):
 class ProgressLine:
     """One line that says where the run is and how much time is left. Use as a context manager."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, now_s: Callable[[], float] = time.monotonic) -> None:
         self._console = console
+        self._now_s = now_s
         self._status: Status | None = None
         self._shown_at = float("-inf")
+        self._waited_for = ""
 
     def __enter__(self) -> ProgressLine:
         return self
@@ -138,8 +141,23 @@ class ProgressLine:
         logger.info("%s", line, extra={"is_progress": True})
         if self._console.is_terminal:
             self.say(line)
-        elif step in (0, num_steps) or time.monotonic() - self._shown_at >= PLAIN_EVERY_S:
-            self._shown_at = time.monotonic()
+        elif step in (0, num_steps) or self._now_s() - self._shown_at >= PLAIN_EVERY_S:
+            self._print(line)
+
+    def wait(self, seconds: float, for_what: str) -> None:
+        """Replace the line by what start-up waits for, `seconds` after the command. Off a terminal, and in run.log, it
+        is a line where that has changed."""
+        line = f"starting, {seconds:.0f} s: {for_what}"
+        self.say(line)
+        if for_what == self._waited_for or self._now_s() - self._shown_at < PLAIN_EVERY_S:
+            return
+        self._waited_for = for_what
+        logger.info("%s", line, extra={"is_progress": True})
+        self._print(line)
+
+    def _print(self, line: str) -> None:
+        self._shown_at = self._now_s()
+        if not self._console.is_terminal:
             with suppress(OSError):
                 self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 

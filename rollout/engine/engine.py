@@ -44,6 +44,7 @@ from rollout.engine.engine_options import (
     warm_up_lengths,
 )
 from rollout.engine.start_failure import OutputSince, why_it_failed
+from rollout.engine.start_phase import IMPORTING, phase_in
 from rollout.errors import EngineDied, EngineError, error_class
 from rollout.in_vllm.process_imports import come_first
 from rollout.in_vllm.vllm_patches import end_for_good, watch_outputs
@@ -140,6 +141,8 @@ class Engine:
         self._llm: AsyncLLM | None = None
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
         """Folder for the sockets between vLLM's processes. vLLM does not remove them, and would leave them in /tmp."""
+        self._output: OutputSince | None = None
+        """What the engine's processes have written since they were started."""
         self._request_numbers = itertools.count()
         self._stamps: dict[str, list[int]] = {}
         self._adapters: dict[str, Adapter] = {}
@@ -163,6 +166,11 @@ class Engine:
     def num_kv_blocks(self) -> int:
         """Blocks of the KV cache; 0 while the engine is down."""
         return 0 if self._llm is None else self._llm.vllm_config.cache_config.num_gpu_blocks or 0
+
+    @property
+    def start_phase(self) -> str:
+        """What start() is doing."""
+        return IMPORTING if self._output is None else phase_in(self._output.read())
 
     async def prepare(self) -> None:
         """Do the part of start() that needs no device, which may still be another engine's: import vLLM."""
@@ -192,7 +200,7 @@ class Engine:
         if own:
             self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
             os.environ[SOCKETS_VARIABLE] = self._sockets.name
-        output = OutputSince()
+        self._output = output = OutputSince()
         try:
             return self._make_llm(self._arguments)
         except Exception as e:  # the edge to vLLM: pydantic, ValueError, RuntimeError, EngineDeadError

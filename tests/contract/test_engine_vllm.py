@@ -25,6 +25,8 @@ from fakes.vllm_oracle import vllm_loads
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from rollout.engine.start_failure import OutputSince
+from rollout.engine.start_phase import CONFIG, phase_in
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker
@@ -134,6 +136,10 @@ class Setup:
     transport: FlippingTransport
     temporary: Path
     """Where this process and its engine put temporary files."""
+    said: str
+    """What the engine wrote while it started, where pytest captures it."""
+    last_phase: str
+    """Of the start, as the engine told it."""
     refusal: Exception | None = None
     """What generate_group raised before the first publish."""
     version: int = -1
@@ -179,10 +185,12 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
         tensors=source.layout().tensors,
         key=key,
     )
+    output = OutputSince()
     address = await worker.start()
+    said, last_phase = output.read(), worker.engine.start_phase
     transport = FlippingTransport(sync.transport, timeout_s=sync.timeout_s)
     publisher = Publisher(source, transport, rank=0, world_size=1, group=None, config=sync, key=key)
-    made = Setup(checkpoints, worker, publisher, source, transport, temporary)
+    made = Setup(checkpoints, worker, publisher, source, transport, temporary, said, last_phase)
     try:
         await asyncio.to_thread(publisher.connect, [address])
         try:
@@ -224,6 +232,19 @@ def assert_sampled_by(setup: Setup, asked: Prompt, rollout: Rollout) -> None:
         torch.testing.assert_close(got[mine], expected[mine], atol=MAX_LOGPROB_ERROR, rtol=0)
         others = (got - expected)[~mine].abs()
         assert others.numel() == 0 or others.max() > 100 * MAX_LOGPROB_ERROR
+
+
+async def test_an_engine_writes_the_lines_that_begin_the_phases_of_its_start(setup: Setup):
+    lines = setup.said.splitlines()
+    phases = [phase_in("\n".join(lines[:num])) for num in range(len(lines) + 1)]
+    assert list(dict.fromkeys(phases)) == [  # a CPU's engine compiles, measures and captures nothing
+        CONFIG,
+        "starting the engine's process",
+        "preparing the device",
+        "building the model",
+        "answering",
+    ]
+    assert setup.last_phase == "answering"
 
 
 async def test_a_worker_refuses_to_sample_before_the_first_version(setup: Setup):

@@ -10,6 +10,7 @@ import pytest
 from system.conftest import ENDLESS, RUN_TIMEOUT_S, RunUnderWay, assert_workers_came_back
 
 from conf.schema import SyncMode
+from orchestrator.files.startup import read_starts
 
 
 @pytest.mark.timeout(3 * RUN_TIMEOUT_S)
@@ -43,6 +44,8 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
         run.wait_for_returns(2)
         run.stop()
     assert_workers_came_back(run.rows, times=2)
+    starts = [row["start"] for row in read_starts(run.folder / "startup.jsonl")]
+    assert starts == ["run", f"rollout-{1 - recalled}.1", f"rollout-{recalled}.1"]
     for row in run.rows:
         is_relayed = mode is SyncMode.merged
         assert row["sync/replicas_relayed"] == (max(0, row["sync/replicas_committed"] - 1) if is_relayed else 0)

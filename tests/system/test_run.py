@@ -8,6 +8,8 @@ import psutil
 import pytest
 from system.conftest import FinishedRun, train
 
+from orchestrator.files.startup import read_starts
+
 
 @pytest.fixture(scope="module")
 def on_policy(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
@@ -42,6 +44,8 @@ def test_a_run_leaves_what_it_promises(on_policy: FinishedRun) -> None:
         assert (on_policy.folder / name).exists(), name
     config = json.loads((on_policy.folder / "adapter" / "adapter_config.json").read_text())
     assert config["peft_type"] == "LORA"
+    (start,) = read_starts(on_policy.folder / "startup.jsonl")
+    assert {span["who"] for span in start["spans"]} == {"run", "trainer-0", "trainer-1", "rollout-0", "rollout-1"}
     sample = json.loads((on_policy.folder / "samples.jsonl").read_text().splitlines()[0])
     assert {"prompt", "response", "reward", "policy_version"} <= set(sample)
 

@@ -43,6 +43,18 @@ def test_before_the_first_row(run: Path) -> None:
     assert "none of 110 yet" in status.as_text()
 
 
+def test_what_the_last_start_took_is_shown(run: Path) -> None:
+    def row(start: str, what: str) -> dict[str, object]:
+        span = {"who": start, "what": what, "from_s": 0.0, "to_s": 30.0}
+        return {"start": start, "total_s": 30.0, "spans": [span]}
+
+    rows = [row("run", "before the resume"), row("run", "Ray"), row("rollout-1.1", "importing vLLM")]
+    (run / "startup.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"start": ')
+    text = status_of(run).as_text()
+    assert "start-up, 30.0 s: Ray 30.0" in text
+    assert "before the resume" not in text
+
+
 def test_a_run_that_goes_on(run: Path) -> None:
     write_rows(run, 50)
     for step in (50, 60):

@@ -1,0 +1,167 @@
+# pyright: strict
+"""What a start does and for how long: the line that says what it waits for, and startup.jsonl.
+
+    run.py, cluster/ --enter(who, what)--> Startup --every second--> progress line   "starting, 34 s: engines 1 of 2 up"
+                                              |------at the end----> startup.jsonl   a row per start, restarts included
+
+Owns: the spans (who did what from when to when), their words, the file. Does not own: how the line is shown
+(run_log.py). Invariant: each process is in one phase at a time: entering a phase ends the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+RUN = "run"
+"""Who does what the whole run waits for, before and after ranks and engines start."""
+_SHOW_EVERY_S = 1.0
+
+
+@dataclass(slots=True)
+class Span:
+    """One phase of one process. Example: Span("rollout-1", "building the model", 21.3, 24.0)."""
+
+    who: str
+    what: str
+    from_s: float
+    """Seconds since the command was given."""
+    to_s: float | None = None
+    """None while it goes on."""
+
+
+class Startup:
+    """See the module's docstring. As a context manager it shows the run's start, until `end`.
+
+    Args:
+        file: startup.jsonl; appended to, so that a resumed run has a row for each of its starts.
+        show: gets the seconds since the command, and what is waited for.
+        now_s: seconds since the command was given.
+    """
+
+    def __init__(
+        self, file: Path, show: Callable[[float, str], None], *, now_s: Callable[[], float] | None = None
+    ) -> None:
+        self._file = file
+        self._show = show
+        self._now_s = now_s or _clock_of_this_process()
+        self._spans: list[Span] = []
+        self._kinds: dict[str, Sequence[str]] = {}
+        self._now: dict[str, Span] = {}
+        """The phase of everybody who is not up yet."""
+        self._showing: asyncio.Task[None] | None = None
+
+    def expect(self, kind: str, names: Sequence[str]) -> None:
+        """Count these processes under `kind`. Example: expect("engines", ["rollout-0", "rollout-1"])."""
+        self._kinds[kind] = names
+        for name in names:
+            self.enter(name, "waiting for a process")
+
+    def enter(self, who: str, what: str) -> None:
+        """`who` begins with `what`. Nothing changes if it is at it already."""
+        if who in self._now and self._now[who].what == what:
+            return
+        self.ready(who)
+        self._now[who] = Span(who, what, self._now_s())
+        self._spans.append(self._now[who])
+
+    def ready(self, who: str) -> None:
+        """`who` is up."""
+        if who in self._now:
+            self._now.pop(who).to_s = self._now_s()
+
+    def waits_for(self) -> str:
+        """What is not there yet, in words."""
+        kinds = [self._state_of(kind, names) for kind, names in self._kinds.items()]
+        if any(name in self._now for names in self._kinds.values() for name in names):
+            return ", ".join(kinds)
+        return self._now[RUN].what if RUN in self._now else ", ".join(kinds)
+
+    def _state_of(self, kind: str, names: Sequence[str]) -> str:
+        late = [name for name in names if name in self._now]
+        state = f"{kind} {len(names) - len(late)} of {len(names)} up"
+        if len(late) == 1:
+            return f"{state} ({late[0]}: {self._now[late[0]].what})"
+        phases = Counter(self._now[name].what for name in late)
+        return f"{state} ({', '.join(f'{num} {what}' for what, num in phases.items())})" if late else state
+
+    async def __aenter__(self) -> Startup:
+        self.enter(RUN, "options and files")
+        self._now[RUN].from_s = 0.0  # it began with the command
+        self._showing = asyncio.create_task(self._show_until_cancelled())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.end()
+
+    async def _show_until_cancelled(self) -> None:
+        while True:
+            self._show(self._now_s(), self.waits_for())
+            await asyncio.sleep(_SHOW_EVERY_S)
+
+    def end(self) -> None:
+        """The start is over, or has failed: show it no more, and write its row. A second call does nothing."""
+        if self._showing is not None:
+            self._showing.cancel()
+            self._showing = None
+            self._keep(RUN, self._spans)
+
+    def came_back(self, who: str) -> None:
+        """Write the row of a process that was started again, or could not be."""
+        self._keep(who, [span for span in self._spans if span.who == who])
+
+    def _keep(self, what: str, spans: Sequence[Span]) -> None:
+        """Append the row of one start, and forget its spans. What is still going on ends with it."""
+        end_s = self._now_s()
+        for span in spans:
+            self._now.pop(span.who, None)
+            span.to_s = end_s if span.to_s is None else span.to_s
+        row = {"start": what, "total_s": end_s - spans[0].from_s, "spans": [asdict(span) for span in spans]}
+        self._spans = [span for span in self._spans if span not in spans]
+        with suppress(OSError), self._file.open("a") as file:  # a full disk ends the run where its metrics are written
+            file.write(json.dumps(row) + "\n")
+        for line in describe(row):
+            logger.info("%s", line)
+
+
+def read_starts(file: Path) -> list[dict[str, Any]]:
+    """Rows of a startup.jsonl. A last line that a crash cut short is left out."""
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.is_file() else []
+
+
+def describe(row: Mapping[str, Any]) -> list[str]:
+    """One start, for people: the run's own phases, then those of the slowest of each kind of process."""
+    spans = [Span(**span) for span in cast("list[dict[str, Any]]", row["spans"])]
+    by_name: dict[str, list[Span]] = {}
+    for span in spans:
+        by_name.setdefault(span.who, []).append(span)
+    who = "start-up" if row["start"] == RUN else f"start of {row['start']}"
+    lines = [f"{who}, {row['total_s']:.1f} s: {_seconds(by_name.pop(row['start'], []))}"]
+    slowest: dict[str, list[Span]] = {}
+    for name, own in by_name.items():
+        kind = name.partition("-")[0]
+        slowest[kind] = max(slowest.get(kind, own), own, key=lambda spans: spans[-1].to_s or 0.0)
+    return lines + [f"slowest {kind}, {own[0].who}: {_seconds(own)}" for kind, own in slowest.items()]
+
+
+def _seconds(spans: Sequence[Span]) -> str:
+    """Without phases that round to 0."""
+    taken = [(span.what, f"{(span.to_s or 0.0) - span.from_s:.1f}") for span in spans]
+    return ", ".join(f"{what} {seconds}" for what, seconds in taken if seconds != "0.0")
+
+
+def _clock_of_this_process() -> Callable[[], float]:
+    began = time.monotonic() - (time.time() - psutil.Process().create_time())
+    return lambda: time.monotonic() - began
