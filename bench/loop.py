@@ -1,0 +1,334 @@
+"""Whole GRPO jobs beside a bare engine: response tokens/s, and who waits for whom.
+
+    python bench/loop.py                                    Qwen3-30B-A3B's shape, a host with two GPUs
+    python bench/loop.py --shape dense-8b --length 512
+    python bench/loop.py --shape qwen3-30b --layers 4 --one-gpu      trainer and engine take turns at one GPU
+    python bench/loop.py --tiny                             two small dense layers, two CPU cores
+
+Rows, one after the other, each in processes of its own:
+
+    bare      vLLM alone (LLM.generate, the run's engine options), at each of --concurrency: what an engine can do
+    merged    `slipstream train`, engines with merged weights
+    adapter   the same, engines with the base and adapters in slots
+
+All rows sample responses of --length tokens, without an end, to prompts of 5 tokens; weights are random. A run trains
+--responses of them per step (groups of 16), LoRA r=32 on all linears and experts, staleness --staleness. The engine's
+tokens/s are of fleet.jsonl, those of unfinished responses included, from the third step on; `trained` are response
+tokens of the batches over the seconds of their steps. Busy shares of GPUs are nvidia-smi's, sampled once a second.
+Prints its environment and tables; writes bench/results/loop-<shape>-<device>.json and a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from bench.environment import environment  # noqa: E402
+from bench.parity_shapes import COMMON, QWEN3_8B, QWEN3_30B  # noqa: E402
+
+SHAPES: dict[str, tuple[dict[str, Any], int]] = {"qwen3-30b": (QWEN3_30B, 48), "dense-8b": (QWEN3_8B, 36)}
+"""config.json without layers, and how many of them the model has."""
+TINY = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "intermediate_size": 128}  # fmt: skip
+GROUP = 16
+PROMPT_TOKENS = 5
+WARM_UP_STEPS = 2
+PARTS = {
+    "waits for the batch": "rollout/wait_s",
+    "forward and backward": "trainer/forward_backward_s",
+    "optimizer": "trainer/optimizer_s",
+    "publish": "sync/total_s",
+}
+"""Of a trainer's step: what the picture shows, and the metric."""
+
+
+def model_of(args: argparse.Namespace) -> dict[str, Any]:
+    """config.json."""
+    shape, layers = SHAPES[args.shape]
+    config = COMMON | shape | (TINY if args.tiny else {})
+    architecture = "Qwen3MoeForCausalLM" if config["model_type"] == "qwen3_moe" else "Qwen3ForCausalLM"
+    return config | {"architectures": [architecture], "num_hidden_layers": args.layers or layers}
+
+
+def run_options(args: argparse.Namespace, mode: str, model: Path) -> list[str]:
+    """The words after `slipstream train`."""
+    longest = -(-(PROMPT_TOKENS + args.length + 1) // 16) * 16
+    words = [
+        "experiment=qwen3_moe_2gpu", "model=checkpoint", "model.init=random", f"model.path={model}",
+        "model.tokenizer=characters", f"model.dtype={'float32' if args.tiny else 'bfloat16'}",
+        f"data.max_prompt_tokens={PROMPT_TOKENS}", f"run.num_steps={args.steps}", "run.eval_every_steps=0",
+        f"rollout.max_model_len={longest}", f"rollout.sampling.max_tokens={args.length}",
+        "rollout.sampling.stop_at_eos=false", f"algorithm.groups_per_step={args.responses // GROUP}",
+        f"algorithm.group_size={GROUP}", f"algorithm.max_staleness_steps={args.staleness}",
+        f"weight_sync.mode={mode}", "parity.floor_every_steps=0", *args.set,
+    ]  # fmt: skip
+    if args.one_gpu:
+        words += ["cluster.share_gpu=true", f"rollout.kv_cache_bytes={8 << 30}", "rollout.gpu_memory_utilization=0.4"]
+    if args.tiny:
+        words += ["cluster.device=cpu", "weight_sync.transport=auto", f"rollout.kv_cache_bytes={64 << 20}"]
+    return words
+
+
+def measure_run(args: argparse.Namespace, mode: str, model: Path, folder: Path) -> dict[str, Any]:
+    """One whole run, in processes of its own."""
+    words = [*run_options(args, mode, model), f"run.dir={folder}", f"run.name={mode}"]
+    started, first_step_s = time.monotonic(), None
+    with sampled_gpus() as gpus:
+        command = [sys.executable, "-m", "orchestrator.cli.main", "train", *words]
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path()})
+        while process.poll() is None:
+            if first_step_s is None and any(b'"step": 1,' in file.read_bytes() for file in rows_of(folder, mode)):
+                first_step_s = time.monotonic() - started
+            time.sleep(0.5)
+    if process.returncode:
+        return {"failed": f"exit code {process.returncode}"}
+    (run,) = (file.parent for file in rows_of(folder, mode))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    fleet = [json.loads(line) for line in (run / "fleet.jsonl").read_text().splitlines()]
+    return {"first_step_s": first_step_s, "wall_s": time.monotonic() - started, "gpus": gpus} | figures(rows, fleet)
+
+
+def rows_of(folder: Path, mode: str) -> list[Path]:
+    """The run's metrics, once they exist."""
+    return list(folder.glob(f"{mode}-*/metrics.jsonl"))
+
+
+def figures(rows: Sequence[Mapping[str, Any]], fleet: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a run's files say about its steps after the first two."""
+    steps = [row for row in rows if row["step"] > WARM_UP_STEPS]
+    seconds = sum(row["step/total_s"] for row in steps)
+    tokens = sum(row["rollout/tokens_per_s"] * row["step/total_s"] for row in steps)
+    parts = {name: sum(row[key] or 0.0 for row in steps) / seconds for name, key in PARTS.items()}
+    k3 = [row[key] for row in steps for key in ("parity/k3", "parity/k3_stale") if row[key] is not None]
+    return {
+        "steps": len(steps),
+        "step_s": statistics.median(row["step/total_s"] for row in steps),
+        "trained_tokens_per_s": tokens / seconds,
+        "engine_tokens_per_s": engine_tokens_per_s(fleet, seconds),
+        "parts": parts | {"rest": max(0.0, 1.0 - sum(parts.values()))},
+        "publish_s": statistics.median(row["sync/total_s"] for row in steps),
+        "pause_s": statistics.median(row["sync/pause_s"] for row in steps),
+        "k3": statistics.median(k3) if k3 else None,
+        "trainer_peak_gb": max((row["trainer/peak_device_bytes"] or 0 for row in steps), default=0) / 1e9,
+    }
+
+
+def engine_tokens_per_s(fleet: Sequence[Mapping[str, Any]], last_s: float) -> float | None:
+    """Response tokens/s of all workers in the last so many seconds in which they reported tokens; None: too short."""
+    reports = [row for row in fleet if row["event"] == "tokens"]
+    if not reports:
+        return None
+    since = max(row["time"] for row in reports) - last_s
+    total = 0.0
+    for worker in {row["worker"] for row in reports}:
+        mine = sorted(
+            (row["time"], row["tokens"]) for row in reports if row["worker"] == worker and row["time"] >= since
+        )
+        if len(mine) < 2:
+            return None
+        total += (mine[-1][1] - mine[0][1]) / (mine[-1][0] - mine[0][0])
+    return total
+
+
+def measure_bare(args: argparse.Namespace, model: Path, concurrency: int) -> dict[str, Any]:
+    """An engine of its own, in a process of its own."""
+    with sampled_gpus() as gpus:
+        command = [sys.executable, __file__, *sys.argv[1:], "--bare", str(concurrency), "--model", str(model)]
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": python_path()}, stdout=subprocess.PIPE, check=False
+        )
+    lines = done.stdout.decode().splitlines()
+    found = [json.loads(line[len(RESULT) :]) for line in lines if line.startswith(RESULT)]
+    return (found[0] | {"gpus": gpus}) if found else {"failed": f"exit code {done.returncode}"}
+
+
+RESULT = "result: "
+
+
+def bare_engine(args: argparse.Namespace) -> None:
+    """vLLM alone: two waves of requests, after a short one. Prints a line for measure_bare."""
+    from conf.schema import Device, DType, RolloutConfig, SamplingConfig
+    from rollout.engine.engine_options import engine_arguments, engine_environment
+
+    device = Device.cpu if args.tiny else Device.cuda
+    for name, value in engine_environment(device).items():
+        os.environ.setdefault(name, value)
+    config = RolloutConfig(
+        max_model_len=-(-(PROMPT_TOKENS + args.length + 1) // 16) * 16,
+        max_num_seqs=args.bare,
+        max_num_batched_tokens=max(8192, args.bare),
+        sampling=SamplingConfig(max_tokens=args.length, stop_at_eos=False),
+        kv_cache_bytes=(64 << 20) if args.tiny else None,
+    )
+    dtype = DType.float32 if args.tiny else DType.bfloat16
+    arguments = engine_arguments(args.model, config, dtype=dtype, device=device, seed=0)
+    del arguments["worker_extension_cls"]
+    started = time.monotonic()
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(**arguments)
+    up_s = time.monotonic() - started
+
+    def sample(num: int, length: int) -> float:
+        began = time.perf_counter()
+        prompts: list[Any] = [
+            {"prompt_token_ids": [1 + (request + place) % 60 for place in range(PROMPT_TOKENS)]}
+            for request in range(num)
+        ]
+        engine.generate(prompts, SamplingParams(max_tokens=length, ignore_eos=True), use_tqdm=False)
+        return num * length / (time.perf_counter() - began)
+
+    sample(args.bare, 8)
+    rates = [sample(2 * args.bare, args.length) for _ in range(args.repeats)]
+    print(
+        RESULT + json.dumps({"up_s": up_s, "engine_tokens_per_s": statistics.median(rates), "all": rates}), flush=True
+    )
+
+
+def python_path() -> str:
+    """For processes of this tree."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+@contextmanager
+def sampled_gpus() -> Iterator[dict[str, Any]]:
+    """Busy share (percent) and most memory (MiB) of each GPU during the block, in the dictionary that it yields."""
+    found: dict[str, Any] = {}
+    query = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-l", "1"]
+    try:
+        process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+    except FileNotFoundError:
+        yield found
+        return
+    try:
+        yield found
+    finally:
+        process.terminate()
+        told = [line.split(", ") for line in process.communicate()[0].splitlines()]
+        lines = [(one[0], float(one[1]), float(one[2])) for one in told if len(one) == 3]
+        for index in sorted({line[0] for line in lines}):
+            mine = [line for line in lines if line[0] == index]
+            late = mine[len(mine) // 2 :]  # the start-up is not meant
+            found[index] = {"busy": statistics.mean(line[1] for line in late), "mib": max(line[2] for line in mine)}
+
+
+def print_tables(report: Mapping[str, Any]) -> None:
+    """Engines alone, then runs beside the best of them."""
+    best = max((row.get("engine_tokens_per_s", 0.0) for row in report["bare"].values()), default=0.0)
+    for concurrency, row in report["bare"].items():
+        told = row.get("failed") or f"{row['engine_tokens_per_s']:,.0f} response tokens/s, up in {row['up_s']:.0f} s"
+        print(f"bare engine, {concurrency} at once: {told}")
+    for mode, row in report["runs"].items():
+        if "failed" in row:
+            print(f"{mode}: {row['failed']}")
+            continue
+        engine = row["engine_tokens_per_s"]
+        share = f" ({engine / best:.0%} of the best bare engine)" if engine and best else ""
+        print(
+            f"{mode}: {row['trained_tokens_per_s']:,.0f} trained tokens/s, engine {engine or 0:,.0f}{share}; step "
+            f"{row['step_s']:.2f} s, publish {row['publish_s']:.3f} s (pause {row['pause_s']:.3f}); first step after "
+            f"{row['first_step_s']:.0f} s; k3 {row['k3']:.2g}; trainer's peak {row['trainer_peak_gb']:.1f} GB"
+        )
+        print("    " + ", ".join(f"{name} {part:.0%}" for name, part in row["parts"].items()))
+        for index, gpu in row["gpus"].items():
+            print(f"    GPU {index}: busy {gpu['busy']:.0f} %, at most {gpu['mib'] / 1024:.0f} GiB")
+
+
+def draw(report: Mapping[str, Any], file: Path) -> None:
+    """Left: a trainer's step by what it does. Right: engines' tokens/s beside bare ones."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    runs = {mode: row for mode, row in report["runs"].items() if "failed" not in row}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.2), layout="constrained")
+    start = dict.fromkeys(runs, 0.0)
+    for name in (*PARTS, "rest"):
+        widths = [row["parts"][name] for row in runs.values()]
+        left.barh(list(runs), widths, left=[start[mode] for mode in runs], label=name)
+        for mode, width in zip(runs, widths, strict=True):
+            start[mode] += width
+    left.set(title="the trainer's step", xlabel="share of its seconds")
+    left.legend(loc="lower center", bbox_to_anchor=(0.5, -0.62), ncols=3, fontsize=8)
+    engines = {f"bare, {n}": row.get("engine_tokens_per_s") for n, row in report["bare"].items()}
+    engines |= {mode: row["engine_tokens_per_s"] for mode, row in runs.items()}
+    right.barh(list(engines), [value or 0.0 for value in engines.values()], color="tab:grey")
+    right.set(title="the engine", xlabel="response tokens/s")
+    figure.savefig(file, dpi=120)
+    print(f"drawn: {file}")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b")
+    parser.add_argument("--layers", type=int, help="instead of the model's own number")
+    parser.add_argument(
+        "--rows", nargs="*", choices=("bare", "merged", "adapter"), default=["bare", "merged", "adapter"]
+    )
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[256, 512], help="requests of a bare engine")
+    parser.add_argument("--responses", type=int, default=256, help="of a step; a multiple of 16")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a response")
+    parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3, help="of a bare engine")
+    parser.add_argument("--one-gpu", action="store_true", help="cluster.share_gpu")
+    parser.add_argument("--set", nargs="*", default=[], help="further options of every run")
+    parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
+    parser.add_argument("--bare", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.tiny:
+        args.shape, args.layers, args.concurrency = "dense-8b", 2, [16, 32]
+        args.responses, args.length, args.steps = 32, 64, max(args.steps, 24)
+    if args.responses % GROUP:
+        parser.error(f"--responses={args.responses} is no multiple of {GROUP}")
+    return args
+
+
+def main() -> None:
+    """Measure the rows, and keep what there is after each."""
+    args = parse()
+    if args.bare is not None:
+        bare_engine(args)
+        return
+    report: dict[str, Any] = {"environment": environment(args.commit), "bare": {}, "runs": {}}
+    report["arguments"] = {name: str(value) for name, value in vars(args).items()}
+    print(json.dumps(report["environment"]), flush=True)
+    device = "gpu" if report["environment"]["gpus"] else "cpu"
+    out: Path = args.out or ROOT / "bench" / "results" / f"loop-{'tiny' if args.tiny else args.shape}-{device}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="loop-") as made:
+        model = Path(made) / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(model_of(args)))
+        for row in args.rows:
+            for concurrency in args.concurrency if row == "bare" else ():
+                report["bare"][str(concurrency)] = measure_bare(args, model, concurrency)
+            if row != "bare":
+                report["runs"][row] = measure_run(args, row, model, Path(made))
+            out.write_text(json.dumps(report, indent=1) + "\n")
+    print_tables(report)
+    draw(report, out.with_suffix(".png"))
+    print(f"written: {out}")
+
+
+if __name__ == "__main__":
+    main()
