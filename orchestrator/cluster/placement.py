@@ -16,6 +16,7 @@ import asyncio
 import logging
 import math
 import secrets
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,11 +140,16 @@ class Cluster:
         """
         assert self._rollout is not None
         await asyncio.to_thread(self.workers[index].kill)
-        closing = asyncio.ensure_future(self.trainer.disconnect([index]))
+        closing = asyncio.ensure_future(self._close_links_to(index))
         try:
             return await self._rollout.restart(index, closing)
         finally:
             closing.cancel()
+
+    async def _close_links_to(self, index: int) -> float:
+        """Returns when the trainer's ranks had closed theirs, in seconds since 1970."""
+        await self.trainer.disconnect([index])
+        return time.time()
 
     async def stop(self) -> None:
         """End every process of the run: politely first, then for certain. Never raises; what went wrong is logged."""

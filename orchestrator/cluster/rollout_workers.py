@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
@@ -94,11 +93,11 @@ class RolloutWorkers:
         num_seqs = self._options.config.max_num_seqs
         logger.info("%d rollout workers are up, each for up to %d requests at once", len(self.workers), num_seqs)
 
-    async def restart(self, index: int, until_free: Awaitable[None]) -> RayRolloutWorker:
+    async def restart(self, index: int, until_free: Awaitable[float]) -> RayRolloutWorker:
         """Start a worker again in its bundle, without the weights it had. What was left of it has ended.
 
         Args:
-            until_free: when it is done, nobody maps memory of the dead worker's device any more. The new process
+            until_free: done, and returns the time, when nobody maps memory of the dead worker any more. The new process
                 imports vLLM meanwhile.
         """
         self._num_restarts[index] += 1
@@ -117,7 +116,7 @@ class RolloutWorkers:
         ends = await asyncio.gather(*(worker.stop() for worker in self.workers), return_exceptions=True)
         return [end for end in ends if end is not None]
 
-    async def _start(self, index: int, name: str, until_free: Awaitable[None] | None = None) -> RayRolloutWorker:
+    async def _start(self, index: int, name: str, until_free: Awaitable[float] | None = None) -> RayRolloutWorker:
         config, cluster = self._config, self._cluster
         concurrency = config.rollout.max_concurrent_groups + 16  # groups, and calls beside them
         bundle = config.trainer.num_ranks + index
@@ -135,8 +134,7 @@ class RolloutWorkers:
                 await cluster.result_of(prepare, name, OrchestratorError)
             if until_free is not None:
                 self._startup.enter(name, "waiting until nobody maps the dead one's memory")
-                await until_free
-                freed_at["freed"] = time.time()
+                freed_at["freed"] = await until_free
             async with self._watched(actor, name):
                 endpoint = base_endpoint = await cluster.result_of(actor.start.remote(), name, OrchestratorError)
             if config.weight_sync.mode is SyncMode.adapter:

@@ -1,0 +1,53 @@
+"""A fresh engine with a run's options that loads its weights from a folder on local disk, up to its first token.
+
+    python bench/plain_restart.py RUN_FOLDER CHECKPOINT
+
+What a user would do without Slipstream's recovery; bench/recovery.py starts it beside its own. It prints one line of
+JSON: event -> time in seconds since 1970, by the names of fleet.jsonl.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+MARKS = {"process_up": time.time()}
+
+from conf.load import load_resolved_yaml  # noqa: E402
+from conf.schema import Device  # noqa: E402
+from rollout.engine.engine import Engine, make_llm  # noqa: E402
+
+
+def build(arguments: dict[str, Any]) -> Any:
+    """The engine of a run, but with the weights that lie in its folder."""
+    return make_llm(arguments | {"load_format": "auto"})
+
+
+async def main(run: Path, checkpoint: Path) -> None:
+    """Start, sample one token, end."""
+    config = load_resolved_yaml((run / "config.yaml").read_text())
+    options = replace(config.rollout, max_num_seqs=config.engine_num_seqs)
+    device = Device.cuda if config.cluster.device == "cuda" else Device.cpu
+    engine = Engine(checkpoint, options, dtype=config.model.dtype, device=device, seed=0, make_llm=build)
+    await engine.prepare()
+    MARKS["imported"] = time.time()
+    await engine.start()
+    MARKS["engine_up"] = time.time()
+    await engine.generate_group([1, 2, 3, 4], 1, replace(options.sampling, max_tokens=1, stop_at_eos=False))
+    MARKS["first_token"] = engine.first_token_at or time.time()
+    engine.shutdown()
+    print(json.dumps(MARKS), flush=True)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
