@@ -49,11 +49,12 @@ def marks_after(rows: Iterable[Row], worker: int, killed_at: float) -> dict[str,
     """When the worker that was killed came how far; of a process whose start failed nothing is kept."""
     marks: dict[str, float] = {}
     for row in sorted(rows, key=lambda row: row["time"]):
-        if row["worker"] != worker or row["time"] < killed_at or row["event"] not in MARKS:
+        if row["worker"] != worker or row["time"] < killed_at:
             continue
-        if row["event"] == "process_up":
+        if row["event"] == "restarting":
             marks = {name: at for name, at in marks.items() if name == "failed"}
-        marks.setdefault(row["event"], row["time"])
+        elif row["event"] in MARKS:
+            marks.setdefault(row["event"], row["time"])
     return marks
 
 
@@ -119,10 +120,12 @@ def recovery_of(rows: Sequence[Row], worker: int, killed_at: float, *, steady_s:
             marks["returned"] = killed_at + found["returned_s"]
         found["away_tokens_per_s"] = tokens_per_s(fleet, killed_at, first)
         found["first_token_s"] = first - killed_at
-    read = [row for row in rows if row["event"] == "read" and row["worker"] == worker and row["time"] >= killed_at]
-    if read and "serving" in marks:
-        found["read_bytes"], found["read_s"] = read[-1]["bytes"], read[-1]["read_s"]
-        found["read_gb_per_s"] = read[-1]["bytes"] / read[-1]["read_s"] / 1e9
+    later = [row for row in rows if row["worker"] == worker and row["time"] >= killed_at]
+    weights = [row for row in later if row["event"] in ("read", "waiting")]
+    if "serving" in marks and weights and weights[-1]["event"] == "read":  # otherwise a publish brought them
+        read = weights[-1]
+        found["read_bytes"], found["read_s"] = read["bytes"], read["read_s"]
+        found["read_gb_per_s"] = read["bytes"] / read["read_s"] / 1e9
     found["phases"] = phases_of(killed_at, marks)
     end = marks.get("returned", last_sample(fleet)) + window_s
     found["tokens_per_s_by_second"] = [

@@ -297,8 +297,10 @@ class RolloutWorker:
             return await self._pull_weights(weights)
         if not weights:  # it loaded its base itself
             return await self.adapter_replica.pull(slots)
+        if self.state.is_serving:  # it has read the base before, and no publish changes it
+            return await self.adapter_replica.pull(slots)
         pulled = await self._pull_weights(weights)
-        await self._adopt_weights(weights[0].version, weights[0].epoch)  # no publish will change this base
+        await self._adopt_weights(weights[0].version, weights[0].epoch)
         return pulled.then(await self.adapter_replica.pull(slots))
 
     async def _pull_weights(self, offers: Sequence[Offer]) -> Pulled:

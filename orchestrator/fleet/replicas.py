@@ -1,7 +1,8 @@
 """One rollout worker as the controller's process sees it: its calls, its state, and what is noted about it.
 
-Owns: the protocol of a worker, and the notes. Does not own: who changes a state and when (supervisor.py: nobody else
-writes here), who reads from whom in a publish (relay.py), or the worker behind the protocol (ray_handles.py).
+Owns: the protocol of a worker, and the notes, also those of a publish and of a return. Does not own: who changes a
+state and when (supervisor.py: nobody else writes here), who reads from whom in a publish (relay.py), or the worker
+behind the protocol (ray_handles.py).
 """
 
 from __future__ import annotations
@@ -113,3 +114,24 @@ class Replica:
     def takes_part(self) -> bool:
         """Held for the publish under way, and not failed since."""
         return self.is_held and self.state is ReplicaState.updating
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Who takes part in a publish that begins."""
+
+    exclude: list[int]
+    """Replicas that a publish must not wait for."""
+    joining: list[Replica]
+    """Replicas that were started again, which the trainer must meet first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A replica that came back into service."""
+
+    replica: int
+    down_s: float
+    """Seconds from its failure until it served again."""
+    read_s: float | None
+    """Seconds of reading from a peer; None when a publish filled it."""

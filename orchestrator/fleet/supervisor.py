@@ -15,11 +15,12 @@ replicas go on serving during a publish, while it has missed at most `max_missed
        |                                                yes
        |                                                 v
        +---- no healthy peer, or the version moved --- starting --> recovering --adopted--> serving
-             meanwhile: the next publish fills it     (a new process)  (reads a peer's weights, one-sided)
+             in every try: the next publish fills it  (a new process)  (reads a peer's weights, one-sided)
 
 Publishes leave out replicas that are `starting` or `recovering`: the trainer neither takes part in a recovery nor waits
-for one. A recovery during which the version moves is worthless; that is noticed here (num_publishes) and at the peer
-(its epoch), and the replica then joins the next publish. When no replica serves, the controller publishes the present
+for one. What was read while the version moved is worthless; that is noticed here (num_publishes) and at the peer (its
+epoch). The replica then reads again as soon as that publish is over, sooner than the next one by most of a step;
+after NUM_READS tries it joins the next publish. When no replica serves, the controller publishes the present
 version to `pending` replicas at once (`stranded`). In adapter mode a worker reads base and newest adapter in one
 recovery, and keeps the base also when the adapter fails; only a worker that could not read the base asks the trainer
 for it (`base_wanted_at`).
@@ -31,12 +32,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from orchestrator.errors import NoReplicasLeft
 from orchestrator.fleet.fleet_log import Fact, FleetEvent, FleetRow
-from orchestrator.fleet.replicas import Replica, ReplicaState, RolloutHandle
+from orchestrator.fleet.replicas import Held, Recovery, Replica, ReplicaState, RolloutHandle
 from orchestrator.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -44,28 +44,9 @@ if TYPE_CHECKING:
     from weight_sync.replica.recovery import Offer
 
 logger = logging.getLogger(__name__)
+NUM_READS = 2
+"""Tries of one recovery to read between two publishes. A second read costs a second (the link is closed before)."""
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Who takes part in a publish that begins."""
-
-    exclude: list[int]
-    """Replicas that a publish must not wait for."""
-    joining: list[Replica]
-    """Replicas that were started again, which the trainer must meet first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """A replica that came back into service."""
-
-    replica: int
-    down_s: float
-    """Seconds from its failure until it served again."""
-    read_s: float | None
-    """Seconds of reading from a peer; None when a publish filled it."""
 
 
 class Supervisor:
@@ -318,15 +299,26 @@ class Supervisor:
 
     async def _recover(self, replica: Replica) -> None:
         """Give a restarted worker a healthy peer's weights; leave it pending, for a publish, where that cannot be."""
-        replica.state, left = ReplicaState.recovering, replica.left
-        async with self._changed:  # a peer in a publish can be read from once it has committed
-            await self._changed.wait_for(lambda: not any(other.is_held for other in self.replicas))
-        if left.is_set():
-            return  # a restart was asked for meanwhile
+        replica.state, left, why = ReplicaState.recovering, replica.left, ""
+        for _ in range(NUM_READS):
+            async with self._changed:  # a peer in a publish can be read from once it has committed
+                await self._changed.wait_for(lambda: not any(other.is_held for other in self.replicas))
+            if left.is_set():
+                return  # a restart was asked for meanwhile
+            num_publishes = self._num_publishes
+            why = await self._read_from_a_peer(replica)
+            if not why or left.is_set():
+                return
+            if num_publishes == self._num_publishes:
+                break  # no publish is to blame
+        await self._wait_for_publish(replica, why)
+
+    async def _read_from_a_peer(self, replica: Replica) -> str:
+        """Returns why it does not serve now; empty when it does, or has left meanwhile."""
+        left = replica.left
         peers = [other for other in self.replicas if other.state is ReplicaState.serving]
         if not peers:
-            await self._wait_for_publish(replica, "no other worker serves, from which it could read")
-            return
+            return "no other worker serves, from which it could read"
         peer = min(peers, key=lambda other: (other.num_missed, other.num_in_flight, other.index))
         num_publishes = self._num_publishes
         try:
@@ -338,26 +330,23 @@ class Supervisor:
             if is_current:
                 await self._call(replica, "adopt", replica.worker.adopt(offers[-1].version, offers[-1].epoch))
         except Exception as error:  # noqa: BLE001 - the boundary to two other processes
-            if not left.is_set():
-                reason = f"reading from {peer.worker.name} failed with {type(error).__name__}: {error}"
-                await self._wait_for_publish(replica, reason)
-            return
+            return f"reading from {peer.worker.name} failed with {type(error).__name__}: {error}"
         async with self._changed:  # so that no publish begins between this check and `_serve`
             if left.is_set():
-                return
+                return ""
             is_current = is_current and self._num_publishes == num_publishes
             if is_current:
                 replica.pulled = pulled
                 self._serve(replica)
                 self._changed.notify_all()
         if not is_current:
-            await self._wait_for_publish(replica, f"{peer.worker.name}, which it read from, is at an older version")
-            return
+            return f"{peer.worker.name}, which it read from, is at an older version"
         logger.info(
             "%s read %d bytes of version %d from %s in %.3f s and proved them in %.3f s",
             replica.worker.name, pulled.num_bytes, offers[-1].version, peer.worker.name, pulled.read_s, pulled.verify_s,
         )  # fmt: skip
         await self._release(replica, peer, offers)
+        return ""
 
     async def _wait_for_publish(self, replica: Replica, why: str) -> None:
         left = replica.left

@@ -159,6 +159,24 @@ async def test_a_killed_worker_reads_base_and_newest_version_from_its_peer(setup
         await setup.assert_equal()
 
 
+async def test_a_version_that_moves_while_it_is_read_is_read_again_without_the_base(setup: Setup):
+    fresh, peer = await setup.kill_and_start_again(), setup.workers[1]
+    await fresh.pull(await peer.offer())
+    await setup.publish(exclude=[0])
+    newer = await peer.offer()
+    pulled = await fresh.pull(newer)
+    assert fresh.adapter_replica is not None
+    (rank,) = await fresh.adapter_replica.describe()
+    assert pulled.num_bytes == sum(param.num_bytes for param in rank.layout.params)
+    await fresh.adopt(newer[-1].version, newer[-1].epoch)
+    await setup.assert_equal()
+    await fresh.release(newer)
+    await setup.reconnect()
+    for _ in range(4):  # more than there are slots
+        assert [replica.error for replica in (await setup.publish()).replicas] == [None, None]
+        await setup.assert_equal()
+
+
 async def test_an_adapter_that_is_not_the_peers_never_serves_and_the_next_publish_brings_it(setup: Setup):
     fresh = await setup.kill_and_start_again()
     offers = await setup.workers[1].offer()

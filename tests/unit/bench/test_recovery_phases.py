@@ -43,12 +43,13 @@ def test_what_was_done_beside_an_earlier_phase_takes_no_time_and_none_is_counted
 def test_marks_are_of_the_worker_that_was_killed_since_its_kill_and_of_the_start_that_succeeded() -> None:
     rows = [
         row(1.0, "process_up"), row(2.0, "first_token"), row(3.0, "up", "rollout-1"),
-        row(11.0, "failed"), row(12.0, "process_up", "rollout-0.1"), row(13.0, "imported", "rollout-0.1"),
+        row(11.0, "failed"), row(11.1, "restarting", attempt=1), row(12.0, "process_up", "rollout-0.1"),
+        row(13.0, "freed", "rollout-0.1"), row(19.0, "restarting", attempt=2), row(19.5, "freed", "rollout-0.2"),
         row(21.0, "imported", "rollout-0.2"), row(20.0, "process_up", "rollout-0.2"),
         row(25.0, "serving", "rollout-0.2"),
     ]  # fmt: skip
     assert marks_after(rows, 0, killed_at=10.0) == {
-        "failed": 11.0, "process_up": 20.0, "imported": 21.0, "serving": 25.0
+        "failed": 11.0, "freed": 19.5, "process_up": 20.0, "imported": 21.0, "serving": 25.0
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from orchestrator.errors import NoReplicasLeft
 from orchestrator.fleet.fleet_log import FleetEvent, FleetRow
 from orchestrator.fleet.replicas import ReplicaState
 from orchestrator.fleet.router import Router
-from orchestrator.fleet.supervisor import Supervisor
+from orchestrator.fleet.supervisor import NUM_READS, Supervisor
 from rollout.types import Prompt
 
 PROMPT = Prompt(0, (1,), "p")
@@ -164,7 +164,7 @@ async def test_the_first_attempt_comes_at_once_and_only_a_failed_one_is_followed
     await cast.supervisor.close()
 
 
-async def test_a_publish_leaves_out_whoever_is_starting_and_a_version_that_moves_makes_a_recovery_worthless() -> None:
+async def test_a_publish_leaves_out_whoever_is_recovering_and_what_it_read_meanwhile_is_read_again() -> None:
     cast = Cast()
     await cast.publish(0)
     offered, go_on = asyncio.Event(), asyncio.Event()
@@ -179,8 +179,26 @@ async def test_a_publish_leaves_out_whoever_is_starting_and_a_version_that_moves
     assert cast.states[0] is S.recovering
     assert await cast.publish(1) == [0]
     go_on.set()
+    await until(lambda: cast.states == [S.serving, S.serving])
+    assert [entry for entry in cast.world.diary if entry[0] == "pull"] == [("pull", 0, 0), ("pull", 0, 1)]
+    assert cast.world.committed == [1, 1]
+
+
+async def test_a_worker_whose_reads_all_meet_a_publish_joins_the_next_one() -> None:
+    cast = Cast()
+    await cast.publish(0)
+    version = 0
+
+    async def another_publish() -> None:
+        nonlocal version
+        version += 1
+        assert await cast.publish(version) == [0]
+
+    cast.prepare = lambda worker: worker.before.update(pull=another_publish)
+    await cast.fail(0)
     await until(lambda: cast.states[0] is S.pending)
-    assert await cast.publish(2) == []
+    assert version == NUM_READS
+    assert await cast.publish(9) == []
     assert cast.states == [S.serving, S.serving]
     assert cast.supervisor.recoveries[0].read_s is None, "a publish brought the weights"
 
@@ -216,19 +234,22 @@ async def test_a_peer_that_moved_without_our_knowledge_is_noticed_by_its_second_
     assert cast.world.committed[0] == -1, "nothing was adopted"
 
 
-async def test_a_publish_that_begins_after_the_peers_second_offer_makes_the_recovery_worthless_too() -> None:
+async def test_a_publish_that_begins_after_the_peers_second_offer_makes_it_read_again_too() -> None:
     cast = Cast()
     await cast.publish(0)
 
     async def a_publish_begins() -> None:
+        cast.worker(0).before.clear()
         assert (await cast.supervisor.hold()).exclude == [0]
 
     cast.prepare = lambda worker: worker.before.update(adopt=a_publish_begins)
     await cast.fail(0)
-    await until(lambda: cast.states == [S.pending, S.updating])
+    await until(lambda: cast.states == [S.recovering, S.updating] and cast.world.committed[0] == 0)
     cast.world.committed[1] = 1
     await cast.supervisor.settle([outcome(False, "excluded"), outcome(True)])
-    assert cast.states == [S.pending, S.serving], "it holds version 0"
+    assert cast.states == [S.recovering, S.serving], "it holds version 0"
+    await until(lambda: cast.states == [S.serving, S.serving])
+    assert cast.world.committed == [1, 1]
 
 
 async def test_a_recovery_that_fails_leaves_the_worker_to_the_next_publish() -> None:
