@@ -52,20 +52,27 @@ ENGINES = {"flat_engine": "tests/fakes/flat_engine", "uneven": "tests/fakes/unev
 
 
 def run(name: str, folder: Path, extra: list[str]) -> dict[str, Any]:
-    """One run through the command line, in its own process. Returns its figures."""
-    started = time.monotonic()
-    words = [*SCENARIOS[name], f"run.dir={folder}", f"run.name={name}", *extra]
+    """One scenario. Returns its figures."""
     environment = dict(os.environ)
     for prefix, changed in ENGINES.items():
         if name.startswith(prefix):
             paths = (str(ROOT / changed), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))
             environment["PYTHONPATH"] = os.pathsep.join(paths)
-    command = [sys.executable, "-m", "orchestrator.cli.main", "train", *words]
+    run_folder, wall_s = train(name, [*SCENARIOS[name], *extra], folder, environment)
+    return {"wall_s": wall_s, **figures(read_rows(run_folder))}
+
+
+def train(name: str, words: list[str], folder: Path, environment: dict[str, str] | None = None) -> tuple[Path, float]:
+    """One run through the command line, in its own process. Returns its run folder and the command's seconds."""
+    started = time.monotonic()
+    command = [sys.executable, "-m", "orchestrator.cli.main", "train", *words, f"run.dir={folder}", f"run.name={name}"]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    wall_s = time.monotonic() - started
-    (metrics,) = folder.glob(f"{name}-*/metrics.jsonl")
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return {"wall_s": wall_s, **figures(rows)}
+    return (folder / "latest").resolve(), time.monotonic() - started
+
+
+def read_rows(run_folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl of a run, from row 0."""
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
