@@ -43,6 +43,7 @@ from rollout.engine.engine_options import (
     stop_token_ids,
     warm_up_lengths,
 )
+from rollout.engine.same_path import same_path
 from rollout.engine.start_failure import OutputSince, why_it_failed
 from rollout.engine.start_phase import IMPORTING, phase_in
 from rollout.errors import EngineDied, EngineError, error_class
@@ -54,6 +55,7 @@ from weight_sync.gc_freeze import frozen_imports
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -78,15 +80,14 @@ def import_vllm() -> None:
         import_module("vllm.v1.engine.async_llm")
 
 
-def make_llm(arguments: dict[str, Any]) -> AsyncLLM:
-    """vLLM's engine, started.
+def vllm_arguments(arguments: dict[str, Any]) -> AsyncEngineArgs:
+    """Arguments in vLLM's class.
 
     Raises:
         EngineError: This vLLM does not know an argument.
     """
     import_vllm()
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     unknown = set(arguments) - {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     if unknown:
@@ -94,8 +95,18 @@ def make_llm(arguments: dict[str, Any]) -> AsyncLLM:
             f"this vLLM does not know the engine arguments {', '.join(sorted(unknown))}; "
             "supported releases are 0.25.1 and 0.32.0"
         )
+    if arguments["load_format"] == "dummy":
+        arguments = {**arguments, "model": str(same_path(Path(arguments["model"])))}
+    return AsyncEngineArgs(**arguments)
+
+
+def make_llm(arguments: dict[str, Any]) -> AsyncLLM:
+    """vLLM's engine, started. Raises: see vllm_arguments()."""
+    chosen = vllm_arguments(arguments)
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     with come_first():
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        return AsyncLLM.from_engine_args(chosen)
 
 
 class Engine:

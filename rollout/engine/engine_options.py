@@ -22,10 +22,14 @@ BATCH_INVARIANT_VARIABLE = "VLLM_BATCH_INVARIANT"
 """1: vLLM's batch-invariant kernels, in every process of the engine."""
 
 
+def cache_folder() -> Path:
+    """What this user's runs keep on this node for later ones."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "slipstream"
+
+
 def compile_cache() -> dict[str, str]:
     """Where PyTorch keeps compiled code: by default under TMPDIR, which ends with a run or a server."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return {"TORCHINDUCTOR_CACHE_DIR": str(cache / "slipstream" / "torchinductor")}
+    return {"TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "torchinductor")}
 
 
 def engine_environment(device: Device) -> dict[str, str]:

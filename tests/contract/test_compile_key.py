@@ -1,0 +1,43 @@
+"""What a run compiled is found by the next one with the same options: vLLM's own key does not depend on the run's
+folder, and depends on the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from cases.tiny_models import MIXED
+
+from conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from rollout.engine.engine import vllm_arguments
+from rollout.engine.engine_options import cache_folder, engine_arguments, engine_environment
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everybodys = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", os.environ.get("VLLM_CACHE_ROOT", str(everybodys / "vllm")))  # saves 10 s
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, value in engine_environment(Device.cpu).items():
+        monkeypatch.setenv(name, value)
+
+
+def key_of(run: Path, *, seed: int = 0, **changed: object) -> str:
+    """The key of an engine whose run has this folder."""
+    folder = run / "model"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**MIXED, **changed}))
+    (folder / "generation_config.json").write_text("{}")
+    config = RolloutConfig(max_model_len=128, sampling=SamplingConfig(max_tokens=4), kv_cache_bytes=64 << 20)
+    arguments = engine_arguments(folder, config, dtype=DType.float32, device=Device.cpu, seed=seed)
+    return vllm_arguments(arguments).create_engine_config().compute_hash()
+
+
+def test_the_key_of_compiled_code_is_the_same_in_the_next_run_and_another_for_another_model(tmp_path: Path) -> None:
+    first = key_of(tmp_path / "runs" / "grpo-1")
+    assert key_of(tmp_path / "runs" / "grpo-2", seed=1000) == first
+    assert key_of(tmp_path / "runs" / "grpo-3", vocab_size=128) != first
+    assert len(list((cache_folder() / "models").iterdir())) == 2
