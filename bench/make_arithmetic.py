@@ -25,6 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 Row = dict[str, str]
+MOST_DRAWS_PER_ROW = 20
+"""How often an expression may be drawn that is there already, on average, before the task is taken for too small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,15 @@ class Task:
     num_train: int
     num_heldout: int
     seed: int = 20260101
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.fewest_steps <= self.most_steps:
+            raise ValueError(f"steps must be 1 <= fewest <= most, got {self.fewest_steps} and {self.most_steps}")
+        if not 0 <= self.wrong_share <= 1:
+            raise ValueError(f"--wrong-share must be from 0 to 1, got {self.wrong_share}")
+        for name in ("largest", "num_train", "num_heldout"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
 
 
 SMALL = Task(fewest_steps=3, most_steps=5, largest=9, wrong_share=0.45, num_train=20_000, num_heldout=256)
@@ -71,17 +82,27 @@ def working(numbers: list[int], wrong_share: float, largest: int, draw: random.R
 
 
 def make_rows(task: Task) -> tuple[list[Row], list[Row]]:
-    """(training, held out)."""
+    """(training, held out).
+
+    Raises:
+        ValueError: there are not that many different sums.
+    """
     draw = random.Random(task.seed)
     rows: dict[str, Row] = {}
-    while len(rows) < task.num_train + task.num_heldout:
+    wanted = task.num_train + task.num_heldout
+    for _ in range(MOST_DRAWS_PER_ROW * wanted):
         numbers = expression(task, draw)
         prompt = f"{numbers[0]}{''.join(f'{change:+d}' for change in numbers[1:])}="
         if prompt not in rows:
             response = working(numbers, task.wrong_share, task.largest, draw)
             rows[prompt] = {"prompt": prompt, "answer": str(sum(numbers)), "response": response}
-    made = list(rows.values())
-    return made[task.num_heldout :], made[: task.num_heldout]
+        if len(rows) == wanted:
+            made = list(rows.values())
+            return made[task.num_heldout :], made[: task.num_heldout]
+    raise ValueError(
+        f"only {len(rows)} different sums of {task.fewest_steps} to {task.most_steps} steps with numbers up to "
+        f"{task.largest} were found, and {wanted} are wanted; give more steps or a larger --largest, or fewer rows"
+    )
 
 
 def share_right(rows: list[Row]) -> float:
@@ -109,7 +130,10 @@ def main() -> None:
     given = vars(parser.parse_args())
     is_gpu, folder = given.pop("gpu"), given.pop("out")
     options = asdict(LARGE if is_gpu else SMALL) | {name: value for name, value in given.items() if value is not None}
-    write(Task(**options), folder or ROOT / "runs" / ("arithmetic_gpu" if is_gpu else "arithmetic"))
+    try:
+        write(Task(**options), folder or ROOT / "runs" / ("arithmetic_gpu" if is_gpu else "arithmetic"))
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

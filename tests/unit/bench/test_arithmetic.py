@@ -69,6 +69,22 @@ def test_answers_are_right_and_no_sum_is_there_twice(size: Task) -> None:
     assert (train, heldout) != make_rows(dataclasses.replace(size, **FEW, seed=size.seed + 1))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fewest_steps": 6}, "fewest <= most, got 6 and 5"),
+        ({"fewest_steps": 0}, "got 0 and 5"),
+        ({"largest": 0}, "--largest must be at least 1, got 0"),
+        ({"wrong_share": 1.5}, "--wrong-share must be from 0 to 1, got 1.5"),
+        ({"num_heldout": 0}, "--num-heldout must be at least 1"),
+        ({"largest": 1, "most_steps": 3}, "only 2 different sums of 3 to 3 steps"),  # 0+1-1+1 and 1-1+1-1
+    ],
+)
+def test_a_task_that_cannot_be_made_is_refused_in_words(change: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_rows(dataclasses.replace(SMALL, **change))
+
+
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
 def test_demonstrations_leave_room_and_something_to_find(size: Task) -> None:
     """A model that imitates them is to start below 0.3, and above what a group of 16 never sees."""
