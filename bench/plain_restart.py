@@ -3,7 +3,7 @@
     python bench/plain_restart.py RUN_FOLDER CHECKPOINT
 
 What a user would do without Slipstream's recovery; bench/recovery.py starts it beside its own. It prints one line of
-JSON: event -> time in seconds since 1970, by the names of fleet.jsonl.
+JSON: event -> time in seconds since 1970, by the names of fleet.jsonl, and the CPU seconds of its processes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -25,6 +28,13 @@ MARKS = {"process_up": time.time()}
 from conf.load import load_resolved_yaml  # noqa: E402
 from conf.schema import Device  # noqa: E402
 from rollout.engine.engine import Engine, make_llm  # noqa: E402
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and all below it, user and system."""
+    top = psutil.Process(pid)
+    times = [process.cpu_times() for process in [top, *top.children(recursive=True)]]
+    return sum(one.user + one.system for one in times)
 
 
 def build(arguments: dict[str, Any]) -> Any:
@@ -44,8 +54,9 @@ async def main(run: Path, checkpoint: Path) -> None:
     MARKS["engine_up"] = time.time()
     await engine.generate_group([1, 2, 3, 4], 1, replace(options.sampling, max_tokens=1, stop_at_eos=False))
     MARKS["first_token"] = engine.first_token_at or time.time()
+    cpu_s = cpu_seconds(os.getpid())
     engine.shutdown()
-    print(json.dumps(MARKS), flush=True)
+    print(json.dumps({"marks": MARKS, "cpu_s": cpu_s}), flush=True)
 
 
 if __name__ == "__main__":

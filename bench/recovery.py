@@ -22,6 +22,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from bench.environment import environment  # noqa: E402
+from bench.plain_restart import cpu_seconds  # noqa: E402
 from bench.push import drop_cache, write_checkpoint  # noqa: E402
 from bench.recovery_phases import MARKS, SHARE, median_phases, phases_of, recovery_of  # noqa: E402
 from orchestrator.files.telemetry import read_rows  # noqa: E402
@@ -117,19 +119,25 @@ def kill_one(job: Job, worker: int, args: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(f"no steady state within {args.limit_s} s")
     pid, before, killed_at = pid_of(job, worker), job.num_steps, time.time()
     os.kill(pid, signal.SIGKILL)
+    cpu_s: list[float] = []
 
     def found(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return dict(recovery_of(rows, worker, killed_at, steady_s=args.steady_s, window_s=args.window_s))
 
     def is_back(rows: list[dict[str, Any]]) -> bool:
         recovery = found(rows)
+        if "weights" in recovery["phases"] and not cpu_s:  # at most POLL_S after it serves
+            cpu_s.append(cpu_seconds(pid_of(job, worker)))
         if recovery["returned_s"] is None or recovery["worker_returned_s"] is not None:
             return recovery["returned_s"] is not None
         # The fleet is back with another share of the load on each worker; this one's may never be what it was.
         return max(row["time"] for row in rows) > killed_at + recovery["returned_s"] + PATIENCE * args.window_s
 
     job.wait_until(is_back, args.limit_s)  # what is not reached by then is missing from the figures
-    return found(job.rows) | {"steps_meanwhile": job.num_steps - before, "load_average": os.getloadavg()[0]}
+    return found(job.rows) | {
+        "steps_meanwhile": job.num_steps - before, "load_average": os.getloadavg()[0],
+        "cpu_s": cpu_s[0] if cpu_s else None,
+    }  # fmt: skip
 
 
 def put_out(job: Job, worker: int, args: argparse.Namespace) -> None:
@@ -160,23 +168,30 @@ def restart_plainly(run: Path, checkpoint: Path, limit_s: float) -> dict[str, An
     resident, began_at = drop_cache(checkpoint), time.time()
     command = [sys.executable, str(ROOT / "bench" / "plain_restart.py"), str(run), str(checkpoint)]
     variables = {**os.environ, **emptiest_gpu()}
-    done = subprocess.run(
-        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=limit_s, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"the plain restart took more than {limit_s} s") from None
     if done.returncode:
         raise SystemExit(f"the plain restart failed:\n{done.stderr[-3000:]}")
-    marks = json.loads(done.stdout.splitlines()[-1])
+    said = json.loads(done.stdout.splitlines()[-1])
+    marks = said["marks"]
     phases = phases_of(began_at, marks)
     return {
         "first_token_s": marks["first_token"] - began_at,
         "phases": {("engine up, weights" if name == "engine up" else name): s for name, s in phases.items()},
         "resident_before": resident,
+        "cpu_s": said["cpu_s"],
         "load_average": os.getloadavg()[0],
     }
 
 
-def measure(args: argparse.Namespace, words: list[str], folder: Path, report: dict[str, Any]) -> None:
-    """The job with its kills, and the plain restarts."""
+def measure(
+    args: argparse.Namespace, words: list[str], folder: Path, report: dict[str, Any], keep: Callable[[], None]
+) -> None:
+    """The job with its kills, and the plain restarts. `keep` is called whenever there is more in the report."""
     checkpoint = (args.folder or folder) / "checkpoint"
 
     def plain(run: Path) -> None:
@@ -186,6 +201,7 @@ def measure(args: argparse.Namespace, words: list[str], folder: Path, report: di
         for _ in range(args.plain_repeats):
             report["plain"].append(restart_plainly(run, checkpoint, args.limit_s))
             say("plain restart", report["plain"][-1])
+            keep()
 
     with Job(words, folder) as job:
         if not job.wait_until(lambda rows: any(row["event"] == "first_token" for row in rows), args.start_limit_s):
@@ -193,7 +209,8 @@ def measure(args: argparse.Namespace, words: list[str], folder: Path, report: di
         for repeat in range(args.repeats):
             report["recoveries"].append(kill_one(job, repeat % args.workers, args))
             say(f"worker {repeat % args.workers} killed", report["recoveries"][-1])
-        report["fleet"] = [row for row in job.rows if row["event"] != "tokens"]
+            report["fleet"] = [row for row in job.rows if row["event"] != "tokens"]
+            keep()
         if args.workers > 1:
             put_out(job, 0, args)
             plain(job.folder)
@@ -217,8 +234,8 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
         medians[name] = {
             "phases": median_phases(renamed),
             **{
-                key: sorted(values)[len(values) // 2]
-                for key in ("first_token_s", "returned_s", "worker_returned_s", "former_tokens_per_s",
+                key: statistics.median(values)
+                for key in ("first_token_s", "cpu_s", "returned_s", "worker_returned_s", "former_tokens_per_s",
                             "worker_former_tokens_per_s", "away_tokens_per_s", "read_bytes", "read_s", "read_gb_per_s")
                 if (values := [way[key] for way in ways if way.get(key) is not None])
             },
@@ -235,13 +252,14 @@ def show(report: dict[str, Any]) -> None:
         if any(cell is not None for cell in cells):
             left, right = ("-" if cell is None else f"{cell:.2f}" for cell in cells)
             print(f"{phase:28}{left:>12}{right:>16}")
-    for key in ("first_token_s", "returned_s", "worker_returned_s", "former_tokens_per_s", "away_tokens_per_s",
+    for key in ("first_token_s", "cpu_s", "returned_s", "worker_returned_s", "former_tokens_per_s", "away_tokens_per_s",
                 "worker_former_tokens_per_s", "read_s", "read_gb_per_s"):  # fmt: skip
         cells = [ways[name].get(key) for name in ("recoveries", "plain")]
         left, right = ("-" if cell is None else f"{cell:.4g}" for cell in cells)
         print(f"{key:28}{left:>12}{right:>16}")
     num_back = sum(way["returned_s"] is not None for way in report["recoveries"])
     print(f"{num_back} of {len(report['recoveries'])} kills: {SHARE:.0%} of the former tokens/s within the limit")
+    print("cpu_s: user and system of the new process and its engine's, until it serves")
     print(f"the plain restart's engine start contains the reading of {report['checkpoint_bytes'] / 1e9:.3f} GB")
 
 
@@ -316,11 +334,14 @@ def main() -> None:
     out: Path = (
         args.out or ROOT / "bench/results" / f"recovery-{'gpu' if report['environment']['gpus'] else 'cpu'}.json"
     )
+
+    def keep() -> None:
+        report["medians"] = summary(report)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=2) + "\n")
+
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-", ignore_cleanup_errors=True) as folder:
-        measure(args, words, Path(folder), report)
-    report["medians"] = summary(report)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=2) + "\n")
+        measure(args, words, Path(folder), report, keep)
     show(report)
     print(f"written: {out}")
     plot(report, out.with_suffix(".png"))
