@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from system.conftest import RUN_TIMEOUT_S, free_port
+from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, free_port
 
 TRAIN = ("train", "experiment=sft_quickstart")
 
@@ -35,3 +35,20 @@ def test_fine_tuning_learns_and_a_run_in_two_parts_is_the_same_run(tmp_path: Pat
         assert again["step/total_s"] != row["step/total_s"], "it was not trained again"
         assert again["sft/nll"] == row["sft/nll"]
     assert resumed[-1]["eval/nll"] == whole[-1]["eval/nll"]
+
+
+def test_reinforcement_goes_on_from_what_full_fine_tuning_left_in_latest(tmp_path: Path) -> None:
+    taught = _run(
+        tmp_path, *TRAIN, f"run.dir={tmp_path}", "trainer=full", "trainer.num_ranks=1", "trainer.ep_size=1",
+        "run.num_steps=30",
+    )  # fmt: skip
+    assert taught[-1]["eval/nll"] < 2
+    letters = "abcdefgh"
+    answers = _run(
+        tmp_path, "train", "experiment=quickstart", "model=checkpoint", f"model.path={tmp_path}/latest/merged",
+        "model.dtype=float32", *ONE_OF_EACH, f"run.dir={tmp_path}", "run.num_steps=1", "rollout.sampling.max_tokens=1",
+    )  # fmt: skip
+    assert len(answers) == 2
+    samples = [json.loads(line) for line in (tmp_path / "latest" / "samples.jsonl").read_text().splitlines()]
+    first = [sample["response"] for sample in samples if sample["step"] == 0]
+    assert first and all(response in letters for response in first), "a random model says any of 60 characters"
