@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -26,7 +27,7 @@ from orchestrator.fleet.replicas import ReplicaState
 from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.errors import ReplicaNotServing
-from rollout.types import Prompt, Rollout
+from rollout.types import Progress, Prompt, Rollout
 from rollout.worker import RolloutWorker
 from trainer.architecture.families import read_config
 from trainer.rank import TrainerRank
@@ -52,11 +53,16 @@ class Handle:
         self.name = name
         self.endpoint = worker.endpoint()
         self.node = "here"
+        self.pid = os.getpid()
+        self.started_at = worker.started_at
         self.pulled: list[Pulled] = []
         self.spoils_next_pull = False
 
     async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
         return await self.worker.generate_group(prompt, n)
+
+    async def progress(self) -> Progress:
+        return await self.worker.progress()
 
     async def offer(self) -> list[Offer]:
         return await self.worker.offer()
