@@ -53,7 +53,7 @@ PARTS = {
     "optimizer": "trainer/optimizer_s",
     "publish": "sync/total_s",
 }
-"""Of a trainer's step: what the picture shows, and the metric."""
+"""What the picture shows of a trainer's step, and the metric of each."""
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:

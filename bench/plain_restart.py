@@ -31,7 +31,7 @@ from rollout.engine.engine import Engine, make_llm  # noqa: E402
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process and all below it, user and system."""
+    """CPU seconds of a process and all below it, user and system."""
     top = psutil.Process(pid)
     times = [process.cpu_times() for process in [top, *top.children(recursive=True)]]
     return sum(one.user + one.system for one in times)

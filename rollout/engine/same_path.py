@@ -22,7 +22,7 @@ from rollout.engine.engine_options import cache_folder
 logger = logging.getLogger(__name__)
 
 _READ_BY_VLLM = ("config.json", "generation_config.json")
-"""Of a model folder, where vLLM is given neither weights nor a tokenizer."""
+"""The files of a model folder that vLLM reads when it is given neither weights nor a tokenizer."""
 
 
 def same_path(folder: Path) -> Path:

@@ -139,7 +139,7 @@ class Setup:
     said: str
     """What the engine wrote while it started, where pytest captures it."""
     last_phase: str
-    """Of the start, as the engine told it."""
+    """The last phase of the start that the engine told."""
     refusal: Exception | None = None
     """What generate_group raised before the first publish."""
     version: int = -1
