@@ -129,13 +129,25 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Judgement:
+    """What one rollout is worth. Example: Judgement(0.9, {"math": 1.0, "brevity": -0.5}) with a weight of 0.2."""
+
+    reward: float | None
+    """What the advantage is computed from. None if a part failed, and then the sample is left out."""
+    parts: dict[str, float | None] = field(default_factory=dict)
+    """What each reward gave, before its weight, by its name; None for one that raised or timed out."""
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Siblings: the rollouts of one prompt, with their rewards."""
 
     prompt: Prompt
     rollouts: list[Rollout]
     rewards: list[float | None]
-    """One per rollout; None if the reward raised or timed out, and then its sample is left out."""
+    """One per rollout (Judgement.reward)."""
+    parts: list[dict[str, float | None]] = field(default_factory=list)
+    """One per rollout (Judgement.parts)."""
 
     @property
     def oldest_version(self) -> int:

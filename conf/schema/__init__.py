@@ -17,7 +17,7 @@ from conf.schema.algorithm import (
     RatioBaseline,
 )
 from conf.schema.cluster import ClusterConfig, Device
-from conf.schema.data import DataConfig, RewardConfig
+from conf.schema.data import DataConfig
 from conf.schema.model import DType, EngineFormat, Init, MlaNormEps, ModelConfig
 from conf.schema.numerics import (
     AdapterValues,
@@ -29,6 +29,7 @@ from conf.schema.numerics import (
     RouterLogits,
 )
 from conf.schema.parity import ParityConfig
+from conf.schema.reward import RewardConfig
 from conf.schema.rollout import RolloutConfig, SamplingConfig
 from conf.schema.run import RunConfig, RunSection
 from conf.schema.trainer import (

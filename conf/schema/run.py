@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from conf.schema.algorithm import AlgorithmConfig
 from conf.schema.cluster import ClusterConfig
-from conf.schema.data import DataConfig, RewardConfig
+from conf.schema.data import DataConfig
 from conf.schema.model import Init, ModelConfig
 from conf.schema.parity import ParityConfig
+from conf.schema.reward import RewardConfig
 from conf.schema.rollout import RolloutConfig
 from conf.schema.rules import at_least, require
 from conf.schema.trainer import TrainerConfig

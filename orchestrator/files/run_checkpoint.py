@@ -225,7 +225,9 @@ class CheckpointStore:
             for row in map(json.loads, lines):
                 if "rollouts" in row:
                     rollouts = [_to_rollout(rollout) for rollout in row["rollouts"]]
-                    groups[row["ticket"]] = Group(_to_prompt(row["prompt"]), rollouts, row["rewards"])
+                    groups[row["ticket"]] = Group(
+                        _to_prompt(row["prompt"]), rollouts, row["rewards"], row.get("parts", [])
+                    )
                 else:
                     in_flight[row["ticket"]] = _to_prompt(row["prompt"])
         return RunState(

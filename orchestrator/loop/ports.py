@@ -16,7 +16,7 @@ from orchestrator.files.run_checkpoint import CheckpointStore
 from orchestrator.files.telemetry import Telemetry, Value
 from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
-from rollout.types import Prompt, Rollout
+from rollout.types import Judgement, Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class Prompts(Protocol):
 
 
 class Rewards(Protocol):
-    """Judges responses; None where the reward failed (rollout.rewards.runner.RewardRunner)."""
+    """Judges responses, one judgement per rollout (rollout.rewards.runner.RewardRunner)."""
 
-    async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float | None]: ...
+    async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,9 +100,9 @@ class Sampler:
 
     async def _sample(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> Group:
         rollouts = await self._services.router.generate_group(prompt, n, sampling)
-        rewards = await self._services.rewards.score_group(prompt, rollouts)
+        judgements = await self._services.rewards.score_group(prompt, rollouts)
         self.num_generated += 1
-        return Group(prompt, rollouts, rewards)
+        return Group(prompt, rollouts, [one.reward for one in judgements], [one.parts for one in judgements])
 
     def _draw(self, ticket: Ticket) -> Prompt:
         prompt = next(self._services.prompts)

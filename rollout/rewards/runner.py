@@ -33,7 +33,7 @@ from conf.schema import RewardConfig
 from rollout.errors import RewardError
 from rollout.rewards import frames, keeper
 from rollout.rewards.function import FINISH_REASON
-from rollout.types import Prompt, Rollout
+from rollout.types import Judgement, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -117,13 +117,13 @@ class RewardRunner:
         for process in self._processes:
             self._free.put_nowait(process)
 
-    async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float | None]:
-        """Rewards of one prompt's rollouts; None for each whose reward failed, and the log says how."""
+    async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
+        """What each of one prompt's rollouts is worth; the log says how a reward failed."""
         outcomes = await asyncio.gather(*(self._score(prompt, rollout) for rollout in rollouts))
         for outcome in outcomes:
             if outcome.kind != SCORE:
                 self._report_once(outcome, prompt)
-        return [outcome.value for outcome in outcomes]
+        return [Judgement(outcome.value, {self._kind: outcome.value}) for outcome in outcomes]
 
     async def close(self) -> None:
         """End the processes and everything that they started. Idempotent."""

@@ -26,7 +26,7 @@ from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.loop.controller import Controller
 from orchestrator.loop.ports import LoopServices
-from rollout.types import Progress, Prompt, Rollout
+from rollout.types import Judgement, Progress, Prompt, Rollout
 from trainer.step.mismatch_bins import NUM_K3_BINS, POSITION_STARTS
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 from weight_sync.errors import PlanMismatch
@@ -271,10 +271,10 @@ class FakeRewards:
         self.fails: Callable[[], bool] = lambda: False
         self.is_flat: Callable[[Prompt], bool] = lambda prompt: False
 
-    async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float | None]:
+    async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
         if self.fails():
-            return [None] * len(rollouts)
-        return [float(rollout.text == "right" or self.is_flat(prompt)) for rollout in rollouts]
+            return [Judgement(None)] * len(rollouts)
+        return [Judgement(float(rollout.text == "right" or self.is_flat(prompt))) for rollout in rollouts]
 
 
 class FakePrompts:

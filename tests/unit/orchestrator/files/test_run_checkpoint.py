@@ -22,7 +22,9 @@ def make_state(step: int = 7) -> RunState:
         policy_version=step - 1,
         prompts={"epoch": 1, "position": 9},
         shuffle_rng=dict(np.random.default_rng(5).bit_generator.state),
-        buffer=BufferState(step, {30: Group(prompt, rollouts, [0.1 + 0.2, None])}, {31: prompt}),
+        buffer=BufferState(
+            step, {30: Group(prompt, rollouts, [0.1 + 0.2, None], [{"math": 0.3}, {"math": None}])}, {31: prompt}
+        ),
     )
 
 

@@ -139,7 +139,8 @@ async def running(folder: Path, name: str, *, timeout_s: float = 30.0, **options
     runner = RewardRunner(config, log_path=folder / "rewards.log", **options)
 
     async def score(*responses: str) -> list[float | None]:
-        return await runner.score_group(PROMPT, [Rollout([5], [0.0], [0], text, "stop") for text in responses])
+        rollouts = [Rollout([5], [0.0], [0], text, "stop") for text in responses]
+        return [judgement.reward for judgement in await runner.score_group(PROMPT, rollouts)]
 
     await runner.start()
     try:
@@ -227,13 +228,13 @@ async def main():
     runner = RewardRunner(RewardConfig(kind={str(folder / "hostile.py")!r} + ":leave_children"))
     await runner.start()
     rollouts = [Rollout([5], [0.0], [0], "new session", "stop")]
-    print(await runner.score_group(Prompt(0, (1,), "p", {{}}), rollouts), flush=True)
+    print((await runner.score_group(Prompt(0, (1,), "p", {{}}), rollouts))[0].reward, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert run.stdout is not None
-    assert run.stdout.readline() == b"[0.5]\n"
+    assert run.stdout.readline() == b"0.5\n"
     assert left_alive(folder)
     os.kill(run.pid, signal.SIGKILL)
     run.communicate()
@@ -269,7 +270,8 @@ async def test_a_reward_gets_no_variable_but_what_programs_need_and_what_it_is_p
     runner = RewardRunner(RewardConfig(kind=f"{folder / 'hostile.py'}:environment", env=("JUDGE_API_KEY",)))
     await runner.start()
     try:
-        assert await runner.score_group(PROMPT, [Rollout([5], [0.0], [0], "", "stop")]) == [0.5]
+        (judgement,) = await runner.score_group(PROMPT, [Rollout([5], [0.0], [0], "", "stop")])
+        assert judgement.reward == 0.5
     finally:
         await runner.close()
     seen = (folder / "environment").read_text()

@@ -77,6 +77,10 @@ def rollouts(*texts: str) -> list[Rollout]:
     return [Rollout([5], [0.0], [0], text, "stop") for text in texts]
 
 
+async def rewards_of(runner: RewardRunner, prompt: Prompt, siblings: list[Rollout]) -> list[float | None]:
+    return [judgement.reward for judgement in await runner.score_group(prompt, siblings)]
+
+
 PROMPT = Prompt(0, (1,), "p", {"answer": "a"})
 
 
@@ -104,13 +108,13 @@ async def test_each_failure_costs_one_sample_and_is_counted(rewards_module, capl
         texts = ["ok", "raise", "hang", "exit", "sys.exit", "string", "nan", "print", "raise", "ok"]
         with caplog.at_level(logging.WARNING, "rollout.rewards.runner"):
             caplog.clear()
-            rewards = await runner.score_group(PROMPT, rollouts(*texts))
+            rewards = await rewards_of(runner, PROMPT, rollouts(*texts))
         assert rewards == [0.5, None, None, None, None, None, None, 0.5, None, 0.5]
         told = [one.message.partition("(")[2].partition(")")[0] for one in caplog.records]
         # KeyError (twice raised, once told) and SystemExit; a string and a number that is none
         assert told == ["raised", "timeout", "died", "raised", "not_a_number", "not_a_number"]
         assert any("exit status 3" in record.message for record in caplog.records)
-        assert await runner.score_group(PROMPT, rollouts("ok")) == [0.5]
+        assert await rewards_of(runner, PROMPT, rollouts("ok")) == [0.5]
     finally:
         await runner.close()
 
@@ -119,7 +123,7 @@ async def test_a_reward_that_closes_its_connection_holds_its_place_for_seconds_a
     runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave", timeout_s=5.0))
     await runner.start()
     try:
-        assert await runner.score_group(PROMPT, rollouts("close", "ok")) == [None, 0.5]
+        assert await rewards_of(runner, PROMPT, rollouts("close", "ok")) == [None, 0.5]
         assert "close no descriptor that you did not open" in caplog.text
     finally:
         await runner.close()
@@ -136,11 +140,11 @@ async def test_a_process_that_reads_nothing_is_replaced_when_its_time_is_up(rewa
     runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave", timeout_s=2.0))
     await runner.start()
     try:
-        (pid,) = await runner.score_group(large, rollouts("pid"))
+        (pid,) = await rewards_of(runner, large, rollouts("pid"))
         assert pid is not None
         os.kill(int(pid), signal.SIGSTOP)
         wait_until_stopped(int(pid))
-        assert await runner.score_group(large, rollouts("ok", "ok")) == [None, 0.5]
+        assert await rewards_of(runner, large, rollouts("ok", "ok")) == [None, 0.5]
         assert "read no sample within reward.timeout_s=2 seconds" in caplog.text
     finally:
         await runner.close()
@@ -152,7 +156,7 @@ async def test_exceptions_that_quote_the_response_are_of_one_kind(rewards_module
     try:
         with caplog.at_level(logging.WARNING, "rollout.rewards.runner"):
             caplog.clear()
-            rewards = await runner.score_group(PROMPT, rollouts("cannot parse 1", "cannot parse 2", "raise"))
+            rewards = await rewards_of(runner, PROMPT, rollouts("cannot parse 1", "cannot parse 2", "raise"))
         assert rewards == [None, None, None]
         assert [("ValueError" in one.message, "KeyError" in one.message) for one in caplog.records] == [
             (True, False),
@@ -166,7 +170,7 @@ async def test_a_missing_answer_column_costs_samples_not_the_run():
     runner = RewardRunner(RewardConfig(answer_key="solution"))
     await runner.start()
     try:
-        assert await runner.score_group(PROMPT, rollouts("a")) == [None]
+        assert await rewards_of(runner, PROMPT, rollouts("a")) == [None]
     finally:
         await runner.close()
 
@@ -176,7 +180,7 @@ async def test_several_processes_keep_the_order_of_rollouts(rewards_module):
     await runner.start()
     try:
         texts = ["x" * (i % 7) for i in range(40)]
-        rewards = await runner.score_group(PROMPT, rollouts(*texts))
+        rewards = await rewards_of(runner, PROMPT, rollouts(*texts))
         assert rewards == [float(len(text)) for text in texts]
     finally:
         await runner.close()
@@ -187,9 +191,9 @@ async def test_a_reward_is_told_how_a_response_ended_unless_a_column_has_that_na
     await runner.start()
     try:
         siblings = [Rollout([5], [0.0], [0], "a", reason) for reason in ("stop", "length")]
-        assert await runner.score_group(PROMPT, siblings) == [1.0, 0.0]
+        assert await rewards_of(runner, PROMPT, siblings) == [1.0, 0.0]
         column = replace(PROMPT, fields={**PROMPT.fields, "finish_reason": "stop"})
-        assert await runner.score_group(column, siblings) == [1.0, 1.0]
+        assert await rewards_of(runner, column, siblings) == [1.0, 1.0]
         assert "finish_reason" not in PROMPT.fields
     finally:
         await runner.close()
@@ -200,7 +204,7 @@ async def test_what_rewards_print_goes_to_the_log_file(rewards_module, tmp_path)
     runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave"), log_path=log)
     await runner.start()
     try:
-        await runner.score_group(PROMPT, rollouts("print"))
+        await rewards_of(runner, PROMPT, rollouts("print"))
     finally:
         await runner.close()
     assert log.stat().st_size > 1 << 22
@@ -254,7 +258,7 @@ async def test_a_reward_in_a_file_works_from_any_folder_and_its_source_is_kept(t
         with caplog.at_level(logging.INFO, "rollout.rewards.runner"):
             await runner.start()
         try:
-            assert await runner.score_group(PROMPT, rollouts("a")) == [0.25]
+            assert await rewards_of(runner, PROMPT, rollouts("a")) == [0.25]
         finally:
             await runner.close()
         assert (tmp_path / "reward_source.py").read_text() == IN_A_FILE
