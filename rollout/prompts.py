@@ -84,7 +84,8 @@ def read_prompts(
             raise DataError(f"{where}: the prompt has no tokens")
         fields = {key: value for key, value in row.items() if key != prompt_key}
         _check_plain(fields, where)
-        prompts.append(Prompt(len(prompts), tuple(token_ids), text, fields))
+        messages = row[prompt_key] if isinstance(row[prompt_key], list) else None
+        prompts.append(Prompt(len(prompts), tuple(token_ids), text, fields, messages))
     if not prompts:
         raise DataError(f"prompt file {file} has no rows")
     return prompts

@@ -60,6 +60,8 @@ class Prompt:
     """The prompt as the model sees it, for logs and for rewards."""
     fields: dict[str, Any] = field(default_factory=dict)
     """The row's other columns, for rewards."""
+    messages: list[dict[str, Any]] | None = None
+    """The row's prompt column where that is a list of chat messages; None: it is text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,32 @@ class Routes:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of an agent's episode: what the engine was given beyond an earlier turn's tokens, and how many tokens
+    it sampled. Example: Turn(parent=0, given_token_ids=[2, 41, 9], num_tokens=1) goes on from the episode's first turn.
+    """
+
+    parent: int | None
+    """Number of the turn whose prompt and response the engine was given first; None: nothing was given first."""
+    given_token_ids: list[int]
+    """What it was given after them."""
+    num_tokens: int
+    """Sampled tokens. They are the next ones in the lists of the rollout."""
+    reason: str = "start"
+    """Why there is no parent, or one that other turns go on from, too (rollout.agents.token_tree); "" otherwise."""
+    given: str = ""
+    """The text of given_token_ids, for logs."""
+    said: str = ""
+    """The text of the sampled tokens, for logs."""
+    routes: Routes | None = None
+    """From the position of the last token of the parent's response; see Rollout.routes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
-    """One sampled response. All lists have one entry per response token."""
+    """One sampled response, or an episode of an agent: all responses of its turns, one after the other. All lists have
+    one entry per sampled token.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -99,21 +125,35 @@ class Rollout:
     policy_versions: list[int]
     """Policy version that sampled each token; non-decreasing."""
     text: str
-    """What rewards judge. It contains special tokens only if reward.keep_special_tokens is set."""
+    """What rewards judge: the response, or an episode's last one. It contains special tokens only if
+    reward.keep_special_tokens is set."""
     finish_reason: str
-    """"stop" (end of sequence) or "length"."""
+    """"stop" (end of sequence) or "length"; an episode's is that of its last response."""
     num_evictions: int = 0
     """How often a publish ended this response's request because it needed the adapter slot that the request read."""
     routes: Routes | None = None
-    """None: the engine was not asked (parity.replay_routing=false)."""
+    """None: the engine was not asked (parity.replay_routing=false), or this is an episode, whose turns have them."""
+    turns: tuple[Turn, ...] = ()
+    """An episode's requests, in the order in which they were made; empty: one response to the group's prompt."""
+    failure: str = ""
+    """Why an episode has no reward: one of rollout.agents.failures; "": nothing failed."""
+    seconds: float | None = None
+    """An episode's duration; None: one response to the group's prompt."""
+
+    @property
+    def all_routes(self) -> list[tuple[Routes, int]]:
+        """The routes of each request, with the number of its sampled tokens."""
+        if self.routes is not None:
+            return [(self.routes, len(self.token_ids))]
+        return [(turn.routes, turn.num_tokens) for turn in self.turns if turn.routes is not None]
 
     @property
     def num_tokens_without_route(self) -> int:
         """Response tokens that were sampled at a position whose route is missing."""
-        if self.routes is None:
-            return 0
-        sampled_at = self.routes.is_recorded[len(self.routes.is_recorded) - len(self.token_ids) :]
-        return int(np.count_nonzero(~sampled_at))
+        return sum(
+            int(np.count_nonzero(~routes.is_recorded[len(routes.is_recorded) - num_tokens :]))
+            for routes, num_tokens in self.all_routes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +189,9 @@ class Group:
     parts: list[dict[str, float | None]] = field(default_factory=list)
     """One per rollout (Judgement.parts)."""
 
-    @property
-    def oldest_version(self) -> int:
-        """Oldest policy version in any token of the group."""
-        return min(version for rollout in self.rollouts for version in rollout.policy_versions)
+    def staleness_steps(self, policy_version: int) -> int:
+        """`policy_version` minus the oldest version in any token of the group; 0 of a group whose episodes all failed
+        before their first token.
+        """
+        versions = [version for rollout in self.rollouts for version in rollout.policy_versions]
+        return policy_version - min(versions, default=policy_version)

@@ -32,7 +32,7 @@ from conf.schema import RunConfig
 from orchestrator.environment import resolve_device
 from orchestrator.errors import CheckpointError
 from orchestrator.files.run_folder import flatten, to_plain
-from rollout.types import Group, Prompt, Rollout, Routes
+from rollout.types import Group, Prompt, Rollout, Routes, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -305,9 +305,14 @@ def _decode(raw: dict[str, Any]) -> np.ndarray:
 
 
 def _to_rollout(raw: dict[str, Any]) -> Rollout:
-    routes = raw.pop("routes", None)
-    return Rollout(**raw, routes=None if routes is None else Routes(**{k: _decode(v) for k, v in routes.items()}))
+    routes = _to_routes(raw.pop("routes", None))
+    turns = tuple(Turn(**turn | {"routes": _to_routes(turn["routes"])}) for turn in raw.pop("turns", ()))
+    return Rollout(**raw, routes=routes, turns=turns)
+
+
+def _to_routes(raw: dict[str, Any] | None) -> Routes | None:
+    return None if raw is None else Routes(**{name: _decode(array) for name, array in raw.items()})
 
 
 def _to_prompt(raw: dict[str, Any]) -> Prompt:
-    return Prompt(raw["prompt_id"], tuple(raw["token_ids"]), raw["text"], raw["fields"])
+    return Prompt(raw["prompt_id"], tuple(raw["token_ids"]), raw["text"], raw["fields"], raw.get("messages"))

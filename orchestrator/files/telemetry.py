@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,6 +30,9 @@ from orchestrator.files.loss_metrics import loss_metrics
 from orchestrator.files.metric_sinks import RayGauges, TensorBoardEvents, Value
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
+from rollout.agents.failures import FAILURES
+from rollout.agents.token_tree import REASONS
+from rollout.branches import branches_of
 from rollout.types import Group, Rollout
 from trainer.types import LossStats, OptimStats
 
@@ -118,6 +121,12 @@ METRICS: dict[str, str] = {
     "rollout/tokens_per_s": "response tokens of the batch over seconds of the step",
     "rollout/response_tokens_mean": "mean response length",
     "rollout/truncated_fraction": "responses that ended by length",
+    "rollout/turns_mean": "rollout.agent: mean turns of an episode",
+    "rollout/branches_mean": "rollout.agent: mean sequences that the trainer makes of an episode",
+    **{f"rollout/branches_{reason}": f"rollout.agent: branches because {why}" for reason, why in REASONS.items()},
+    "rollout/episode_s_mean": "rollout.agent: mean seconds of an episode",
+    "rollout/episode_s_max": "rollout.agent: the longest of them",
+    **{f"rollout/failed_{kind}": f"rollout.agent: {what}; they are left out" for kind, what in FAILURES.items()},
     "rollout/evictions": "requests of these responses that a publish ended for their slot (weight_sync.on_busy_slot)",
     "rollout/groups_failed": "groups sampled again since the last step because their worker failed",
     "rollout/groups_uninformative": "groups replaced since the last step because their rewards were all equal",
@@ -261,7 +270,7 @@ class Telemetry:
         training = record.groups[:num_shown] if record.shows_groups else ()
         held_out = record.eval_groups[:num_shown]
         for kind, group in [*(("training", group) for group in training), *(("held-out", group) for group in held_out)]:
-            row = {
+            row: dict[str, Any] = {
                 "step": record.step,
                 "policy_version": record.policy_version,
                 "kind": kind,
@@ -270,6 +279,9 @@ class Telemetry:
                 "reward": group.rewards[0],
                 "finish_reason": group.rollouts[0].finish_reason,
             }
+            if group.rollouts[0].turns:
+                row["turns"] = [{"given": turn.given, "said": turn.said} for turn in group.rollouts[0].turns]
+                row["failure"] = group.rollouts[0].failure
             self._samples.write(json.dumps(row) + "\n")
         self._samples.flush()
 
@@ -303,7 +315,13 @@ def _rollout_metrics(record: StepRecord) -> dict[str, Value]:
     rollouts = [rollout for group in record.groups for rollout in group.rollouts]
     rewards = _known([group.rewards for group in record.groups])
     num_response_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-    num_prompt_tokens = sum(len(group.prompt.token_ids) * len(group.rollouts) for group in record.groups)
+    lengths = [
+        len(branch.token_ids)
+        for group in record.groups
+        for rollout in group.rollouts
+        for branch in branches_of(group.prompt, rollout)
+    ]
+    num_tokens = sum(lengths)
     extra = record.extra
     train_s = float(extra.get("trainer/forward_backward_s") or 0) + float(extra.get("trainer/optimizer_s") or 0)
     step_s = extra.get("step/total_s")
@@ -317,15 +335,30 @@ def _rollout_metrics(record: StepRecord) -> dict[str, Value]:
         "rollout/response_tokens_mean": num_response_tokens / len(rollouts),
         "rollout/truncated_fraction": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
         "rollout/evictions": sum(rollout.num_evictions for rollout in rollouts),
-        **_route_metrics(rollouts, num_prompt_tokens + num_response_tokens),
-        "trainer/tokens_per_s_per_rank": (num_prompt_tokens + num_response_tokens) / train_s / record.num_ranks
-        if train_s
-        else None,
+        **_route_metrics(rollouts, num_tokens),
+        **_episode_metrics(rollouts, len(lengths)),
+        "trainer/tokens_per_s_per_rank": num_tokens / train_s / record.num_ranks if train_s else None,
+    }
+
+
+def _episode_metrics(rollouts: Sequence[Rollout], num_branches: int) -> dict[str, Value]:
+    seconds = [rollout.seconds for rollout in rollouts if rollout.seconds is not None]
+    if not seconds:
+        return {}
+    reasons = Counter(turn.reason for rollout in rollouts for turn in rollout.turns)
+    failures = Counter(rollout.failure for rollout in rollouts)
+    return {
+        "rollout/turns_mean": sum(len(rollout.turns) for rollout in rollouts) / len(rollouts),
+        "rollout/branches_mean": num_branches / len(rollouts),
+        **{f"rollout/branches_{reason}": reasons[reason] for reason in REASONS},
+        "rollout/episode_s_mean": sum(seconds) / len(seconds),
+        "rollout/episode_s_max": max(seconds),
+        **{f"rollout/failed_{kind}": failures[kind] for kind in FAILURES},
     }
 
 
 def _route_metrics(rollouts: Sequence[Rollout], num_tokens: int) -> dict[str, Value]:
-    routes = [rollout.routes for rollout in rollouts if rollout.routes is not None]
+    routes = [routes for rollout in rollouts for routes, _ in rollout.all_routes]
     if not routes:
         return {}
     return {

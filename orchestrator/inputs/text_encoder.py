@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from conf.errors import ConfigError
 from conf.schema import ModelConfig
+from rollout.chat_template import ChatTemplate
 
 TOKENIZER_FILE = "tokenizer.json"
 """What prompts and responses are read with, by `tokenizers`."""
@@ -73,7 +74,7 @@ class TextEncoder:
             raise ConfigError(
                 f"{folder / TOKENIZER_FILE} is not a tokenizer ({error}); copy the model's own, whole"
             ) from error
-        self._templates: Any = None
+        self._template = ChatTemplate(folder)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text."""
@@ -97,13 +98,4 @@ class TextEncoder:
 
     def render_messages(self, messages: Sequence[dict[str, Any]], *, is_open: bool) -> str:
         """The chat template's text; `is_open` adds what precedes an assistant's answer."""
-        template = self._transformers().apply_chat_template
-        return str(template(list(messages), tokenize=False, add_generation_prompt=is_open))
-
-    def _transformers(self) -> Any:
-        if self._templates is None:
-            import transformers
-
-            loader: Any = transformers.AutoTokenizer
-            self._templates = loader.from_pretrained(self._folder)
-        return self._templates
+        return self._template.render(messages, is_open=is_open)

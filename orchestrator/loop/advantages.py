@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from conf.schema import AdvantageScale, AlgorithmConfig
+from rollout.branches import Branch, branches_of
 from rollout.types import Group
 from trainer.types import Denominators, Sample
 
@@ -47,7 +48,8 @@ def is_informative(rewards: Sequence[float | None]) -> bool:
 
 
 def build_samples(groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng: np.random.Generator) -> list[Sample]:
-    """Samples of one batch, in group order; rollouts without a reward and empty responses are left out, and with
+    """Samples of one batch, in group order: one for each response, or for each branch of an agent's episode, which all
+    have the episode's advantage. Rollouts without a reward and empty responses are left out, and with
     `algorithm.mask_truncated` those that ended by length, after they counted in their group's advantages. With
     `parity.replay_routing`, tokens that were sampled at a position whose route is missing are left out in the same way.
 
@@ -67,7 +69,8 @@ def build_samples(groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng:
         values = np.array([advantages[i] for i in kept], dtype=np.float32)
         if config.shuffle_advantages:
             values = shuffle_rng.permutation(values)
-        samples += [_build_sample(group, i, value) for i, value in zip(kept, values, strict=True)]
+        for i, value in zip(kept, values, strict=True):
+            samples += [_build_sample(branch, value) for branch in branches_of(group.prompt, group.rollouts[i])]
     return [sample for sample in samples if sample.num_valid_tokens]
 
 
@@ -77,7 +80,7 @@ def denominators_of(samples: Sequence[Sample], policy_version: int, max_response
     Args:
         samples: the whole batch.
         policy_version: the version about to be trained.
-        max_response_tokens: rollout.sampling.max_tokens; fine-tuning has none.
+        max_response_tokens: RunConfig.max_response_tokens; fine-tuning has none.
     """
     return Denominators(
         num_valid_tokens=sum(sample.num_valid_tokens for sample in samples),
@@ -87,26 +90,20 @@ def denominators_of(samples: Sequence[Sample], policy_version: int, max_response
     )
 
 
-def _build_sample(group: Group, index: int, advantage: float) -> Sample:
-    """Prompt tokens, then the response's; masks and per-token values are zero on the prompt."""
-    rollout = group.rollouts[index]
-    num_prompt = len(group.prompt.token_ids)
-    num_tokens = num_prompt + len(rollout.token_ids)
-    loss_mask = np.zeros(num_tokens, dtype=bool)
-    loss_mask[num_prompt:] = True
-    rollout_logprobs = np.zeros(num_tokens, dtype=np.float32)
-    rollout_logprobs[num_prompt:] = rollout.logprobs
+def _build_sample(branch: Branch, advantage: float) -> Sample:
+    """Masks and per-token values are zero on tokens that the engine was given."""
+    loss_mask = np.array(branch.counts, dtype=bool)
     experts = has_route = None
-    if rollout.routes is not None:
-        experts = np.concatenate([rollout.routes.experts, np.zeros_like(rollout.routes.experts[:1])])
-        has_route = np.append(rollout.routes.is_recorded, False)
-        loss_mask[1:] &= rollout.routes.is_recorded  # token t was sampled at position t - 1
+    if branch.routes is not None:
+        experts = np.concatenate([branch.routes.experts, np.zeros_like(branch.routes.experts[:1])])
+        has_route = np.append(branch.routes.is_recorded, False)
+        loss_mask[1:] &= branch.routes.is_recorded  # token t was sampled at position t - 1
     return Sample(
-        token_ids=np.array([*group.prompt.token_ids, *rollout.token_ids], dtype=np.int32),
+        token_ids=np.array(branch.token_ids, dtype=np.int32),
         loss_mask=loss_mask,
-        rollout_logprobs=rollout_logprobs,
+        rollout_logprobs=np.array(branch.logprobs, dtype=np.float32),
         advantages=np.where(loss_mask, np.float32(advantage), np.float32(0.0)),
-        oldest_version=min(rollout.policy_versions),
+        oldest_version=min(branch.policy_versions),
         routed_experts=experts,
         has_route=has_route,
     )

@@ -150,7 +150,7 @@ class GroupBuffer:
                 self._changed.notify_all()
             index, self._num_batches = self._num_batches, self._num_batches + 1
             groups = [self._groups.pop(number) for number in numbers]
-        ages = [policy_version - group.oldest_version for group in groups]
+        ages = [group.staleness_steps(policy_version) for group in groups]
         return Batch(index, groups, ages, num_dropped)
 
     async def open_next_batch(self) -> None:
@@ -190,4 +190,4 @@ class GroupBuffer:
         return is_within_run and number < (self._num_opened + self._max_staleness_steps + 1) * self._groups_per_step
 
     def _is_too_old(self, group: Group, policy_version: int) -> bool:
-        return self._enforce_bound and policy_version - group.oldest_version > self._max_staleness_steps
+        return self._enforce_bound and group.staleness_steps(policy_version) > self._max_staleness_steps

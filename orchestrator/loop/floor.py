@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from orchestrator.files.telemetry import Value
 from orchestrator.fleet.router import Router
+from rollout.branches import branches_of
 from rollout.types import Group
 
 logger = logging.getLogger(__name__)
@@ -36,12 +37,14 @@ async def measure_floor(
         Metrics by name; empty when no group is of that version, or the engines moved on or failed.
     """
     longest = min(MAX_SCORED_TOKENS, max_model_len - 1)  # vLLM insists on one more token
-    chosen = [
-        (group.prompt.token_ids, rollout.token_ids, rollout.logprobs)
+    responses = [
+        branch.first_response
         for group in groups
         for rollout in group.rollouts[:1]
-        if rollout.token_ids and set(rollout.policy_versions) == {version} and len(group.prompt.token_ids) < longest
-    ][:num_sequences]
+        for branch in branches_of(group.prompt, rollout)[:1]
+        if set(branch.policy_versions) == {version}
+    ]
+    chosen = [response for response in responses if len(response[0]) < longest][:num_sequences]
     differences: list[float] = []
     try:
         async with asyncio.timeout(FLOOR_TIMEOUT_S):

@@ -1,0 +1,94 @@
+"""A model folder's chat template, tokenizer and tool calls, as the token tree and the endpoint call them.
+
+Owns: what the client gets of a sampled turn (its text, and the tool calls in it). Does not own: which tokens a request
+is made of (token_tree.py) nor vLLM's parsers (tool_calls.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from rollout.agents.tool_calls import ToolCallParser
+from rollout.chat_template import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a sampled turn says. Example: Reply("", [{"id": "call-1", "type": "function", "function": {...}}])."""
+
+    content: str
+    tool_calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant's message, as OpenAI's protocol has it."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or None}
+        if self.tool_calls:
+            return message | {"tool_calls": self.tool_calls}
+        return message | {"content": self.content}
+
+
+class FolderChatText:
+    """See the module's docstring.
+
+    Args:
+        folder: With tokenizer.json and a chat template.
+        stop_token_ids: Tokens that end a response.
+        tool_parser: Name of one of vLLM's tool parsers; None: tool calls stay text.
+    """
+
+    def __init__(self, folder: Path, stop_token_ids: Sequence[int], tool_parser: str | None = None) -> None:
+        self._template = ChatTemplate(folder)
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.stop_texts: Mapping[int, str] = {token: self.decode([token]) for token in stop_token_ids}
+        self._specials = sorted(
+            {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special},
+            key=len,
+            reverse=True,
+        )
+        self._parser = None if tool_parser is None else ToolCallParser(tool_parser, self._template.tokenizer)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, is_open: bool
+    ) -> str:
+        """The template's text."""
+        return self._template.render(messages, is_open=is_open, tools=tools)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids; nothing is added."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text, special tokens included."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def reply(self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Reply:
+        """What the client gets of a sampled turn. The token that ended it is left out, as vLLM does."""
+        said = list(token_ids[:-1]) if token_ids and token_ids[-1] in self.stop_texts else list(token_ids)
+        if self._parser is None or not tools:
+            return Reply(self._tokenizer.decode(said, skip_special_tokens=True))
+        skips = self._parser.skips_special_tokens(tools)
+        return Reply(*self._parser.parse(self._tokenizer.decode(said, skip_special_tokens=skips), tools))
+
+    def meaning(self, text: str, tools: Sequence[Mapping[str, Any]]) -> object:
+        """The text without blanks and special tokens, and its tool calls as values."""
+        calls: list[dict[str, Any]] = []
+        if self._parser is not None and tools:
+            text, calls = self._parser.parse(text, tools)
+        for special in self._specials:
+            text = text.replace(special, "")
+        return "".join(text.split()), [_call_meaning(call["function"]) for call in calls]
+
+
+def _call_meaning(function: Mapping[str, Any]) -> tuple[str, str]:
+    arguments = function["arguments"]
+    with contextlib.suppress(ValueError):
+        arguments = json.dumps(json.loads(arguments), sort_keys=True)
+    return function["name"], arguments

@@ -1,0 +1,307 @@
+"""OpenAI's protocol over HTTP, for the episodes of a run: whatever speaks it can be an agent.
+
+    POST /v1/chat/completions   messages, tools, stream, max_tokens, n, logprobs
+    POST /v1/completions        prompt (text or token ids), the same
+    GET  /v1/models             one model, "policy"
+    Authorization: Bearer KEY   the key of one episode; requests of different episodes never meet
+
+Owns: the protocol, and what of it is refused. Does not own: what a request samples (episode.py), when an episode ends
+(service.py).
+What would make the log-probabilities that training needs wrong is refused or taken from the run's options: temperature
+and top_p are rollout.sampling's, whatever a request says; constrained decoding is refused. A streamed answer is sent
+when it is complete, in the protocol's events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from rollout.agents.episode import Answer, EngineFailed, Episode, EpisodeOver, LimitReached
+
+logger = logging.getLogger(__name__)
+
+MODEL = "policy"
+MAX_BODY_BYTES = 64 << 20
+MAX_CHOICES = 64
+_REFUSED = {
+    "stop": "stop strings",
+    "response_format": "constrained decoding",
+    "guided_json": "constrained decoding",
+    "guided_regex": "constrained decoding",
+    "guided_choice": "constrained decoding",
+    "guided_grammar": "constrained decoding",
+    "structured_outputs": "constrained decoding",
+    "functions": "functions (the protocol's older form of tools)",
+    "logit_bias": "logit_bias",
+    "suffix": "suffix",
+    "echo": "echo",
+}
+"""Fields that change what is sampled, and that this endpoint does not do."""
+
+
+class BadRequest(Exception):
+    """What a client asked for is refused; the message says why."""
+
+
+class Endpoint:
+    """See the module's docstring.
+
+    Args:
+        episodes: Key -> episode, of all that go on.
+    """
+
+    def __init__(self, episodes: Mapping[str, Episode]) -> None:
+        self._episodes = episodes
+        self._runner: web.AppRunner | None = None
+        self._has_warned = False
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen. Returns the base URL.
+
+        Raises:
+            OSError: The port is taken, or the address is not this machine's.
+        """
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, backlog=4096)
+        await site.start()
+        name, bound, *_ = self._runner.addresses[0]
+        return f"http://[{name}]:{bound}/v1" if ":" in name else f"http://{name}:{bound}/v1"
+
+    async def close(self) -> None:
+        """Listen no more."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        if self._episode_of(request) is None:
+            return _wrong_key()
+        return web.json_response(
+            {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "slipstream"}]}
+        )
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, is_chat=True)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, is_chat=False)
+
+    async def _answer(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
+        episode = self._episode_of(request)
+        if episode is None:
+            return _wrong_key()
+        try:
+            body = await _body_of(request)
+            self._check(body)
+            answers = await self._sample(episode, body, is_chat=is_chat)
+        except LimitReached as e:
+            code = "turn_limit_exceeded" if e.kind == "turns" else "context_length_exceeded"
+            return _error(400, str(e), code)
+        except EpisodeOver as e:
+            return _error(403, str(e), "episode_over")
+        except EngineFailed as e:
+            return _error(500, str(e), "engine_failed")
+        except web.HTTPException:
+            raise
+        except BadRequest as e:
+            return _error(400, str(e), "invalid_request")
+        except Exception as e:  # noqa: BLE001 - a template's own code may raise anything
+            return _error(400, f"the chat template refuses the messages: {type(e).__name__}: {e}", "invalid_request")
+        answer = _chat_answer(answers, body) if is_chat else _completion_answer(answers, body)
+        if body.get("stream"):
+            return await _stream(request, answer, body, is_chat=is_chat)
+        return web.json_response(answer)
+
+    async def _sample(self, episode: Episode, body: Mapping[str, Any], *, is_chat: bool) -> list[Answer]:
+        num = _number(body, "n", 1, most=MAX_CHOICES) or 1
+        max_tokens = _number(body, "max_completion_tokens", 1) or _number(body, "max_tokens", 1)
+        if is_chat:
+            messages, tools = _messages_of(body), _tools_of(body)
+            calls = [episode.chat(messages, tools, max_tokens=max_tokens) for _ in range(num)]
+        else:
+            prompt = _prompt_of(body)
+            calls = [episode.complete(prompt, max_tokens=max_tokens) for _ in range(num)]
+        return list(await asyncio.gather(*calls))
+
+    def _check(self, body: Mapping[str, Any]) -> None:
+        """Refuse what is not done; say once that temperatures are not a client's."""
+        for name, what in _REFUSED.items():
+            value = body.get(name)
+            is_plain_text = name == "response_format" and isinstance(value, Mapping) and value.get("type") == "text"
+            if value not in (None, [], {}, False, "") and not is_plain_text:
+                raise BadRequest(f"{name}: {what} is not supported by the endpoint of a training run")
+        if body.get("tool_choice") not in (None, "auto", "none"):
+            raise BadRequest('tool_choice: only "auto" and "none"; a forced call would be constrained decoding')
+        if not self._has_warned and any(body.get(name) is not None for name in ("temperature", "top_p")):
+            self._has_warned = True
+            logger.warning(
+                "an agent asks for a temperature or top_p of its own; it gets rollout.sampling's, under which the "
+                "trainer computes log-probabilities"
+            )
+
+    def _episode_of(self, request: web.Request) -> Episode | None:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        return self._episodes.get(key.strip()) if scheme.lower() == "bearer" else None
+
+
+async def _body_of(request: web.Request) -> dict[str, Any]:
+    raw = await request.read()
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as e:
+        raise BadRequest(f"the body is not JSON: {e}") from e
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body must be a JSON object, got {type(body).__name__}")
+    return body
+
+
+def _number(body: Mapping[str, Any], name: str, least: int, *, most: int | None = None) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        raise BadRequest(f"{name} must be a whole number from {least}{f' to {most}' if most else ''}, got {value!r}")
+    return value
+
+
+def _messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages = body.get("messages")
+    is_good = isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
+    if not is_good:
+        raise BadRequest("messages must be a non-empty list of objects with a role")
+    return [_with_text(message) for message in messages]
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its text parts joined; other parts are for models that see."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        raise BadRequest("content: only parts of type text")
+    return {**message, "content": "".join(str(part.get("text", "")) for part in content)}
+
+
+def _tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(
+        isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools
+    ):
+        raise BadRequest("tools must be a list of objects with a function")
+    return [] if body.get("tool_choice") == "none" else tools
+
+
+def _prompt_of(body: Mapping[str, Any]) -> str | list[int]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(isinstance(token, int) and token >= 0 for token in prompt):
+        return prompt
+    raise BadRequest("prompt must be text, or a list of token ids; one prompt a request")
+
+
+def _chat_answer(answers: list[Answer], body: Mapping[str, Any]) -> dict[str, Any]:
+    choices = [
+        {
+            "index": index,
+            "message": answer.reply.message,
+            "finish_reason": "tool_calls" if answer.reply.tool_calls else answer.sampled.finish_reason,
+            "logprobs": {"content": _token_logprobs(answer)} if body.get("logprobs") else None,
+        }
+        for index, answer in enumerate(answers)
+    ]
+    return _envelope("chat.completion", "chatcmpl", answers, choices)
+
+
+def _completion_answer(answers: list[Answer], body: Mapping[str, Any]) -> dict[str, Any]:
+    choices = [
+        {
+            "index": index,
+            "text": answer.reply.content,
+            "finish_reason": answer.sampled.finish_reason,
+            "logprobs": {
+                "tokens": answer.tokens,
+                "token_logprobs": answer.sampled.logprobs,
+                "top_logprobs": None,
+                "text_offset": [],
+            }
+            if body.get("logprobs") is not None
+            else None,
+        }
+        for index, answer in enumerate(answers)
+    ]
+    return _envelope("text_completion", "cmpl", answers, choices)
+
+
+def _token_logprobs(answer: Answer) -> list[dict[str, Any]]:
+    return [
+        {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace")), "top_logprobs": []}
+        for token, logprob in zip(answer.tokens, answer.sampled.logprobs, strict=True)
+    ]
+
+
+def _envelope(kind: str, prefix: str, answers: list[Answer], choices: list[dict[str, Any]]) -> dict[str, Any]:
+    num_prompt = answers[0].num_prompt_tokens
+    num_sampled = sum(len(answer.sampled.token_ids) for answer in answers)
+    return {
+        "id": f"{prefix}-{answers[0].sampled.request}",
+        "object": kind,
+        "created": math.floor(time.time()),
+        "model": MODEL,
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+        },
+    }
+
+
+async def _stream(
+    request: web.Request, answer: dict[str, Any], body: Mapping[str, Any], *, is_chat: bool
+) -> web.StreamResponse:
+    """The whole answer as server-sent events."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    head = {key: answer[key] for key in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk" if is_chat else answer["object"]
+    events: list[dict[str, Any]] = []
+    for choice in answer["choices"]:
+        index, reason = choice["index"], choice["finish_reason"]
+        if is_chat:
+            message = choice["message"]
+            calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", []))]
+            delta = {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}
+            events.append({"index": index, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]})
+            events.append({"index": index, "delta": {}, "finish_reason": reason, "logprobs": None})
+        else:
+            events.append(choice)
+    chunks = [{**head, "choices": [event]} for event in events]
+    if (body.get("stream_options") or {}).get("include_usage"):
+        chunks.append({**head, "choices": [], "usage": answer["usage"]})
+    for chunk in chunks:
+        await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def _wrong_key() -> web.Response:
+    return _error(401, "this key is not of an episode that goes on (Authorization: Bearer KEY)", "invalid_api_key")
+
+
+def _error(status: int, message: str, code: str) -> web.Response:
+    kind = "authentication_error" if status == 401 else "invalid_request_error"
+    return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": code}}, status=status)

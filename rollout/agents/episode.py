@@ -1,0 +1,194 @@
+"""One episode: its limits, its token tree, and its requests, which an engine samples elsewhere.
+
+    endpoint --messages--> Episode.chat --parent, new tokens--> controller's router --> an engine
+                                ^------------- sampled tokens -----------+
+
+Owns: the limits on turns and tokens, enforced here and not by the agent's goodwill, and which turns there were. Does
+not own: HTTP (endpoint.py), the deadline (service.py), tokens of a conversation (token_tree.py).
+Invariant: a limit that was reached stays reached; every turn that the engine sampled is in `turns`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.agents.chat_text import FolderChatText, Reply
+from rollout.agents.failures import TOKENS, TURNS
+from rollout.agents.token_tree import Planned, TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one episode may use."""
+
+    max_turns: int
+    max_tokens: int
+    """Sampled tokens of all turns."""
+    max_turn_tokens: int
+    """Sampled tokens of one turn."""
+    max_model_len: int
+    """Prompt and sampled tokens of one turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What an engine sampled for one request."""
+
+    request: int
+    """The controller's number of it."""
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+class LimitReached(Exception):
+    """The episode may sample no more. `kind` is TURNS or TOKENS."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class EpisodeOver(Exception):
+    """The episode has ended: its deadline passed, or its agent returned."""
+
+
+class EngineFailed(Exception):
+    """The engines failed a request for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """A turn, as the controller is told of it (rollout.types.Turn, which it makes of this)."""
+
+    request: int
+    parent: int | None
+    reason: str
+    given: str
+    said: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client gets of one turn."""
+
+    reply: Reply
+    sampled: Sampled
+    num_prompt_tokens: int
+    tokens: list[str] = field(default_factory=list[str])
+    """Text of each sampled token; only where log-probabilities were asked for."""
+
+
+Generate = Callable[[int | None, list[int], int], Awaitable[Sampled]]
+"""(the parent's request, tokens after those of the parent, most tokens to sample) -> what was sampled."""
+
+
+class Episode:
+    """See the module's docstring.
+
+    Args:
+        number: The controller's number of it.
+        key: What its requests are authenticated with.
+    """
+
+    def __init__(self, number: int, key: str, chat: FolderChatText, limits: Limits, generate: Generate) -> None:
+        self.number = number
+        self.key = key
+        self.turns: list[TurnRecord] = []
+        self.last_reply = ""
+        """Text of the newest turn."""
+        self.last_finish_reason = "stop"
+        self.reached = ""
+        """The limit that was reached: TURNS, TOKENS, or ""."""
+        self.engine_failed = False
+        self.started = time.monotonic()
+        self._chat = chat
+        self._limits = limits
+        self._generate = generate
+        self._tree = TokenTree(chat)
+        self._num_turns = 0
+        self._num_tokens = 0
+        self._is_over = False
+        self._requests: set[asyncio.Task[Any]] = set()
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        max_tokens: int | None = None,
+    ) -> Answer:
+        """One turn of a conversation.
+
+        Raises:
+            LimitReached: Nothing was sampled.
+            EpisodeOver: The episode ended, perhaps while this waited.
+            EngineFailed: See there.
+            Exception: The template refuses the messages.
+        """
+        return await self._turn(self._tree.plan(messages, tools), max_tokens, tools, is_chat=True)
+
+    async def complete(self, prompt: str | Sequence[int], *, max_tokens: int | None = None) -> Answer:
+        """One turn after a plain prompt. Raises: as chat()."""
+        return await self._turn(self._tree.plan_text(prompt), max_tokens, (), is_chat=False)
+
+    def end(self) -> None:
+        """Refuse further requests and end those in flight. Idempotent."""
+        self._is_over = True
+        for request in self._requests:
+            request.cancel()
+
+    async def _turn(
+        self, planned: Planned, max_tokens: int | None, tools: Sequence[Mapping[str, Any]], *, is_chat: bool
+    ) -> Answer:
+        most = self._most_tokens(planned, max_tokens)
+        self._num_turns += 1
+        self._num_tokens += most  # reserved, so that requests at the same time keep the limit
+        parent = None if planned.parent is None else self.turns[planned.parent].request
+        request = asyncio.ensure_future(self._generate(parent, planned.token_ids, most))
+        self._requests.add(request)
+        num_sampled = 0
+        try:
+            await asyncio.wait({request})
+            if self._is_over or request.cancelled():
+                raise EpisodeOver("this episode is over")
+            sampled = request.result()
+            num_sampled = len(sampled.token_ids)
+        except EngineFailed:
+            self.engine_failed = True
+            raise
+        finally:
+            self._num_tokens -= most - num_sampled
+            self._requests.discard(request)
+            request.cancel()
+        reply = self._chat.reply(sampled.token_ids, tools)
+        _, reason = self._tree.record(planned, sampled.token_ids, reply.message if is_chat else None)
+        said = self._chat.decode(sampled.token_ids)
+        self.turns.append(TurnRecord(sampled.request, planned.parent, reason, planned.text, said))
+        self.last_reply, self.last_finish_reason = reply.content, sampled.finish_reason
+        tokens = [self._chat.decode([token]) for token in sampled.token_ids]
+        return Answer(reply, sampled, planned.num_tokens, tokens)
+
+    def _most_tokens(self, planned: Planned, asked: int | None) -> int:
+        """How many tokens the turn may sample."""
+        if self._is_over:
+            raise EpisodeOver("this episode is over")
+        limits = self._limits
+        if self._num_turns >= limits.max_turns:
+            self.reached = TURNS
+            raise LimitReached(f"this episode has had its {limits.max_turns} turns (rollout.episodes.max_turns)", TURNS)
+        room = limits.max_model_len - planned.num_tokens
+        left = limits.max_tokens - self._num_tokens
+        if room < 1 or left < 1:
+            self.reached = TOKENS
+            why = (
+                f"the conversation has {planned.num_tokens} tokens and rollout.max_model_len is {limits.max_model_len}"
+                if room < 1
+                else f"this episode has sampled its {limits.max_tokens} tokens (rollout.episodes.max_tokens)"
+            )
+            raise LimitReached(why, TOKENS)
+        return min(room, left, limits.max_turn_tokens, *([asked] if asked is not None else []))

@@ -1,0 +1,24 @@
+"""The ways in which an episode of an agent can fail, one word each. Each word is a metric: rollout/failed_<word>."""
+
+from __future__ import annotations
+
+RAISED = "raised"
+NOT_A_NUMBER = "not_a_number"
+TIMEOUT = "timeout"
+TURNS = "turns"
+TOKENS = "tokens"
+ENGINE = "engine"
+DIED = "died"
+BLOCKED = "blocked"
+
+FAILURES: dict[str, str] = {
+    RAISED: "episodes whose agent raised",
+    NOT_A_NUMBER: "episodes whose agent returned something else than a finite number or None",
+    TIMEOUT: "episodes that took longer than rollout.episodes.timeout_s",
+    TURNS: "episodes whose agent raised after rollout.episodes.max_turns was reached",
+    TOKENS: "the same after rollout.episodes.max_tokens or rollout.max_model_len",
+    ENGINE: "episodes whose engines failed a request for good",
+    DIED: "episodes whose agent process ended",
+    BLOCKED: "episodes whose agent process did not answer for rollout.episodes.blocked_s",
+}
+"""Word -> meaning."""

@@ -1,0 +1,82 @@
+"""Tool calls in a response, found by vLLM's own parsers. The only file of this room that knows vLLM.
+
+Owns: the list of parsers, read without importing vLLM, and the call of one of them. Does not own: what follows from a
+call. vLLM 0.25.1 and 0.32 have what is used here.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+NOT_CALLED_ALONE = frozenset({"openai"})
+"""Parsers that vLLM runs within another one that reads tokens instead of text (gpt-oss)."""
+
+
+def parser_names() -> list[str]:
+    """Names of vLLM's tool parsers; empty without vLLM. Its table is read as text: the import takes seconds."""
+    spec = importlib.util.find_spec("vllm")
+    places = [] if spec is None or spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+    for place in places:
+        source = Path(place) / "tool_parsers" / "__init__.py"
+        if not source.is_file():
+            continue
+        for statement in ast.parse(source.read_text()).body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "_TOOL_PARSERS_TO_REGISTER":
+                return sorted(set(ast.literal_eval(statement.value)) - NOT_CALLED_ALONE)
+    return []
+
+
+class ToolCallParser:
+    """One of vLLM's parsers.
+
+    Args:
+        name: One of parser_names().
+        tokenizer: The model's, in transformers' class.
+    """
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        from vllm.tool_parsers import ToolParserManager
+
+        self._class = ToolParserManager.get_tool_parser(name)
+        self._tokenizer = tokenizer
+
+    def skips_special_tokens(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the parser wants the text without special tokens."""
+        request = self._request(tools)
+        return self._made(request).adjust_request(request).skip_special_tokens
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+        """(text beside the calls, the calls as OpenAI's protocol has them); no calls if the parser fails."""
+        request = self._request(tools)
+        try:
+            found = self._made(request).extract_tool_calls(text, request=request)
+        except Exception as e:  # noqa: BLE001 - the edge to vLLM's parsers, which raise anything on a model's text
+            logger.warning("the tool parser failed on a response, which counts as text: %s: %s", type(e).__name__, e)
+            return text, []
+        if not found.tools_called:
+            return found.content if found.content is not None else text, []
+        calls = [
+            {
+                "id": f"call-{secrets.token_hex(8)}",
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for call in found.tool_calls
+        ]
+        return found.content or "", calls
+
+    def _request(self, tools: Sequence[Mapping[str, Any]]) -> Any:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        return ChatCompletionRequest.model_validate({"messages": [], "model": "policy", "tools": list(tools)})
+
+    def _made(self, request: Any) -> Any:
+        return self._class(self._tokenizer, request.tools)

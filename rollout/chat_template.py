@@ -1,0 +1,74 @@
+"""A tokenizer's chat template: messages to text, for prompts, conversations and agents.
+
+Does not own: tokens, because its callers encode the text themselves. Loads transformers when it first renders a chat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class ChatTemplate:
+    """The template of a tokenizer's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tokenizer: Any = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The folder's tokenizer in transformers' class."""
+        if self._tokenizer is None:
+            import transformers
+
+            loader: Any = transformers.AutoTokenizer
+            self._tokenizer = loader.from_pretrained(self._folder)
+        return self._tokenizer
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        is_open: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The template's text.
+
+        Args:
+            messages: As OpenAI's protocol has them. Templates expect the arguments of a tool call as an object, and the
+                protocol sends them as text, so they are parsed here.
+            is_open: Whether to add what precedes an assistant's answer.
+            tools: What the assistant may call.
+            options: Further variables of the template, such as enable_thinking.
+
+        Raises:
+            Exception: Of any class: the template's own refusal.
+        """
+        return str(
+            self.tokenizer.apply_chat_template(
+                [_with_objects(message) for message in messages],
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=is_open,
+                **(options or {}),
+            )
+        )
+
+
+def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with every tool call's arguments as an object, where they are one."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    parsed: list[dict[str, Any]] = []
+    for call in calls:
+        function = dict(call.get("function") or {})
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # else the model's own words, rendered as they are
+            function["arguments"] = json.loads(function["arguments"])
+        parsed.append({**call, "function": function})
+    return {**message, "tool_calls": parsed}

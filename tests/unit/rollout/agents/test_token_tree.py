@@ -1,0 +1,181 @@
+"""Locks: a conversation keeps the tokens that the engine sampled, or begins a branch and says why.
+
+The templates are those of models that people train, cut to what renders messages (tests/fakes/chat_templates.py says
+where they are from). The engine is random: it samples any text, cuts responses off, and calls tools in odd spellings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from fakes.chat_templates import TEMPLATES, FakeChatText
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.agents.token_tree import CONTINUED, EDITED, FORK, NEW, START, TEMPLATE, TOOLS, TokenTree
+
+Messages = list[dict[str, Any]]
+
+
+class Conversation:
+    """A tree, and what the engine was given and sampled in each turn."""
+
+    def __init__(self, template: str) -> None:
+        self.chat = FakeChatText(template)
+        self.tree = TokenTree(self.chat)
+        self.tokens: list[list[int]] = []
+        self.parents: list[int | None] = []
+
+    def ask(self, messages: Messages, said: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[dict[str, Any], str]:
+        """One turn, in which the engine samples `said`. Returns the reply and the reason."""
+        planned = self.tree.plan(messages, tools)
+        before = [] if planned.parent is None else self.tokens[planned.parent]
+        assert planned.num_tokens == len(before) + len(planned.token_ids)
+        sampled = self.chat.encode(said)
+        reply = self.chat.reply(sampled, tools)
+        number, reason = self.tree.record(planned, sampled, reply)
+        assert number == len(self.tokens)
+        self.tokens.append([*before, *planned.token_ids, *sampled])
+        self.parents.append(planned.parent)
+        return reply, reason
+
+    def text(self, number: int = -1) -> str:
+        return self.chat.decode(self.tokens[number])
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_conversation_keeps_what_was_sampled(template: str) -> None:
+    talk = Conversation(template)
+    messages = [user("one")]
+    for said in ("first", "second", "third"):
+        reply, reason = talk.ask(messages, said + talk.chat.end)
+        assert reason == (CONTINUED if len(talk.tokens) > 1 else START)
+        messages += [reply, user("more")]
+    assert talk.parents == [None, 0, 1]
+    assert talk.text() == talk.chat.render(messages[:5], (), is_open=True) + "third" + talk.chat.end
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_end_of_a_response_that_was_cut_off_is_added(template: str) -> None:
+    talk = Conversation(template)
+    reply, _ = talk.ask([user("one")], "cut o")
+    _, reason = talk.ask([user("one"), reply, user("go on")], "ff" + talk.chat.end)
+    assert reason == CONTINUED
+    assert talk.text() == talk.chat.render([user("one"), reply, user("go on")], (), is_open=True) + "ff" + talk.chat.end
+
+
+def test_thinking_that_the_template_removes_begins_a_branch() -> None:
+    talk = Conversation("qwen3")
+    reply, _ = talk.ask([user("one")], "<think>\nhm\n</think>\n\nfirst<|im_end|>")
+    _, reason = talk.ask([user("one"), reply, user("two")], "second<|im_end|>")
+    assert reason == TEMPLATE
+    assert talk.parents == [None, None]
+    assert "hm" not in talk.text(), "the model sees what the template shows, and is trained on that"
+
+
+def test_thinking_that_the_template_keeps_goes_on() -> None:
+    talk = Conversation("qwen3")
+    reply, _ = talk.ask([user("one")], "<think>\nhm\n</think>\n\ncalling<|im_end|>")
+    _, reason = talk.ask([user("one"), reply, {"role": "tool", "content": "4"}], "second<|im_end|>")
+    assert reason == CONTINUED
+    assert "hm" in talk.text()
+
+
+def test_a_tool_call_in_the_models_own_spelling_is_kept() -> None:
+    talk = Conversation("qwen3")
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    odd = '<tool_call>{"arguments":{"b":2,"a":1},"name":"add"}</tool_call><|im_end|>'
+    reply, _ = talk.ask([user("one")], odd, tools)
+    assert reply["tool_calls"], "the fake found the call"
+    _, reason = talk.ask([user("one"), reply, {"role": "tool", "content": "3"}], "3<|im_end|>", tools)
+    assert reason == CONTINUED
+    assert odd in talk.text()
+    other = {**reply, "tool_calls": [{**reply["tool_calls"][0], "id": "another"}]}
+    _, reason = talk.ask([user("one"), other, {"role": "tool", "content": "3"}], "3<|im_end|>", tools)
+    assert reason == EDITED
+
+
+def test_edits_forks_tools_and_new_conversations_are_told_apart() -> None:
+    talk = Conversation("llama3")
+    reply, reason = talk.ask([user("one")], "first" + talk.chat.end)
+    assert reason == START
+    assert talk.ask([user("one")], "another" + talk.chat.end)[1] == FORK
+    assert talk.ask([user("one"), reply, user("two")], "a" + talk.chat.end)[1] == CONTINUED
+    assert talk.ask([user("one"), reply, user("three")], "b" + talk.chat.end)[1] == FORK
+    assert talk.ask([user("elsewhere")], "c" + talk.chat.end)[1] == NEW
+    changed = {**reply, "content": "first, I think"}
+    assert talk.ask([user("one"), changed, user("two")], "d" + talk.chat.end)[1] == EDITED
+    assert talk.ask([user("one"), reply, user("two")], "e" + talk.chat.end, [{"type": "function"}])[1] == TOOLS
+
+
+def test_plain_prompts_go_on_by_text_and_by_tokens() -> None:
+    chat = FakeChatText("llama3")
+    tree = TokenTree(chat)
+    first = tree.plan_text("once upon")
+    tree.record(first, chat.encode(" a time"))
+    second = tree.plan_text("once upon a time there")
+    assert (second.parent, chat.decode(second.token_ids)) == (0, " there")
+    tokens = [*chat.encode("once upon a time"), 77, 78]
+    third = tree.plan_text(tokens)
+    assert (third.parent, third.token_ids, third.num_tokens) == (0, [77, 78], len(tokens))
+    assert tree.plan_text("twice upon").parent is None
+
+
+texts = st.text("ab {}\n<é", max_size=6)
+said = st.one_of(
+    texts,
+    texts.map("<think>\n{}\n</think>\n\nso".format),
+    st.dictionaries(st.sampled_from("xyz"), st.integers(0, 3) | texts, max_size=2).map(
+        lambda arguments: f"well<tool_call>{json.dumps({'name': 'f', 'arguments': arguments})}</tool_call>"
+    ),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    template=st.sampled_from(sorted(TEMPLATES)),
+    turns=st.lists(
+        st.tuples(said, st.booleans(), st.sampled_from(["user", "tool", "edit", "cut", "again", "other"]), texts),
+        min_size=1,
+        max_size=6,
+    ),
+    with_tools=st.booleans(),
+)
+def test_a_turn_continues_exactly_or_is_what_the_template_renders(
+    template: str, turns: list[tuple[str, bool, str, str]], with_tools: bool
+) -> None:
+    """Of every request: the engine is given an earlier turn's tokens, id for id, or the template's own rendering. With
+    blanks and spellings of calls left out, it is the template's rendering in either case.
+    """
+    talk = Conversation(template)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}] if with_tools else []
+    messages = [user("begin")]
+    for said_text, is_cut, what, text in turns:
+        rendered = talk.chat.render(messages, tools, is_open=True)
+        whole = said_text if is_cut else said_text + talk.chat.end
+        if not whole:
+            continue
+        reply, reason = talk.ask(messages, whole, tools)
+        prompt = talk.text().removesuffix(whole)
+        parent = talk.parents[-1]
+        if parent is None:
+            assert prompt == rendered
+            assert reason != CONTINUED
+        else:
+            assert prompt.startswith(talk.text(parent)), "what the engine sampled came first"
+            assert talk.chat.meaning(prompt, tools) == talk.chat.meaning(rendered, tools)
+        if what == "edit":
+            messages = [*messages, {**reply, "content": "edited"}, user(text)]
+        elif what == "cut":
+            messages = [messages[0], reply, user(text)]
+        elif what == "other":
+            messages = [user("other" + text)]
+        elif what != "again":
+            messages = [*messages, reply, {"role": what, "content": text}]

@@ -1,0 +1,102 @@
+"""Locks: what the trainer gets of an episode is what the engine was given and what it sampled, each token once."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conf.schema import AlgorithmConfig
+from orchestrator.loop.advantages import build_samples
+from rollout.branches import branches_of
+from rollout.types import Group, Prompt, Rollout, Routes, Turn
+
+PROMPT = Prompt(0, (1, 2, 3), "text")
+
+
+@st.composite
+def episodes(draw: st.DrawFn) -> tuple[Rollout, list[tuple[list[int], list[int]]]]:
+    """An episode, and of each turn what the engine was given in all and what it sampled. No token is there twice."""
+    fresh = count(10)
+    turns: list[Turn] = []
+    requests: list[tuple[list[int], list[int]]] = []
+    for number in range(draw(st.integers(0, 6))):
+        parent = draw(st.none() | st.integers(0, number - 1)) if number else None
+        given_tokens = [next(fresh) for _ in range(draw(st.integers(1, 3)))]
+        sampled = [next(fresh) for _ in range(draw(st.integers(1, 3)))]
+        before = [] if parent is None else [*requests[parent][0], *requests[parent][1]]
+        turns.append(Turn(parent, given_tokens, len(sampled)))
+        requests.append(([*before, *given_tokens], sampled))
+    tokens = [token for _, sampled in requests for token in sampled]
+    logprobs = [-0.5 * token for token in tokens]
+    return Rollout(tokens, logprobs, [token % 7 for token in tokens], "", "stop", turns=tuple(turns)), requests
+
+
+@given(episodes())
+def test_every_sampled_token_counts_once_behind_what_the_engine_was_given(
+    episode: tuple[Rollout, list[tuple[list[int], list[int]]]],
+) -> None:
+    rollout, requests = episode
+    branches = branches_of(PROMPT, rollout)
+    counted: list[int] = []
+    for branch in branches:
+        assert len(branch.token_ids) == len(branch.counts) == len(branch.logprobs)
+        versions = iter(branch.policy_versions)
+        for place, (token, counts, logprob) in enumerate(
+            zip(branch.token_ids, branch.counts, branch.logprobs, strict=True)
+        ):
+            assert logprob == (-0.5 * token if counts else 0)
+            if counts:
+                counted.append(token)
+                assert next(versions) == token % 7
+                ((given_tokens, sampled),) = [request for request in requests if token in request[1]]
+                assert branch.token_ids[:place] == [*given_tokens, *sampled[: sampled.index(token)]]
+    assert sorted(counted) == sorted(rollout.token_ids)
+    assert len(branches) == len(requests) - len({turn.parent for turn in rollout.turns} - {None})
+
+
+@given(episodes())
+def test_every_branch_is_a_sample_with_its_episodes_advantage(
+    episode: tuple[Rollout, list[tuple[list[int], list[int]]]],
+) -> None:
+    rollout, _ = episode
+    single = Rollout([5], [-1.0], [0], "", "stop")
+    group = Group(PROMPT, [rollout, single], [1.0, 0.0])
+    *of_episode, of_single = build_samples([group], AlgorithmConfig(), np.random.default_rng(0))
+    assert len(of_episode) == len(branches_of(PROMPT, rollout))
+    for sample in of_episode:
+        assert set(sample.advantages[sample.loss_mask].round(3)) == {1.0}
+        assert sample.oldest_version == min(token % 7 for token in sample.token_ids[sample.loss_mask])
+    assert set(of_single.advantages[of_single.loss_mask].round(3)) == {-1.0}
+
+
+def test_one_response_is_one_branch_behind_the_groups_prompt() -> None:
+    (branch,) = branches_of(PROMPT, Rollout([7, 8], [-1.0, -2.0], [4, 5], "", "stop"))
+    assert branch.token_ids == [1, 2, 3, 7, 8]
+    assert branch.counts == [False, False, False, True, True]
+    assert branch.first_response == ([1, 2, 3], [7, 8], [-1.0, -2.0])
+
+
+def test_routes_of_turns_join_to_one_less_than_the_tokens() -> None:
+    def routes(first: int, last: int) -> Routes:
+        experts = np.arange(first, last, dtype=np.uint8).reshape(-1, 1, 1)
+        return Routes(experts, experts[:, 0, 0] != 3)
+
+    # Turn 0: 2 given + 1 sampled = positions 0 and 1. Turn 1: 2 given + 2 sampled, from position 2 to 5.
+    turns = (Turn(None, [1, 2], 1, routes=routes(0, 2)), Turn(0, [4, 5], 2, "", routes=routes(2, 6)))
+    rollout = Rollout([3, 6, 7], [-1.0] * 3, [0] * 3, "", "stop", turns=turns)
+    (branch,) = branches_of(PROMPT, rollout)
+    assert branch.token_ids == [1, 2, 3, 4, 5, 6, 7]
+    assert branch.routes is not None
+    assert branch.routes.experts.ravel().tolist() == [0, 1, 2, 3, 4, 5]
+    assert rollout.num_tokens_without_route == 0
+    lost = (turns[0], Turn(0, [4, 5], 2, "", routes=routes(1, 5)))
+    assert Rollout([3, 6, 7], [-1.0] * 3, [0] * 3, "", "stop", turns=lost).num_tokens_without_route == 1
+
+
+def test_a_group_whose_episodes_all_failed_before_a_token_has_no_age() -> None:
+    failed = Rollout([], [], [], "", "stop", failure="raised", seconds=0.1)
+    assert Group(PROMPT, [failed, failed], [None, None]).staleness_steps(7) == 0
+    assert build_samples([Group(PROMPT, [failed], [None])], AlgorithmConfig(), np.random.default_rng(0)) == []
