@@ -1,8 +1,9 @@
-"""Whole GRPO jobs beside a bare engine: response tokens/s, and who waits for whom.
+"""Whole GRPO jobs beside a bare engine and other trainers: response tokens/s, and who waits for whom.
 
     python bench/loop.py                                    Qwen3-30B-A3B's shape, a host with two GPUs
     python bench/loop.py --shape dense-8b --length 512
     python bench/loop.py --shape qwen3-30b --layers 4 --one-gpu      trainer and engine take turns at one GPU
+    python bench/loop.py --shape dense-8b --one-gpu --rows merged adapter trl trl-sleep
     python bench/loop.py --tiny                             two small dense layers, two CPU cores
 
 Rows, one after the other, each in processes of its own:
@@ -10,12 +11,18 @@ Rows, one after the other, each in processes of its own:
     bare      vLLM alone (LLM.generate, the run's engine options), at each of --concurrency: what an engine can do
     merged    `slipstream train`, engines with merged weights
     adapter   the same, engines with the base and adapters in slots
+    trl       TRL's GRPOTrainer with PEFT, if it is installed (bench/loops/trl_row.py), vLLM colocated on one GPU
+    trl-sleep     the same; vLLM gives its memory back while the trainer works
+    trl-server    the same, vLLM as a server on a second GPU
 
-All rows sample responses of --length tokens, without an end, to prompts of 5 tokens; weights are random. A run trains
---responses of them per step (groups of 16), LoRA r=32 on all linears and experts, staleness --staleness. The engine's
-tokens/s are of fleet.jsonl, those of unfinished responses included, from the third step on; `trained` are response
-tokens of the batches over the seconds of their steps. Busy shares of GPUs are nvidia-smi's, sampled once a second.
-Prints its environment and tables; writes bench/results/loop-<shape>-<device>.json and a picture.
+All rows sample responses without an end to prompts of 5 tokens; weights are random. A response has --length tokens, or
+with --lengths long-tailed a tenth of them, and one in eight has them all: each is a request with its own max_tokens.
+A job trains --responses of them per step (groups of 16), LoRA r=32 on all linears and experts, adapters and moments
+in float32; ours with staleness --staleness. The engine's tokens/s are of fleet.jsonl, those of unfinished responses
+included, from the third step on; a colocated peer's are those of the seconds in which it samples. `trained` are
+response tokens of the batches over the seconds of their steps. Busy shares of GPUs are nvidia-smi's, sampled once a
+second in the later half of a row. Rows that --out already has, of the same environment and options, are kept. Prints
+its environment and tables; writes bench/results/loop-<shape>-<device>.json and a picture.
 """
 
 from __future__ import annotations
@@ -28,8 +35,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +45,11 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from bench.environment import environment  # noqa: E402
+from bench.loops.lengths import FIXED, LONG_TAILED  # noqa: E402
+from bench.loops.row_process import Job, measure, python_path, sampled_gpus  # noqa: E402
 from bench.parity_shapes import COMMON, QWEN3_8B, QWEN3_30B  # noqa: E402
+from conf.schema import Device  # noqa: E402
+from rollout.engine.engine_options import engine_environment  # noqa: E402
 
 SHAPES: dict[str, tuple[dict[str, Any], int]] = {"qwen3-30b": (QWEN3_30B, 48), "dense-8b": (QWEN3_8B, 36)}
 """config.json without layers, and how many of them the model has."""
@@ -47,6 +58,14 @@ TINY = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_key_
 GROUP = 16
 PROMPT_TOKENS = 5
 WARM_UP_STEPS = 2
+RANK, LEARNING_RATE, MICROBATCH_TOKENS = 32, 1e-4, 32768
+PEERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "trl": ("bench.loops.trl_row", {}),
+    "trl-sleep": ("bench.loops.trl_row", {"sleeps": True}),
+    "trl-server": ("bench.loops.trl_row", {"has_server": True}),
+}
+"""The module that runs a peer's row, and what the row adds to its job."""
+LONG_TAILED_ENGINE = ROOT / "tests" / "fakes" / "long_tailed_engine"
 PARTS = {
     "waits for the batch": "rollout/wait_s",
     "forward and backward": "trainer/forward_backward_s",
@@ -66,21 +85,81 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_options(args: argparse.Namespace, mode: str, model: Path) -> list[str]:
     """The words after `slipstream train`."""
-    longest = -(-(PROMPT_TOKENS + args.length + 1) // 16) * 16
     words = [
         "experiment=qwen3_moe_2gpu", "model=checkpoint", "model.init=random", f"model.path={model}",
         "model.tokenizer=characters", f"model.dtype={'float32' if args.tiny else 'bfloat16'}",
         f"data.max_prompt_tokens={PROMPT_TOKENS}", f"run.num_steps={args.steps}", "run.eval_every_steps=0",
-        f"rollout.max_model_len={longest}", f"rollout.sampling.max_tokens={args.length}",
+        f"rollout.max_model_len={longest(args)}", f"rollout.sampling.max_tokens={args.length}",
+        f"trainer.lora.rank={RANK}", f"trainer.lora.alpha={2 * RANK}", f"trainer.optim.lr={LEARNING_RATE}",
+        f"trainer.max_microbatch_tokens={MICROBATCH_TOKENS}", "reward.kind=bench.loops.reward:is_even",
         "rollout.sampling.stop_at_eos=false", f"algorithm.groups_per_step={args.responses // GROUP}",
         f"algorithm.group_size={GROUP}", f"algorithm.max_staleness_steps={args.staleness}",
         f"weight_sync.mode={mode}", "parity.floor_every_steps=0", *args.set,
     ]  # fmt: skip
     if args.one_gpu:
-        words += ["cluster.share_gpu=true", f"rollout.kv_cache_bytes={8 << 30}", "rollout.gpu_memory_utilization=0.4"]
+        words += ["cluster.share_gpu=true", f"rollout.kv_cache_bytes={kv_cache_bytes(args, args.staleness + 1)}"]
+        words += ["rollout.gpu_memory_utilization=0.4"]
     if args.tiny:
         words += ["cluster.device=cpu", "weight_sync.transport=auto", f"rollout.kv_cache_bytes={64 << 20}"]
     return words
+
+
+def longest(args: argparse.Namespace) -> int:
+    """Tokens of a prompt and its response, rounded up to whole KV blocks."""
+    return -(-(PROMPT_TOKENS + args.length + 1) // 16) * 16
+
+
+def kv_cache_bytes(args: argparse.Namespace, batches: int) -> int:
+    """Room for that many batches at their longest, but at most --kv-gib, where trainer and engine share a GPU."""
+    config = model_of(args)
+    head_dim, heads = config["head_dim"], config["num_key_value_heads"]
+    token = 2 * config["num_hidden_layers"] * heads * head_dim * (4 if args.tiny else 2)
+    return min(int(args.kv_gib * (1 << 30)), batches * args.responses * longest(args) * token)
+
+
+def job_of(args: argparse.Namespace, model: Path) -> Job:
+    """What rows other than a run are asked for."""
+    return Job(
+        model=str(model),
+        device="cpu" if args.tiny else "cuda",
+        responses=args.responses,
+        group=GROUP,
+        prompt_tokens=PROMPT_TOKENS,
+        length=args.length,
+        lengths=args.lengths,
+        max_model_len=longest(args),
+        steps=args.steps,
+        warm_up=WARM_UP_STEPS,
+        microbatch_tokens=MICROBATCH_TOKENS,
+        rank=RANK,
+        lr=LEARNING_RATE,
+        kv_cache_bytes=kv_cache_bytes(args, 1),
+    )
+
+
+def measure_bare(args: argparse.Namespace, model: Path, concurrency: int) -> dict[str, Any]:
+    """An engine of its own."""
+    job = replace(
+        job_of(args, model),
+        responses=concurrency,
+        steps=args.repeats,
+        kv_cache_bytes=(64 << 20) if args.tiny else None,
+    )
+    return measure("bench.loops.bare_row", job, os.environ | {"PYTHONPATH": python_path()})
+
+
+def measure_peer(args: argparse.Namespace, row: str, model: Path) -> dict[str, Any]:
+    """A peer's whole job. Its engine gets the environment of ours; a variable that is set keeps its value. Its trainer
+    sees one GPU: with more, transformers would split batches over them.
+    """
+    module, changes = PEERS[row]
+    started = time.monotonic()
+    variables = engine_environment(Device.cpu if args.tiny else Device.cuda) | dict(os.environ)
+    job = replace(job_of(args, model), steps=args.peer_steps or args.steps, **changes)
+    found = measure(module, job, variables | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": "0"})
+    if "first_step_at" in found:
+        found["first_step_s"] = found.pop("first_step_at") - started
+    return found | {"wall_s": time.monotonic() - started}
 
 
 def measure_run(args: argparse.Namespace, mode: str, model: Path, folder: Path) -> dict[str, Any]:
@@ -89,7 +168,8 @@ def measure_run(args: argparse.Namespace, mode: str, model: Path, folder: Path) 
     started, first_step_s = time.monotonic(), None
     with sampled_gpus() as gpus:
         command = [sys.executable, "-m", "orchestrator.cli.main", "train", *words]
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path()})
+        changed = [LONG_TAILED_ENGINE] if args.lengths == LONG_TAILED else []
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path(*changed)})
         while process.poll() is None:
             if first_step_s is None and any(b'"step": 1,' in file.read_bytes() for file in rows_of(folder, mode)):
                 first_step_s = time.monotonic() - started
@@ -144,88 +224,6 @@ def engine_tokens_per_s(fleet: Sequence[Mapping[str, Any]], last_s: float) -> fl
     return total
 
 
-def measure_bare(args: argparse.Namespace, model: Path, concurrency: int) -> dict[str, Any]:
-    """An engine of its own, in a process of its own."""
-    with sampled_gpus() as gpus:
-        command = [sys.executable, __file__, *sys.argv[1:], "--bare", str(concurrency), "--model", str(model)]
-        done = subprocess.run(
-            command, env=os.environ | {"PYTHONPATH": python_path()}, stdout=subprocess.PIPE, check=False
-        )
-    lines = done.stdout.decode().splitlines()
-    found = [json.loads(line[len(RESULT) :]) for line in lines if line.startswith(RESULT)]
-    return (found[0] | {"gpus": gpus}) if found else {"failed": f"exit code {done.returncode}"}
-
-
-RESULT = "result: "
-
-
-def bare_engine(args: argparse.Namespace) -> None:
-    """vLLM alone: two waves of requests, after a short one. Prints a line for measure_bare."""
-    from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-    from rollout.engine.engine_options import engine_arguments, engine_environment
-
-    device = Device.cpu if args.tiny else Device.cuda
-    for name, value in engine_environment(device).items():
-        os.environ.setdefault(name, value)
-    config = RolloutConfig(
-        max_model_len=-(-(PROMPT_TOKENS + args.length + 1) // 16) * 16,
-        max_num_seqs=args.bare,
-        max_num_batched_tokens=max(8192, args.bare),
-        sampling=SamplingConfig(max_tokens=args.length, stop_at_eos=False),
-        kv_cache_bytes=(64 << 20) if args.tiny else None,
-    )
-    dtype = DType.float32 if args.tiny else DType.bfloat16
-    arguments = engine_arguments(args.model, config, dtype=dtype, device=device, seed=0)
-    del arguments["worker_extension_cls"]
-    started = time.monotonic()
-    from vllm import LLM, SamplingParams
-
-    engine = LLM(**arguments)
-    up_s = time.monotonic() - started
-
-    def sample(num: int, length: int) -> float:
-        began = time.perf_counter()
-        prompts: list[Any] = [
-            {"prompt_token_ids": [1 + (request + place) % 60 for place in range(PROMPT_TOKENS)]}
-            for request in range(num)
-        ]
-        engine.generate(prompts, SamplingParams(max_tokens=length, ignore_eos=True), use_tqdm=False)
-        return num * length / (time.perf_counter() - began)
-
-    sample(args.bare, 8)
-    rates = [sample(2 * args.bare, args.length) for _ in range(args.repeats)]
-    print(
-        RESULT + json.dumps({"up_s": up_s, "engine_tokens_per_s": statistics.median(rates), "all": rates}), flush=True
-    )
-
-
-def python_path() -> str:
-    """For processes of this tree."""
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-
-
-@contextmanager
-def sampled_gpus() -> Iterator[dict[str, Any]]:
-    """Busy share (percent) and most memory (MiB) of each GPU during the block, in the dictionary that it yields."""
-    found: dict[str, Any] = {}
-    query = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-l", "1"]
-    try:
-        process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
-    except FileNotFoundError:
-        yield found
-        return
-    try:
-        yield found
-    finally:
-        process.terminate()
-        told = [line.split(", ") for line in process.communicate()[0].splitlines()]
-        lines = [(one[0], float(one[1]), float(one[2])) for one in told if len(one) == 3]
-        for index in sorted({line[0] for line in lines}):
-            mine = [line for line in lines if line[0] == index]
-            late = mine[len(mine) // 2 :]  # the start-up is not meant
-            found[index] = {"busy": statistics.mean(line[1] for line in late), "mib": max(line[2] for line in mine)}
-
-
 def print_tables(report: Mapping[str, Any]) -> None:
     """Engines alone, then runs beside the best of them."""
     best = max((row.get("engine_tokens_per_s", 0.0) for row in report["bare"].values()), default=0.0)
@@ -241,8 +239,14 @@ def print_tables(report: Mapping[str, Any]) -> None:
         print(
             f"{mode}: {row['trained_tokens_per_s']:,.0f} trained tokens/s, engine {engine or 0:,.0f}{share}; step "
             f"{row['step_s']:.2f} s, publish {row['publish_s']:.3f} s (pause {row['pause_s']:.3f}); first step after "
-            f"{row['first_step_s']:.0f} s; k3 {row['k3']:.2g}; trainer's peak {row['trainer_peak_gb']:.1f} GB"
+            f"{row['first_step_s']:.0f} s; k3 {row['k3'] or 0:.2g}; trainer's peak {row['trainer_peak_gb']:.1f} GB"
         )
+        if "uncorrected" in row:
+            other = row["uncorrected"]
+            print(
+                f"    without the correction: {other['trained_tokens_per_s']:,.0f} trained tokens/s, step "
+                f"{other['step_s']:.2f} s"
+            )
         print("    " + ", ".join(f"{name} {part:.0%}" for name, part in row["parts"].items()))
         for index, gpu in row["gpus"].items():
             print(f"    GPU {index}: busy {gpu['busy']:.0f} %, at most {gpu['mib'] / 1024:.0f} GiB")
@@ -279,21 +283,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument(
-        "--rows", nargs="*", choices=("bare", "merged", "adapter"), default=["bare", "merged", "adapter"]
+        "--rows", nargs="*", choices=("bare", "merged", "adapter", *PEERS), default=["bare", "merged", "adapter"]
     )
     parser.add_argument("--concurrency", nargs="+", type=int, default=[256, 512], help="requests of a bare engine")
     parser.add_argument("--responses", type=int, default=256, help="of a step; a multiple of 16")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a response")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a response, at most")
+    parser.add_argument("--lengths", choices=(FIXED, LONG_TAILED), default=FIXED)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--peer-steps", type=int, help="instead of --steps; a peer's steps hardly differ")
     parser.add_argument("--repeats", type=int, default=3, help="of a bare engine")
     parser.add_argument("--one-gpu", action="store_true", help="cluster.share_gpu")
+    parser.add_argument("--kv-gib", type=float, default=40.0, help="the most for a KV cache, with --one-gpu")
     parser.add_argument("--set", nargs="*", default=[], help="further options of every run")
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
-    parser.add_argument("--bare", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tiny:
         args.shape, args.layers, args.concurrency = "dense-8b", 2, [16, 32]
@@ -303,18 +308,24 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def keep_former_rows(report: dict[str, Any], out: Path) -> None:
+    """Take rows over from a file of the same environment and options."""
+    before = json.loads(out.read_text()) if out.exists() else {}
+    told = [{k: v for k, v in one.get("arguments", {}).items() if k != "rows"} for one in (before, report)]
+    if before.get("environment") == report["environment"] and told[0] == told[1]:
+        report["bare"], report["runs"] = before["bare"], before["runs"]
+
+
 def main() -> None:
     """Measure the rows, and keep what there is after each."""
     args = parse()
-    if args.bare is not None:
-        bare_engine(args)
-        return
     report: dict[str, Any] = {"environment": environment(args.commit), "bare": {}, "runs": {}}
     report["arguments"] = {name: str(value) for name, value in vars(args).items()}
     print(json.dumps(report["environment"]), flush=True)
     device = "gpu" if report["environment"]["gpus"] else "cpu"
     out: Path = args.out or ROOT / "bench" / "results" / f"loop-{'tiny' if args.tiny else args.shape}-{device}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
+    keep_former_rows(report, out)
     with tempfile.TemporaryDirectory(prefix="loop-") as made:
         model = Path(made) / "model"
         model.mkdir()
@@ -322,7 +333,9 @@ def main() -> None:
         for row in args.rows:
             for concurrency in args.concurrency if row == "bare" else ():
                 report["bare"][str(concurrency)] = measure_bare(args, model, concurrency)
-            if row != "bare":
+            if row in PEERS:
+                report["runs"][row] = measure_peer(args, row, model)
+            elif row != "bare":
                 report["runs"][row] = measure_run(args, row, model, Path(made))
             out.write_text(json.dumps(report, indent=1) + "\n")
     print_tables(report)

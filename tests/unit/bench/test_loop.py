@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.loop import engine_tokens_per_s, figures, model_of, run_options
+from bench.loop import PEERS, engine_tokens_per_s, figures, job_of, keep_former_rows, model_of, run_options
+from bench.loops.lengths import FIXED, LONG_TAILED, lengths, mean_length
+from bench.loops.row_process import busy_and_memory
+from bench.loops.trl_row import Clock
+from bench.loops.trl_row import figures as trl_figures
 from conf.load import load_run_config
 
 
@@ -50,9 +57,77 @@ def test_shares_of_a_step_are_of_the_steps_after_the_warm_up() -> None:
 @pytest.mark.parametrize(("shape", "tiny", "one_gpu"), [("qwen3-30b", False, True), ("dense-8b", True, False)])
 def test_its_options_are_a_run(tmp_path: Path, mode: str, shape: str, tiny: bool, one_gpu: bool) -> None:
     args = Namespace(
-        shape=shape, tiny=tiny, one_gpu=one_gpu, layers=2, length=64, steps=3, responses=32, staleness=1, set=[]
-    )
+        shape=shape, tiny=tiny, one_gpu=one_gpu, layers=2, length=64, lengths=FIXED, steps=3, responses=32, staleness=1,
+        kv_gib=1.0, set=[],
+    )  # fmt: skip
     config = load_run_config(run_options(args, mode, tmp_path))
     assert config.algorithm.groups_per_step * config.algorithm.group_size == args.responses
     assert config.rollout.max_model_len >= config.max_prompt_tokens + args.length
     assert model_of(args)["num_hidden_layers"] == 2
+
+
+def test_a_peer_gets_the_sizes_of_the_run(tmp_path: Path) -> None:
+    args = Namespace(
+        shape="qwen3-30b", tiny=False, one_gpu=True, layers=4, length=507, lengths=FIXED, steps=3, responses=32,
+        staleness=1, kv_gib=40.0, set=[],
+    )  # fmt: skip
+    config = load_run_config(run_options(args, "merged", tmp_path))
+    job = job_of(args, tmp_path)
+    assert (job.rank, job.lr) == (config.trainer.lora.rank, config.trainer.optim.lr)
+    assert (job.microbatch_tokens, job.length) == (
+        config.trainer.max_microbatch_tokens,
+        config.rollout.sampling.max_tokens,
+    )
+    assert job.max_model_len == config.rollout.max_model_len == 528
+    # Keys and values of 4 layers, 4 heads of 128 bfloat16 numbers: 8,192 bytes per token. A run has two batches.
+    assert job.kv_cache_bytes == 32 * 528 * 8192
+    assert config.rollout.kv_cache_bytes == 2 * job.kv_cache_bytes
+    assert job_of(Namespace(**{**vars(args), "kv_gib": 0.1}), tmp_path).kv_cache_bytes == (1 << 30) // 10
+    for _, changes in PEERS.values():
+        replace(job, **changes)
+
+
+def test_most_long_tailed_responses_are_short_and_the_mean_is_known() -> None:
+    drawn = list(islice(lengths(LONG_TAILED, 2000), 8000))
+    assert set(drawn) == {200, 2000}
+    assert sum(drawn) / len(drawn) == pytest.approx(mean_length(LONG_TAILED, 2000), rel=0.05)
+    assert list(islice(lengths(FIXED, 2000), 3)) == [2000] * 3
+
+
+def test_a_sync_within_a_generation_counts_once() -> None:
+    times = iter([0.0, 1.0, 5.0, 7.0, 9.0])  # the generation begins, the sync begins and ends, and so on
+    clock = Clock(lambda: next(times))
+    clock.timed("generate", clock.timed("sync", lambda: None, lambda: None), lambda: None)()
+    clock.step_ended()
+    assert (clock.parts, clock.ends) == ({"sync": [4.0], "generate": [3.0]}, [9.0])
+
+
+def test_a_peers_figures_are_of_the_steps_asked_for() -> None:
+    clock = Clock()
+    clock.ends, clock.parts = [50.0, 60.0, 68.0, 80.0], {"sync": [0, 0, 1, 1], "generate": [0, 0, 3, 5]}
+    found = trl_figures(clock, [9, 9, 100, 300], [0.5, 0.5, 0.1, 0.3], 2, 4)
+    assert (found["steps"], found["step_s"], found["publish_s"], found["pause_s"]) == (2, 10.0, 1, 6.0)
+    assert (found["trained_tokens_per_s"], found["engine_tokens_per_s"], found["k3"]) == (20.0, 50.0, 0.2)
+    assert sum(found["parts"].values()) == pytest.approx(1.0)
+    assert trl_figures(clock, [9, 9, 100, 300], [], 2, 4)["k3"] is None
+
+
+def test_a_gpus_busy_share_is_of_the_later_half() -> None:
+    lines = ["0, 0, 10", "1, 50, 7", "0, 0, 99", "0, 80, 20", "0, 90, 20", "1, 70, 9", "broken"]
+    assert busy_and_memory(lines) == {"0": {"busy": 85.0, "mib": 99.0}, "1": {"busy": 70.0, "mib": 9.0}}
+
+
+def test_only_rows_of_the_same_environment_and_options_are_kept(tmp_path: Path) -> None:
+    def report(commit: str, steps: str, rows: str) -> dict[str, Any]:
+        arguments = {"steps": steps, "rows": rows}
+        return {"environment": {"commit": commit}, "arguments": arguments, "bare": {}, "runs": {}}
+
+    out = tmp_path / "loop.json"
+    out.write_text(json.dumps(report("a", "3", "trl") | {"runs": {"trl": {}}}))
+    for other, kept in (
+        (report("a", "3", "merged"), ["trl"]),
+        (report("b", "3", "merged"), []),
+        (report("a", "4", "trl"), []),
+    ):
+        keep_former_rows(other, out)
+        assert list(other["runs"]) == kept

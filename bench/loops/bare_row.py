@@ -1,0 +1,60 @@
+"""vLLM alone as a row of bench/loop.py, with the options of a run's engines: two waves of requests after a short one.
+
+Its KV cache is what vLLM finds free, also where other rows share the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.loops.lengths import FIXED, lengths
+from bench.loops.row_process import Job, answer
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Start the engine, and sample."""
+    from conf.schema import Device, DType, RolloutConfig, SamplingConfig
+    from rollout.engine.engine_options import engine_arguments, engine_environment
+
+    device = Device(job.device)
+    for name, value in engine_environment(device).items():
+        os.environ.setdefault(name, value)
+    config = RolloutConfig(
+        max_model_len=job.max_model_len,
+        max_num_seqs=job.responses,
+        max_num_batched_tokens=max(8192, job.responses),
+        sampling=SamplingConfig(max_tokens=job.length, stop_at_eos=False),
+        kv_cache_bytes=job.kv_cache_bytes,
+    )
+    dtype = DType.bfloat16 if device is Device.cuda else DType.float32
+    arguments = engine_arguments(Path(job.model), config, dtype=dtype, device=device, seed=0)
+    del arguments["worker_extension_cls"]
+    started = time.monotonic()
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(**arguments)
+    up_s = time.monotonic() - started
+
+    def sample(num: int, of_each: Iterator[int]) -> float:
+        began = time.perf_counter()
+        prompts: list[Any] = [
+            {"prompt_token_ids": [1 + (request + place) % 60 for place in range(job.prompt_tokens)]}
+            for request in range(num)
+        ]
+        own = [SamplingParams(max_tokens=next(of_each), ignore_eos=True) for _ in prompts]
+        outputs = engine.generate(prompts, own, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - began)
+
+    sample(job.responses, lengths(FIXED, 8))
+    of_each = lengths(job.lengths, job.length)
+    rates = [sample(2 * job.responses, of_each) for _ in range(job.steps)]
+    return {"up_s": up_s, "engine_tokens_per_s": statistics.median(rates), "all": rates}
+
+
+if __name__ == "__main__":
+    answer(run)
