@@ -20,6 +20,7 @@ from conf.schema import (
     Init,
     Objective,
     RatioBaseline,
+    RewardPart,
     RunConfig,
     SyncMode,
     TrainMode,
@@ -154,6 +155,19 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             model.init is Init.checkpoint,
             "model.init=checkpoint",
             "remove it, or set model.init=random",
+        ),
+        Ignored(
+            [f"reward.{item.name}" for item in fields(RewardPart)],
+            bool(reward.parts),
+            "reward.parts, each of which has its own",
+            "set it in reward.parts.NAME, or remove reward.parts",
+        ),
+        Ignored("reward.choice_key", not reward.parts, "reward.parts={}, the only reward judges", "give reward.parts"),
+        Ignored(
+            "reward.max_concurrent",
+            ":" not in reward.kind,
+            f"reward.kind={reward.kind}",
+            "remove it: set reward.num_processes",
         ),
         Ignored(
             "reward.pattern", reward.kind != "regex", f"reward.kind={reward.kind}", "remove it, or choose reward=regex"

@@ -174,7 +174,7 @@ def _cell(text: str) -> str:
 
 def _walk(cls: type, prefix: str) -> Iterable[Option]:
     hints = get_type_hints(cls)
-    docs = _field_docs(cls)
+    docs = {name: doc for one in cls.__mro__ if dataclasses.is_dataclass(one) for name, doc in _field_docs(one).items()}
     for item in dataclasses.fields(cls):
         name, annotation = f"{prefix}{item.name}", hints[item.name]
         if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):

@@ -220,6 +220,7 @@ def _telemetry(config: RunConfig, folder: RunFolder, progress: ProgressLine, fir
         first_step=first_step,
         tensorboard=config.run.tensorboard,
         progress=progress,
+        reward_names=() if config.algorithm.objective is Objective.sft else config.reward.names,
     )
 
 

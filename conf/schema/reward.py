@@ -2,45 +2,131 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
 
-from conf.schema.rules import above, at_least, require
+from conf.errors import ConfigError
+from conf.schema.rules import above, at_least, require, section_of
+
+SHIPPED_REWARDS = ("exact_match", "regex")
+"""Values of reward.kind that are not functions of the user's own."""
+READ_AN_ANSWER = ("exact_match", "regex")
+"""Kinds that compare the response with the column reward.answer_key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardConfig:
-    """How responses are judged: the same kind of reward for every row."""
+class RewardPart:
+    """One reward: the whole section if it is the only one, or a value of reward.parts."""
 
     kind: str = "exact_match"
-    """exact_match, regex, or a function (prompt, response, fields) -> float: `FILE.py:function`, or
-    `package.module:function`. Fields are the row's other columns, and `finish_reason`.
+    """exact_match, regex, or a function: `FILE.py:function`, or `package.module:function`. It is (prompt, response,
+    fields) -> number, or (prompt, responses, fields) -> list of numbers for a whole group; both may be async. Fields
+    are the row's other columns, and `finish_reason`.
     """
+    weight: float = 1.0
+    """What the reward is multiplied by before it is added to the others."""
     answer_key: str = "answer"
     """Column with the expected answer; for exact_match and regex."""
     pattern: str = r"(.+)"
     """regex: the first group of the first match in the response is compared with the answer."""
-    keep_special_tokens: bool = False
-    """Keep special tokens in the response that rewards see: the marks of channels and tool calls, and the end of
-    sequence. false: only text.
-    """
     timeout_s: float = 10.0
     """If a reward takes longer, its sample is left out of training and counted."""
     num_processes: int = 1
-    """Processes that run rewards, apart from the controller."""
+    """Processes that run the reward at the same time, apart from the controller."""
+    max_concurrent: int = 64
+    """Async functions: samples (or groups) that one process judges at the same time. A plain function judges one."""
     env: tuple[str, ...] = ()
     """Names of environment variables that a reward function gets, such as [JUDGE_API_KEY]; their values are never
     written into the run folder. It also gets PATH, HOME, the locale and what its libraries need, but no other variable.
     """
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """Columns that every row must have, by the option that names each. A function gets all columns and needs none
+        that is known here.
+        """
+        return {"answer_key": self.answer_key} if self.kind in READ_AN_ANSWER else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig(RewardPart):
+    """How responses are judged: by one reward, or by the weighted sum of several (reward.parts)."""
+
+    parts: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Several rewards by name, each with the options of this section that describe one: reward.parts.right.kind=regex
+    reward.parts.brevity.kind=rewards.py:brevity reward.parts.brevity.weight=0.2. Empty: the section itself is the only
+    reward.
+    """
+    choice_key: str = "reward"
+    """Column with the name, or the list of names, of the rewards in reward.parts that judge the row. A row without
+    it is judged by all of them.
+    """
+    keep_special_tokens: bool = False
+    """Keep special tokens in the response that rewards see: the marks of channels and tool calls, and the end of
+    sequence. false: only text.
+    """
+
     def __post_init__(self) -> None:
-        require(
-            self.kind in ("exact_match", "regex") or all(self.kind.rpartition(":")),
-            f"reward.kind must be exact_match, regex, FILE.py:function or package.module:function, got {self.kind!r}",
-        )
-        require(
-            not (self.keep_special_tokens and self.kind == "exact_match"),
-            "reward.keep_special_tokens=true contradicts reward.kind=exact_match: with the end-of-sequence token in it "
-            "a response equals no answer; choose reward=regex, or a function",
-        )
-        above(0, "reward", timeout_s=self.timeout_s)
-        at_least(1, "reward", num_processes=self.num_processes)
+        for name, part in self.by_name.items():
+            section = self.section_of(name)
+            require(
+                re.fullmatch(r"[A-Za-z_]\w*", name) is not None,
+                f"{section}: a reward's name must be a word of letters, digits and underscores, got {name!r}",
+            )
+            _check_part(section, part)
+            require(
+                not (self.keep_special_tokens and part.kind == "exact_match"),
+                f"reward.keep_special_tokens=true contradicts {section}.kind=exact_match: with the end-of-sequence "
+                "token in it a response equals no answer; choose reward=regex, or a function",
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all rewards. The only one is named after its kind, or after its function."""
+        return tuple(self.parts) or (self.kind.rpartition(":")[2],)
+
+    @property
+    def by_name(self) -> dict[str, RewardPart]:
+        """Every reward.
+
+        Raises:
+            ConfigError: A value of reward.parts is not the options of a reward.
+        """
+        if not self.parts:
+            only = RewardPart(**{item.name: getattr(self, item.name) for item in fields(RewardPart)})
+            return {self.names[0]: only}
+        return {name: reward_part(f"reward.parts.{name}", values) for name, values in self.parts.items()}
+
+    def section_of(self, name: str) -> str:
+        """Where the options of a reward are."""
+        return f"reward.parts.{name}" if self.parts else "reward"
+
+    @property
+    def longest_timeout_s(self) -> float:
+        """Longest time that the judging of one response may take."""
+        return max(part.timeout_s for part in self.by_name.values())
+
+
+def reward_part(section: str, values: object) -> RewardPart:
+    """A RewardPart from plain mappings.
+
+    Raises:
+        ConfigError: An option is unknown or has a value of a wrong type; the message begins with the section.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{section} must be a mapping of options, got {values!r}")
+    return section_of(RewardPart, section, cast("Mapping[str, Any]", values))
+
+
+def _check_part(section: str, part: RewardPart) -> None:
+    kinds = ", ".join(SHIPPED_REWARDS)
+    require(
+        part.kind in SHIPPED_REWARDS or all(part.kind.rpartition(":")),
+        f"{section}.kind must be {kinds}, FILE.py:function or package.module:function, got {part.kind!r}",
+    )
+    require(math.isfinite(part.weight), f"{section}.weight must be finite, got {part.weight}")
+    above(0, section, timeout_s=part.timeout_s)
+    at_least(1, section, num_processes=part.num_processes, max_concurrent=part.max_concurrent)

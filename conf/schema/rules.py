@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from conf.errors import ConfigError
+
+Section = TypeVar("Section")
 
 
 def require(ok: bool, message: str) -> None:
@@ -35,3 +42,47 @@ def above(bound: float, section: str, **values: float) -> None:
     for name, value in values.items():
         require(value > bound, f"{section}.{name} must be > {bound}, got {value}")
         require(value < math.inf, f"{section}.{name} must be finite, got {value}")
+
+
+def section_of(cls: type[Section], section: str, values: Mapping[str, Any]) -> Section:
+    """A section's dataclass from plain mappings, where Hydra does not know its options: a value of a mapping.
+
+    Raises:
+        ConfigError: An option is unknown, or has a value of a wrong type.
+    """
+    hints = get_type_hints(cls)
+    known = {item.name: hints[item.name] for item in fields(cast("Any", cls))}
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"Options: {', '.join(known)}"
+            raise ConfigError(f"unknown option {section}.{name}. {hint}")
+        annotation = known[name]
+        if is_dataclass(annotation):
+            require(isinstance(value, Mapping), f"{section}.{name} is a section; set its options one by one")
+            value = section_of(cast("type[Any]", annotation), f"{section}.{name}", value)
+        elif not _fits(annotation, value):
+            raise ConfigError(f"{section}.{name} must be {_in_words(annotation)}, got {value!r}")
+        arguments[name] = tuple(value) if get_origin(annotation) is tuple else value
+    return cls(**arguments)
+
+
+def _fits(annotation: Any, value: Any) -> bool:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return any(_fits(one, value) for one in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return isinstance(value, list | tuple) and all(
+            _fits(get_args(annotation)[0], one) for one in cast("list[object]", value)
+        )
+    if isinstance(value, bool):
+        return annotation is bool
+    return isinstance(value, (int, float) if annotation is float else annotation)
+
+
+def _in_words(annotation: Any) -> str:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(_in_words(one) for one in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return "a list of texts"
+    return {bool: "true or false", int: "an integer", float: "a number", str: "text"}.get(annotation, "null")

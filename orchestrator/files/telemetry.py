@@ -5,8 +5,9 @@
                         |---> Ray gauges         ray_slipstream_<area>_<name>, on the dashboard's Prometheus endpoint
                         +---> one progress line  with the time left
 
-Owns: the catalogue of metrics (`METRICS`: name -> meaning), how a step's measurements become one row, and where rows
-go. Does not own: the format of events and gauges (metric_sinks), of the log (run_log), the picture at the end (curves).
+Owns: the catalogue of metrics (`METRICS` and `REWARD_METRICS`: name -> meaning), how a step's measurements become one
+row, and where rows go. Does not own: the format of events and gauges (metric_sinks), of the log (run_log), the picture
+at the end (curves).
 Invariants: a row has every name of the catalogue, null where the step has no such number; a name outside of it cannot
 be emitted; rows are in step order, one each. Tests and plots read metrics.jsonl, never stdout.
 """
@@ -143,6 +144,26 @@ METRICS: dict[str, str] = {
     "step/total_s": "seconds of the step, waits included",
 }
 
+REWARD_METRICS: dict[str, str] = {
+    "reward/<name>_mean": "mean of what one reward gave to the batch's rollouts, before its weight",
+    "reward/<name>_failures": "rollouts for which that reward raised or timed out",
+    "reward/<name>_requests": "requests that a judge was sent since the last step",
+    "reward/<name>_retries": "requests among them that repeated one that failed",
+    "reward/<name>_cached": "verdicts that the judge's cache gave since the last step",
+    "reward/<name>_prompt_tokens": "tokens that the judge read since the last step, by its own count",
+    "reward/<name>_completion_tokens": "tokens that it wrote",
+    "eval/<name>_mean": "mean of what that reward gave to held-out rollouts",
+}
+"""Metrics of every reward of a run; <name> is its name in reward.parts, or its kind."""
+
+
+def catalogue(reward_names: Sequence[str]) -> dict[str, str]:
+    """Name -> meaning of every metric of a run with these rewards."""
+    parts = {
+        metric.replace("<name>", name): meaning for name in reward_names for metric, meaning in REWARD_METRICS.items()
+    }
+    return METRICS | parts
+
 
 @dataclass(slots=True)
 class StepRecord:
@@ -163,18 +184,20 @@ class StepRecord:
     """Whether some of `groups` go to samples.jsonl, as some of `eval_groups` always do."""
 
 
-def row_of(record: StepRecord) -> dict[str, Value]:
-    """One row: every name of METRICS. The row does not depend on how samples were split over ranks and microbatches."""
-    row: dict[str, Value] = dict.fromkeys(METRICS)
+def row_of(record: StepRecord, reward_names: Sequence[str] = ()) -> dict[str, Value]:
+    """One row: every name of the catalogue. How samples were split over ranks and microbatches makes no difference."""
+    row: dict[str, Value] = dict.fromkeys(catalogue(reward_names))
     for part in (
         {"step": record.step, "policy_version": record.policy_version},
         _rollout_metrics(record),
         loss_metrics(record.loss) if record.loss else {},
         _sync_metrics(record.sync) if record.sync else {},
         _eval_metrics(record.eval_groups) if record.eval_groups else {},
+        _part_metrics(record.groups, reward_names, "reward"),
+        _part_metrics(record.eval_groups, reward_names, "eval"),
         record.extra,
     ):
-        unknown = part.keys() - METRICS.keys()
+        unknown = part.keys() - row.keys()
         if unknown:
             raise AssertionError(f"metrics outside of the catalogue: {sorted(unknown)}")
         row.update(part)
@@ -194,12 +217,21 @@ class Telemetry:
         num_steps: steps of the whole run, for the time left.
         first_step: what was emitted after this step is removed: it belongs to work that a resumed run redoes.
         progress: the line on the terminal.
+        reward_names: rewards of the run, each of which has metrics of its own.
     """
 
     def __init__(
-        self, folder: RunFolder, *, num_steps: int, first_step: int, tensorboard: bool, progress: ProgressLine
+        self,
+        folder: RunFolder,
+        *,
+        num_steps: int,
+        first_step: int,
+        tensorboard: bool,
+        progress: ProgressLine,
+        reward_names: Sequence[str] = (),
     ) -> None:
         self._folder = folder
+        self._reward_names = reward_names
         self._num_steps = num_steps
         self._progress = progress
         truncate_rows(folder.metrics, after_step=first_step)
@@ -207,7 +239,7 @@ class Telemetry:
         self._file: TextIO = folder.metrics.open("a")
         self._samples: TextIO = folder.samples.open("a")
         self._events = TensorBoardEvents(folder.tensorboard, after_step=first_step) if tensorboard else None
-        self._gauges = RayGauges(METRICS)
+        self._gauges = RayGauges(catalogue(reward_names))
         self._recent_s: deque[float] | None = None
         self.last_eval_reward: Value = None
 
@@ -222,7 +254,7 @@ class Telemetry:
 
     def step(self, record: StepRecord) -> dict[str, Value]:
         """Emit one row everywhere and return it."""
-        row = row_of(record)
+        row = row_of(record, self._reward_names)
         with naming_a_full_disk(self._folder.metrics):
             self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
             self._file.flush()
@@ -277,6 +309,7 @@ class Telemetry:
                 "prompt": group.prompt.text,
                 "response": group.rollouts[0].text,
                 "reward": group.rewards[0],
+                "parts": group.parts[0] if group.parts else {},
                 "finish_reason": group.rollouts[0].finish_reason,
             }
             if group.rollouts[0].turns:
@@ -392,6 +425,18 @@ def _eval_metrics(groups: Sequence[Group]) -> dict[str, Value]:
         "eval/reward": float(np.mean(rewards)) if rewards else None,
         "eval/failures": num_rollouts - len(rewards),
     }
+
+
+def _part_metrics(groups: Sequence[Group], names: Sequence[str], area: str) -> dict[str, Value]:
+    """What each reward gave, and in training how often it failed. A row that it does not judge counts in neither."""
+    metrics: dict[str, Value] = {}
+    for name in names if groups else ():
+        given = [parts[name] for group in groups for parts in group.parts if name in parts]
+        known = [value for value in given if value is not None]
+        metrics[f"{area}/{name}_mean"] = float(np.mean(known)) if known else None
+        if area == "reward":
+            metrics[f"reward/{name}_failures"] = len(given) - len(known)
+    return metrics
 
 
 def _finite(value: Value) -> Value:

@@ -217,7 +217,8 @@ def check_reward_loads(config: RunConfig) -> Fact:
     if config.algorithm.objective is Objective.sft:
         return Fact("reward", "none: supervised fine-tuning")
     check_reward(config.reward)
-    return Fact("reward", config.reward.kind)
+    parts = config.reward.by_name.items() if config.reward.parts else ()
+    return Fact("reward", ", ".join(f"{part.weight:g} x {name}" for name, part in parts) or config.reward.kind)
 
 
 def check_run_folder(config: RunConfig, machine: Machine) -> Fact:

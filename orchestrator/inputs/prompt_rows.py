@@ -29,6 +29,7 @@ from orchestrator.inputs.model_folder import resolve_hf_config
 from orchestrator.inputs.text_encoder import TextEncoder, has_chat_template, tokenizer_folder
 from rollout.errors import DataError
 from rollout.prompts import Encoder, encode_up_to, read_prompts
+from rollout.rewards.runner import chosen_rewards
 from rollout.types import Prompt
 
 
@@ -76,21 +77,25 @@ def check_data(config: RunConfig) -> Fact:
 
 
 def _check_answer_column(config: RunConfig, path: str, prompts: Sequence[Prompt]) -> None:
-    """The built-in rewards read a column; a function gets them all."""
-    answer_key = config.reward.answer_key
-    for prompt in prompts if ":" not in config.reward.kind else ():
-        if answer_key not in prompt.fields:
-            raise DataError(
-                f"{path}: row {prompt.prompt_id + 1} has no column {answer_key!r} for "
-                f"reward.kind={config.reward.kind}; "
-                f"its other columns are {', '.join(prompt.fields) or 'none'}; set reward.answer_key"
-            )
+    """The rewards that ship read columns; a function gets them all. A row may name the rewards that judge it."""
+    reward = config.reward
+    parts = reward.by_name
+    for prompt in prompts:
+        for name in chosen_rewards(reward, prompt, path):
+            for option, column in parts[name].columns.items():
+                if column not in prompt.fields:
+                    section = reward.section_of(name)
+                    raise DataError(
+                        f"{path}: row {prompt.prompt_id + 1} has no column {column!r} for {section}.kind="
+                        f"{parts[name].kind}; its other columns are {', '.join(prompt.fields) or 'none'}; set "
+                        f"{section}.{option}"
+                    )
 
 
 def _answers_out_of_reach(config: RunConfig, prompts: Sequence[Prompt], encoder: RowEncoder) -> str:
     """What to say of answers that no response can equal, being longer or, without an end of sequence, shorter."""
     sampling = config.rollout.sampling
-    if config.reward.kind != "exact_match":
+    if config.reward.parts or config.reward.kind != "exact_match":
         return ""
     found: list[tuple[Prompt, int]] = []
     for prompt in prompts:

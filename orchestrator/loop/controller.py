@@ -269,4 +269,5 @@ class Controller(StepLoop):
             "rollout/recoveries": recoveries,
             "rollout/down_s": max((item.down_s for item in recent), default=None),
             "rollout/recovery_read_s": max((item.read_s for item in recent if item.read_s is not None), default=None),
+            **{f"reward/{name}": number for name, number in self.services.rewards.take_counts().items()},
         }

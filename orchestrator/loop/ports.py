@@ -66,6 +66,7 @@ class Rewards(Protocol):
     """Judges responses, one judgement per rollout (rollout.rewards.runner.RewardRunner)."""
 
     async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]: ...
+    def take_counts(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class Sampler:
         rollout, num_judged = self._config.rollout, self._config.algorithm.group_size
         restart_s = self._config.cluster.start_timeout_s if rollout.max_restarts else 0.0
         requests_s = rollout.request_timeout_s * (rollout.num_workers + 1)
-        return requests_s + self._config.reward.timeout_s * num_judged + restart_s + 60.0
+        return requests_s + self._config.reward.longest_timeout_s * num_judged + restart_s + 60.0
 
     async def _sample_into(self, ticket: Ticket, prompt: Prompt) -> None:
         """Deliver one group for one ticket. Dynamic sampling goes on to further prompts until rewards differ."""
@@ -134,7 +134,8 @@ class Sampler:
         self._num_unjudged_in_a_row = self._num_unjudged_in_a_row + 1 if is_unjudged else 0
         if self._num_unjudged_in_a_row >= max(MAX_UNJUDGED_GROUPS, self._config.algorithm.groups_per_step):
             raise TrainingStopped(
-                f"reward.kind={self._config.reward.kind} failed on every response of {self._num_unjudged_in_a_row} "
-                "groups in a row, so there is nothing to learn from; run.log has the first failure of each kind, and "
-                "rewards.log what the reward printed. Repair it and go on with slipstream resume"
+                f"reward {', '.join(self._config.reward.names)} failed on every response of "
+                f"{self._num_unjudged_in_a_row} groups in a row, so there is nothing to learn from; run.log has the "
+                "first failure of each kind, and rewards.log what the reward printed. Repair it and go on with "
+                "slipstream resume"
             )

@@ -1,6 +1,10 @@
-"""A reward's configuration turned into one callable (prompt, response, fields) -> number.
+"""A reward's configuration turned into one callable, and how that is called.
 
 Runs inside reward processes only: a user's module is never imported into the controller.
+
+    (prompt, response, fields) -> number                       judges one response
+    (prompt, responses, fields) -> one number per response     judges a whole group: its second parameter is `responses`
+    async def of either                                        is awaited, with others of its process meanwhile
 """
 
 from __future__ import annotations
@@ -12,85 +16,111 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from conf.schema import RewardConfig
+from conf.schema import RewardPart
 from rollout.errors import RewardError
 from rollout.rewards.exact_match import exact_match
 from rollout.rewards.regex import regex_match
 
-Reward = Callable[[str, str, dict[str, Any]], Any]
-"""(prompt text, response text, fields) -> number. Fields: the row's other columns, and FINISH_REASON."""
 FINISH_REASON = "finish_reason"
-"""Field that holds the rollout's finish_reason: "stop" or "length"."""
+"""Field that holds the rollout's finish_reason, "stop" or "length"; a list of them for a reward of a whole group."""
+GROUP_PARAMETER = "responses"
+"""Name of the second parameter of a reward that judges a whole group."""
 
 
-def load_reward(config: RewardConfig) -> Reward:
-    """The callable that `config` names.
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A function, and how it wants to be called."""
+
+    function: Callable[..., Any]
+    is_async: bool
+    is_of_group: bool
+    """Whether it gets the responses of a whole group at once."""
+    source: str
+    """Path of the file that defines it; "" if no file does."""
+
+
+def load_reward(config: RewardPart, section: str = "reward") -> Reward:
+    """The reward that `config` names.
+
+    Args:
+        config: Which one.
+        section: How error messages name the configuration.
 
     Raises:
         RewardError: The pattern does not compile or has no group; the function cannot be imported or called.
     """
+    function = _shipped(config, section) if ":" not in config.kind else import_function(config.kind, section)
+    return Reward(function, inspect.iscoroutinefunction(function), _is_of_group(function), _source_file(function))
+
+
+def _shipped(config: RewardPart, section: str) -> Callable[..., Any]:
     if config.kind == "exact_match":
         match = functools.partial(exact_match, answer_key=config.answer_key)
-        return lambda _prompt, response, fields: match(response, fields)
-    if config.kind == "regex":
-        try:
-            pattern = re.compile(config.pattern)
-        except re.error as e:
-            raise RewardError(f"reward.pattern={config.pattern!r} is not a regular expression: {e}") from e
-        if pattern.groups < 1:
-            raise RewardError(f"reward.pattern={config.pattern!r} has no group; put parentheses around the answer")
-        match = functools.partial(regex_match, pattern=pattern, answer_key=config.answer_key)
-        return lambda _prompt, response, fields: match(response, fields)
-    return import_function(config.kind)
-
-
-def source_file(function: Reward) -> str:
-    """Path of the file that defines the function; "" if no file does."""
+        return lambda prompt, response, fields: match(response, fields)
     try:
-        return inspect.getsourcefile(inspect.unwrap(function)) or ""
-    except TypeError:  # a built-in, or an object that can be called
-        return ""
+        pattern = re.compile(config.pattern)
+    except re.error as e:
+        raise RewardError(f"{section}.pattern={config.pattern!r} is not a regular expression: {e}") from e
+    if pattern.groups < 1:
+        raise RewardError(f"{section}.pattern={config.pattern!r} has no group; put parentheses around the answer")
+    match = functools.partial(regex_match, pattern=pattern, answer_key=config.answer_key)
+    return lambda prompt, response, fields: match(response, fields)
 
 
-def import_function(kind: str) -> Reward:
+def import_function(kind: str, section: str) -> Callable[..., Any]:
     """The function at `package.module:function` or `FILE.py:function`.
 
     Raises:
-        RewardError: The module does not import, has no such name, or it is not a plain function of three arguments.
+        RewardError: The module does not import, has no such name, or it is not a function of three arguments.
     """
     place, _, name = kind.rpartition(":")
     is_file = place.endswith(".py")
     if is_file and not Path(place).is_file():
-        raise RewardError(f"reward.kind={kind}: there is no file {Path(place).absolute()}")
+        raise RewardError(f"{section}.kind={kind}: there is no file {Path(place).absolute()}")
     try:
         module = _load_file(Path(place)) if is_file else importlib.import_module(place)
     except Exception as e:
         is_missing = isinstance(e, ModuleNotFoundError) and e.name in (place, place.partition(".")[0])
         cure = (
             "; start the run in the folder that holds it, put that folder on PYTHONPATH, or name the file: "
-            f"reward.kind=FOLDER/FILE.py:{name}"
+            f"{section}.kind=FOLDER/FILE.py:{name}"
         )
         raise RewardError(
-            f"reward.kind={kind}: importing {place!r} failed: {type(e).__name__}: {e}{cure if is_missing else ''}"
+            f"{section}.kind={kind}: importing {place!r} failed: {type(e).__name__}: {e}{cure if is_missing else ''}"
         ) from e
     function = getattr(module, name, None)
     if not callable(function):
-        raise RewardError(f"reward.kind={kind}: {place!r} has no function {name!r}")
-    if inspect.iscoroutinefunction(function):
-        raise RewardError(
-            f"reward.kind={kind}: {name!r} is async; a reward is a plain function, it has a process of its own"
-        )
+        raise RewardError(f"{section}.kind={kind}: {place!r} has no function {name!r}")
     try:
         inspect.signature(function).bind("prompt", "response", {})
     except TypeError as e:
-        raise RewardError(f"reward.kind={kind}: {name!r} must take (prompt, response, fields): {e}") from e
+        raise RewardError(
+            f"{section}.kind={kind}: {name!r} must take (prompt, response, fields), or (prompt, {GROUP_PARAMETER}, "
+            f"fields) for a whole group: {e}"
+        ) from e
     except ValueError:
         pass  # built-ins have no signature to check
     return function
+
+
+def _is_of_group(function: Callable[..., Any]) -> bool:
+    try:
+        names = list(inspect.signature(function).parameters)
+    except ValueError:  # a built-in
+        return False
+    return names[1:2] == [GROUP_PARAMETER]
+
+
+def _source_file(function: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsourcefile(inspect.unwrap(function)) or ""
+    except TypeError:  # a built-in, or an object that can be called
+        return ""
 
 
 def _load_file(file: Path) -> ModuleType:

@@ -1,79 +1,152 @@
 """One reward process: `python -m rollout.rewards.process FD`. Reads samples from a socket, writes scores back.
 
-Owns the loop and the report of a failure. Speaks to `rollout.rewards.runner` over an inherited socket in frames of
+Owns the loop and the report of a failure. Speaks to `rollout.rewards.pool` over an inherited socket in frames of
 JSON (`frames.py`), so that what a reward prints cannot disturb the exchange. Every answer repeats its sample's number:
-if a reward writes an answer itself, the real one follows as one too many, which the runner notices. No torch, no vLLM.
+if a reward writes an answer itself, the real one follows as one too many, which the run notices. No torch, no vLLM.
 
-    runner -> RewardConfig's fields                 process -> [0, "ready", source file] | [0, "refused", reason]
-    runner -> [number, prompt, response, fields]    process -> [number, "score", value] | [number, kind, report, place]
+    run -> [RewardPart's fields, section]            process -> [0, "ready", is_async, is_of_group, source file]
+                                                              | [0, "refused", reason]
+    run -> [number, prompt, [response...], fields]   process -> [number, [outcome...], counts]     one outcome for all
+                                                                                                   responses, or each
+
+A plain function judges in the main thread, one sample after the other. Coroutines judge many samples at the same time;
+each has reward.timeout_s, after which it is cancelled and the others go on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import numbers
 import reprlib
 import socket
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from conf.errors import SlipstreamError
-from conf.schema import RewardConfig
-from rollout.rewards.frames import receive, send
-from rollout.rewards.function import Reward, load_reward, source_file
+from conf.schema import reward_part
+from rollout.rewards import frames
+from rollout.rewards.counting import counted
+from rollout.rewards.function import Reward, load_reward
+from rollout.rewards.outcomes import NOT_A_NUMBER, RAISED, SCORE, TIMEOUT, Outcome
 
-RAISED = "raised"
-NOT_A_NUMBER = "not_a_number"
 MAX_FRAMES = 10
 """Parts of a traceback that are reported: the last ones, including the exception's own line."""
 MAX_PART = 600
 """Longest part, in characters. An exception's message may hold a whole response."""
-
 MAX_REASON = 4000
 """Longest reason why a reward cannot be set up, in characters."""
 
 
-def score(reward: Reward, prompt: str, response: str, fields: dict[str, Any]) -> tuple[Any, ...]:
-    """("score", value), or (kind of failure, report, class and place)."""
+def main() -> None:
+    """Serve until the run closes the connection."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    options, section = _received(connection)
     try:
-        value = reward(prompt, response, fields)
-        if isinstance(value, numbers.Real) and math.isfinite(value):
-            return "score", float(value)
-    except BaseException as e:  # noqa: BLE001 - SystemExit of a user's function costs one sample, too
-        return RAISED, *_report(e)
+        config = reward_part(section, options)
+        reward = load_reward(config, section)
+    except SlipstreamError as e:
+        connection.sendall(frames.framed([0, "refused", str(e)[:MAX_REASON]]))
+        return
+    connection.sendall(frames.framed([0, "ready", reward.is_async, reward.is_of_group, reward.source]))
+    try:
+        if reward.is_async:
+            asyncio.run(_serve_many(connection, reward, config.timeout_s))
+        while True:
+            number, *sample = _received(connection)
+            connection.sendall(frames.framed([number, *_judge(reward, *sample)]))
+    except EOFError:
+        return
+
+
+def _received(connection: socket.socket) -> Any:
+    return frames.receive(connection)
+
+
+async def _serve_many(connection: socket.socket, reward: Reward, timeout_s: float) -> None:
+    """Await a coroutine per sample until the run closes the connection, which raises EOFError."""
+    connection.setblocking(False)
+    loop, is_writing = asyncio.get_running_loop(), asyncio.Lock()
+
+    async def answer(number: int, *sample: Any) -> None:
+        judged = await _judge_soon(reward, timeout_s, *sample)
+        async with is_writing:
+            await loop.sock_sendall(connection, frames.framed([number, *judged]))
+
+    async with asyncio.TaskGroup() as samples:
+        while True:
+            try:
+                message: Any = await frames.next_message(connection, max_bytes=1 << 32)
+            except EOFError:
+                break
+            samples.create_task(answer(*message))
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+    raise EOFError
+
+
+def _judge(reward: Reward, prompt: str, responses: Sequence[str], fields: dict[str, Any]) -> tuple[Any, ...]:
+    """Outcomes and counts of one sample, or of one group."""
+    with counted() as counts:
+        try:
+            value = reward.function(prompt, responses if reward.is_of_group else responses[0], fields)
+            outcomes = _outcomes(reward, value, len(responses))
+        except BaseException as e:  # noqa: BLE001 - SystemExit of a user's function costs one sample, too
+            outcomes = [_raised(e)]
+    return [one.as_message for one in outcomes], counts
+
+
+async def _judge_soon(
+    reward: Reward, timeout_s: float, prompt: str, responses: Sequence[str], fields: dict[str, Any]
+) -> tuple[Any, ...]:
+    """The same for a coroutine."""
+    with counted() as counts:
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                value = await reward.function(prompt, responses if reward.is_of_group else responses[0], fields)
+                outcomes = _outcomes(reward, value, len(responses))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as e:  # noqa: BLE001 - as in _judge
+            late = f"the reward gave no score within reward.timeout_s={timeout_s:g} seconds"
+            outcomes = [Outcome(TIMEOUT, report=late) if limit.expired() else _raised(e)]
+    return [one.as_message for one in outcomes], counts
+
+
+def _outcomes(reward: Reward, value: Any, num_responses: int) -> list[Outcome]:
+    if not reward.is_of_group:
+        return [_outcome(value)]
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
+    if values is None or len(values) != num_responses:
+        got = type(value).__name__ if values is None else f"{len(values)} values"
+        report = f"a reward of a group must be a list of one number per response, here {num_responses}, got {got}"
+        return [Outcome(NOT_A_NUMBER, report=report, place=f"got {type(value).__name__}")]
+    return [_outcome(one) for one in values]
+
+
+def _outcome(value: Any) -> Outcome:
+    if isinstance(value, numbers.Real):
+        try:
+            if math.isfinite(value):
+                return Outcome(SCORE, float(value))
+        except OverflowError as e:  # an integer of hundreds of digits
+            return _raised(e)
     report = f"a reward must be a finite number, got {type(value).__name__}: {reprlib.repr(value)}"
-    return NOT_A_NUMBER, report, f"got {type(value).__name__}"
+    return Outcome(NOT_A_NUMBER, report=report, place=f"got {type(value).__name__}")
 
 
-def _report(error: BaseException) -> tuple[str, str]:
+def _raised(error: BaseException) -> Outcome:
     """The end of the traceback, and "class file:line" of what was raised."""
     told = traceback.TracebackException.from_exception(error)
     parts = [
         part if len(part) <= MAX_PART else f"{part[:MAX_PART]}... ({len(part)} characters)\n" for part in told.format()
     ]
     raised_at = told.stack[-1]
-    return "".join(parts[-MAX_FRAMES:]), f"{type(error).__name__} {raised_at.filename}:{raised_at.lineno}"
-
-
-def main() -> None:
-    """Serve until the runner closes the connection."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.set_inheritable(False)
-    config: Any = receive(connection, max_bytes=1 << 32)
-    try:
-        reward = load_reward(RewardConfig(**config))
-    except SlipstreamError as e:
-        send(connection, [0, "refused", str(e)[:MAX_REASON]])
-        return
-    send(connection, [0, "ready", source_file(reward)])
-    while True:
-        try:
-            sample: Any = receive(connection, max_bytes=1 << 32)
-        except EOFError:
-            return
-        number, *arguments = sample
-        send(connection, [number, *score(reward, *arguments)])
+    place = f"{type(error).__name__} {raised_at.filename}:{raised_at.lineno}"
+    return Outcome(RAISED, report="".join(parts[-MAX_FRAMES:]), place=place)
 
 
 if __name__ == "__main__":

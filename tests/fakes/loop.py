@@ -276,6 +276,9 @@ class FakeRewards:
             return [Judgement(None)] * len(rollouts)
         return [Judgement(float(rollout.text == "right" or self.is_flat(prompt))) for rollout in rollouts]
 
+    def take_counts(self) -> dict[str, float]:
+        return {}
+
 
 class FakePrompts:
     """Prompt i is the i-th drawn; the cursor is a number."""

@@ -19,7 +19,15 @@ from orchestrator.files.curves import draw_curves
 from orchestrator.files.loss_metrics import loss_metrics
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine, RunLog, format_s
-from orchestrator.files.telemetry import METRICS, StepRecord, Telemetry, read_rows, row_of, truncate_rows
+from orchestrator.files.telemetry import (
+    METRICS,
+    REWARD_METRICS,
+    StepRecord,
+    Telemetry,
+    read_rows,
+    row_of,
+    truncate_rows,
+)
 from rollout.types import Group, Prompt, Rollout, Routes
 from trainer.types import LossStats, OptimStats
 
@@ -67,6 +75,21 @@ def test_row_has_every_metric_by_hand() -> None:
     assert row["trainer/tokens_per_s_per_rank"] == (2 * 3 + 6) / 1.0 / 2
     assert (row["sync/replicas_committed"], row["sync/publish_s"], row["sync/watermark_bytes"]) == (1, 0.06, 1 << 20)
     assert row["eval/reward"] is None
+
+
+def test_each_reward_has_metrics_of_its_own() -> None:
+    rollouts = [Rollout([5, 2], [-1.0, -0.5], [2, 2], "a", "stop")] * 2
+    group = Group(
+        Prompt(0, (1,), "p"), rollouts, [1.0, None], [{"right": 1.0, "short": 0.5}, {"right": 0.0, "short": None}]
+    )
+    other = Group(Prompt(1, (1,), "p"), rollouts[:1], [1.0], [{"right": 1.0}])
+    row = row_of(record(3, groups=[group, other], staleness_steps=[1, 1], eval_groups=[other]), ("right", "short"))
+    assert row["reward/right_mean"] == pytest.approx(2 / 3)
+    assert (row["reward/right_failures"], row["reward/short_failures"], row["reward/short_mean"]) == (0, 1, 0.5)
+    assert (row["eval/right_mean"], row["eval/short_mean"]) == (1.0, None)
+    assert row.keys() == METRICS.keys() | {
+        name.replace("<name>", reward) for name in REWARD_METRICS for reward in ("right", "short")
+    }
 
 
 def test_routes_are_counted_by_hand() -> None:

@@ -172,7 +172,7 @@ async def test_reward_that_always_fails_ends_the_run_with_its_name_and_a_checkpo
     """8 groups in a row are too many; until then steps without a single sample pass, and leave nulls in their rows."""
     loop = Loop(tmp_path, make_config(num_steps=9))
     loop.rewards.fails = lambda: loop.world.version >= 2
-    with pytest.raises(TrainingStopped, match=r"reward\.kind=exact_match failed on every response of 8 groups"):
+    with pytest.raises(TrainingStopped, match=r"reward exact_match failed on every response of 8 groups"):
         await loop.run()
     assert loop.checkpoints.read(loop.checkpoints.newest()).step == 4
     assert [row["reward/failures"] for row in loop.rows] == [None, 0, 0, 6, 6]

@@ -45,10 +45,10 @@ WRITTEN = {
     "garbage": b"\xff" * 64,
     "not JSON": framed(b"\xff\x00["),
     "deep JSON": framed(b"[" * 60_000),
-    "a huge number": framed(b"[1, \"score\", 1" + b"0" * 400 + b"]"),
+    "a huge number": framed(b"[1, [[\"score\", 1" + b"0" * 400 + b"]], {}]"),
     "no answer": framed(b"{}"),
-    "no number": framed(b"[1, \"score\", NaN]"),
-    "a number of another kind": framed(b"[1, \"score\", true]"),
+    "no number": framed(b"[1, [[\"score\", NaN]], {}]"),
+    "a number of another kind": framed(b"[1, [[\"score\", true]], {}]"),
     "pickle": framed(pickle.dumps(Planted())),
     "bare pickle": pickle.dumps(Planted()),
     "1 GB": struct.pack(">I", 1 << 30),
@@ -64,7 +64,7 @@ def vandal(prompt, response, fields):
     if response == "half":
         time.sleep(600)
     if response == "forged":
-        os.write(connection(), framed(b"[1, \"score\", 1000.0]"))
+        os.write(connection(), framed(b"[1, [[\"score\", 1000.0]], {}]"))
     return 0.5
 
 DAEMON = (
@@ -157,20 +157,20 @@ async def running(folder: Path, name: str, *, timeout_s: float = 30.0, **options
 async def test_what_a_reward_writes_to_its_connection_costs_one_sample_and_runs_nothing(folder, attack, caplog):
     async with running(folder, "vandal") as score:
         assert await score(attack, "good", "good") == [None, 0.5, 0.5]
-    assert "a reward failed (garbled) on prompt 0" in caplog.text
+    assert "reward vandal failed (garbled) on prompt 0" in caplog.text
     assert not (folder / "planted").exists()
 
 
 async def test_half_an_answer_costs_one_sample_when_its_time_is_up(folder, caplog):
     async with running(folder, "vandal", timeout_s=1.0) as score:
         assert await score("half") == [None]
-    assert "a reward failed (timeout) on prompt 0" in caplog.text
+    assert "reward vandal failed (timeout) on prompt 0" in caplog.text
 
 
 async def test_an_answer_too_many_never_becomes_the_score_of_another_sample(folder):
     async with running(folder, "vandal") as score:
         assert await score("forged") == [1000.0]  # it could have returned that
-        assert await score("good") == [None]
+        assert await score("good") in ([None], [0.5])  # lost if it came before the answer too many was noticed
         assert await score("good", "good") == [0.5, 0.5]
 
 

@@ -86,18 +86,18 @@ PROMPT = Prompt(0, (1,), "p", {"answer": "a"})
 
 @pytest.mark.parametrize(("response", "expected"), [("a", 1.0), (" a\n", 1.0), ("A", 0.0), ("ab", 0.0), ("", 0.0)])
 def test_exact_match_ignores_outer_white_space_and_keeps_case(response, expected):
-    assert load_reward(RewardConfig())("p", response, {"answer": " a"}) == expected
+    assert load_reward(RewardConfig()).function("p", response, {"answer": " a"}) == expected
 
 
 def test_exact_match_compares_numbers_as_text():
-    assert load_reward(RewardConfig(answer_key="n"))("p", "42", {"n": 42}) == 1.0
+    assert load_reward(RewardConfig(answer_key="n")).function("p", "42", {"n": 42}) == 1.0
 
 
 @pytest.mark.parametrize(
     ("response", "expected"), [("so the answer: 42.", 1.0), ("answer: 41, answer: 42", 0.0), ("42", 0.0)]
 )
 def test_regex_compares_the_first_group_of_the_first_match(response, expected):
-    reward = load_reward(RewardConfig(kind="regex", pattern=r"answer: (\d+)"))
+    reward = load_reward(RewardConfig(kind="regex", pattern=r"answer: (\d+)")).function
     assert reward("p", response, {"answer": 42}) == expected
 
 
@@ -225,7 +225,6 @@ async def test_what_rewards_print_goes_to_the_log_file(rewards_module, tmp_path)
         ({"kind": "user_rewards:nothing"}, "has no function 'nothing'"),
         ({"kind": "user_rewards:not_callable"}, "has no function 'not_callable'"),
         ({"kind": "user_rewards:two_arguments"}, r"must take \(prompt, response, fields\)"),
-        ({"kind": "user_rewards:asynchronous"}, "is async"),
         ({"kind": "regex", "pattern": "("}, r"reward\.pattern='\(' is not a regular expression"),
         ({"kind": "regex", "pattern": "a"}, "has no group"),
     ],

@@ -1,0 +1,254 @@
+"""Several rewards, rewards of a group, coroutines, processes in parallel: who judges what, what a failure costs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.errors import ConfigError
+from conf.load import load_resolved_yaml, load_run_config, resolved_yaml
+from conf.schema import RewardConfig
+from rollout.errors import RewardError
+from rollout.rewards.runner import RewardRunner, check_reward
+from rollout.types import Judgement, Prompt, Rollout
+
+REWARDS = '''
+import asyncio, os, time
+
+def length(prompt, response, fields):
+    if response == "raise":
+        raise ValueError("too short")
+    return len(response)
+
+def rank(prompt, responses, fields):
+    """The shortest gets 1, the others what remains of it."""
+    if "raise" in responses:
+        raise ValueError("one of them")
+    if "too few" in responses:
+        return [1.0]
+    if "one is text" in responses:
+        return [1.0 if response != "one is text" else "?" for response in responses]
+    assert fields["finish_reason"] == ["stop"] * len(responses)
+    return [min(map(len, responses)) / len(response) for response in responses]
+
+class Barrier:
+    waiting = 0
+    opened = asyncio.Event()
+
+async def all_four(prompt, response, fields):
+    """Answers when four samples are being judged at the same time."""
+    Barrier.waiting += 1
+    if Barrier.waiting == 4:
+        Barrier.opened.set()
+    await Barrier.opened.wait()
+    return 1.0
+
+async def crowd(prompt, response, fields):
+    """How many are judged at the same time."""
+    Barrier.waiting += 1
+    await asyncio.sleep(0.1)
+    most = Barrier.waiting
+    Barrier.waiting -= 1
+    return most
+
+async def behave(prompt, response, fields):
+    if response == "hang":
+        await asyncio.sleep(600)
+    if response == "block":
+        time.sleep(600)
+    if response == "raise":
+        raise KeyError("no such thing")
+    if response == "exit":
+        os._exit(3)
+    return os.getpid() if response == "pid" else 0.5
+
+async def of_group(prompt, responses, fields):
+    await asyncio.sleep(0)
+    return [float(len(response)) for response in responses]
+
+def meet(prompt, response, fields):
+    """Answers when another process is in here as well."""
+    folder = os.path.dirname(__file__)
+    open(os.path.join(folder, f"here-{os.getpid()}"), "w").close()
+    while len([name for name in os.listdir(folder) if name.startswith("here-")]) < 2:
+        time.sleep(0.01)
+    return 1.0
+'''
+PROMPT = Prompt(0, (1,), "p", {"answer": "aaa"})
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "several.py"
+    path.write_text(REWARDS)
+    return path
+
+
+def rollouts(*texts: str) -> list[Rollout]:
+    return [Rollout([5], [0.0], [0], text, "stop") for text in texts]
+
+
+@asynccontextmanager
+async def running(config: RewardConfig, **options: Any) -> AsyncIterator[RewardRunner]:
+    runner = RewardRunner(config, **options)
+    await runner.start()
+    try:
+        yield runner
+    finally:
+        await runner.close()
+
+
+async def test_the_weighted_sum_is_what_trains_and_each_part_is_kept(file: Path, caplog: pytest.LogCaptureFixture):
+    parts = {"right": {}, "brevity": {"kind": f"{file}:length", "weight": -0.25}}
+    with caplog.at_level(logging.WARNING, "rollout.rewards.runner"):
+        async with running(RewardConfig(parts=parts)) as runner:
+            judged = await runner.score_group(PROMPT, rollouts("aaa", "b", "raise"))
+    assert judged == [
+        Judgement(1.0 - 0.25 * 3, {"right": 1.0, "brevity": 3.0}),
+        Judgement(-0.25, {"right": 0.0, "brevity": 1.0}),
+        Judgement(None, {"right": 0.0, "brevity": None}),
+    ]
+    assert "reward brevity failed (raised) on prompt 0" in caplog.text
+
+
+async def test_a_single_reward_is_named_after_its_function(file: Path):
+    async with running(RewardConfig(kind=f"{file}:length", weight=2.0)) as runner:
+        assert await runner.score_group(PROMPT, rollouts("bb")) == [Judgement(4.0, {"length": 2.0})]
+
+
+async def test_a_row_names_the_rewards_that_judge_it(file: Path):
+    parts = {"right": {}, "brevity": {"kind": f"{file}:length"}, "ordered": {"kind": f"{file}:rank"}}
+    async with running(RewardConfig(parts=parts, choice_key="judges")) as runner:
+        for column, names in ((["brevity", "right"], ["right", "brevity"]), ("ordered", ["ordered"])):
+            row = Prompt(0, (1,), "p", {"answer": "b", "judges": column})
+            (judgement,) = await runner.score_group(row, rollouts("b"))
+            assert list(judgement.parts) == names
+        (judgement,) = await runner.score_group(PROMPT, rollouts("b"))
+        assert list(judgement.parts) == list(parts)
+        for wrong in ("nothing", [], ["right", "nothing"], 1.0):
+            with pytest.raises(
+                RewardError, match=r"column 'judges' is .*, which must name one of reward\.parts \(right"
+            ):
+                await runner.score_group(Prompt(0, (1,), "p", {"judges": wrong}), rollouts("b"))
+
+
+async def test_a_reward_with_responses_judges_the_whole_group_at_once(file: Path):
+    async with running(RewardConfig(kind=f"{file}:rank")) as runner:
+        judged = await runner.score_group(PROMPT, rollouts("aaaa", "aa", "a"))
+    assert [one.reward for one in judged] == [0.25, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("texts", "rewards", "told"),
+    [
+        (("raise", "a"), [None, None], "ValueError: one of them"),
+        (("too few", "a"), [None, None], "a list of one number per response, here 2, got 1 values"),
+        (("one is text", "a"), [None, 1.0], "a reward must be a finite number, got str: '?'"),
+    ],
+)
+async def test_a_reward_of_a_group_that_fails_costs_the_group_or_one_sample(file, texts, rewards, told, caplog):
+    async with running(RewardConfig(kind=f"{file}:rank")) as runner:
+        judged = await runner.score_group(PROMPT, rollouts(*texts))
+        assert [one.reward for one in judged] == rewards
+        assert told in caplog.text
+        assert [one.reward for one in await runner.score_group(PROMPT, rollouts("a", "b"))] == [1.0, 1.0]
+
+
+async def test_coroutines_of_one_process_judge_at_the_same_time(file: Path):
+    async with running(RewardConfig(kind=f"{file}:all_four", timeout_s=60)) as runner:
+        judged = await runner.score_group(PROMPT, rollouts("a", "b", "c", "d"))
+    assert [one.reward for one in judged] == [1.0] * 4
+
+
+async def test_max_concurrent_bounds_the_samples_of_one_process(file: Path):
+    async with running(RewardConfig(kind=f"{file}:crowd", max_concurrent=3)) as runner:
+        judged = await runner.score_group(PROMPT, rollouts(*"abcdefghij"))
+    assert max(one.reward or 0.0 for one in judged) == 3
+
+
+async def test_a_coroutine_that_hangs_or_raises_costs_one_sample_and_its_process_goes_on(file: Path):
+    async with running(RewardConfig(kind=f"{file}:behave", timeout_s=2)) as runner:
+        judged = await runner.score_group(PROMPT, rollouts("pid", "hang", "raise", "ok", "pid"))
+        (later,) = await runner.score_group(PROMPT, rollouts("pid"))
+    first, hung, raised, fine, last = (one.reward for one in judged)
+    assert (hung, raised, fine) == (None, None, 0.5)
+    assert first == last == later.reward
+
+
+@pytest.mark.parametrize("how", ["block", "exit"])
+async def test_a_coroutine_that_takes_its_process_costs_what_was_in_it(file: Path, how: str):
+    async with running(RewardConfig(kind=f"{file}:behave", timeout_s=1)) as runner:
+        judged = await runner.score_group(PROMPT, rollouts("hang", how))
+        assert [one.reward for one in judged] == [None, None]
+        assert [one.reward for one in await runner.score_group(PROMPT, rollouts("ok", "ok"))] == [0.5, 0.5]
+
+
+async def test_a_coroutine_may_judge_a_group(file: Path):
+    async with running(RewardConfig(kind=f"{file}:of_group")) as runner:
+        assert [one.reward for one in await runner.score_group(PROMPT, rollouts("a", "bb"))] == [1.0, 2.0]
+
+
+async def test_processes_judge_at_the_same_time(file: Path):
+    async with running(RewardConfig(kind=f"{file}:meet", num_processes=2, timeout_s=60)) as runner:
+        assert [one.reward for one in await runner.score_group(PROMPT, rollouts("a", "b"))] == [1.0, 1.0]
+
+
+async def test_a_waiter_that_is_cancelled_does_not_free_the_place_of_its_sample(file: Path):
+    async with running(RewardConfig(kind=f"{file}:length")) as runner:
+        call = asyncio.create_task(runner.score_group(PROMPT, rollouts(*["a"] * 20)))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert [one.reward for one in await runner.score_group(PROMPT, rollouts("bb", "ccc"))] == [2.0, 3.0]
+
+
+async def test_sources_of_several_rewards_are_kept_apart(file: Path, tmp_path: Path):
+    parts = {"brevity": {"kind": f"{file}:length"}, "ordered": {"kind": f"{file}:rank"}, "right": {}}
+    async with running(RewardConfig(parts=parts), log_path=tmp_path / "run.log"):
+        pass
+    kept = sorted(name for name in os.listdir(tmp_path) if name.startswith("reward_source"))
+    assert kept == ["reward_source_brevity.py", "reward_source_ordered.py"]
+
+
+def test_a_part_that_cannot_run_is_refused_by_its_name(tmp_path: Path):
+    parts = {"right": {}, "brevity": {"kind": f"{tmp_path}/no.py:length"}}
+    with pytest.raises(RewardError, match=r"reward\.parts\.brevity\.kind=.*: there is no file"):
+        check_reward(RewardConfig(parts=parts))
+
+
+PARTS = ["experiment=quickstart", "reward.parts.right.kind=regex"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reward.parts.b.knd=regex"], r"unknown option reward\.parts\.b\.knd\. Did you mean kind\?"),
+        (["reward.parts.b=3"], r"reward\.parts\.b must be a mapping of options, got 3"),
+        (["reward.parts.b.weight=much"], r"reward\.parts\.b\.weight must be a number, got 'much'"),
+        (["reward.parts.b.weight=.inf"], r"reward\.parts\.b\.weight must be a number"),
+        (["reward.parts.b.weight=nan"], r"reward\.parts\.b\.weight must be finite, got nan"),
+        (["reward.parts.b.kind=rgex"], r"reward\.parts\.b\.kind must be exact_match, .*, got 'rgex'"),
+        (["reward.parts.b.env=KEY"], r"reward\.parts\.b\.env must be a list of texts, got 'KEY'"),
+        (["reward.parts.b.timeout_s=0"], r"reward\.parts\.b\.timeout_s must be > 0, got 0"),
+        (["reward.parts.mean-1.kind=regex"], r"a reward's name must be a word of .*, got 'mean-1'"),
+        (["reward.pattern=x"], r"reward\.pattern has no effect with reward\.parts, each of which has its own"),
+    ],
+)
+def test_a_wrong_option_of_a_part_has_one_message(words: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        load_run_config([*PARTS, *words])
+
+
+def test_parts_survive_the_file_that_a_run_keeps():
+    config = load_run_config([*PARTS, "reward.parts.b.kind=mine.py:b", "reward.parts.b.env=[KEY]"])
+    assert load_resolved_yaml(resolved_yaml(config)) == config
+    assert config.reward.names == ("right", "b")
+    assert config.reward.by_name["b"].env == ("KEY",)
