@@ -38,6 +38,7 @@ def check_all(config: RunConfig) -> None:
     if config.algorithm.objective is Objective.policy:
         check_prompt_and_response_fit(config)
         check_some_responses_end_by_themselves(config)
+        check_overlong_fits_the_response(config)
         check_transport_fits_device(config)
         check_processes_can_share_a_gpu(config)
         check_expert_parallel_engine_has_gpus(config)
@@ -83,6 +84,16 @@ def check_prompt_and_response_fit(config: RunConfig) -> None:
             "tokens, more than "
             f"rollout.max_model_len={limit}; set rollout.max_model_len={prompt + response}, or shorten one of the "
             "two; data.max_prompt_tokens=null is what is left"
+        )
+
+
+def check_overlong_fits_the_response(config: RunConfig) -> None:
+    """The tokens that are punished are the last ones of a response."""
+    overlong, longest = config.reward.overlong_tokens, config.rollout.sampling.max_tokens
+    if overlong > longest:
+        raise ConfigError(
+            f"reward.overlong_tokens={overlong} exceeds rollout.sampling.max_tokens={longest}: it is how many of them "
+            "are punished; lower it, or raise the other"
         )
 
 

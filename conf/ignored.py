@@ -162,6 +162,12 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             "reward.parts, each of which has its own",
             "set it in reward.parts.NAME, or remove reward.parts",
         ),
+        Ignored(
+            "reward.overlong_penalty",
+            reward.overlong_tokens == 0,
+            "reward.overlong_tokens=0",
+            "remove it, or set reward.overlong_tokens",
+        ),
         Ignored("reward.choice_key", not reward.parts, "reward.parts={}, the only reward judges", "give reward.parts"),
         Ignored(
             "reward.max_concurrent",

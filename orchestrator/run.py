@@ -126,7 +126,11 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
     async with contextlib.AsyncExitStack() as stack:
         progress = stack.enter_context(ProgressLine(log.console))
         startup = Startup(folder.startup, progress.wait)
-        rewards = RewardRunner(config.reward, log_path=folder.root / "rewards.log")
+        rewards = RewardRunner(
+            config.reward,
+            max_response_tokens=config.rollout.sampling.max_tokens,
+            log_path=folder.root / "rewards.log",
+        )
         stack.push_async_callback(rewards.close)
         cluster = await stack.enter_async_context(Cluster(config, folder, startup))
         await stack.enter_async_context(startup)  # left before the cluster: a start that fails is over then
@@ -220,7 +224,9 @@ def _telemetry(config: RunConfig, folder: RunFolder, progress: ProgressLine, fir
         first_step=first_step,
         tensorboard=config.run.tensorboard,
         progress=progress,
-        reward_names=() if config.algorithm.objective is Objective.sft else config.reward.names,
+        reward_names=()
+        if config.algorithm.objective is Objective.sft
+        else (*config.reward.names, *config.reward.shapings),
     )
 
 

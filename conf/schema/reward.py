@@ -11,10 +11,12 @@ from typing import Any, cast
 from conf.errors import ConfigError
 from conf.schema.rules import above, at_least, require, section_of
 
-SHIPPED_REWARDS = ("exact_match", "regex")
+SHIPPED_REWARDS = ("exact_match", "regex", "math")
 """Values of reward.kind that are not functions of the user's own."""
-READ_AN_ANSWER = ("exact_match", "regex")
+READ_AN_ANSWER = ("exact_match", "regex", "math")
 """Kinds that compare the response with the column reward.answer_key."""
+SHAPINGS = ("overlong_penalty", "length_penalty")
+"""What a response's length adds to the sum of the rewards (rollout.rewards.shaping)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +24,14 @@ class RewardPart:
     """One reward: the whole section if it is the only one, or a value of reward.parts."""
 
     kind: str = "exact_match"
-    """exact_match, regex, or a function: `FILE.py:function`, or `package.module:function`. It is (prompt, response,
-    fields) -> number, or (prompt, responses, fields) -> list of numbers for a whole group; both may be async. Fields
-    are the row's other columns, and `finish_reason`.
+    """exact_match, regex, math, or a function: `FILE.py:function`, or `package.module:function`. A function is (prompt,
+    response, fields) -> number, or (prompt, responses, fields) -> list of numbers for a whole group; both may be async.
+    Fields are the row's other columns, and `finish_reason`.
     """
     weight: float = 1.0
     """What the reward is multiplied by before it is added to the others."""
     answer_key: str = "answer"
-    """Column with the expected answer; for exact_match and regex."""
+    """Column with the expected answer; for exact_match, regex and math."""
     pattern: str = r"(.+)"
     """regex: the first group of the first match in the response is compared with the answer."""
     timeout_s: float = 10.0
@@ -69,12 +71,25 @@ class RewardConfig(RewardPart):
     sequence. false: only text.
     """
 
+    overlong_tokens: int = 0
+    """Soft overlong punishment (DAPO, arXiv:2503.14476, equation 13): the last so many of rollout.sampling.max_tokens
+    tokens take the reward down evenly, by overlong_penalty at the end. 0: none.
+    """
+    overlong_penalty: float = 1.0
+    """What the longest response loses by overlong_tokens. Ignored when overlong_tokens=0."""
+    length_penalty: float = 0.0
+    """What the longest response loses; a shorter one loses in proportion to its tokens. 0: none."""
+
     def __post_init__(self) -> None:
+        at_least(0, "reward", overlong_tokens=self.overlong_tokens)
+        for penalty in (self.overlong_penalty, self.length_penalty):
+            require(math.isfinite(penalty), f"reward's penalties must be finite, got {penalty}")
         for name, part in self.by_name.items():
             section = self.section_of(name)
             require(
-                re.fullmatch(r"[A-Za-z_]\w*", name) is not None,
-                f"{section}: a reward's name must be a word of letters, digits and underscores, got {name!r}",
+                re.fullmatch(r"[A-Za-z_]\w*", name) is not None and name not in SHAPINGS,
+                f"{section}: a reward's name must be a word of letters, digits and underscores and neither of "
+                f"{', '.join(SHAPINGS)}, got {name!r}",
             )
             _check_part(section, part)
             require(
@@ -87,6 +102,12 @@ class RewardConfig(RewardPart):
     def names(self) -> tuple[str, ...]:
         """Names of all rewards. The only one is named after its kind, or after its function."""
         return tuple(self.parts) or (self.kind.rpartition(":")[2],)
+
+    @property
+    def shapings(self) -> tuple[str, ...]:
+        """What the length of a response adds to its reward."""
+        asked = (self.overlong_tokens > 0, self.length_penalty != 0)
+        return tuple(name for name, is_asked in zip(SHAPINGS, asked, strict=True) if is_asked)
 
     @property
     def by_name(self) -> dict[str, RewardPart]:

@@ -62,6 +62,10 @@ def _shipped(config: RewardPart, section: str) -> Callable[..., Any]:
     if config.kind == "exact_match":
         match = functools.partial(exact_match, answer_key=config.answer_key)
         return lambda prompt, response, fields: match(response, fields)
+    if config.kind == "math":
+        from rollout.rewards.math_answer import math_reward  # imports SymPy
+
+        return math_reward(answer_key=config.answer_key, timeout_s=config.timeout_s)
     try:
         pattern = re.compile(config.pattern)
     except re.error as e:

@@ -23,6 +23,7 @@ from rollout.errors import RewardError
 from rollout.rewards.function import FINISH_REASON
 from rollout.rewards.outcomes import SCORE, Outcome
 from rollout.rewards.pool import Ready, RewardPool
+from rollout.rewards.shaping import shape
 from rollout.types import Judgement, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class RewardRunner:
 
     Args:
         config: Which rewards.
+        max_response_tokens: Length of the longest response, for penalties of length.
         log_path: File for what rewards print; copies of the files that define them go beside it. None: neither is kept.
         max_log_bytes: Size at which the file is cut.
         num_processes: Processes per reward in place of what the options say.
@@ -62,11 +64,13 @@ class RewardRunner:
         self,
         config: RewardConfig,
         *,
+        max_response_tokens: int = 0,
         log_path: Path | None = None,
         max_log_bytes: int = MAX_LOG_BYTES,
         num_processes: int | None = None,
     ) -> None:
         self._config = config
+        self._max_response_tokens = max_response_tokens
         self._log_path = log_path
         self._parts = config.by_name
         self._pools = {
@@ -102,7 +106,10 @@ class RewardRunner:
             for outcome in outcomes:
                 if outcome.kind != SCORE:
                     self._report_once(name, outcome, prompt)
-        return [self._sum(dict(zip(names, values, strict=True))) for values in zip(*judged, strict=True)]
+        return [
+            self._sum(dict(zip(names, values, strict=True)), len(rollout.token_ids))
+            for rollout, *values in zip(rollouts, *judged, strict=True)
+        ]
 
     def take_counts(self) -> dict[str, float]:
         """What rewards counted since the last call: "NAME_COUNT" -> number."""
@@ -132,12 +139,12 @@ class RewardRunner:
         )
         return [answer.outcomes[0] for answer in answers]
 
-    def _sum(self, outcomes: Mapping[str, Outcome]) -> Judgement:
+    def _sum(self, outcomes: Mapping[str, Outcome], num_tokens: int) -> Judgement:
+        added = shape(self._config, num_tokens, self._max_response_tokens)
         parts = {name: outcome.value for name, outcome in outcomes.items()}
-        total: float | None = 0.0
-        for name, value in parts.items():
-            total = None if total is None or value is None else total + self._parts[name].weight * value
-        return Judgement(total, parts)
+        weighted = [None if value is None else self._parts[name].weight * value for name, value in parts.items()]
+        known = [value for value in (*weighted, *added.values()) if value is not None]
+        return Judgement(None if None in weighted else sum(known), parts | added)
 
     def _report_once(self, name: str, outcome: Outcome, prompt: Prompt) -> None:
         """Log the first failure of each kind in full (for exceptions: of each class and place). Count the others."""

@@ -1,0 +1,51 @@
+"""Reward 1 for a response whose final answer is mathematically equal to the row's, judged by math-verify and SymPy.
+
+Owns the limits within which a hostile expression is judged. math-verify's own time limits are signals: they work
+because a plain reward judges in the main thread of its process, and they stop SymPy wherever that runs Python. One call
+of C that takes too long (a power of huge integers) ends with the process, after reward.timeout_s.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from math_verify import parse, verify
+
+MAX_MEMORY_BYTES = 4 << 30
+"""Address space of the process; an expression that needs more is not equal to the answer."""
+CALLS_PER_SAMPLE = 6
+"""Calls of math-verify that have a time limit of their own: the answer, the response, and two readings of each."""
+
+
+def math_reward(*, answer_key: str, timeout_s: float) -> Callable[[str, str, dict[str, Any]], float]:
+    """(prompt, response, fields) -> 1.0 if the last boxed expression of the response, or else its last expression,
+    equals the answer; 0.0 if not, if there is none, or if comparing them takes too long. Limits this process's memory.
+
+    Args:
+        answer_key: The column with the answer: a number, an expression, or LaTeX.
+        timeout_s: How long one sample may take.
+    """
+    for library in ("math_verify", "latex2sympy2_extended"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)  # they log whole responses
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MAX_MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    limit_s = max(1, int(timeout_s / CALLS_PER_SAMPLE))
+
+    @lru_cache(maxsize=4096)
+    def expected(answer: str) -> tuple[Any, ...]:
+        is_marked = any(mark in answer for mark in ("\\boxed", "$", "\\(", "\\["))
+        return tuple(parse(answer if is_marked else f"\\boxed{{{answer}}}", parsing_timeout=limit_s))
+
+    def judge(prompt: str, response: str, fields: dict[str, Any]) -> float:
+        answer = expected(str(fields[answer_key]).strip())
+        if not answer:
+            raise ValueError(f"math-verify finds no expression in the answer {fields[answer_key]!r}")
+        found = parse(response, parsing_timeout=limit_s)
+        return float(verify(list(answer), found, timeout_seconds=limit_s))
+
+    return judge
