@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.util
 import os
 import shutil
 import tempfile
@@ -27,6 +28,7 @@ def private_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     leaves in /dev/shm is removed once nobody maps it.
     """
     tmp_path_factory.getbasetemp()  # where pytest keeps the folders of the last runs
+    multiprocessing.util.get_temp_dir()  # multiprocessing removes its own when this process ends, after this fixture
     folder = tempfile.mkdtemp(prefix="t")  # short, because sockets lie below it
     shared_before = set(os.listdir("/dev/shm"))
     with pytest.MonkeyPatch.context() as patch:

@@ -55,7 +55,8 @@ def check_devices(config: RunConfig, machine: Machine) -> Fact:
         return Fact("devices", f"CPU, {machine.count_cpus()} cores: {processes}")
     if config.cluster.ray_address is not None:
         return Fact("devices", f"GPUs of the Ray cluster at {config.cluster.ray_address}: {processes}")
-    needed, present = trainer.num_ranks + num_engine_ranks, machine.count_gpus()
+    present = machine.count_gpus()
+    needed = 1 if config.cluster.share_gpu else trainer.num_ranks + num_engine_ranks
     if present == 0:
         needs_gpus = not is_sft and config.weight_sync.transport is TransportKind.nvlink
         raise ConfigError(

@@ -47,6 +47,7 @@ from rollout.engine.same_path import same_path
 from rollout.engine.start_failure import OutputSince, why_it_failed
 from rollout.engine.start_phase import IMPORTING, phase_in
 from rollout.errors import EngineDied, EngineError, error_class
+from rollout.in_vllm import fork_server
 from rollout.in_vllm.process_imports import come_first
 from rollout.in_vllm.vllm_patches import end_for_good, watch_outputs
 from rollout.routes import read_routes
@@ -105,7 +106,7 @@ def make_llm(arguments: dict[str, Any]) -> AsyncLLM:
     chosen = vllm_arguments(arguments)
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    with come_first():
+    with come_first(), fork_server.fork_engine():
         return AsyncLLM.from_engine_args(chosen)
 
 
@@ -184,8 +185,10 @@ class Engine:
         return IMPORTING if self._output is None else phase_in(self._output.read())
 
     async def prepare(self) -> None:
-        """Do the part of start() that needs no device, which may still be another engine's: import vLLM."""
-        self._set_environment()
+        """Do the part of start() that needs no device, which may still be another engine's: import vLLM, here and for
+        the engine's process.
+        """
+        self._begin()
         await asyncio.to_thread(import_vllm)
 
     async def start(self) -> None:
@@ -194,17 +197,18 @@ class Engine:
         Raises:
             EngineError: vLLM refused an argument or failed to come up.
         """
-        self._set_environment()
-        os.environ[OWNER_VARIABLE] = str(os.getpid())
+        self._begin()
         # In a thread, so that the event loop goes on, and vLLM's output handler starts only after watch_outputs().
         self._llm = await asyncio.to_thread(self._build)
         watch_outputs(self._llm, self._stamp)
 
-    def _set_environment(self) -> None:
+    def _begin(self) -> None:
         for name, value in engine_environment(self._device).items():
             os.environ.setdefault(name, value)
         if self._config.batch_invariant:
             os.environ[BATCH_INVARIANT_VARIABLE] = "1"  # an option of the run, whatever was set before
+        os.environ[OWNER_VARIABLE] = str(os.getpid())
+        fork_server.begin()
 
     def _build(self) -> AsyncLLM:
         own = SOCKETS_VARIABLE not in os.environ

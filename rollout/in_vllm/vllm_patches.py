@@ -9,6 +9,8 @@
                                           Until vLLM's choice of kernels does not depend on the batch.
     watch_outputs                  both   One engine's client shows its outputs to a listener before vLLM handles them.
                                           Until outputs carry the version of the weights, or a listener can be given.
+    make_processes_in              both   One engine's EngineCore is forked from a server that has imported vLLM.
+                                          Until VLLM_WORKER_MULTIPROC_METHOD may be forkserver.
     end_for_good                   both   One engine is shut down once. Until AsyncLLM.shutdown() may be called twice.
     adapters_from_memory           both   While slots are recorded, a LoRA manager reads tensors instead of a file.
                                           Until add_adapter() takes tensors.
@@ -17,7 +19,7 @@
     be_rank                        both   Process groups that talk to nobody. Until vLLM's groups can be made so.
 
 "Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first
-patch acts on every engine on a CPU, the next two on every batch-invariant one, the next three on the objects of one
+patch acts on every engine on a CPU, the next two on every batch-invariant one, the next four on the objects of one
 engine; the last two run in a process that computes nothing (rollout/layouts/meta_engine.py). While a layout is
 recorded, two more modules swap attributes of a model and put them back: load_time.py (parameters as they were at load
 time) and adapter_slots.py (layers without LoRA wrappers).
@@ -33,6 +35,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +111,21 @@ def add_expert_adapters_batch_invariantly() -> None:
         return align(self, *rows, **options)
 
     _replace(PunicaWrapperGPU, "moe_lora_align_block_size", always_sorted)
+
+
+@contextlib.contextmanager
+def make_processes_in(context: BaseContext) -> Iterator[None]:
+    """While the block runs, vLLM makes EngineCore processes in this context of multiprocessing."""
+    from vllm.v1.engine import utils
+
+    own = utils.get_mp_context
+
+    def chosen() -> BaseContext:
+        own()  # it also sets what the EngineCore's own processes read
+        return context
+
+    with _replaced(utils, {"get_mp_context": chosen}):
+        yield
 
 
 def watch_outputs(llm: AsyncLLM, see: Callable[[Any], None]) -> None:

@@ -39,6 +39,11 @@ def test_more_gpus_than_exist() -> None:
         assert option in message
 
 
+def test_trainer_and_engine_may_share_the_one_gpu() -> None:
+    config = load_run_config(["experiment=quickstart_one_gpu"])
+    assert check_devices(config, Machine(count_gpus=lambda: 1)).finding.startswith("1 of 1 GPUs")
+
+
 def test_no_gpu_at_all() -> None:
     none = Machine(count_gpus=lambda: 0)
     message = refused(check_devices, none, "cluster.device=cuda")

@@ -1,0 +1,85 @@
+"""A worker's engine is forked from a process that imported vLLM meanwhile, and ends with the worker as a spawned one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+from cases.tiny_models import DENSE
+from cases.vllm_process import import_path
+
+from rollout.in_vllm.fork_server import EngineContext
+
+TIMEOUT_S = 240.0
+WORKER = """
+import asyncio, os, sys, time
+from pathlib import Path
+
+from conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from rollout.engine.engine import Engine
+
+async def started():
+    config = RolloutConfig(max_model_len=64, kv_cache_bytes=64 << 20, sampling=SamplingConfig(max_tokens=8))
+    engine = Engine(Path(sys.argv[1]), config, dtype=DType.float32, device=Device.cpu, seed=0)
+    await engine.prepare()
+    await engine.start()
+    return engine
+
+async def main():
+    engines = [await started(), await started()]
+    told = [os.getpid()]
+    for engine in engines:
+        (rollout,) = await engine.generate_group([1, 2, 3], 1, SamplingConfig(max_tokens=5, stop_at_eos=False))
+        told.append(len(rollout.token_ids))
+    print("\\ntold:", *told, flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def environment_of_a_child(file: Path) -> None:
+    file.write_text(json.dumps(dict(os.environ)))
+
+
+def test_the_first_engine_is_forked_a_second_one_spawned_and_all_end_with_the_worker(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}))
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    environ = {**os.environ, "PYTHONPATH": import_path()}
+    with subprocess.Popen([sys.executable, script, tmp_path], env=environ, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout
+        told = next((line for line in worker.stdout if line.startswith("told:")), "told: 0").split()[1:]
+        tree = psutil.Process(worker.pid).children(recursive=True)
+        parents = [process.parent() for process in tree if process.name() == "VLLM::EngineCore"]
+        forked = ["forkserver" in " ".join(parent.cmdline()) for parent in parents if parent]
+        worker.kill()
+    assert told == [str(worker.pid), "5", "5"]
+    assert sorted(forked) == [False, True]
+    _, alive = psutil.wait_procs(tree, timeout=TIMEOUT_S)
+    assert not alive
+
+
+def test_a_forked_process_has_the_environment_in_which_it_was_made(tmp_path: Path) -> None:
+    context = EngineContext()
+    os.environ["SET_BEFORE"] = "1"
+    try:
+        first = context.Process(target=environment_of_a_child, args=(tmp_path / "first",))
+        first.start()  # the server starts here
+        del os.environ["SET_BEFORE"]
+        os.environ["SET_LATER"] = "1"
+        second = context.Process(target=environment_of_a_child, args=(tmp_path / "second",))
+        second.start()
+    finally:
+        os.environ.pop("SET_BEFORE", None)
+        os.environ.pop("SET_LATER", None)
+    for process in (first, second):
+        process.join(TIMEOUT_S)
+    assert json.loads((tmp_path / "first").read_text())["SET_BEFORE"] == "1"
+    seen = json.loads((tmp_path / "second").read_text())
+    assert (seen.get("SET_BEFORE"), seen.get("SET_LATER")) == (None, "1")
