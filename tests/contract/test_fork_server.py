@@ -1,4 +1,4 @@
-"""A worker's engine is forked from a process that imported vLLM meanwhile, and ends with the worker as a spawned one."""
+"""A worker's engine is forked from a process that imported vLLM meanwhile, and ends with it as a spawned one does."""
 
 from __future__ import annotations
 
