@@ -15,6 +15,5 @@ from weight_sync.gc_freeze import frozen_imports
 end_with(int(os.environ[OWNER_VARIABLE]))
 with frozen_imports():
     import_module("vllm.v1.engine.core")
-    from vllm.platforms import current_platform
-
-    import_module("vllm.v1.worker.cpu_worker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker")
+    is_cpu = import_module("vllm.platforms").current_platform.is_cpu()
+    import_module("vllm.v1.worker.cpu_worker" if is_cpu else "vllm.v1.worker.gpu_worker")
