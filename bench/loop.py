@@ -14,6 +14,7 @@ Rows, one after the other, each in processes of its own:
     trl       TRL's GRPOTrainer with PEFT, if it is installed (bench/loops/trl_row.py), vLLM colocated on one GPU
     trl-sleep     the same; vLLM gives its memory back while the trainer works
     trl-server    the same, vLLM as a server on a second GPU
+    verl      verl's colocated trainer, if --verl names the folder of its packages (bench/loops/verl_row.py)
 
 All rows sample responses without an end to prompts of 5 tokens; weights are random. A response has --length tokens, or
 with --lengths long-tailed a tenth of them, and one in eight has them all: each is a request with its own max_tokens.
@@ -63,6 +64,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "trl": ("bench.loops.trl_row", {}),
     "trl-sleep": ("bench.loops.trl_row", {"sleeps": True}),
     "trl-server": ("bench.loops.trl_row", {"has_server": True}),
+    "verl": ("bench.loops.verl_row", {}),
 }
 """The module that runs a peer's row, and what the row adds to its job."""
 LONG_TAILED_ENGINE = ROOT / "tests" / "fakes" / "long_tailed_engine"
@@ -156,7 +158,8 @@ def measure_peer(args: argparse.Namespace, row: str, model: Path) -> dict[str, A
     started = time.monotonic()
     variables = engine_environment(Device.cpu if args.tiny else Device.cuda) | dict(os.environ)
     job = replace(job_of(args, model), steps=args.peer_steps or args.steps, **changes)
-    found = measure(module, job, variables | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": "0"})
+    first = [args.verl] if row == "verl" and args.verl else []
+    found = measure(module, job, variables | {"PYTHONPATH": python_path(*first), "CUDA_VISIBLE_DEVICES": "0"})
     if "first_step_at" in found:
         found["first_step_s"] = found.pop("first_step_at") - started
     return found | {"wall_s": time.monotonic() - started}
@@ -295,6 +298,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="of a bare engine")
     parser.add_argument("--one-gpu", action="store_true", help="cluster.share_gpu")
     parser.add_argument("--kv-gib", type=float, default=40.0, help="the most for a KV cache, with --one-gpu")
+    parser.add_argument("--verl", type=Path, help="folder with verl and what it needs in versions of its own")
     parser.add_argument("--set", nargs="*", default=[], help="further options of every run")
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
     parser.add_argument("--out", type=Path)

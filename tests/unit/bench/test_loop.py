@@ -16,6 +16,7 @@ from bench.loops.lengths import FIXED, LONG_TAILED, lengths, mean_length
 from bench.loops.row_process import busy_and_memory
 from bench.loops.trl_row import Clock
 from bench.loops.trl_row import figures as trl_figures
+from bench.loops.verl_row import figures as verl_figures
 from conf.load import load_run_config
 
 
@@ -110,6 +111,24 @@ def test_a_peers_figures_are_of_the_steps_asked_for() -> None:
     assert (found["trained_tokens_per_s"], found["engine_tokens_per_s"], found["k3"]) == (20.0, 50.0, 0.2)
     assert sum(found["parts"].values()) == pytest.approx(1.0)
     assert trl_figures(clock, [9, 9, 100, 300], [], 2, 4)["k3"] is None
+
+
+def test_verls_metrics_are_told_in_the_same_words(tmp_path: Path) -> None:
+    args = Namespace(shape="dense-8b", tiny=True, layers=2, length=64, lengths=FIXED, steps=4, responses=32, kv_gib=1.0)
+    rows = [
+        {"step": number, "data": {
+            "timing_s/step": 10.0, "timing_s/gen": 4.0, "timing_s/update_actor": 5.0, "timing_s/update_weights": 0.5,
+            "response_length/mean": 64.0, "rollout_corr/k3_kl": 0.1 * number,
+        }}
+        for number in (1, 2, 3, 4)
+    ]  # fmt: skip
+    rows[0]["data"]["timing_s/step"] = 99.0
+    found = verl_figures(rows, job_of(args, tmp_path))
+    assert (found["steps"], found["step_s"], found["pause_s"], found["publish_s"]) == (2, 10.0, 6.0, 0.5)
+    assert found["trained_tokens_per_s"] == 2 * 64 * 32 / 20
+    assert found["engine_tokens_per_s"] == 2 * 64 * 32 / 8
+    assert found["k3"] == pytest.approx(0.35)
+    assert sum(found["parts"].values()) == pytest.approx(1.0)
 
 
 def test_a_gpus_busy_share_is_of_the_later_half() -> None:
