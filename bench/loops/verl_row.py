@@ -2,7 +2,7 @@
 
     python3 -m pip install --no-deps --target SITE verl==0.9.1 transformers==5.10.4 tokenizers==0.22.2 \\
         tensordict==0.10.0 TransferQueue==0.1.11 torchdata==0.11.0 codetiming==1.4.0 pylatexenc==2.11 \\
-        pyvers==0.2.3 orjson==3.13.0 importlib_metadata==10.2.0
+        pyvers==0.1.0 orjson==3.13.0 importlib_metadata==10.2.0
     python bench/loop.py --one-gpu --rows verl --verl SITE
 
 SITE comes before all other packages, because verl 0.9.1 takes transformers below 5.11. verl packs sequences only with
