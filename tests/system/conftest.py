@@ -150,14 +150,14 @@ class RunUnderWay:
         return (self.folder / "run.log").read_text()
 
     def engine_of(self, worker: str) -> psutil.Process:
-        """The engine's process: the largest child of that of "rollout-0" (.1 where it was started again), which run.log
-        names.
+        """The engine's process. Of all below "rollout-0" (.1 where it was started again), which run.log names, it has
+        the most memory of its own.
 
         Its title is no mark: vLLM sets it with setproctitle, which does nothing, and says nothing, where the first
         variable of the environment was changed.
         """
         (pid,) = re.findall(rf"{re.escape(worker)} is process (\d+) ", self.log)
-        return max(psutil.Process(int(pid)).children(), key=lambda child: child.memory_info().rss)
+        return max(psutil.Process(int(pid)).children(recursive=True), key=lambda child: child.memory_full_info().uss)
 
     def wait_until(self, is_enough: Callable[[list[dict[str, Any]]], bool]) -> None:
         """Look at the rows until they are."""
