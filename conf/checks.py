@@ -54,16 +54,17 @@ def check_all(config: RunConfig) -> None:
 
 def check_data_is_given(config: RunConfig) -> None:
     """A run needs rows to sample from, or to learn."""
-    if config.data.path is None and config.algorithm.objective is Objective.sft:
+    if config.data.training_sources:
+        return
+    if config.algorithm.objective is Objective.sft:
         raise ConfigError(
             "data.path is required: give a .jsonl or .parquet file of conversations, one "
             '{"messages": [{"role": ..., "content": ...}, ...]} a row; to try it: experiment=sft_quickstart'
         )
-    if config.data.path is None:
-        raise ConfigError(
-            "data.path is required: give a .jsonl or .parquet file of prompts, or choose data=letters, which ships "
-            "with Slipstream"
-        )
+    raise ConfigError(
+        "data.path is required: give a .jsonl or .parquet file of prompts, or choose data=letters, which ships with "
+        "Slipstream"
+    )
 
 
 def check_tokenizer_is_given(config: RunConfig) -> None:

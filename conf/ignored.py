@@ -16,6 +16,7 @@ from conf.options import options_by_name
 from conf.schema import (
     AlgorithmConfig,
     Correction,
+    Curriculum,
     Device,
     Init,
     Objective,
@@ -33,6 +34,8 @@ READ_BY_POLICY_ALONE = (
     "parity.",
     "reward.",
     "data.max_prompt_tokens",
+    "data.curriculum",
+    "data.curriculum_floor",
     "run.eval_samples_per_prompt",
     *(
         f"algorithm.{item.name}"
@@ -195,6 +198,22 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             not algorithm.drop_zero_variance_groups,
             "algorithm.drop_zero_variance_groups=false, which drops none",
             "remove it, or choose algorithm=dapo",
+        ),
+        Ignored("data.weights", not config.data.sources, "data.sources=[]", "give data.sources, or remove it"),
+        Ignored(
+            "data.stream_buffer_rows", not config.data.stream, "data.stream=false", "remove it, or set data.stream=true"
+        ),
+        Ignored(
+            "data.shuffle",
+            config.data.curriculum is Curriculum.middling,
+            "data.curriculum=middling, which draws prompts at random",
+            "remove one of the two",
+        ),
+        Ignored(
+            "data.curriculum_floor",
+            config.data.curriculum is Curriculum.none,
+            "data.curriculum=none",
+            "remove it, or set data.curriculum=middling",
         ),
         Ignored(
             ("run.eval_samples_per_prompt", "rollout.eval_temperature"),

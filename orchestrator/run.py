@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.schema import Objective, RunConfig, SyncMode, TrainMode
+from orchestrator.data.training_stream import training_stream
 from orchestrator.errors import DiskFull
 from orchestrator.files.curves import SFT_PANELS, draw_curves
 from orchestrator.files.disk_space import naming_a_full_disk
@@ -32,9 +33,9 @@ from orchestrator.fleet.control_folder import alive, answer_requests
 from orchestrator.fleet.fleet_log import FleetLog, count_tokens
 from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
-from orchestrator.inputs.conversations import read_conversations
+from orchestrator.inputs.conversations import ConversationReader
 from orchestrator.inputs.model_folder import complete_export, prepare_model
-from orchestrator.inputs.prompt_rows import read_all_prompts
+from orchestrator.inputs.prompt_rows import PromptRows
 from orchestrator.inputs.text_encoder import TextEncoder
 from orchestrator.loop.controller import Controller
 from orchestrator.loop.finetuner import Finetuner
@@ -42,7 +43,6 @@ from orchestrator.loop.ports import LoopServices
 from orchestrator.loop.publication import RAY_CALL_S
 from orchestrator.signals import second_interrupt_ends_at_once
 from orchestrator.waiting import together
-from rollout.prompts import Shuffled
 from rollout.rewards.runner import RewardRunner
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
     from orchestrator.cluster.placement import Cluster  # imports Ray
 
     model = prepare_model(config.model, folder.model)
-    prompts, eval_prompts = read_all_prompts(config, TextEncoder(folder.model))
+    rows = PromptRows(config, TextEncoder(folder.model))
+    prompts, eval_prompts = rows.stream(), rows.held_out()
     checkpoints = CheckpointStore(folder.checkpoints, keep=config.run.keep_checkpoints, options=fingerprint(config))
     resume_from = checkpoints.to_resume(config.run.resume)
     is_adapter_mode = config.weight_sync.mode is SyncMode.adapter
@@ -153,7 +154,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
             trainer=cluster.trainer,
             supervisor=supervisor,
             router=Router(supervisor, request_timeout_s=config.rollout.request_timeout_s),
-            prompts=Shuffled(prompts, seed=config.run.seed, shuffle=config.data.shuffle),
+            prompts=prompts,
             eval_prompts=eval_prompts,
             rewards=rewards,
             telemetry=telemetry,
@@ -190,9 +191,8 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRes
 
     model = prepare_model(config.model, folder.model)
     encoder = TextEncoder(folder.model)
-    assert config.data.path is not None  # conf.checks
-    training = read_conversations(config.data.path, encoder, config.data)
-    held_out = read_conversations(config.data.eval_path, encoder, config.data) if config.data.eval_path else []
+    reader = ConversationReader(config.data, encoder)
+    training, held_out = training_stream(config.data, reader.read, seed=config.run.seed), reader.held_out()
     checkpoints = CheckpointStore(folder.checkpoints, keep=config.run.keep_checkpoints, options=fingerprint(config))
     resume_from = checkpoints.to_resume(config.run.resume)
 

@@ -17,7 +17,7 @@ from conf.schema.algorithm import (
     RatioBaseline,
 )
 from conf.schema.cluster import ClusterConfig, Device
-from conf.schema.data import DataConfig
+from conf.schema.data import Curriculum, DataConfig
 from conf.schema.model import DType, EngineFormat, Init, MlaNormEps, ModelConfig
 from conf.schema.numerics import (
     AdapterValues,
@@ -56,6 +56,7 @@ __all__ = [
     "ClusterConfig",
     "CombineMode",
     "Correction",
+    "Curriculum",
     "DType",
     "DataConfig",
     "Device",

@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
-from conf.schema.rules import at_least_or_null, require
+from conf.schema.rules import above, at_least, at_least_or_null, require
+
+
+class Curriculum(StrEnum):
+    """Which prompts come more often."""
+
+    none = "none"
+    middling = "middling"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Prompts, from JSONL or Parquet: a `prompt` column (text, or a list of chat messages) and any further columns,
-    which rewards see.
+    """Prompts: rows with a `prompt` column (text, or a list of chat messages) and any further columns, which rewards
+    see. docs/data.md has the forms of a source.
     """
 
     path: str | None = None
-    """Training prompts: a .jsonl or .parquet file. Relative paths start at the working directory; `pkg://NAME` is a
-    file that ships in conf/data.
+    """Training rows: a .jsonl or .parquet file, a folder that `Dataset.save_to_disk` wrote, or a dataset of the Hugging
+    Face Hub, `hf:REPO:SPLIT` or `hf:REPO:CONFIG:SPLIT` (hf:openai/gsm8k:main:train). Relative paths start at the
+    working directory; `pkg://NAME` is a file that ships in conf/data.
     """
+    sources: tuple[str, ...] = ()
+    """Several of these instead of `path`, mixed."""
+    weights: tuple[float, ...] = ()
+    """How much of the training each of `sources` gives, such as [3, 1]; the sum does not matter. []: all the same."""
     eval_path: str | None = None
-    """Held-out prompts, same format. null: no evaluation."""
+    """Held-out rows, one source of the same forms. null: no evaluation."""
+    columns: dict[str, str] = field(default_factory=dict[str, str])
+    """Columns under other names: `data.columns.answer=reward_model.ground_truth` adds a column `answer` with a field of
+    a struct; of `question|problem` the first that a row has is taken.
+    """
+    stream: bool = False
+    """Read training rows while the run uses them, for what does not fit in memory. Rows after the first
+    `stream_buffer_rows` are checked when they are read: a wrong one then ends the run, its state saved.
+    """
+    stream_buffer_rows: int = 1000
+    """Rows of each source that are in memory at once; they are shuffled among each other."""
+    curriculum: Curriculum = Curriculum.none
+    """middling: prompts that are solved now and then come more often than those that are always or never solved.
+    Rewards count as success rates, those below 0 as 0 and those above 1 as 1.
+    """
+    curriculum_floor: float = 0.1
+    """Least weight of a prompt in the draw; prompts solved half of the time, and those not seen yet, have 1."""
     prompt_key: str = "prompt"
     """Name of the prompt column."""
     response_key: str = "response"
@@ -47,3 +76,37 @@ class DataConfig:
         at_least_or_null(2, "data", max_sequence_tokens=self.max_sequence_tokens)
         for name in ("prompt_key", "response_key", "messages_key"):
             require(bool(getattr(self, name)), f"data.{name} must name a column, got nothing")
+        require(
+            self.path is None or not self.sources,
+            f"data.path={self.path} and data.sources={list(self.sources)} are both set; give all of them in "
+            "data.sources, and data.path=null (or choose data=files)",
+        )
+        require(
+            not self.sources or len(self.weights) in (0, len(self.sources)),
+            f"data.weights must have one number for each of data.sources, got {len(self.weights)} for "
+            f"{len(self.sources)}",
+        )
+        require(
+            len(set(self.sources)) == len(self.sources),
+            f"data.sources names a source twice: {list(self.sources)}; give it a larger weight instead",
+        )
+        for weight in self.weights:
+            above(0, "data", weights=weight)
+        at_least(1, "data", stream_buffer_rows=self.stream_buffer_rows)
+        for name, column in self.columns.items():
+            require(bool(column), f"data.columns.{name} must name a column, got nothing")
+        require(
+            0 < self.curriculum_floor <= 1,
+            f"data.curriculum_floor must lie in (0, 1], got {self.curriculum_floor}: with 0 a prompt that was solved "
+            "once would never come again",
+        )
+        require(
+            not (self.stream and self.curriculum is Curriculum.middling),
+            "data.curriculum=middling contradicts data.stream=true: it draws from all prompts by their success rates; "
+            "set data.stream=false, or data.curriculum=none",
+        )
+
+    @property
+    def training_sources(self) -> tuple[str, ...]:
+        """`sources`, or `path` as the only one; empty when neither is set."""
+        return tuple(self.sources) or (() if self.path is None else (self.path,))

@@ -60,7 +60,7 @@ class RunState:
     """Optimizer steps done, refused ones included."""
     policy_version: int
     prompts: dict[str, Any]
-    """Cursor of the prompt stream (rollout.prompts.Shuffled.state_dict)."""
+    """Cursor of the prompt stream (orchestrator.data.streams.Stream.state_dict)."""
     shuffle_rng: dict[str, Any]
     """State of the generator of algorithm.shuffle_advantages."""
     buffer: BufferState
@@ -84,7 +84,13 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
             "algorithm.sequences_per_step": algorithm.sequences_per_step,
             "algorithm.group_size": algorithm.group_size,
             "algorithm.groups_per_step": algorithm.groups_per_step,
+            # None is what a checkpoint of a release without the option has.
             "data.path": config.data.path,
+            "data.sources": list(config.data.sources) or None,
+            "data.weights": list(config.data.weights) or None,
+            "data.columns": dict(config.data.columns) or None,
+            "data.stream": config.data.stream or None,
+            "data.curriculum": config.data.curriculum if config.data.curriculum != "none" else None,
             "run.seed": config.run.seed,
             "weight_sync.enabled": config.weight_sync.enabled,
             "parity.replay_routing": config.parity.replay_routing,

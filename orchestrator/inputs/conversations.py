@@ -1,7 +1,7 @@
 """Reads conversations for supervised fine-tuning: token sequences, and which of their tokens are taught.
 
 Owns: which tokens the model is taught, and the check of every row before the run starts. Does not own files
-(rollout.prompts reads rows) nor the loop (finetuner.py). No torch.
+(data/sources.py reads rows) nor the loop (finetuner.py). No torch.
 Invariant: the text of a conversation is exactly what the chat template makes of the whole of it, or prompt + response;
 a token counts when its first character belongs to an assistant's turn.
 
@@ -15,15 +15,16 @@ a token counts when its first character belongs to an assistant's turn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
 
 from conf.schema import DataConfig
+from orchestrator.data.prompts import check_text
+from orchestrator.data.sources import Row, listed, read_rows, renamed
 from rollout.errors import DataError
-from rollout.prompts import check_text, read_rows, resolve_path
 from trainer.types import Sample
 
 
@@ -59,17 +60,32 @@ class Conversation:
         return Sample(np.asarray(self.token_ids, dtype=np.int32), mask, zeros, zeros, policy_version)
 
 
-def read_conversations(path: str, encoder: ConversationEncoder, config: DataConfig) -> list[Conversation]:
-    """Read, check and tokenize every row, in file order.
+class ConversationReader:
+    """Makes conversations of rows.
 
-    Raises:
-        DataError: the file is missing or malformed, a row is no conversation, teaches nothing, or is longer than
-            data.max_sequence_tokens. Names the file and the line.
+    Args:
+        check: Called with a row's place and token ids; raises DataError for ids that the run cannot use.
     """
-    limit = config.max_sequence_tokens
-    found: list[Conversation] = []
-    for where, row in read_rows(resolve_path(path)):
-        conversation = _tokenize(row, where, encoder, config)
+
+    def __init__(
+        self,
+        config: DataConfig,
+        encoder: ConversationEncoder,
+        check: Callable[[str, Sequence[int]], None] = lambda where, token_ids: None,
+    ) -> None:
+        self._config = config
+        self._encoder = encoder
+        self._check = check
+
+    def read(self, row: Row, number: int) -> Conversation:
+        """Check and tokenize one row.
+
+        Raises:
+            DataError: the row is no conversation, teaches nothing, or is longer than data.max_sequence_tokens. Names
+                its place.
+        """
+        limit, where = self._config.max_sequence_tokens, row.where
+        conversation = _tokenize(renamed(row, self._config.columns), where, self._encoder, self._config)
         num_tokens = len(conversation.token_ids)
         if limit is not None and num_tokens > limit:
             raise DataError(
@@ -78,10 +94,22 @@ def read_conversations(path: str, encoder: ConversationEncoder, config: DataConf
             )
         if not any(conversation.is_taught):
             raise DataError(f"{where}: no token of an assistant: there is nothing to learn from this row")
-        found.append(conversation)
-    if not found:
-        raise DataError(f"{path} has no rows")
-    return found
+        self._check(where, conversation.token_ids)
+        return conversation
+
+    def held_out(self) -> list[Conversation]:
+        """Held-out conversations; none without data.eval_path.
+
+        Raises:
+            DataError: the source is missing, empty or malformed, or a row is no conversation.
+        """
+        source = self._config.eval_path
+        if source is None:
+            return []
+        found = [self.read(row, 0) for row in read_rows(source)]
+        if not found:
+            raise DataError(f"{source} has no rows")
+        return found
 
 
 def _tokenize(row: dict[str, Any], where: str, encoder: ConversationEncoder, config: DataConfig) -> Conversation:
@@ -126,10 +154,9 @@ def _chat(messages: Any, where: str, encoder: ConversationEncoder) -> tuple[str,
 def _plain(row: dict[str, Any], where: str, end: str, config: DataConfig) -> tuple[str, list[tuple[int, int]]]:
     for key, option in ((config.prompt_key, "data.prompt_key"), (config.response_key, "data.response_key")):
         if not isinstance(row.get(key), str):
-            columns = ", ".join(sorted(map(str, row))) or "none"
             raise DataError(
                 f"{where}: needs a column {config.messages_key!r} (data.messages_key), or text in column {key!r} "
-                f"({option}); the columns are {columns}"
+                f"({option}); the columns are {listed(row)}"
             )
     prompt, response = row[config.prompt_key], row[config.response_key] + end
     return prompt + response, [(len(prompt), len(prompt) + len(response))]

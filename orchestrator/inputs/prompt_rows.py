@@ -1,9 +1,9 @@
-"""Rows of data.path and data.eval_path: read as the run will read them, and checked before it starts.
+"""Rows of data.path (or data.sources) and data.eval_path: read as the run will read them, and checked before it starts.
 
-    file --rollout.prompts / conversations--> token ids --checks--> one Fact, or one DataError that names the row
+    row --data.prompts / conversations--> token ids --checks--> one Fact, or one DataError that names the row
 
-Owns: rules between a row and the run's other options. Does not own: files and their format (rollout/prompts.py), which
-tokens of a conversation count (conversations.py). No transformers, no torch.
+Owns: rules between a row and the run's other options. Does not own: sources (data/sources.py), the order of rows
+(data/streams.py), which tokens of a conversation count (conversations.py). No transformers, no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError
-from conf.schema import Objective, RunConfig
+from conf.schema import Curriculum, Objective, RunConfig
+from orchestrator.data.curriculum import Middling
+from orchestrator.data.prompts import Encoder, PromptReader, encode_up_to
+from orchestrator.data.sources import Row, listed, read_rows
+from orchestrator.data.streams import Stream
+from orchestrator.data.training_stream import items_of, training_stream
 from orchestrator.inputs.character_tokenizer import (
     ALPHABET,
     CHARACTERS,
@@ -23,73 +28,108 @@ from orchestrator.inputs.character_tokenizer import (
     known_characters,
     save_character_tokenizer,
 )
-from orchestrator.inputs.conversations import Conversation, read_conversations
+from orchestrator.inputs.conversations import ConversationReader
 from orchestrator.inputs.facts import Fact
 from orchestrator.inputs.model_folder import resolve_hf_config
 from orchestrator.inputs.text_encoder import TextEncoder, has_chat_template, tokenizer_folder
 from rollout.errors import DataError
-from rollout.prompts import Encoder, encode_up_to, read_prompts
 from rollout.rewards.runner import chosen_rewards
 from rollout.types import Prompt
 
 
-def read_all_prompts(config: RunConfig, encoder: Encoder) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and held-out prompts; the second list is empty without data.eval_path."""
-    assert config.data.path is not None  # conf.checks
-    training, held_out = (
-        read_prompts(
-            path,
-            encoder,
-            prompt_key=config.data.prompt_key,
+class PromptRows:
+    """The prompts of a run: each row read, tokenized, and checked against the run's other options.
+
+    Raises of all methods: DataError, with the row's place.
+    """
+
+    def __init__(self, config: RunConfig, encoder: Encoder) -> None:
+        data = config.data
+        self._config = config
+        self._vocab_size = int(resolve_hf_config(config.model)["vocab_size"])
+        self._reader = PromptReader(
+            encoder=encoder,
             max_prompt_tokens=config.max_prompt_tokens,
-            add_special_tokens=config.data.add_special_tokens,
+            prompt_key=data.prompt_key,
+            add_special_tokens=data.add_special_tokens,
+            columns=data.columns,
         )
-        if path is not None
-        else []
-        for path in (config.data.path, config.data.eval_path)
-    )
-    return training, held_out
+
+    def read(self, row: Row, prompt_id: int) -> Prompt:
+        """One row's prompt."""
+        prompt = self._reader.prompt(row, prompt_id)
+        _check_answer_column(self._config, row.where, prompt)
+        check_vocabulary(self._config, self._vocab_size, row.where, prompt.token_ids, prompt.text)
+        return prompt
+
+    def training(self) -> list[Prompt]:
+        """Training prompts, source after source; with data.stream the first ones of each."""
+        data = self._config.data
+        return [prompt for index in range(len(data.training_sources)) for prompt in items_of(data, index, self.read)]
+
+    def held_out(self) -> list[Prompt]:
+        """Held-out prompts; none without data.eval_path."""
+        source = self._config.data.eval_path
+        if source is None:
+            return []
+        prompts = [self.read(row, row.after.num_rows - 1) for row in read_rows(source)]
+        if not prompts:
+            raise DataError(f"{source} has no rows")
+        return prompts
+
+    def stream(self) -> Stream[Prompt]:
+        """Training prompts in the order in which the run draws them."""
+        data, order = self._config.data, None
+        if data.curriculum is Curriculum.middling:
+            order = partial(_middling, data.curriculum_floor)
+        return training_stream(data, self.read, seed=self._config.run.seed, order=order)
+
+
+def _middling(floor: float, prompts: Sequence[Prompt], seed: int) -> Stream[Prompt]:
+    return Middling(prompts, seed=seed, floor=floor)
 
 
 def check_data(config: RunConfig) -> Fact:
-    """Every row of both files can be read and is short enough; prompts have the column that the reward reads."""
+    """Every row of all sources can be read and is short enough; prompts have the column that the reward reads. With
+    data.stream only the first rows of the training sources are read.
+    """
     is_sft = config.algorithm.objective is Objective.sft
     subject = "conversations" if is_sft else "prompts"
     try:
         encoder = RowEncoder(config)
     except ConfigError:
         return Fact(subject, "not read")  # other checks report what is wrong with the model or the tokenizer
-    data = config.data
-    paths = [path for path in (data.path, data.eval_path) if path is not None]
+    data, warning = config.data, ""
     if is_sft:
-        files: list[Sequence[Prompt | Conversation]] = [read_conversations(path, encoder, data) for path in paths]
-        warning = ""
+        vocab_size = int(resolve_hf_config(config.model)["vocab_size"])
+        reader = ConversationReader(
+            data, encoder, lambda where, token_ids: check_vocabulary(config, vocab_size, where, token_ids)
+        )
+        counts = [len(items_of(data, index, reader.read)) for index in range(len(data.training_sources))]
+        num_held_out = len(reader.held_out())
     else:
-        training, held_out = read_all_prompts(config, encoder)
-        files = [training, held_out]
-        for path, prompts in zip(paths, (training, held_out), strict=False):
-            _check_answer_column(config, path, prompts)
-        warning = _answers_out_of_reach(config, training, encoder)
-    for path, rows in zip(paths, files, strict=False):
-        _check_vocabulary(config, path, rows)
-    counts = ", held-out ".join(f"{len(rows)} in {path}" for path, rows in zip(paths, files, strict=False))
-    return Fact(subject, f"{counts}{warning}", is_warning=bool(warning))
+        rows = PromptRows(config, encoder)
+        prompts = [items_of(data, index, rows.read) for index in range(len(data.training_sources))]
+        counts, num_held_out = [len(found) for found in prompts], len(rows.held_out())
+        warning = _answers_out_of_reach(config, [prompt for found in prompts for prompt in found], encoder)
+    what = "the first " if data.stream else ""
+    parts = [f"{what}{count} in {source}" for count, source in zip(counts, data.training_sources, strict=True)]
+    if data.eval_path is not None:
+        parts.append(f"held-out {num_held_out} in {data.eval_path}")
+    return Fact(subject, f"{', '.join(parts)}{warning}", is_warning=bool(warning))
 
 
-def _check_answer_column(config: RunConfig, path: str, prompts: Sequence[Prompt]) -> None:
+def _check_answer_column(config: RunConfig, where: str, prompt: Prompt) -> None:
     """The rewards that ship read columns; a function gets them all. A row may name the rewards that judge it."""
     reward = config.reward
-    parts = reward.by_name
-    for prompt in prompts:
-        for name in chosen_rewards(reward, prompt, path):
-            for option, column in parts[name].columns.items():
-                if column not in prompt.fields:
-                    section = reward.section_of(name)
-                    raise DataError(
-                        f"{path}: row {prompt.prompt_id + 1} has no column {column!r} for {section}.kind="
-                        f"{parts[name].kind}; its other columns are {', '.join(prompt.fields) or 'none'}; set "
-                        f"{section}.{option}"
-                    )
+    for name in chosen_rewards(reward, prompt, where):
+        part, section = reward.by_name[name], reward.section_of(name)
+        for option, column in part.columns.items():
+            if column not in prompt.fields:
+                raise DataError(
+                    f"{where}: no column {column!r} for {section}.kind={part.kind}; its other columns are "
+                    f"{listed(prompt.fields)}; set {section}.{option}, or data.columns.{column}=COLUMN"
+                )
 
 
 def _answers_out_of_reach(config: RunConfig, prompts: Sequence[Prompt], encoder: RowEncoder) -> str:
@@ -106,37 +146,34 @@ def _answers_out_of_reach(config: RunConfig, prompts: Sequence[Prompt], encoder:
     if not found:
         return ""
     prompt, num_tokens = found[0]
+    row = prompt.prompt_id // len(config.data.training_sources) + 1
     have, cure = "at most", "raise it"
     if not sampling.stop_at_eos:
         have, cure = "exactly", "set it to that, or set rollout.sampling.stop_at_eos=true, which ends them earlier"
     return (
         f"; reward.kind=exact_match can hardly be 1 for {len(found)} of {len(prompts)} rows: responses have {have} "
-        f"rollout.sampling.max_tokens={sampling.max_tokens} tokens, and the answer of row {prompt.prompt_id + 1} has "
+        f"rollout.sampling.max_tokens={sampling.max_tokens} tokens, and the answer of row {row} has "
         f"{num_tokens if num_tokens <= sampling.max_tokens else 'more'}; {cure}"
     )
 
 
-def _check_vocabulary(config: RunConfig, path: str, rows: Sequence[Prompt | Conversation]) -> None:
+def check_vocabulary(config: RunConfig, vocab_size: int, where: str, token_ids: Sequence[int], text: str = "") -> None:
     """The tokenizer's ids are rows of the model's embedding: another one would end the engine with a device error. The
     character tokenizer has no token for most of Unicode, and a model learns nothing from <unk>.
     """
-    vocab_size = int(resolve_hf_config(config.model)["vocab_size"])
-    for number, row in enumerate(rows, start=1):
-        if max(row.token_ids) >= vocab_size:
-            raise DataError(
-                f"{path}: the tokenizer makes token {max(row.token_ids)} of row {number}, and the model has "
-                f"vocab_size={vocab_size}; give the model's own tokenizer (model.tokenizer), or a larger "
-                "model.hf_config.vocab_size"
-            )
-        if config.model.tokenizer == CHARACTERS and SPECIAL_TOKENS.index("<unk>") in row.token_ids:
-            text = row.text if isinstance(row, Prompt) else ""
-            unknown = "".join(sorted(set(text) - known_characters(vocab_size))[:5])
-            raise DataError(
-                f"{path}: row {number} has characters{f' ({unknown!r})' if unknown else ''} without a token in "
-                f"model.tokenizer=characters with model.hf_config.vocab_size={vocab_size}; leave them out, set "
-                f"model.hf_config.vocab_size={len(SPECIAL_TOKENS) + len(ALPHABET)} (printable ASCII), or give another "
-                "model.tokenizer"
-            )
+    if max(token_ids) >= vocab_size:
+        raise DataError(
+            f"{where}: the tokenizer makes token {max(token_ids)}, and the model has vocab_size={vocab_size}; give the "
+            "model's own tokenizer (model.tokenizer), or a larger model.hf_config.vocab_size"
+        )
+    if config.model.tokenizer == CHARACTERS and SPECIAL_TOKENS.index("<unk>") in token_ids:
+        unknown = "".join(sorted(set(text) - known_characters(vocab_size))[:5])
+        raise DataError(
+            f"{where}: characters{f' ({unknown!r})' if unknown else ''} without a token in model.tokenizer=characters "
+            f"with model.hf_config.vocab_size={vocab_size}; leave them out, set "
+            f"model.hf_config.vocab_size={len(SPECIAL_TOKENS) + len(ALPHABET)} (printable ASCII), or give another "
+            "model.tokenizer"
+        )
 
 
 class RowEncoder:

@@ -262,6 +262,7 @@ class Controller(StepLoop):
         self._num_reported = counts
         recent = supervisor.recoveries[len(supervisor.recoveries) - recoveries :]
         return {
+            **self.services.prompts.metrics(),
             "rollout/groups_failed": failed,
             "rollout/groups_uninformative": uninformative,
             "rollout/replicas_serving": supervisor.num_serving,

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from conf.schema import RunConfig
+from orchestrator.data.streams import Stream
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState
 from orchestrator.files.telemetry import StepRecord, Telemetry, Value
 from orchestrator.inputs.conversations import Conversation
 from orchestrator.loop.advantages import denominators_of
 from orchestrator.loop.ports import Stopwatch, TaughtTrainer
 from orchestrator.loop.step_loop import StepLoop
-from rollout.prompts import Shuffled
 from trainer.step.microbatches import pack
 from trainer.types import LossStats, Sample
 
@@ -33,7 +33,7 @@ class Finetuner(StepLoop):
         self,
         config: RunConfig,
         trainer: TaughtTrainer,
-        training: Sequence[Conversation],
+        training: Stream[Conversation],
         held_out: Sequence[Conversation],
         telemetry: Telemetry,
         checkpoints: CheckpointStore,
@@ -41,7 +41,7 @@ class Finetuner(StepLoop):
     ) -> None:
         super().__init__(config, trainer, telemetry, checkpoints, on_clock)
         self._trainer = trainer
-        self._stream = Shuffled(training, seed=config.run.seed, shuffle=config.data.shuffle)
+        self._stream = training
         self._held_out = held_out
         self.held_out_nll: float | None = None
         """The newest evaluation's; None without data.eval_path."""

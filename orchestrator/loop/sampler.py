@@ -90,6 +90,7 @@ class Sampler:
         try:
             while True:
                 group = await self._sample(prompt, algorithm.group_size)
+                self._services.prompts.observe(prompt.prompt_id, group.rewards)
                 self._stop_if_unjudged(group)
                 if not algorithm.drop_zero_variance_groups or self._is_informative(group):
                     break

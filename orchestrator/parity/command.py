@@ -21,7 +21,7 @@ from conf.load import load_resolved_yaml, load_run_config
 from conf.schema import Device, Init, ModelConfig, RunConfig, TrainMode
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.inputs.model_folder import resolve_hf_config
-from orchestrator.inputs.prompt_rows import RowEncoder, read_all_prompts
+from orchestrator.inputs.prompt_rows import PromptRows, RowEncoder
 from rollout.errors import DataError
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
 
 def _prompts(config: RunConfig, options: ParityOptions) -> tuple[tuple[int, ...], ...]:
     try:
-        prompts, _ = read_all_prompts(config, RowEncoder(config))
+        prompts = PromptRows(config, RowEncoder(config)).training()
     except DataError as error:
         raise ConfigError(str(error)) from error
     return tuple(prompt.token_ids for prompt in prompts[: options.num_prompts])

@@ -173,7 +173,7 @@ class RewardRunner:
             self._log_path.with_name(copy).write_bytes(source)
 
 
-def chosen_rewards(config: RewardConfig, prompt: Prompt, file: str = "data") -> list[str]:
+def chosen_rewards(config: RewardConfig, prompt: Prompt, where: str = "") -> list[str]:
     """Names of the rewards that judge a row: those that its column reward.choice_key names, otherwise all.
 
     Raises:
@@ -186,8 +186,8 @@ def chosen_rewards(config: RewardConfig, prompt: Prompt, file: str = "data") -> 
     chosen = given if isinstance(given, list) else [given]
     if not chosen or not all(isinstance(one, str) and one in names for one in chosen):
         raise RewardError(
-            f"{file}: row {prompt.prompt_id + 1}: column {config.choice_key!r} is {given!r}, which must name one of "
-            f"reward.parts ({', '.join(names)}), or be a list of several; set reward.choice_key if the column means "
+            f"{where or f'prompt {prompt.prompt_id}'}: column {config.choice_key!r} is {given!r}, which must name one "
+            f"of reward.parts ({', '.join(names)}), or be a list of several; set reward.choice_key if the column means "
             "something else"
         )
     return [name for name in names if name in chosen]

@@ -285,6 +285,8 @@ class FakePrompts:
 
     def __init__(self) -> None:
         self.cursor = 0
+        self.observed: list[tuple[int, list[float | None]]] = []
+        """Every group's prompt and rewards, in the order in which they were judged."""
 
     def __next__(self) -> Prompt:
         self.cursor += 1
@@ -295,6 +297,12 @@ class FakePrompts:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor = state["cursor"]
+
+    def observe(self, prompt_id: int, rewards: Sequence[float | None]) -> None:
+        self.observed.append((prompt_id, list(rewards)))
+
+    def metrics(self) -> dict[str, float | None]:
+        return {}
 
 
 class Loop:

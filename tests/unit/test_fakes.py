@@ -13,12 +13,13 @@ from unit.rollout.adapters.test_adapter_replica import SeededEngine
 from unit.rollout.test_worker import ModelEngine
 
 from orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
+from orchestrator.data.curriculum import Middling
+from orchestrator.data.streams import Mixed, Shuffled, Streamed
 from orchestrator.fleet.replicas import RolloutHandle
 from orchestrator.loop.ports import Prompts, PublishingTrainer, Rewards, StepTrainer, TaughtTrainer
 from orchestrator.push.sender_process import RankProcess
 from rollout.adapters.adapter_replica import AdapterReplica
 from rollout.engine.engine import Engine
-from rollout.prompts import Shuffled
 from rollout.rewards.runner import RewardRunner
 from rollout.served.client import ServedEngine
 from rollout.worker import RolloutWorker
@@ -39,6 +40,9 @@ PAIRS = [
     (RolloutHandle, RayRolloutWorker),
     (Prompts, FakePrompts),
     (Prompts, Shuffled),
+    (Prompts, Streamed),
+    (Prompts, Mixed),
+    (Prompts, Middling),
     (Rewards, FakeRewards),
     (Rewards, RewardRunner),
     (Transport, MemoryTransport),

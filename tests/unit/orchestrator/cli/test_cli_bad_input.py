@@ -161,8 +161,30 @@ def test_malformed_jsonl_line_has_its_number(refuse: Refuse, tmp_path: Path) -> 
 def test_row_without_the_column_that_the_reward_needs(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1a=", "answer": "a"}\n{"prompt": "1b=", "solution": "b"}\n')
     message = refuse("data.path=prompts.jsonl", "reward=exact_match")
-    assert "row 2 has no column 'answer'" in message
+    assert "prompts.jsonl:2: no column 'answer' for reward.kind=exact_match" in message
     assert "solution" in message
+
+
+def test_a_column_that_no_row_has(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1a=", "target": {"value": "a"}}\n')
+    message = refuse("data.path=prompts.jsonl", "data.columns.answer=target.text")
+    assert "prompts.jsonl:1: no column 'target.text' (data.columns.answer)" in message
+    assert "prompt, target.value" in message
+
+
+def test_a_dataset_by_id_that_is_not_in_the_cache(refuse: Refuse) -> None:
+    """The tests run with HF_HUB_OFFLINE=1."""
+    message = refuse("data=files", "data.path=hf:nobody/has-this:main:train")
+    assert "hf:nobody/has-this:main:train: HF_HUB_OFFLINE is set, and the dataset is not in the cache" in message
+    assert "must be hf:REPO:SPLIT" in refuse("data=files", "data.path=hf:openai/gsm8k")
+
+
+def test_a_bad_row_of_any_source_is_named(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1a=", "answer": "a"}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "1b=", "answer": "b"}\n{"prompt": ""}\n')
+    for more in ((), ("data.stream=true",), ("data.weights=[1,3]",)):
+        assert "b.jsonl:2: the prompt is empty" in refuse("data=files", "data.sources=[a.jsonl,b.jsonl]", *more)
+    assert "absent.jsonl does not exist" in refuse("data=files", "data.sources=[a.jsonl,absent.jsonl]")
 
 
 def test_broken_parquet_file_is_named(refuse: Refuse, tmp_path: Path) -> None:
@@ -236,7 +258,7 @@ def test_tokenizer_of_another_model(refuse: Refuse, tmp_path: Path) -> None:
     save_character_tokenizer(tmp_path, vocab_size=90)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Z", "answer": "a"}) + "\n")
     message = refuse(f"model.tokenizer={tmp_path}", "data.path=prompts.jsonl")
-    assert "prompts.jsonl: the tokenizer makes token" in message
+    assert "prompts.jsonl:1: the tokenizer makes token" in message
     assert "vocab_size=64" in message
 
 
@@ -302,7 +324,7 @@ def test_run_folder_below_a_file(refuse: Refuse, tmp_path: Path) -> None:
 def test_characters_without_a_token(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1a=", "answer": "a"}\n{"prompt": "1Zb=", "answer": "b"}\n')
     message = refuse("data.path=prompts.jsonl")
-    assert "prompts.jsonl: row 2 has characters ('Z') without a token in model.tokenizer=characters" in message
+    assert "prompts.jsonl:2: characters ('Z') without a token in model.tokenizer=characters" in message
     assert "set model.hf_config.vocab_size=101" in message
 
 

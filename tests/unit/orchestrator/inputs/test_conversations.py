@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from conf.schema import DataConfig
+from orchestrator.data.sources import read_rows
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from orchestrator.inputs.conversations import read_conversations
+from orchestrator.inputs.conversations import ConversationReader
 from orchestrator.inputs.text_encoder import TextEncoder
 from rollout.errors import DataError
 
@@ -41,7 +42,8 @@ def _set_template(folder: Path, template: str) -> None:
 def _read(folder: Path, rows: list[dict], config: DataConfig | None = None):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return read_conversations(str(path), TextEncoder(folder), config or DataConfig())
+    reader = ConversationReader(config or DataConfig(), TextEncoder(folder))
+    return [reader.read(row, 0) for row in read_rows(str(path))]
 
 
 def _taught_text(folder: Path, conversation) -> str:

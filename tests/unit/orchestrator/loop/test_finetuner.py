@@ -13,6 +13,7 @@ from fakes.loop import FakeTrainer, World, make_config
 from rich.console import Console
 
 from conf.schema import AlgorithmConfig, Objective
+from orchestrator.data.streams import Shuffled
 from orchestrator.errors import TrainingStopped
 from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from orchestrator.files.run_folder import RunFolder
@@ -69,7 +70,8 @@ class Tuning:
         with Telemetry(
             self.folder, num_steps=num_steps, first_step=resume_step, tensorboard=False, progress=progress
         ) as telemetry:
-            tuner = Finetuner(self.config, self.trainer, CONVERSATIONS, CONVERSATIONS[:1], telemetry, self.checkpoints)
+            training = Shuffled(CONVERSATIONS, seed=self.config.run.seed)
+            tuner = Finetuner(self.config, self.trainer, training, CONVERSATIONS[:1], telemetry, self.checkpoints)
             await tuner.train(self.checkpoints.newest() if resume_step else None)
         return tuner
 

@@ -1,4 +1,4 @@
-"""Fixtures of the rollout's unit tests."""
+"""Fixtures of the unit tests of data."""
 
 from __future__ import annotations
 

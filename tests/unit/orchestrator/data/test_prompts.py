@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.data.prompts import PromptReader
+from orchestrator.data.prompts import read_prompts as read_source
+from orchestrator.data.sources import resolve_path
+from orchestrator.data.streams import Shuffled
 from rollout.errors import DataError
-from rollout.prompts import Shuffled, read_prompts, resolve_path
 from rollout.types import Prompt
+
+
+def read_prompts(source: str, encoder: object, **options: object) -> list[Prompt]:
+    return read_source(source, PromptReader(encoder=encoder, **options))
 
 
 def write(path: Path, *lines: str) -> str:

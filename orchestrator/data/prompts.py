@@ -1,0 +1,164 @@
+"""Prompts: one row of a source, checked and tokenized.
+
+Owns: which rows can be prompts. Does not own where rows come from (sources.py), their order (streams.py), tokenizers
+(an `Encoder` is passed in), rules between a row and the run's other options (inputs/prompt_rows.py) nor what is done
+with a prompt. No torch.
+
+A row is an object with a `prompt` column (text, or a list of chat messages) and any further columns, which rewards see:
+
+    {"prompt": "k 3 a =", "answer": "a"}
+    {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, cast
+
+from orchestrator.data.sources import Row, listed, read_rows, renamed
+from rollout.errors import DataError
+from rollout.types import Prompt
+
+_HEAD_CHARACTERS_PER_TOKEN = 16
+"""A text with more characters per allowed token is tokenized only after its beginning alone was not too long."""
+
+
+class Encoder(Protocol):
+    """What turns text into token ids; `orchestrator.inputs.text_encoder.TextEncoder` in a run, ten lines in tests."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of plain text."""
+        ...
+
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Chat messages as the model sees them, ending where its answer begins."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReader:
+    """Makes prompts of rows."""
+
+    encoder: Encoder
+    """Tokenizer and chat template."""
+    max_prompt_tokens: int
+    """Longer prompts are refused."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt."""
+    add_special_tokens: bool = True
+    """For plain text; chat templates bring their own."""
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    """data.columns."""
+
+    def prompt(self, row: Row, prompt_id: int) -> Prompt:
+        """Check and tokenize one row.
+
+        Raises:
+            DataError: The row cannot be a prompt. Names its place.
+        """
+        where, columns = row.where, renamed(row, self.columns)
+        text, add_special = _text_of(columns, where, self.encoder, self.prompt_key, self.add_special_tokens)
+        limit = self.max_prompt_tokens
+        token_ids, is_whole = encode_up_to(limit, text, partial(self.encoder.encode, add_special_tokens=add_special))
+        if len(token_ids) > limit:
+            count = f"{len(token_ids)}" if is_whole else f"{len(text)} characters, more than {limit}"
+            raise DataError(
+                f"{where}: the prompt has {count} tokens, data.max_prompt_tokens allows {limit}; shorten it, or raise "
+                "data.max_prompt_tokens (and rollout.max_model_len with it)"
+            )
+        if not token_ids:
+            raise DataError(f"{where}: the prompt has no tokens")
+        fields = {key: value for key, value in columns.items() if key != self.prompt_key}
+        _check_plain(fields, where)
+        messages = _messages(columns[self.prompt_key]) or None
+        return Prompt(prompt_id, tuple(token_ids), text, fields, messages)
+
+
+def read_prompts(source: str, reader: PromptReader) -> list[Prompt]:
+    """Every row of a source, in its order; a prompt's id is the number of its row.
+
+    Raises:
+        DataError: The source is missing, empty or malformed, or a row cannot be a prompt.
+    """
+    prompts = [reader.prompt(row, row.after.num_rows - 1) for row in read_rows(source)]
+    if not prompts:
+        raise DataError(f"{source} has no rows")
+    return prompts
+
+
+def encode_up_to(limit: int, text: str, encode: Callable[[str], list[int]]) -> tuple[list[int], bool]:
+    """(token ids, whether they are the whole text's). If a text is far longer than the limit, only its beginning is
+    tokenized, because megabytes take minutes.
+    """
+    head = text[: _HEAD_CHARACTERS_PER_TOKEN * (limit + 1)]
+    if len(head) < len(text):
+        token_ids = encode(head)
+        if len(token_ids) > limit + 1:  # the cut may have added one token
+            return token_ids, False
+    return encode(text), True
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse what JSON allows but a text cannot contain: half of a surrogate pair, which tokenizers refuse, and NUL.
+
+    Raises:
+        DataError: Names the place and the character.
+    """
+    if (nul := text.find("\0")) >= 0:
+        raise DataError(f"{where}: character {nul + 1} of the text is NUL; remove it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise DataError(
+            f"{where}: character {e.start + 1} of the text is {text[e.start]!a}, half of a surrogate pair; an "
+            "escape was cut in two, or is of another encoding"
+        ) from e
+
+
+def _check_plain(fields: dict[str, Any], where: str) -> None:
+    """Refuse columns that JSON cannot hold: rewards and checkpoints get a row as JSON, and Parquet has more types."""
+    for name, value in fields.items():
+        try:
+            json.dumps(value)
+        except TypeError as e:
+            raise DataError(
+                f"{where}: column {name!r} holds what rewards cannot be given ({e}): text, numbers, true and false, "
+                "null, and lists and structs of these are allowed; write the column as text"
+            ) from e
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """The chat messages of a column; empty when it holds something else."""
+    found = cast("list[Any]", value) if isinstance(value, list) else []
+    return found if all(isinstance(one, dict) and "role" in one and "content" in one for one in found) else []
+
+
+def _text_of(row: dict[str, Any], where: str, encoder: Encoder, key: str, add_special_tokens: bool) -> tuple[str, bool]:
+    """(the prompt's text, whether the tokenizer adds its special tokens to it)."""
+    if key not in row:
+        raise DataError(f"{where}: no column {key!r} (data.prompt_key); the columns are {listed(row)}")
+    value: Any = row[key]
+    if isinstance(value, str):
+        text = value
+        is_empty = not value.strip()
+    elif messages := _messages(value):
+        try:
+            text = encoder.render_chat(messages)
+        except DataError as e:
+            raise DataError(f"{where}: {e}") from e
+        except Exception as e:
+            raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {e}") from e
+        add_special_tokens = False
+        is_empty = not any(message["content"] for message in messages)
+    else:
+        raise DataError(
+            f"{where}: column {key!r} must be text or a non-empty list of messages with role and content, "
+            f"got {type(value).__name__}"
+        )
+    if is_empty:
+        raise DataError(f"{where}: the prompt is empty (column {key!r}); fill it, or remove the row")
+    check_text(text, where)
+    return text, add_special_tokens

@@ -1,0 +1,272 @@
+"""Rows of a source: a file, a folder that `datasets` saved, or a dataset of the Hugging Face Hub.
+
+    FILE.jsonl   FILE.parquet   pkg://NAME            relative paths start at the working directory
+    FOLDER                                            written by Dataset.save_to_disk
+    hf:REPO[@REVISION]:SPLIT                          by id, from the Hub or its local cache
+    hf:REPO[@REVISION]:CONFIG:SPLIT                   such as hf:openai/gsm8k:main:train
+
+Owns: these forms, reading them from any row on, and data.columns, which gives columns other names. Does not own what a
+row must hold (prompts.py, inputs/conversations.py) nor the order in which rows are used (streams.py).
+Invariant: reading from `row.after` goes on with the row that follows `row`. A reader holds a few rows at a time,
+however many the source has. `datasets` is imported for the last three forms alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+import conf
+from rollout.errors import DataError
+
+PACKAGED = "pkg://"
+"""Prefix of files that ship in conf/data."""
+HUB = "hf:"
+"""Prefix of datasets that are named by their id."""
+FORMS = (
+    "a .jsonl or .parquet file, a folder of Dataset.save_to_disk, or hf:REPO:SPLIT or hf:REPO:CONFIG:SPLIT "
+    "(hf:openai/gsm8k:main:train)"
+)
+_ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place between two rows. Example: Position(3, 181, 4): after three rows, 181 bytes and four lines."""
+
+    num_rows: int = 0
+    num_bytes: int = 0
+    """JSONL alone."""
+    num_lines: int = 0
+    """JSONL alone; blank lines count."""
+
+
+START = Position()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row. Example: Row("a.jsonl:4", {"prompt": "2 + 2 =", "answer": "4"}, Position(3, 181, 4))."""
+
+    where: str
+    """Its place, for messages: "FILE:LINE" (JSONL, from 1) or "SOURCE: row N" (from 0)."""
+    columns: dict[str, Any]
+    after: Position
+
+
+def read_rows(source: str, start: Position = START, *, stream: bool = False) -> Iterator[Row]:
+    """Rows of a source in its own order, from `start` on.
+
+    Args:
+        stream: Read a dataset of the Hub row by row, over the network, instead of downloading it first.
+
+    Raises:
+        DataError: The source is missing, malformed or of another kind. Names the file and, if it is one row, its place.
+    """
+    if source.startswith(HUB):
+        return _hub_rows(source, start, stream=stream)
+    path = resolve_path(source)
+    if (path / "state.json").is_file():
+        return _saved_rows(path, start)
+    return _file_rows(path, start)
+
+
+def resolve_path(path: str) -> Path:
+    """`pkg://NAME` is conf/data/NAME; anything else starts at the working directory."""
+    if path.startswith(PACKAGED):
+        return Path(conf.__file__).parent / "data" / path.removeprefix(PACKAGED)
+    return Path(path)
+
+
+def renamed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row's columns, and those that data.columns adds to them: name -> where its value is.
+
+    Example: {"answer": "reward_model.ground_truth"} takes a field of a struct; {"prompt": "question|problem"} takes the
+    first of the two that the row has.
+
+    Raises:
+        DataError: The row has none of a name's columns.
+    """
+    found = dict(row.columns)
+    for name, text in columns.items():
+        values = [value for path in text.split("|") for value in _at(row.columns, path)]
+        if not values:
+            raise DataError(
+                f"{row.where}: no column {text!r} (data.columns.{name}); the columns are {listed(row.columns)}"
+            )
+        found[name] = values[0]
+    return found
+
+
+def listed(columns: Mapping[str, Any]) -> str:
+    """Names of columns for a message, those of structs with their fields."""
+    names = [
+        f"{name}.{field}"
+        for name, value in columns.items()
+        for field in (cast("dict[str, Any]", value) if isinstance(value, dict) and value else ("",))
+    ]
+    return ", ".join(sorted(name.removesuffix(".") for name in names)) or "none"
+
+
+def _at(columns: Mapping[str, Any], path: str) -> list[Any]:
+    """[the value at a dotted path], or [] when there is none. A column whose own name has dots goes first."""
+    if path in columns:
+        return [columns[path]]
+    value: Any = columns
+    for part in path.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return []
+        value = cast("dict[str, Any]", value)[part]
+    return [value]
+
+
+def _file_rows(path: Path, start: Position) -> Iterator[Row]:
+    if not path.is_file():
+        what = "does not exist"
+        if (path / "dataset_dict.json").is_file():
+            what = f"has several splits; name the folder of one, such as {path}/train"
+        elif path.is_dir():
+            what = "is a folder that Dataset.save_to_disk has not written"
+        raise DataError(f"{path} {what}; set data.path (or data.eval_path) to {FORMS}")
+    readers: dict[str, Callable[[Path, Position], Iterator[Row]]] = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+    if path.suffix not in readers:
+        raise DataError(f"{path} must end in .jsonl or .parquet, got {path.suffix or 'no ending'!r}")
+    return readers[path.suffix](path, start)
+
+
+def _jsonl_rows(file: Path, start: Position) -> Iterator[Row]:
+    """Blank lines are skipped; line numbers count them."""
+    num_rows, num_bytes, num_lines = start.num_rows, start.num_bytes, start.num_lines
+    with file.open("rb") as lines:
+        lines.seek(num_bytes)
+        for line in lines:
+            num_bytes += len(line)
+            num_lines += 1
+            if not line.strip():
+                continue
+            num_rows += 1
+            columns = _parse_line(line, file, num_lines)
+            yield Row(f"{file}:{num_lines}", columns, Position(num_rows, num_bytes, num_lines))
+
+
+def _parse_line(line: bytes, file: Path, number: int) -> dict[str, Any]:
+    where = f"{file}:{number}"
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line:
+        raise DataError(f"{file} is not UTF-8 text: line {number} looks like UTF-16; save the file as UTF-8")
+    try:
+        row: Any = json.loads(line.decode("utf-8-sig").rstrip(), object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as e:  # its own line number counts within the row
+        raise DataError(f"{where}: not a JSON object: {e.msg} at character {e.pos + 1}") from e
+    except UnicodeDecodeError as e:
+        raise DataError(f"{where}: byte {e.start + 1} of the line is not UTF-8; save the file as UTF-8") from e
+    except DataError as e:
+        raise DataError(f"{where}: {e}") from e
+    except ValueError as e:  # a number of thousands of digits
+        raise DataError(f"{where}: not a JSON object: {e}") from e
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: each line must be a JSON object, got {type(row).__name__}")
+    return cast("dict[str, Any]", row)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, refused if a key is there twice; json itself would keep the last value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"the key {twice!r} is there twice; remove one of the two")
+    return found
+
+
+def _parquet_rows(file: Path, start: Position) -> Iterator[Row]:
+    """Row groups before the one that holds `start` are not read."""
+    arrow: Any = import_module("pyarrow")
+    parquet: Any = import_module("pyarrow.parquet")
+    try:
+        table = parquet.ParquetFile(file)
+        sizes = [int(table.metadata.row_group(group).num_rows) for group in range(table.num_row_groups)]
+        number = first = 0
+        while first < len(sizes) and number + sizes[first] <= start.num_rows:
+            number += sizes[first]
+            first += 1
+        for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=list(range(first, len(sizes)))):
+            begin = min(max(start.num_rows - number, 0), batch.num_rows)
+            number += begin
+            for columns in batch.slice(begin).to_pylist():
+                yield Row(f"{file}: row {number}", columns, Position(number + 1))
+                number += 1
+    except (arrow.ArrowInvalid, OSError) as e:
+        raise DataError(f"{file} is not a readable Parquet file: {e}") from e
+
+
+def _saved_rows(folder: Path, start: Position) -> Iterator[Row]:
+    """Rows of Dataset.save_to_disk; its files are mapped, not read."""
+    datasets = _datasets(str(folder))
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise DataError(f"{folder} is not a readable folder of Dataset.save_to_disk: {_one_line(e)}") from e
+    return _dataset_rows(saved, str(folder), start)
+
+
+def _hub_rows(source: str, start: Position, *, stream: bool) -> Iterator[Row]:
+    repo, config, split, revision = parse_hub_source(source)
+    datasets = _datasets(source)
+    is_offline = bool(datasets.config.HF_HUB_OFFLINE)
+    try:
+        # Offline there is nothing to stream from but the cache, which is on this machine as a whole.
+        rows = datasets.load_dataset(repo, config, split=split, revision=revision, streaming=stream and not is_offline)
+    except ConnectionError as e:
+        cure = (
+            "HF_HUB_OFFLINE is set, and the dataset is not in the cache"
+            if is_offline
+            else "the Hub could not be reached"
+        )
+        raise DataError(
+            f"{source}: {cure} ({datasets.config.HF_DATASETS_CACHE}): {_one_line(e)}. Load it once where the Hub can "
+            "be reached, or give a file or a folder of Dataset.save_to_disk"
+        ) from e
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as e:
+        raise DataError(f"{source} cannot be loaded: {_one_line(e)}") from e
+    return _dataset_rows(rows, source, start)
+
+
+def parse_hub_source(source: str) -> tuple[str, str | None, str, str | None]:
+    """(repository, config or None, split, revision or None) of `hf:REPO[@REVISION][:CONFIG]:SPLIT`."""
+    parts = source.removeprefix(HUB).split(":")
+    if len(parts) not in (2, 3) or not all(parts):
+        raise DataError(f"{source!r} must be hf:REPO:SPLIT or hf:REPO:CONFIG:SPLIT, as in hf:openai/gsm8k:main:train")
+    repo, _, revision = parts[0].partition("@")
+    return repo, parts[1] if len(parts) == 3 else None, parts[-1], revision or None
+
+
+def _dataset_rows(rows: Any, name: str, start: Position) -> Iterator[Row]:
+    if hasattr(rows, "__len__") and len(rows) <= start.num_rows:  # one that is streamed has no length
+        return
+    try:
+        for number, columns in enumerate(rows.skip(start.num_rows), start=start.num_rows):
+            yield Row(f"{name}: row {number}", dict(columns), Position(number + 1))
+    except (OSError, ValueError) as e:  # of a stream: the network; of a file: its end is missing
+        raise DataError(f"{name} cannot be read: {_one_line(e)}") from e
+
+
+def _datasets(source: str) -> Any:
+    """The library, which a machine that reads JSONL and Parquet can do without."""
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    try:
+        return import_module("datasets")
+    except ImportError as e:
+        raise DataError(
+            f"{source} needs the package datasets, which is not installed; pip install datasets, or give a .jsonl or "
+            ".parquet file"
+        ) from e
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

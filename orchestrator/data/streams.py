@@ -1,0 +1,298 @@
+"""The order in which items (prompts, conversations) are used, and cursors from which a resumed run goes on.
+
+    Shuffled   all items in memory; every pass over them in another order
+    Streamed   what does not fit in memory: a buffer of rows is filled, shuffled, used up and filled again
+    Mixed      several of these; who gives the next item is drawn with the sources' weights
+
+Owns: order and cursors. Does not own: rows and what is made of them (sources.py, prompts.py), the order that follows
+success rates (curriculum.py).
+Invariant: what follows a cursor depends only on seed, options and rows, so a resumed run gets the items that it would
+have got. A cursor that belongs to other ones is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
+from itertools import islice
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from orchestrator.data.sources import START, Position, Row
+from rollout.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+_CHOICES = 0x4D49
+"""Keeps the draws of sources apart from the orders within them, which have the same seed."""
+LOG_EVERY_ITEMS = 1000
+"""How often the sources' shares are logged."""
+
+
+class Tokenized(Protocol):
+    """An item. Digests are computed from its token ids."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+Item = TypeVar("Item", bound=Tokenized)
+
+
+class Stream(ABC, Generic[Item]):
+    """An endless sequence of items with a cursor."""
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """Complete passes over the items."""
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    @abstractmethod
+    def __next__(self) -> Item: ...
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor: plain values, to be stored with a checkpoint."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            DataError: Items, seed or options differ: the cursor would point at other items.
+        """
+
+    def observe(self, prompt_id: int, rewards: Sequence[float | None]) -> None:
+        """Take note of the rewards of one group. Every prompt that was drawn is observed once."""
+
+    def metrics(self) -> dict[str, float | None]:
+        """Figures of the order, by metric name."""
+        return {"data/epoch": self.epoch}
+
+
+def check_cursor(state: Mapping[str, Any], mine: Mapping[str, Any], options: Mapping[str, str]) -> None:
+    """Refuse a cursor whose facts are not `mine`; `options` says which option each fact comes from."""
+    for key, option in options.items():
+        if state.get(key) != mine[key]:
+            raise DataError(
+                f"the checkpoint's prompt cursor belongs to another order of prompts: {key} is {mine[key]!r} and was "
+                f"{state.get(key)!r}; resume with the {option} that the run began with"
+            )
+
+
+def digest(items: Sequence[Tokenized]) -> str:
+    """Of the token ids of all items, in their order."""
+    found = hashlib.sha256()
+    for item in items:
+        found.update(np.asarray(item.token_ids, dtype=np.int64).tobytes())
+        found.update(b"|")
+    return found.hexdigest()
+
+
+class Shuffled(Stream[Item]):
+    """Epoch after epoch, each in its own order.
+
+    Example: three items may come as 2 0 1 | 0 2 1 | ...; after four of them the cursor is epoch 1, position 1.
+
+    Args:
+        items: At least one.
+        seed: Together with the epoch, it decides the order.
+        shuffle: False keeps the file's order in every epoch.
+    """
+
+    def __init__(self, items: Sequence[Item], *, seed: int, shuffle: bool = True) -> None:
+        if not items:
+            raise DataError("a stream needs at least one prompt or conversation")
+        self.items = list(items)
+        self._facts = {"digest": digest(self.items), "seed": seed, "shuffle": shuffle}
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = self._position = 0
+        self._order: list[int] = self._order_of(0)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next item, from 0."""
+        return self._epoch
+
+    def __next__(self) -> Item:
+        item = self.items[self._order[self._position]]
+        self._position += 1
+        if self._position == len(self._order):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._order_of(self._epoch)
+        return item
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, position, and what the order depends on."""
+        return {"epoch": self._epoch, "position": self._position, **self._facts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Stream."""
+        check_cursor(state, self._facts, {"digest": "data.path", "seed": "run.seed", "shuffle": "data.shuffle"})
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._order = self._order_of(self._epoch)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        return _order(len(self.items), (self._seed, epoch), self._shuffle)
+
+
+class Streamed(Stream[Item]):
+    """Rows as they come, `buffer_rows` of them in memory. How many there are need not be known.
+
+    A full buffer is shuffled, used up, and filled with the rows that follow. So a row moves by less than `buffer_rows`
+    places, and the cursor is the buffer's first row and a number. At the end of the rows the first ones come again.
+
+    Args:
+        name: The source, for messages.
+        rows: Rows from a position on.
+        read: Makes an item of a row and its number. Raises DataError for a row that cannot be one.
+        seed: Together with the pass and the buffer's first row, it decides the buffer's order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: Callable[[Position], Iterator[Row]],
+        read: Callable[[Row, int], Item],
+        *,
+        seed: int,
+        buffer_rows: int,
+        shuffle: bool = True,
+    ) -> None:
+        self._name = name
+        self._rows = rows
+        self._read = read
+        self._facts = {"seed": seed, "shuffle": shuffle, "buffer_rows": buffer_rows}
+        self._seed = seed
+        self._shuffle = shuffle
+        self._buffer_rows = buffer_rows
+        self._pass = 0
+        self._taken = 0
+        self._ahead = rows(START)
+        """Rows after the buffer's."""
+        self._fill(START)
+
+    @property
+    def epoch(self) -> int:
+        """Complete passes over the source."""
+        return self._pass
+
+    def __next__(self) -> Item:
+        if self._taken == len(self._buffer):
+            self._fill(self._end)
+        item = self._buffer[self._order[self._taken]]
+        self._taken += 1
+        return item
+
+    def state_dict(self) -> dict[str, Any]:
+        """Pass, the buffer's first row, how many of its items were taken, and their digest."""
+        place = {"pass": self._pass, "first": astuple(self._first), "taken": self._taken}
+        return {**place, "digest": digest(self._buffer), **self._facts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Fill the buffer again with the rows that it had; see Stream."""
+        options = {"seed": "run.seed", "shuffle": "data.shuffle", "buffer_rows": "data.stream_buffer_rows"}
+        check_cursor(state, self._facts, options)
+        self._pass, first = int(state["pass"]), Position(*state["first"])
+        self._ahead = self._rows(first)
+        self._fill(first)
+        check_cursor(state, {"digest": digest(self._buffer)}, {"digest": "data.path"})
+        self._taken = int(state["taken"])
+
+    def _fill(self, first: Position) -> None:
+        rows = list(islice(self._ahead, self._buffer_rows))
+        if not rows and first == START:
+            raise DataError(f"{self._name} has no rows")
+        if not rows:
+            self._pass += 1
+            logger.info("%s: all of its %d rows were drawn; pass %d begins", self._name, first.num_rows, self._pass + 1)
+            self._ahead = self._rows(START)
+            return self._fill(START)
+        self._buffer = [self._read(row, row.after.num_rows - 1) for row in rows]
+        self._order = _order(len(rows), (self._seed, self._pass, first.num_rows), self._shuffle)
+        self._first, self._end, self._taken = first, rows[-1].after, 0
+        return None
+
+
+class Mixed(Stream[Item]):
+    """Several streams. Item n comes from the stream that a random number of seed and n chooses, by weight.
+
+    Args:
+        streams: By the source's name, at least one.
+        weights: One per stream, above 0; their sum does not matter.
+    """
+
+    def __init__(self, streams: Mapping[str, Stream[Item]], weights: Sequence[float], *, seed: int) -> None:
+        shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
+        self._names = list(streams)
+        self._streams = list(streams.values())
+        self._bounds = np.cumsum(shares)
+        self._shares = [float(share) for share in shares]
+        self._seed = seed
+        self._facts = {"sources": self._names, "weights": self._shares, "seed": seed}
+        self._counts = [0] * len(self._streams)
+
+    @property
+    def epoch(self) -> int:
+        """Complete passes over the source that has had the fewest."""
+        return min(stream.epoch for stream in self._streams)
+
+    def __next__(self) -> Item:
+        number = sum(self._counts)
+        draw = np.random.default_rng((self._seed, _CHOICES, number)).random()
+        index = min(int(np.searchsorted(self._bounds, draw, side="right")), len(self._streams) - 1)
+        item = next(self._streams[index])
+        self._counts[index] += 1
+        if sum(self._counts) % LOG_EVERY_ITEMS == 0:
+            logger.info("%s", self.shares())
+        return item
+
+    def shares(self) -> str:
+        """What each source has given, in words."""
+        num_items = sum(self._counts)
+        parts = [
+            f"{name} {count} ({count / max(num_items, 1):.1%}, asked for {share:.1%}, pass {stream.epoch + 1})"
+            for name, count, share, stream in zip(self._names, self._counts, self._shares, self._streams, strict=True)
+        ]
+        return f"{num_items} items were drawn: {', '.join(parts)}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many items each source has given, and the cursors of all."""
+        cursors = [stream.state_dict() for stream in self._streams]
+        return {"counts": list(self._counts), "cursors": cursors, **self._facts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Stream."""
+        options = {"sources": "data.sources", "weights": "data.weights", "seed": "run.seed"}
+        check_cursor(state, self._facts, options)
+        for stream, cursor in zip(self._streams, state["cursors"], strict=True):
+            stream.load_state_dict(cursor)
+        self._counts = [int(count) for count in state["counts"]]
+
+    def observe(self, prompt_id: int, rewards: Sequence[float | None]) -> None:
+        """Pass it on: prompt ids of source i are i modulo the number of sources (inputs/prompt_rows.py)."""
+        self._streams[prompt_id % len(self._streams)].observe(prompt_id, rewards)
+
+    def metrics(self) -> dict[str, float | None]:
+        """How far the shares are from the weights; the mean over the sources of what they measure."""
+        num_items = max(sum(self._counts), 1)
+        error = max(abs(count / num_items - share) for count, share in zip(self._counts, self._shares, strict=True))
+        measured = [stream.metrics() for stream in self._streams]
+        means: dict[str, float | None] = {}
+        for name in measured[0]:
+            known = [value for part in measured if (value := part.get(name)) is not None]
+            means[name] = sum(known) / len(known) if known else None
+        return {**means, "data/epoch": self.epoch, "data/share_error": error}
+
+
+def _order(count: int, seed: tuple[int, ...], shuffle: bool) -> list[int]:
+    places = np.random.default_rng(seed).permutation(count) if shuffle else np.arange(count)
+    return [int(place) for place in places]

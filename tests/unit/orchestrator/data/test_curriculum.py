@@ -1,0 +1,145 @@
+"""A curriculum that prefers prompts of middling difficulty teaches faster, and goes on exactly from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.data.curriculum import Middling, learnability
+from orchestrator.data.streams import Shuffled, Stream
+from rollout.errors import DataError
+from rollout.types import Prompt
+
+GROUP = 8
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(3 * number, (number + 10,), str(number)) for number in range(count)]
+
+
+def middling(count: int, floor: float = 0.1, seed: int = 1) -> Middling:
+    return Middling(prompts(count), seed=seed, floor=floor)
+
+
+def test_weights_are_largest_for_a_rate_of_one_half_and_for_what_was_not_seen() -> None:
+    successes, trials = np.array([0.0, 2, 4, 6, 8, 0]), np.array([8.0, 8, 8, 8, 8, 0])
+    assert learnability(successes, trials, 0.1).tolist() == [0.1, 0.75, 1.0, 0.75, 0.1, 1.0]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 100)), min_size=1), st.floats(0.01, 1))
+def test_weights_are_between_the_floor_and_one(rates: list[tuple[float, float]], floor: float) -> None:
+    trials = np.array([count for _, count in rates])
+    weights = learnability(np.array([rate for rate, _ in rates]) * trials, trials, floor)
+    assert (weights >= floor).all() and (weights <= max(1.0, floor)).all()
+
+
+def test_prompts_are_drawn_by_their_weights() -> None:
+    """Rates 0, 1/2 and 1 with a floor of 0.25: of 6 draws 1, 4 and 1. 3000 draws: 0.03 is more than three standard
+    deviations of a share."""
+    stream = middling(3, floor=0.25)
+    rewards = {0: [0.0] * 4, 3: [0.0, 1.0] * 2, 6: [1.0] * 4}
+    seen: Counter[int] = Counter()
+    for _ in range(3003):
+        prompt = next(stream)
+        seen[prompt.prompt_id] += 1
+        stream.observe(prompt.prompt_id, rewards[prompt.prompt_id])
+    assert seen[3] / seen.total() == pytest.approx(4 / 6, abs=0.03)
+    assert seen[0] / seen.total() == pytest.approx(1 / 6, abs=0.03)
+
+
+def test_a_prompt_that_is_being_sampled_is_not_drawn_while_there_are_others() -> None:
+    stream = middling(4)
+    first = [next(stream).prompt_id for _ in range(4)]
+    assert sorted(first) == [0, 3, 6, 9]
+    assert next(stream).prompt_id in first, "all are being sampled: one is sampled twice"
+    stream.observe(6, [None] * 4)
+    assert next(stream).prompt_id == 6
+
+
+def test_rewards_outside_of_zero_and_one_count_as_these_and_failed_ones_do_not_count() -> None:
+    stream = middling(1)
+    stream.observe(next(stream).prompt_id, [-3.0, 7.0, None, 0.5])
+    figures = stream.metrics()
+    assert figures["data/success_rate"] == pytest.approx(0.5)
+    assert (figures["data/seen_fraction"], figures["data/middling_fraction"]) == (1.0, 1.0)
+    assert middling(2).metrics()["data/success_rate"] is None
+
+
+@given(before=st.integers(0, 60), late=st.integers(0, 3), seed=st.integers(0, 3))
+def test_a_cursor_continues_draws_and_success_rates_exactly(before: int, late: int, seed: int) -> None:
+    """Up to `late` groups are being sampled when the checkpoint is made; they are sampled and observed after it."""
+
+    def rewards(prompt: Prompt) -> list[float | None]:
+        return [float(index < prompt.prompt_id // 3) for index in range(GROUP)]
+
+    def go_on(stream: Middling, waiting: list[Prompt], count: int) -> list[int]:
+        drawn: list[int] = []
+        for _ in range(count):
+            waiting.append(next(stream))
+            drawn.append(waiting[-1].prompt_id)
+            if len(waiting) > late:
+                oldest = waiting.pop(0)
+                stream.observe(oldest.prompt_id, rewards(oldest))
+        return drawn
+
+    stream, waiting = middling(9, seed=seed), []
+    go_on(stream, waiting, before)
+    resumed = middling(9, seed=seed)
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert resumed.metrics() == stream.metrics()
+    assert go_on(resumed, list(waiting), 40) == go_on(stream, waiting, 40)
+    assert resumed.state_dict() == stream.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("other", "option"),
+    [
+        (middling(8), r"data\.path"),
+        (middling(9, seed=2), r"run\.seed"),
+        (middling(9, floor=0.2), r"data\.curriculum_floor"),
+    ],
+)
+def test_a_cursor_of_another_curriculum_is_refused(other: Middling, option: str) -> None:
+    with pytest.raises(DataError, match=option):
+        other.load_state_dict(middling(9).state_dict())
+
+
+def learn(stream: Stream[Prompt], count: int, num_groups: int, seed: int) -> float:
+    """Mean success over all prompts after `num_groups` groups of a simulated learner.
+
+    Its skill starts at 0; it solves a prompt of difficulty d with probability 1 / (1 + exp(d - skill)), and a group
+    raises the skill by the variance of its successes, as the expected gain of a policy gradient step does. Difficulties
+    are -6 to 14: many prompts are solved from the start, many are out of reach.
+    """
+    difficulties, skill = np.linspace(-6, 14, count), 0.0
+    draw = np.random.default_rng(seed)
+    for prompt in islice(stream, num_groups):
+        chance = 1 / (1 + math.exp(difficulties[prompt.prompt_id // 3] - skill))
+        rewards = (draw.random(GROUP) < chance).astype(float)
+        skill += 0.1 * float(rewards.var())
+        stream.observe(prompt.prompt_id, rewards.tolist())
+    return float(np.mean(1 / (1 + np.exp(difficulties - skill))))
+
+
+def test_the_curriculum_teaches_a_simulated_learner_faster_than_chance_does() -> None:
+    """Control: the same learner on shuffled prompts. Ablation: a floor of 1 gives every prompt the same weight, and the
+    advantage is gone."""
+    results: dict[str, list[float]] = {"middling": [], "shuffled": [], "floor 1": []}
+    for seed in range(8):
+        for name, stream in (
+            ("middling", middling(200, floor=0.05, seed=seed)),
+            ("shuffled", Shuffled(prompts(200), seed=seed)),
+            ("floor 1", middling(200, floor=1.0, seed=seed)),
+        ):
+            results[name].append(learn(stream, 200, 800, seed))
+    worst = min(results["middling"])
+    assert worst > 1.1 * max(results["shuffled"]), results
+    assert worst > 1.1 * max(results["floor 1"]), results
+    assert np.mean(results["floor 1"]) == pytest.approx(np.mean(results["shuffled"]), rel=0.05), results

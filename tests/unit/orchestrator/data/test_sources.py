@@ -1,0 +1,173 @@
+"""Sources: rows of every form, from any row on, under the names that data.columns gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from orchestrator.data.prompts import PromptReader, read_prompts
+from orchestrator.data.sources import START, Position, Row, parse_hub_source, read_rows, renamed
+from rollout.errors import DataError
+
+ROWS = [{"prompt": f"p{i}", "answer": {"value": i}} for i in range(11)]
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "2 + 2?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"split": "train", "index": 0},
+}
+
+
+@pytest.fixture(params=["jsonl", "parquet", "saved"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Eleven rows in each of the forms that need no network."""
+    path = tmp_path / f"rows.{request.param}"
+    if request.param == "jsonl":
+        path.write_text("\n".join(f"{json.dumps(row)}\n" for row in ROWS))  # a blank line after every row
+    elif request.param == "parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=4)
+    else:
+        datasets.Dataset.from_list(ROWS).save_to_disk(str(path))
+    return str(path)
+
+
+def test_every_form_gives_the_same_rows(source: str) -> None:
+    assert [row.columns for row in read_rows(source)] == ROWS
+
+
+def test_reading_goes_on_after_any_row(source: str) -> None:
+    rows = list(read_rows(source))
+    for number, row in enumerate(rows):
+        assert row.after.num_rows == number + 1
+        assert list(read_rows(source, row.after)) == rows[number + 1 :]
+
+
+def test_only_what_a_prompt_needs_is_read_of_a_parquet_file(tmp_path: Path) -> None:
+    """Damage in the first row group does not matter to who begins in the second one."""
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=4, compression="none", use_dictionary=False)
+    whole = list(read_rows(str(path)))
+    metadata = pq.ParquetFile(path).metadata
+    first = metadata.row_group(0).column(0)
+    damaged = bytearray(path.read_bytes())
+    damaged[first.data_page_offset : first.data_page_offset + 8] = b"\xff" * 8
+    path.write_bytes(bytes(damaged))
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        list(read_rows(str(path)))
+    assert list(read_rows(str(path), Position(4))) == whole[4:]
+
+
+def test_verls_parquet_is_read_with_one_column_renamed(tmp_path: Path, encoder: Any) -> None:
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist([VERL]), path)
+    reader = PromptReader(encoder=encoder, max_prompt_tokens=20, columns={"answer": "reward_model.ground_truth"})
+    (prompt,) = read_prompts(str(path), reader)
+    assert prompt.text == "user:2 + 2?|"
+    assert prompt.fields["answer"] == "4"
+    assert prompt.fields["data_source"] == "openai/gsm8k"
+    assert prompt.fields["extra_info"] == {"split": "train", "index": 0}
+
+
+@pytest.mark.parametrize(
+    ("columns", "path", "value"),
+    [
+        ({"question": 1}, "question", 1),
+        ({"a": {"b": {"c": 2}}}, "a.b.c", 2),
+        ({"a.b": 3, "a": {"b": 4}}, "a.b", 3),
+        ({"problem": 5}, "question|problem", 5),
+        ({"problem": 6, "question": None}, "question|problem", None),
+    ],
+)
+def test_a_column_is_found_by_its_path(columns: dict[str, Any], path: str, value: Any) -> None:
+    assert renamed(Row("a.jsonl:1", columns, START), {"new": path}) == {**columns, "new": value}
+
+
+@pytest.mark.parametrize("path", ["answer", "reward_model.truth", "prompt.role", "a|b"])
+def test_a_column_that_is_missing_is_named_with_those_that_are_there(path: str) -> None:
+    with pytest.raises(DataError) as caught:
+        renamed(Row("a.jsonl:7", VERL, START), {"answer": path})
+    assert f"a.jsonl:7: no column {path!r} (data.columns.answer)" in str(caught.value)
+    assert "prompt, reward_model.ground_truth, reward_model.style" in str(caught.value)
+
+
+def test_folders_that_hold_no_dataset_are_refused_with_the_cure(tmp_path: Path) -> None:
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(DataError, match=r"splits has several splits; name the folder of one, such as .*splits/train"):
+        next(read_rows(str(tmp_path / "splits")))
+    assert next(read_rows(str(tmp_path / "splits" / "train"))).columns == ROWS[0]
+    with pytest.raises(DataError, match=r"is a folder that Dataset\.save_to_disk has not written; set data\.path"):
+        next(read_rows(str(tmp_path)))
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "broken"))
+    (tmp_path / "broken" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(DataError, match=r"broken is not a readable folder of Dataset\.save_to_disk"):
+        next(read_rows(str(tmp_path / "broken")))
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("hf:openai/gsm8k:main:train", ("openai/gsm8k", "main", "train", None)),
+        ("hf:squad:train", ("squad", None, "train", None)),
+        ("hf:openai/gsm8k@e53f048:main:test", ("openai/gsm8k", "main", "test", "e53f048")),
+    ],
+)
+def test_a_dataset_is_named_by_id_configuration_and_split(source: str, parts: tuple[str | None, ...]) -> None:
+    assert parse_hub_source(source) == parts
+
+
+@pytest.mark.parametrize("source", ["hf:", "hf:openai/gsm8k", "hf:a:b:c:d", "hf:a::train"])
+def test_an_id_without_a_split_is_refused(source: str) -> None:
+    with pytest.raises(DataError, match="must be hf:REPO:SPLIT or hf:REPO:CONFIG:SPLIT"):
+        next(read_rows(source))
+
+
+READ = "import sys; from orchestrator.data.sources import *; print([r.columns for r in read_rows(*sys.argv[1:])])"
+
+
+def read_elsewhere(source: str, cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What a process with this cache of datasets, and no network, makes of a source."""
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(cache), "HF_HUB_OFFLINE": "1", **variables}
+    return subprocess.run(
+        [sys.executable, "-c", READ, source], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_dataset_by_id_comes_from_the_cache_when_offline(tmp_path: Path) -> None:
+    """The cache is one that the library filled, under the name that it gives to a repository of the Hub."""
+    folder, cache = tmp_path / "gsm8k", tmp_path / "cache"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    datasets.load_dataset(str(folder), split="train", cache_dir=str(cache))
+    (cache / "gsm8k").rename(cache / "openai___gsm8k")
+    done = read_elsewhere("hf:openai/gsm8k:default:train", cache)
+    assert done.stdout.strip() == str(ROWS), done.stderr
+
+
+def test_a_dataset_that_is_not_there_is_told_in_one_message(tmp_path: Path) -> None:
+    done = read_elsewhere("hf:openai/gsm8k:main:train", tmp_path)
+    assert "DataError: hf:openai/gsm8k:main:train: HF_HUB_OFFLINE is set, and the dataset is not in the cache" in (
+        done.stderr
+    )
+    assert str(tmp_path) in done.stderr
+
+
+def test_files_are_read_without_the_library(tmp_path: Path) -> None:
+    """A module of the same name that cannot be imported stands for a machine without it."""
+    (tmp_path / "datasets.py").write_text("raise ImportError('not installed')\n")
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    without = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    assert read_elsewhere(str(path), tmp_path, **without).stdout.strip() == "[{'prompt': 'a'}]"
+    assert "hf:a/b:train needs the package datasets, which is not installed; pip install datasets" in (
+        read_elsewhere("hf:a/b:train", tmp_path, **without).stderr
+    )

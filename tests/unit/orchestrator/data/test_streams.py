@@ -1,0 +1,219 @@
+"""Orders of items: seeded, bounded in memory, and continued exactly from any cursor."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conf.schema import DataConfig
+from orchestrator.data.sources import START, Position, Row
+from orchestrator.data.streams import Mixed, Shuffled, Stream, Streamed
+from orchestrator.data.training_stream import training_stream
+from rollout.errors import DataError
+from rollout.types import Prompt
+
+
+def prompt(number: int) -> Prompt:
+    return Prompt(number, (number + 10,), str(number))
+
+
+class Rows:
+    """A source of `count` rows; `num_ahead` is the most that were read before the first of them was used."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.num_read = 0
+
+    def __call__(self, start: Position) -> Iterator[Row]:
+        for number in range(start.num_rows, self.count):
+            self.num_read += 1
+            yield Row(f"row {number}", {"number": number}, Position(number + 1))
+
+
+def streamed(count: int, buffer_rows: int = 4, seed: int = 3, shuffle: bool = True, first: int = 0) -> Streamed[Prompt]:
+    def read(row: Row, number: int) -> Prompt:
+        return prompt(first + row.columns["number"])
+
+    return Streamed("rows", Rows(count), read, seed=seed, buffer_rows=buffer_rows, shuffle=shuffle)
+
+
+def ids(stream: Stream[Prompt], count: int) -> list[int]:
+    return [item.prompt_id for item in islice(stream, count)]
+
+
+@given(count=st.integers(1, 40), buffer_rows=st.integers(1, 50), seed=st.integers(0, 5))
+def test_a_pass_has_every_row_once_and_moves_none_by_more_than_the_buffer(
+    count: int, buffer_rows: int, seed: int
+) -> None:
+    stream = streamed(count, buffer_rows, seed)
+    for _ in range(3):
+        drawn = ids(stream, count)
+        assert sorted(drawn) == list(range(count))
+        assert all(abs(place - number) < buffer_rows for place, number in enumerate(drawn))
+
+
+def test_passes_differ_and_seeds_too() -> None:
+    stream = streamed(40, 20)
+    first, second = ids(stream, 40), ids(stream, 40)
+    assert first != second
+    assert first != ids(streamed(40, 20, seed=4), 40)
+    assert ids(streamed(5, shuffle=False), 12) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+
+
+def test_no_more_rows_are_read_than_the_buffer_holds() -> None:
+    rows = Rows(10**9)
+    stream = Streamed("rows", rows, lambda row, number: prompt(number), seed=1, buffer_rows=8)
+    assert rows.num_read == 8
+    ids(stream, 8)
+    assert rows.num_read == 8
+    next(stream)
+    assert rows.num_read == 16
+
+
+def test_the_end_of_the_rows_is_told_and_they_begin_again(caplog: pytest.LogCaptureFixture) -> None:
+    stream = streamed(5)
+    with caplog.at_level(logging.INFO):
+        ids(stream, 5)
+        assert stream.epoch == 0 and not caplog.messages
+        next(stream)
+    assert stream.epoch == 1
+    assert caplog.messages == ["rows: all of its 5 rows were drawn; pass 2 begins"]
+    with pytest.raises(DataError, match="rows has no rows"):
+        streamed(0)
+
+
+def test_a_row_that_is_wrong_ends_the_stream_and_its_cursor_is_that_of_the_last_good_row() -> None:
+    def read(row: Row, number: int) -> Prompt:
+        if number == 6:
+            raise DataError(f"{row.where}: the prompt is empty")
+        return prompt(number)
+
+    def make(mended: bool) -> Streamed[Prompt]:
+        reader: Callable[[Row, int], Prompt] = (lambda row, number: prompt(number)) if mended else read
+        return Streamed("rows", Rows(9), reader, seed=1, buffer_rows=4)
+
+    broken, whole = make(mended=False), make(mended=True)
+    assert ids(broken, 4) == ids(whole, 4)
+    with pytest.raises(DataError, match="row 6: the prompt is empty"):
+        next(broken)
+    resumed = make(mended=True)
+    resumed.load_state_dict(json.loads(json.dumps(broken.state_dict())))
+    assert ids(resumed, 20) == ids(whole, 20)
+
+
+Make = Callable[[], Stream[Prompt]]
+
+
+def shuffled(count: int, first: int = 0) -> Shuffled[Prompt]:
+    return Shuffled([prompt(first + number) for number in range(count)], seed=2)
+
+
+def mixed() -> Mixed[Prompt]:
+    parts = {"a": shuffled(7), "b": streamed(13, 5, first=100), "c": shuffled(2, first=200)}
+    return Mixed(parts, [3.0, 1.0, 0.5], seed=5)
+
+
+@settings(deadline=None)
+@given(make=st.sampled_from([lambda: shuffled(7), lambda: streamed(13, 5), mixed]), taken=st.integers(0, 60))
+def test_a_cursor_continues_every_order_exactly(make: Make, taken: int) -> None:
+    stream = make()
+    ids(stream, taken)
+    resumed = make()
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert resumed.epoch == stream.epoch
+    assert resumed.state_dict() == stream.state_dict()
+    assert ids(resumed, 50) == ids(stream, 50)
+
+
+def test_shares_approach_the_weights() -> None:
+    """4000 draws: the standard deviation of a share of 0.75 is 0.007, so 0.03 is more than four of them."""
+    stream = Mixed({"a": shuffled(7), "b": shuffled(7, first=100)}, [3, 1], seed=1)
+    drawn = Counter(item.prompt_id >= 100 for item in islice(stream, 4000))
+    assert abs(drawn[False] / 4000 - 0.75) < 0.03
+    error = stream.metrics()["data/share_error"]
+    assert error == pytest.approx(abs(drawn[False] / 4000 - 0.75))
+
+
+def test_shares_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    stream = Mixed({"a.jsonl": shuffled(7), "b.jsonl": shuffled(7, first=100)}, [3, 1], seed=1)
+    with caplog.at_level(logging.INFO):
+        ids(stream, 999)
+        assert not caplog.messages
+        next(stream)
+    (line,) = caplog.messages
+    assert line.startswith("1000 items were drawn: a.jsonl 7")
+    assert "asked for 75.0%" in line and "asked for 25.0%" in line
+
+
+def test_the_order_within_a_source_does_not_depend_on_the_others() -> None:
+    drawn = ids(mixed(), 200)
+    assert [number for number in drawn if number < 100] == ids(shuffled(7), sum(number < 100 for number in drawn))
+
+
+@pytest.mark.parametrize(
+    ("other", "option"),
+    [
+        (lambda: streamed(13, 5, seed=4), r"run\.seed"),
+        (lambda: streamed(13, 6), r"data\.stream_buffer_rows"),
+        (lambda: streamed(13, 5, shuffle=False), r"data\.shuffle"),
+        (lambda: streamed(13, 5, first=1), r"data\.path"),
+    ],
+)
+def test_a_cursor_of_other_rows_or_options_is_refused(other: Make, option: str) -> None:
+    stream = streamed(13, 5)
+    ids(stream, 7)
+    with pytest.raises(DataError, match=option):
+        other().load_state_dict(stream.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "option"),
+    [(("a", "c"), [1, 1], r"data\.sources"), (("a", "b"), [1, 2], r"data\.weights")],
+)
+def test_a_cursor_of_another_mixture_is_refused(names: tuple[str, str], weights: list[float], option: str) -> None:
+    def mix(names: tuple[str, ...], weights: list[float]) -> Mixed[Prompt]:
+        return Mixed({name: shuffled(3) for name in names}, weights, seed=1)
+
+    with pytest.raises(DataError, match=option):
+        mix(names, weights).load_state_dict(mix(("a", "b"), [1, 1]).state_dict())
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, ...]:
+    """Three rows in one, five in the other."""
+    for name, count in (("a", 3), ("b", 5)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"n": {number}}}\n' for number in range(count)))
+    return str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_tell_source_and_row_apart(files: tuple[str, ...], stream: bool) -> None:
+    def read(row: Row, number: int) -> Prompt:
+        return replace(
+            prompt(row.columns["n"]), prompt_id=number, fields={"file": row.where.rpartition(".jsonl")[0][-1]}
+        )
+
+    data = DataConfig(sources=files, stream=stream, stream_buffer_rows=2)
+    seen = {item.prompt_id: item for item in islice(training_stream(data, read, seed=1), 100)}
+    assert {number: item.fields["file"] for number, item in seen.items()} == {
+        0: "a", 1: "b", 2: "a", 3: "b", 4: "a", 5: "b", 7: "b", 9: "b",
+    }  # fmt: skip
+    assert all(item.text == str(number // 2) for number, item in seen.items())
+
+
+def test_one_source_is_in_the_order_that_it_always_had(files: tuple[str, ...]) -> None:
+    def read(row: Row, number: int) -> Prompt:
+        return prompt(number)
+
+    drawn = ids(training_stream(DataConfig(path=files[1]), read, seed=4), 12)
+    assert drawn == ids(Shuffled([prompt(number) for number in range(5)], seed=4), 12)
+    assert Position(0, 0, 0) == START
