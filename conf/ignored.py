@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from conf.errors import ConfigError
 from conf.options import options_by_name
 from conf.schema import (
+    READ_AN_ANSWER,
     AlgorithmConfig,
     Correction,
     Curriculum,
@@ -160,10 +161,13 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or set model.init=random",
         ),
         Ignored(
-            [f"reward.{item.name}" for item in fields(RewardPart)],
+            ["reward.code.", *(f"reward.{item.name}" for item in fields(RewardPart))],
             bool(reward.parts),
             "reward.parts, each of which has its own",
             "set it in reward.parts.NAME, or remove reward.parts",
+        ),
+        Ignored(
+            "reward.code.", reward.kind != "code", f"reward.kind={reward.kind}", "remove it, or choose reward=code"
         ),
         Ignored(
             "reward.overlong_penalty",
@@ -183,9 +187,9 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
         ),
         Ignored(
             "reward.answer_key",
-            ":" in reward.kind,
+            reward.kind not in READ_AN_ANSWER,
             f"reward.kind={reward.kind}",
-            "remove it: a function gets every column",
+            "remove it: it is for " + ", ".join(READ_AN_ANSWER),
         ),
         Ignored(
             "reward.env",

@@ -29,7 +29,7 @@ from conf.schema.numerics import (
     RouterLogits,
 )
 from conf.schema.parity import ParityConfig
-from conf.schema.reward import SHIPPED_REWARDS, RewardConfig, RewardPart, reward_part
+from conf.schema.reward import READ_AN_ANSWER, SHIPPED_REWARDS, CodeConfig, RewardConfig, RewardPart, reward_part
 from conf.schema.rollout import RolloutConfig, SamplingConfig
 from conf.schema.run import RunConfig, RunSection
 from conf.schema.trainer import (
@@ -47,6 +47,7 @@ from conf.schema.weight_sync import BusySlot, PauseMode, Relay, SyncMode, Transp
 __all__ = [
     "ENGINE_LORA_RANKS",
     "MAX_EXPERT_RANK",
+    "READ_AN_ANSWER",
     "SHIPPED_REWARDS",
     "AdapterValues",
     "AdvantageScale",
@@ -54,6 +55,7 @@ __all__ = [
     "AttentionValues",
     "BusySlot",
     "ClusterConfig",
+    "CodeConfig",
     "CombineMode",
     "Correction",
     "Curriculum",

@@ -11,12 +11,38 @@ from typing import Any, cast
 from conf.errors import ConfigError
 from conf.schema.rules import above, at_least, require, section_of
 
-SHIPPED_REWARDS = ("exact_match", "regex", "math")
+SHIPPED_REWARDS = ("exact_match", "regex", "math", "code")
 """Values of reward.kind that are not functions of the user's own."""
 READ_AN_ANSWER = ("exact_match", "regex", "math")
 """Kinds that compare the response with the column reward.answer_key."""
+MIN_SANDBOX_BYTES = 1 << 20
+"""Least memory and disk that a sandbox may be given."""
 SHAPINGS = ("overlong_penalty", "length_penalty")
 """What a response's length adds to the sum of the rewards (rollout.rewards.shaping)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeConfig:
+    """kind=code: the response's code runs with each of the row's tests in a sandbox without network. What it and the
+    processes that it starts exceed is a failed test.
+    """
+
+    tests_key: str = "tests"
+    """Column with the tests: Python text, such as asserts, that runs after the response's code; a list of such texts;
+    or a list of {input, output}, standard input and expected standard output.
+    """
+    partial: bool = False
+    """The reward is the share of tests that pass. false: 1 if all do, otherwise 0."""
+    wall_s: float = 10.0
+    """Seconds of one test; all tests of a response share reward.timeout_s."""
+    cpu_s: float = 10.0
+    """Seconds of CPU time of one test, all its processes together."""
+    memory_bytes: int = 1 << 30
+    """Memory of one test's processes together."""
+    max_processes: int = 32
+    """Processes and threads of one test at a time."""
+    disk_bytes: int = 64 << 20
+    """What one test may write to /tmp, which is kept in memory. Nothing else can be written to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +50,9 @@ class RewardPart:
     """One reward: the whole section if it is the only one, or a value of reward.parts."""
 
     kind: str = "exact_match"
-    """exact_match, regex, math, or a function: `FILE.py:function`, or `package.module:function`. A function is (prompt,
-    response, fields) -> number, or (prompt, responses, fields) -> list of numbers for a whole group; both may be async.
-    Fields are the row's other columns, and `finish_reason`.
+    """exact_match, regex, math, code, or a function: `FILE.py:function`, or `package.module:function`. A function is
+    (prompt, response, fields) -> number, or (prompt, responses, fields) -> list of numbers for a whole group; both may
+    be async. Fields are the row's other columns, and `finish_reason`.
     """
     weight: float = 1.0
     """What the reward is multiplied by before it is added to the others."""
@@ -44,12 +70,15 @@ class RewardPart:
     """Names of environment variables that a reward function gets, such as [JUDGE_API_KEY]; their values are never
     written into the run folder. It also gets PATH, HOME, the locale and what its libraries need, but no other variable.
     """
+    code: CodeConfig = field(default_factory=CodeConfig)
 
     @property
     def columns(self) -> dict[str, str]:
         """Columns that every row must have, by the option that names each. A function gets all columns and needs none
         that is known here.
         """
+        if self.kind == "code":
+            return {"code.tests_key": self.code.tests_key}
         return {"answer_key": self.answer_key} if self.kind in READ_AN_ANSWER else {}
 
 
@@ -150,4 +179,7 @@ def _check_part(section: str, part: RewardPart) -> None:
     )
     require(math.isfinite(part.weight), f"{section}.weight must be finite, got {part.weight}")
     above(0, section, timeout_s=part.timeout_s)
+    above(0, f"{section}.code", wall_s=part.code.wall_s, cpu_s=part.code.cpu_s)
+    at_least(1, f"{section}.code", max_processes=part.code.max_processes)
+    at_least(MIN_SANDBOX_BYTES, f"{section}.code", memory_bytes=part.code.memory_bytes, disk_bytes=part.code.disk_bytes)
     at_least(1, section, num_processes=part.num_processes, max_concurrent=part.max_concurrent)

@@ -23,6 +23,7 @@ from typing import Any
 
 from conf.schema import RewardPart
 from rollout.errors import RewardError
+from rollout.rewards.code_tests import code_reward
 from rollout.rewards.exact_match import exact_match
 from rollout.rewards.regex import regex_match
 
@@ -66,6 +67,8 @@ def _shipped(config: RewardPart, section: str) -> Callable[..., Any]:
         from rollout.rewards.math_answer import math_reward  # imports SymPy
 
         return math_reward(answer_key=config.answer_key, timeout_s=config.timeout_s)
+    if config.kind == "code":
+        return code_reward(config.code, section=section, timeout_s=config.timeout_s)
     try:
         pattern = re.compile(config.pattern)
     except re.error as e:
