@@ -13,6 +13,7 @@ from conf.schema import (
     ENGINE_LORA_RANKS,
     AdapterValues,
     AttentionValues,
+    BusySlot,
     Correction,
     Device,
     DType,
@@ -38,6 +39,8 @@ def check_all(config: RunConfig) -> None:
     if config.algorithm.objective is Objective.policy:
         check_prompt_and_response_fit(config)
         check_some_responses_end_by_themselves(config)
+        check_trained_responses_are_the_policys(config)
+        check_stop_texts_are_found(config)
         check_overlong_fits_the_response(config)
         check_transport_fits_device(config)
         check_processes_can_share_a_gpu(config)
@@ -100,10 +103,43 @@ def check_overlong_fits_the_response(config: RunConfig) -> None:
 
 def check_some_responses_end_by_themselves(config: RunConfig) -> None:
     """Masking truncated responses needs responses that end before max_tokens."""
-    if config.algorithm.mask_truncated and not config.rollout.sampling.stop_at_eos:
+    if config.algorithm.mask_truncated and not config.rollout.sampling.can_end_early:
         raise ConfigError(
             "algorithm.mask_truncated=true contradicts rollout.sampling.stop_at_eos=false, with which every response "
             "ends by length; set algorithm.mask_truncated=false, or rollout.sampling.stop_at_eos=true"
+        )
+
+
+def check_trained_responses_are_the_policys(config: RunConfig) -> None:
+    """Engines return log-probabilities of the distribution that they sample from. The trainer computes softmax(logits /
+    temperature), so nothing else may have shaped it: ratios and importance weights would compare two policies.
+    """
+    shaped = config.rollout.sampling.beyond_temperature
+    if shaped:
+        raise ConfigError(
+            f"rollout.sampling.{' and rollout.sampling.'.join(shaped)}: training refuses it, because engines return "
+            "log-probabilities of what it leaves or makes of the distribution, and the trainer's are of the whole "
+            "softmax(logits / temperature), so that ratios, importance weights and parity/k3 would compare two "
+            f"policies; remove it; for evaluations set rollout.eval_{' rollout.eval_'.join(shaped)}"
+        )
+
+
+def check_stop_texts_are_found(config: RunConfig) -> None:
+    """vLLM looks for them outside of the engine's process, in the text of one request."""
+    if not config.rollout.sampling.stop:
+        return
+    sync = config.weight_sync
+    reason = None
+    if config.parity.replay_routing:
+        reason = "parity.replay_routing=true: a request that a text ends returns no routes; set it to false"
+    elif sync.mode is SyncMode.adapter and sync.on_busy_slot is not BusySlot.wait:
+        reason = (
+            f"weight_sync.on_busy_slot={sync.on_busy_slot}: a response that goes on in another request could have the "
+            "text half in each; set it to wait"
+        )
+    if reason is not None:
+        raise ConfigError(
+            f"rollout.sampling.stop contradicts {reason}, or give rollout.sampling.stop_token_ids instead"
         )
 
 
@@ -206,7 +242,6 @@ def check_bitwise_parity_is_possible(config: RunConfig) -> None:
             rollout.tp_size > 1 and config.weight_sync.mode is SyncMode.adapter
         ),
         f"rollout.sampling.temperature={sampling.temperature}; set it to 1": sampling.temperature != 1.0,
-        f"rollout.sampling.top_p={sampling.top_p}; set it to 1": sampling.top_p != 1.0,
         f"model.dtype={config.model.dtype}; set it to bfloat16": config.model.dtype is not DType.bfloat16,
         "model.engine_format=block_fp8, in which engines compute and the trainer does not; set it to checkpoint": (
             config.model.engine_format is EngineFormat.block_fp8

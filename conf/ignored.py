@@ -53,6 +53,8 @@ READ_BY_SFT_ALONE = (
 )
 """Options that reinforcement learning does not read."""
 
+DRAWN_WITH = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "seed")
+"""Options of evaluations, rollout.eval_*, beside the temperature."""
 SOFTMAX_ROUTERS = ("qwen3_moe", "gpt_oss")
 """model_type of models whose router's weights are a softmax; all others' are sigmoids, in float32."""
 
@@ -220,10 +222,16 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or set data.curriculum=middling",
         ),
         Ignored(
-            ("run.eval_samples_per_prompt", "rollout.eval_temperature"),
+            ("run.eval_samples_per_prompt", *(f"rollout.eval_{name}" for name in ("temperature", *DRAWN_WITH))),
             config.data.eval_path is None,
             "data.eval_path=null",
             "give data.eval_path",
+        ),
+        Ignored(
+            [f"rollout.eval_{name}" for name in DRAWN_WITH if not name.endswith("penalty")],
+            config.rollout.eval_temperature == 0,
+            "rollout.eval_temperature=0, which takes the likeliest token",
+            "remove one of the two",
         ),
         Ignored(
             ("algorithm.clip_low", "algorithm.clip_high"),
@@ -273,10 +281,9 @@ def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
         Ignored(
             ("parity.floor_every_steps", "parity.floor_sequences"),
             not config.rollout.sampling.is_plain,
-            f"rollout.sampling.temperature={config.rollout.sampling.temperature:g} and "
-            f"rollout.sampling.top_p={config.rollout.sampling.top_p:g}: an engine's prefill gives log-probabilities "
-            "without them",
-            "remove it, or set both to 1",
+            f"rollout.sampling.temperature={config.rollout.sampling.temperature:g}: an engine's prefill gives "
+            "log-probabilities without it",
+            "remove it, or set the temperature to 1",
         ),
         Ignored(
             "parity.floor_sequences",

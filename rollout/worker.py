@@ -219,7 +219,7 @@ class RolloutWorker:
             prompt: The prompt.
             n: Number of responses.
             sampling: Used instead of rollout.sampling, for evaluation.
-            seed: Makes the responses repeatable. None: the engine's own stream of random numbers.
+            seed: Makes the responses repeatable. None: sampling.seed, or else the engine's own random numbers.
 
         Raises:
             ReplicaNotServing: The weights are not of one committed version right now. Nothing was sampled.
@@ -231,6 +231,7 @@ class RolloutWorker:
                 ": it samples only from a committed version"
             )
         sampling = sampling or self._sampling
+        seed = sampling.seed if seed is None else seed
         if self.adapter_replica is not None:
             rollouts = await self.adapter_replica.sample(prompt.token_ids, n, sampling, seed=seed)
             return [replace(rollout, text=self._decode(rollout)) for rollout in rollouts]

@@ -26,7 +26,7 @@ class ParityConfig:
     floor_every_steps: int = 10
     """Measure the floor at the first step and this often: one engine scores responses of the step again by prefill,
     while the trainer computes gradients, and parity/floor_k3 is its mismatch with its own decoding. 0: never. Never
-    with a sampling temperature other than 1 or top_p below 1, which prefill does not apply.
+    with a sampling temperature other than 1, which prefill does not apply.
     """
     floor_sequences: int = 4
     """Responses that are scored for it, of different prompts; of each the first 1024 tokens, its prompt included."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from conf.schema.rules import above, at_least, at_least_or_null, require
 
@@ -14,22 +14,73 @@ class SamplingConfig:
     temperature: float = 1.0
     """Softmax temperature, above 0; the trainer's log-probabilities use the same one."""
     top_p: float = 1.0
-    """Nucleus bound. Below 1, the engine's log-probabilities are those of the truncated distribution, so keep it at 1
-    for training."""
+    """Nucleus bound. Refused below 1: log-probabilities of what is left of a distribution are not the trainer's, which
+    are of all of it (docs/parity.md). rollout.eval_top_p is for evaluations.
+    """
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0: among all. Refused above 0, as top_p below 1; see rollout.eval_top_k."""
+    min_p: float = 0.0
+    """Sample among tokens of at least this share of the likeliest one's probability; 0: among all. Refused above 0, as
+    top_p below 1; see rollout.eval_min_p.
+    """
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens that occurred. Refused unless 1: the trainer computes no penalties; see
+    rollout.eval_repetition_penalty.
+    """
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that the response has. Refused unless 0, as repetition_penalty; see
+    rollout.eval_presence_penalty.
+    """
     max_tokens: int = 256
     """Longest response, in tokens."""
     stop_at_eos: bool = True
-    """End a response at the end-of-sequence token. false: sample exactly max_tokens."""
+    """End a response at the end-of-sequence token. false: sample exactly max_tokens, or up to one of the stops below.
+    """
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, such as ["</answer>"]. The token that completes one is the last; it is trained and in
+    what rewards see, text after the stop included that is part of this token. Engines then load the tokenizer.
+    """
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end a response, by id. The token itself is the last of the response."""
+    seed: int | None = None
+    """Gives each response random numbers of its own: of this seed, the number of its group and its place in the group,
+    whichever engine samples it. null: engines draw from one stream each, which on GPUs is much faster.
+    """
 
     def __post_init__(self) -> None:
         at_least(0, "rollout.sampling", temperature=self.temperature)
-        require(0 < self.top_p <= 1, f"rollout.sampling.top_p must lie in (0, 1], got {self.top_p}")
+        check_drawing("rollout.sampling.", self.top_p, self.top_k, self.min_p, self.repetition_penalty)
         at_least(1, "rollout.sampling", max_tokens=self.max_tokens)
+        require(all(self.stop), "rollout.sampling.stop has an empty text, which every response begins with; remove it")
+        for token_id in self.stop_token_ids:
+            at_least(0, "rollout.sampling", stop_token_ids=token_id)
+        at_least_or_null(0, "rollout.sampling", seed=self.seed)
 
     @property
     def is_plain(self) -> bool:
         """Whether responses are sampled from the model's own distribution."""
-        return self.temperature == 1 and self.top_p == 1
+        return self.temperature == 1 and not self.beyond_temperature
+
+    @property
+    def beyond_temperature(self) -> tuple[str, ...]:
+        """Options that make the distribution another one than the softmax of logits over temperature, with values."""
+        neutral = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0}
+        return tuple(
+            f"{name}={getattr(self, name):g}" for name, value in neutral.items() if getattr(self, name) != value
+        )
+
+    @property
+    def can_end_early(self) -> bool:
+        """Whether a response may have fewer than max_tokens."""
+        return self.stop_at_eos or bool(self.stop) or bool(self.stop_token_ids)
+
+
+def check_drawing(prefix: str, top_p: float, top_k: int, min_p: float, repetition_penalty: float) -> None:
+    """Refuse what no engine can sample with."""
+    require(0 < top_p <= 1, f"{prefix}top_p must lie in (0, 1], got {top_p}")
+    require(top_k >= 0, f"{prefix}top_k must be >= 0, got {top_k}; 0: all tokens")
+    require(0 <= min_p < 1, f"{prefix}min_p must lie in [0, 1), got {min_p}")
+    require(repetition_penalty > 0, f"{prefix}repetition_penalty must be > 0, got {repetition_penalty}; 1: none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +98,21 @@ class RolloutConfig:
     """Give each tensor-parallel rank whole experts instead of rows of every expert. GPU only."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eval_temperature: float | None = None
-    """Softmax temperature of evaluations, with top_p 1. 0: the likeliest token. null: as rollout.sampling."""
+    """Softmax temperature of evaluations. 0: the likeliest token. null: as rollout.sampling."""
+    eval_top_p: float = 1.0
+    """Nucleus bound of evaluations. 1: none."""
+    eval_top_k: int = 0
+    """In evaluations, sample among the k likeliest tokens. 0: among all."""
+    eval_min_p: float = 0.0
+    """In evaluations, sample among tokens of at least this share of the likeliest one's probability."""
+    eval_repetition_penalty: float = 1.0
+    """In evaluations, divide the logits of tokens that occurred by it (multiply those below 0). 1: none."""
+    eval_presence_penalty: float = 0.0
+    """In evaluations, take it from the logits of tokens that the response has. 0: none."""
+    eval_seed: int | None = None
+    """Give each response of an evaluation random numbers of its own, the same in every evaluation: of this seed, the
+    prompt and the number of the response. null: as rollout.sampling.
+    """
     max_model_len: int = 4096
     """Longest prompt plus response, in tokens."""
     max_num_seqs: int | None = None
@@ -99,7 +164,8 @@ class RolloutConfig:
             f"got {self.max_num_batched_tokens} and {self.max_num_seqs}",
         )
         above(0, "rollout.sampling", temperature=self.sampling.temperature)
-        at_least_or_null(0, "rollout", eval_temperature=self.eval_temperature)
+        at_least_or_null(0, "rollout", eval_temperature=self.eval_temperature, eval_seed=self.eval_seed)
+        check_drawing("rollout.eval_", self.eval_top_p, self.eval_top_k, self.eval_min_p, self.eval_repetition_penalty)
         require(
             0 < self.gpu_memory_utilization < 1,
             f"rollout.gpu_memory_utilization must lie in (0, 1), got {self.gpu_memory_utilization}",
@@ -114,4 +180,19 @@ class RolloutConfig:
             self.sampling.max_tokens < self.max_model_len,
             "rollout.sampling.max_tokens must be < rollout.max_model_len to leave room for a prompt, got "
             f"{self.sampling.max_tokens} and {self.max_model_len}",
+        )
+
+    @property
+    def eval_sampling(self) -> SamplingConfig:
+        """How evaluations sample."""
+        sampling = self.sampling
+        return replace(
+            sampling,
+            temperature=sampling.temperature if self.eval_temperature is None else self.eval_temperature,
+            top_p=self.eval_top_p,
+            top_k=self.eval_top_k,
+            min_p=self.eval_min_p,
+            repetition_penalty=self.eval_repetition_penalty,
+            presence_penalty=self.eval_presence_penalty,
+            seed=sampling.seed if self.eval_seed is None else self.eval_seed,
         )

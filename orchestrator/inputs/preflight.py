@@ -173,19 +173,20 @@ def check_tokenizer(config: RunConfig) -> Fact:
 
 
 def check_sampling(config: RunConfig) -> Fact:
-    """How responses are drawn; and that what is learnt from has the probabilities that the trainer computes."""
+    """How responses are drawn and end."""
     if config.algorithm.objective is Objective.sft:
         return Fact("responses", "none: supervised fine-tuning")
     sampling = config.rollout.sampling
-    drawn = f"temperature {sampling.temperature:g}, at most {sampling.max_tokens} tokens"
-    if sampling.top_p == 1:
-        return Fact("responses", drawn)
-    return Fact(
-        "responses",
-        f"{drawn}, rollout.sampling.top_p={sampling.top_p:g}: engines' log-probabilities are of what top_p leaves of "
-        "the distribution and the trainer's are of all of it, so importance weights, ratios and k3 are off; 1 is exact",
-        is_warning=True,
-    )
+    folder = config.model.path
+    if sampling.stop_token_ids and (folder is None or Path(folder).is_dir()):  # else check_model reports the folder
+        vocab_size = int(resolve_hf_config(config.model)["vocab_size"])
+        if max(sampling.stop_token_ids) >= vocab_size:
+            raise ConfigError(
+                f"rollout.sampling.stop_token_ids names token {max(sampling.stop_token_ids)}, and the model has "
+                f"vocab_size={vocab_size}; give ids of its tokenizer"
+            )
+    stops = f", ended by {', '.join(map(repr, sampling.stop))}" if sampling.stop else ""
+    return Fact("responses", f"temperature {sampling.temperature:g}, at most {sampling.max_tokens} tokens{stops}")
 
 
 def check_routes(config: RunConfig) -> Fact:

@@ -141,14 +141,16 @@ def _answers_out_of_reach(config: RunConfig, prompts: Sequence[Prompt], encoder:
     for prompt in prompts:
         answer = str(prompt.fields[config.reward.answer_key]).strip()
         token_ids, _ = encode_up_to(sampling.max_tokens, answer, partial(encoder.encode, add_special_tokens=False))
-        if len(token_ids) > sampling.max_tokens or (not sampling.stop_at_eos and len(token_ids) < sampling.max_tokens):
+        if len(token_ids) > sampling.max_tokens or (
+            not sampling.can_end_early and len(token_ids) < sampling.max_tokens
+        ):
             found.append((prompt, len(token_ids)))
     if not found:
         return ""
     prompt, num_tokens = found[0]
     row = prompt.prompt_id // len(config.data.training_sources) + 1
     have, cure = "at most", "raise it"
-    if not sampling.stop_at_eos:
+    if not sampling.can_end_early:
         have, cure = "exactly", "set it to that, or set rollout.sampling.stop_at_eos=true, which ends them earlier"
     return (
         f"; reward.kind=exact_match can hardly be 1 for {len(found)} of {len(prompts)} rows: responses have {have} "

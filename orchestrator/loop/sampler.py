@@ -13,6 +13,7 @@ Invariant: a failure to sample ends `run`; the buffer raises it between two step
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from dataclasses import replace
 
 from conf.schema import RunConfig, SamplingConfig
@@ -60,14 +61,12 @@ class Sampler:
 
     async def evaluate(self) -> list[Group]:
         """Sample and judge every held-out prompt under the version that replicas serve."""
-        rollout, prompts = self._config.rollout, self._services.eval_prompts
-        sampling = None
-        if rollout.eval_temperature is not None:
-            sampling = replace(rollout.sampling, temperature=rollout.eval_temperature, top_p=1.0)
+        prompts, sampling = self._services.eval_prompts, self._config.rollout.eval_sampling
 
         async def one(prompt: Prompt) -> Group:
             async with self._places:
-                return await self._sample(prompt, self._config.run.eval_samples_per_prompt, sampling)
+                own = seeded(sampling, prompt.prompt_id)
+                return await self._sample(prompt, self._config.run.eval_samples_per_prompt, own)
 
         return await wait_for(
             together(*(one(prompt) for prompt in prompts)),
@@ -86,15 +85,16 @@ class Sampler:
 
     async def _sample_into(self, ticket: Ticket, prompt: Prompt) -> None:
         """Deliver one group for one ticket. Dynamic sampling goes on to further prompts until rewards differ."""
-        algorithm = self._config.algorithm
+        algorithm, sampling, attempt = self._config.algorithm, self._config.rollout.sampling, 0
         try:
             while True:
-                group = await self._sample(prompt, algorithm.group_size)
+                own = None if sampling.seed is None else seeded(sampling, ticket.number, attempt)
+                group = await self._sample(prompt, algorithm.group_size, own)
                 self._services.prompts.observe(prompt.prompt_id, group.rewards)
                 self._stop_if_unjudged(group)
                 if not algorithm.drop_zero_variance_groups or self._is_informative(group):
                     break
-                prompt = self._draw(ticket)
+                prompt, attempt = self._draw(ticket), attempt + 1
             await self._buffer.deliver(ticket, group)
         finally:
             self._places.release()
@@ -140,3 +140,13 @@ class Sampler:
                 "first failure of each kind, and rewards.log what the reward printed. Repair it and go on with "
                 "slipstream resume"
             )
+
+
+def seeded(sampling: SamplingConfig, *numbers: int) -> SamplingConfig:
+    """The same options with the seed of one group, which depends on rollout.sampling.seed and these numbers; its
+    responses count up from it.
+    """
+    if sampling.seed is None:
+        return sampling
+    digest = hashlib.blake2b(repr((sampling.seed, *numbers)).encode(), digest_size=6).digest()
+    return replace(sampling, seed=int.from_bytes(digest, "big"))

@@ -308,13 +308,20 @@ class Engine:
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
             max_tokens=sampling.max_tokens,
-            stop_token_ids=self._stop_token_ids if sampling.stop_at_eos else [],
+            stop=list(sampling.stop),
+            stop_token_ids=[*(self._stop_token_ids if sampling.stop_at_eos else []), *sampling.stop_token_ids],
             ignore_eos=not sampling.stop_at_eos,
             seed=seed,
             logprobs=0,  # only the sampled token's
             flat_logprobs=True,  # lists of numbers; a dict and an object per token make full garbage collections long
-            detokenize=False,
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,  # a stop text may be, or contain, a special token's
+            include_stop_str_in_output=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         request_id = f"rollout-{next(self._request_numbers)}"
@@ -404,8 +411,8 @@ class Engine:
         if (flat.token_ids if flat else []) != token_ids:
             raise EngineError(f"{request_id} has log-probabilities of other tokens than it returned")
         logprobs = list(flat.logprobs) if flat else []
-        if completion.finish_reason == ABORTED:
-            del stamps[len(token_ids) :]  # tokens that arrived after the request was ended
+        if completion.finish_reason == ABORTED or isinstance(completion.stop_reason, str):
+            del stamps[len(token_ids) :]  # tokens that arrived after the request was ended, here by a stop text
         if len(stamps) != len(token_ids):
             raise EngineError(f"{request_id} has {len(token_ids)} tokens and {len(stamps)} version stamps")
         if not all(map(math.isfinite, logprobs)):

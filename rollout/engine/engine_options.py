@@ -77,7 +77,8 @@ def engine_arguments(
     arguments: dict[str, Any] = {
         "model": str(folder),
         "load_format": "dummy",  # a publish brings version 0, as every other version
-        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "skip_tokenizer_init": not config.sampling.stop,  # token ids in, token ids out; stop texts need text
+        "tokenizer": str(folder) if config.sampling.stop else None,
         "generation_config": "vllm",  # ignore the checkpoint's sampling defaults
         "dtype": str(dtype),
         "seed": seed % (1 << 32),  # vLLM also seeds numpy, which takes no more
@@ -92,7 +93,8 @@ def engine_arguments(
         "kv_cache_memory_bytes": config.kv_cache_bytes or (CPU_KV_CACHE_BYTES if is_cpu else None),
         "enforce_eager": is_cpu or config.enforce_eager,
         "enable_prefix_caching": True,  # siblings share their prompt
-        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: temperature and top_p applied
+        # Of the distribution that is sampled from: after temperature, penalties and truncation (docs/parity.md).
+        "logprobs_mode": "processed_logprobs",
         # The Triton kernels read weights and block scales in checkpoint order; others reorder, swizzle or requantize
         # them after loading. (post_load.py checks which kernels vLLM chose.)
         "moe_backend": "auto" if is_cpu else "triton",

@@ -153,8 +153,8 @@ def test_a_run_says_at_its_start_what_is_seldom_meant(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_run(monkeypatch, lambda *_: None)
-    assert main([*READY, "rollout.sampling.top_p=0.9"]) == 0
-    assert "warning: responses: temperature 1, at most 4 tokens, rollout.sampling.top_p=0.9" in capsys.readouterr().err
+    assert main([*READY, "reward=exact_match", "rollout.sampling.max_tokens=3"]) == 0
+    assert "warning: prompts: 704 in pkg://letters_train.jsonl" in capsys.readouterr().err
     assert main([*READY]) == 0
     assert "warning" not in capsys.readouterr().err
 

@@ -210,12 +210,16 @@ def test_routes_that_do_not_fit_the_object_store_are_warned_of(checkpoint: Path)
     assert "0.58 GB at most at a time, more than cluster.object_store_bytes" in fact.finding
 
 
-def test_a_truncated_distribution_is_warned_of(checkpoint: Path) -> None:
-    for top_p, is_warning in ((1.0, False), (0.9, True)):
-        report = run_preflight(load_run_config(words_for(checkpoint, f"rollout.sampling.top_p={top_p}")))
-        (fact,) = (fact for fact in report.facts if fact.subject == "responses")
-        assert fact.is_warning == is_warning
-        assert ("top_p=0.9" in fact.finding) == is_warning
+def test_stops_are_told_and_their_tokens_must_exist(checkpoint: Path) -> None:
+    words = ["rollout.sampling.stop_token_ids=[7]", 'rollout.sampling.stop=["</a>",b]']
+    (fact,) = (
+        fact
+        for fact in run_preflight(load_run_config(words_for(checkpoint, *words))).facts
+        if fact.subject == "responses"
+    )
+    assert fact.finding == "temperature 1, at most 4 tokens, ended by '</a>', 'b'"
+    with pytest.raises(PreflightError, match=r"stop_token_ids names token 64, and the model has vocab_size=64"):
+        run_preflight(load_run_config(words_for(checkpoint, "rollout.sampling.stop_token_ids=[3,64]")))
 
 
 @pytest.mark.parametrize(

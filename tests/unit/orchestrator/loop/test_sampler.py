@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +20,11 @@ class Noting(FakeWorker):
     def __init__(self, worker: FakeWorker) -> None:
         super().__init__(worker.world, worker.index)
         self.num_now = self.num_most = 0
-        self.temperatures: dict[bool, set[float | None]] = {True: set(), False: set()}
-        """Temperatures asked for, by whether the prompt is held out; None: as rollout.sampling."""
+        self.asked: dict[bool, list[tuple[int, SamplingConfig | None]]] = {True: [], False: []}
+        """Prompt and options of every group, by whether the prompt is held out; None: as rollout.sampling."""
 
     async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
-        self.temperatures[prompt.prompt_id >= 1000].add(None if sampling is None else sampling.temperature)
+        self.asked[prompt.prompt_id >= 1000].append((prompt.prompt_id, sampling))
         self.num_now += 1
         self.num_most = max(self.num_most, self.num_now)
         try:
@@ -47,14 +48,58 @@ async def test_training_and_evaluation_share_the_places(tmp_path: Path, num_plac
     assert worker.num_most == num_places
 
 
-@pytest.mark.parametrize("temperature", [None, 0.0, 0.6])
-async def test_evaluations_have_a_temperature_of_their_own(tmp_path: Path, temperature: float | None) -> None:
-    config = make_config()
-    loop = Loop(tmp_path, replace(config, rollout=replace(config.rollout, eval_temperature=temperature)), num_workers=1)
+async def what_is_asked(
+    folder: Path, training: SamplingConfig | None = None, drops_flat: bool = False, **evaluation: float
+) -> dict[bool, list[tuple[int, SamplingConfig | None]]]:
+    """Prompt and options of every group of a run of a few steps, training and held out."""
+    await asyncio.to_thread(folder.mkdir, exist_ok=True)
+    config = make_config(drop_zero_variance_groups=drops_flat, max_uninformative_batches=99)
+    rollout = replace(config.rollout, sampling=training or SamplingConfig(), **evaluation)
+    run = replace(config.run, eval_every_steps=1)
+    loop = Loop(folder, replace(config, rollout=rollout, run=run), num_workers=1)
+    loop.rewards.is_flat = lambda prompt: drops_flat and prompt.prompt_id % 2 == 0
     worker = Noting(loop.workers[0])
     loop.workers[0] = worker
     await loop.run()
-    assert worker.temperatures == {True: {temperature}, False: {None}}
+    return worker.asked
+
+
+@pytest.mark.parametrize("temperature", [None, 0.0, 0.6])
+async def test_evaluations_have_options_of_their_own(tmp_path: Path, temperature: float | None) -> None:
+    training = SamplingConfig(temperature=0.9, max_tokens=256, stop=("x",))
+    asked = await what_is_asked(tmp_path, training, eval_temperature=temperature, eval_top_k=7, eval_min_p=0.25)
+    expected = replace(training, temperature=0.9 if temperature is None else temperature, top_k=7, min_p=0.25)
+    assert {sampling for _, sampling in asked[True]} == {expected}
+    assert {sampling for _, sampling in asked[False]} == {None}
+
+
+async def test_every_group_has_a_seed_of_its_own_and_a_run_can_be_repeated(tmp_path: Path) -> None:
+    """Also a group that is sampled in place of one whose rewards were equal."""
+    runs = [
+        await what_is_asked(tmp_path / str(number), SamplingConfig(seed=seed), drops_flat=True)
+        for number, seed in enumerate((5, 5, 6))
+    ]
+    seeds = [[sampling.seed for _, sampling in run[False]] for run in runs]
+    assert None not in seeds[0] and len(set(seeds[0])) == len(seeds[0])
+    assert sorted(seeds[0]) == sorted(seeds[1])
+    assert not set(seeds[0]) & set(seeds[2])
+
+
+async def test_a_held_out_prompt_has_the_same_seed_in_every_evaluation(tmp_path: Path) -> None:
+    asked = await what_is_asked(tmp_path, eval_seed=3)
+    seeds = {(prompt, sampling.seed) for prompt, sampling in asked[True]}
+    assert len(asked[True]) > len(seeds) == len({seed for _, seed in seeds}) == len({prompt for prompt, _ in seeds}) > 1
+    assert {sampling for _, sampling in asked[False]} == {None}
+
+
+async def test_every_judged_group_is_told_to_the_order_of_prompts(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=2, drop_zero_variance_groups=True, max_uninformative_batches=99))
+    loop.rewards.is_flat = lambda prompt: prompt.prompt_id % 2 == 0
+    await loop.run()
+    observed = dict(loop.prompts.observed)
+    assert len(observed) == len(loop.prompts.observed) > 4
+    assert all((len(set(rewards)) == 1) == (prompt_id % 2 == 0) for prompt_id, rewards in observed.items())
+    assert max(observed) < 1000, "held-out prompts are not"
 
 
 async def test_prompts_that_tell_nothing_end_the_run_with_its_state_saved(tmp_path: Path) -> None:
