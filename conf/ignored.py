@@ -310,6 +310,12 @@ def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or choose weight_sync=standard",
         ),
         Ignored(
+            "rollout.episodes.",
+            config.rollout.agent is None,
+            "rollout.agent=null, which samples one response to each prompt",
+            "remove it, or name an agent",
+        ),
+        Ignored(
             "rollout.gpu_memory_utilization",
             cluster.device is Device.cpu,
             "cluster.device=cpu",

@@ -43,6 +43,7 @@ from orchestrator.loop.ports import LoopServices
 from orchestrator.loop.publication import RAY_CALL_S
 from orchestrator.signals import second_interrupt_ends_at_once
 from orchestrator.waiting import together
+from rollout.agents.episode_runner import EpisodeRunner
 from rollout.rewards.runner import RewardRunner
 
 if TYPE_CHECKING:
@@ -133,9 +134,14 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
             log_path=folder.root / "rewards.log",
         )
         stack.push_async_callback(rewards.close)
+        episodes = None
+        if config.rollout.agent is not None:
+            episodes = EpisodeRunner(config, model.folder, log_path=folder.root / "agents.log")
+            stack.push_async_callback(episodes.close)
         cluster = await stack.enter_async_context(Cluster(config, folder, startup))
         await stack.enter_async_context(startup)  # left before the cluster: a start that fails is over then
-        await together(rewards.start(), cluster.start(model.hf_config))
+        starts = [rewards.start(), cluster.start(model.hf_config)]
+        await together(*starts, *([] if episodes is None else [episodes.start()]))
         telemetry = stack.enter_context(_telemetry(config, folder, progress, step_of(resume_from)))
         fleet_log = FleetLog(folder.fleet)
         supervisor = Supervisor(
@@ -150,13 +156,17 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
             note=fleet_log.write,
         )
         stack.push_async_callback(supervisor.close)
+        router = Router(supervisor, request_timeout_s=config.rollout.request_timeout_s)
+        if episodes is not None:
+            episodes.sample_with(router.generate)
         services = LoopServices(
             trainer=cluster.trainer,
             supervisor=supervisor,
-            router=Router(supervisor, request_timeout_s=config.rollout.request_timeout_s),
+            router=router,
             prompts=prompts,
             eval_prompts=eval_prompts,
             rewards=rewards,
+            episodes=episodes,
             telemetry=telemetry,
             checkpoints=checkpoints,
             traces=folder.traces,

@@ -13,7 +13,7 @@ parent and the tokens after that, so it cannot differ from them. Every sampled t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -65,11 +65,11 @@ def branches_of(prompt: Prompt, rollout: Rollout) -> list[Branch]:
     return [_branch(rollout, leaf, counted) for leaf in range(len(rollout.turns)) if leaf not in parents]
 
 
-def context_of(turns: Sequence[tuple[int | None, Sequence[int]]], last: int | None) -> list[int]:
+def context_of(turns: Mapping[int, tuple[int | None, Sequence[int]]], last: int | None) -> list[int]:
     """All tokens up to the end of turn `last`; none for None.
 
     Args:
-        turns: (parent, given and sampled tokens) of each turn.
+        turns: Number -> (parent, given and sampled tokens).
     """
     parts: list[Sequence[int]] = []
     while last is not None:

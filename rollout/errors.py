@@ -4,6 +4,7 @@
       RolloutError
         DataError(ValueError)              a prompt file that cannot be read; names the file and the line
         RewardError(ConfigError)           a reward that cannot be imported or set up
+        AgentError(ConfigError)            an agent that cannot be imported, or an endpoint that cannot listen
         EngineError(RuntimeError)          the engine refused to start, or a request failed inside it
           EngineDied(ConnectionError)      the engine's process is gone; the worker must be restarted
           UnsupportedWeights(ValueError)   the engine keeps a weight in a form that cannot be written in place
@@ -30,6 +31,10 @@ class DataError(RolloutError, ValueError):
 
 class RewardError(RolloutError, ConfigError):
     """The configured reward cannot run at all. (One sample's failure is counted instead, never raised.)"""
+
+
+class AgentError(RolloutError, ConfigError):
+    """The configured agent cannot run at all. (One episode's failure is counted instead, never raised.)"""
 
 
 class EngineError(RolloutError, RuntimeError):

@@ -30,7 +30,7 @@ from conf.schema.numerics import (
 )
 from conf.schema.parity import ParityConfig
 from conf.schema.reward import READ_AN_ANSWER, SHIPPED_REWARDS, CodeConfig, RewardConfig, RewardPart, reward_part
-from conf.schema.rollout import RolloutConfig, SamplingConfig
+from conf.schema.rollout import EpisodesConfig, RolloutConfig, SamplingConfig
 from conf.schema.run import RunConfig, RunSection
 from conf.schema.trainer import (
     ENGINE_LORA_RANKS,
@@ -63,6 +63,7 @@ __all__ = [
     "DataConfig",
     "Device",
     "EngineFormat",
+    "EpisodesConfig",
     "Init",
     "LoraConfig",
     "MlaNormEps",

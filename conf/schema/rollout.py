@@ -84,6 +84,42 @@ def check_drawing(prefix: str, top_p: float, top_k: int, min_p: float, repetitio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodesConfig:
+    """Episodes of an agent (rollout.agent). Ignored without one."""
+
+    max_turns: int = 32
+    """The most responses in one episode."""
+    max_tokens: int | None = None
+    """The most sampled tokens in one episode. null: max_turns * rollout.sampling.max_tokens."""
+    timeout_s: float = 600.0
+    """If an episode takes longer, it is ended, left out of training and counted."""
+    blocked_s: float = 30.0
+    """If the event loop of an agent process does not turn for so long, the process is replaced; its episodes are lost.
+    """
+    num_processes: int = 1
+    """Processes that run agents. One runs thousands of episodes that wait, and as much Python as one core can."""
+    env: tuple[str, ...] = ()
+    """Names of environment variables that an agent gets, such as [SEARCH_API_KEY]; their values are never written into
+    the run folder. It also gets PATH, HOME, the locale and what its libraries need, but no other variable.
+    """
+    tool_parser: str | None = None
+    """vLLM's parser of the model's tool calls, such as hermes or qwen3_coder. null: tool calls stay text."""
+    host: str = "127.0.0.1"
+    """Address on which the endpoint listens (OpenAI's protocol). Every request needs its episode's key, but nothing is
+    encrypted.
+    """
+    port: int = 0
+    """Its port. 0: any that is free."""
+
+    def __post_init__(self) -> None:
+        at_least(1, "rollout.episodes", max_turns=self.max_turns, num_processes=self.num_processes)
+        at_least_or_null(1, "rollout.episodes", max_tokens=self.max_tokens)
+        above(0, "rollout.episodes", timeout_s=self.timeout_s, blocked_s=self.blocked_s)
+        require(bool(self.host), "rollout.episodes.host must be an address of this machine, got nothing")
+        require(0 <= self.port < 1 << 16, f"rollout.episodes.port must lie in [0, 65535], got {self.port}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
     """The rollout workers: one vLLM engine each."""
 
@@ -97,6 +133,11 @@ class RolloutConfig:
     enable_expert_parallel: bool = False
     """Give each tensor-parallel rank whole experts instead of rows of every expert. GPU only."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    agent: str | None = None
+    """An agent that holds whole conversations: `FILE.py:function`, or `package.module:function`, of
+    `async def agent(task, session) -> reward or None` (docs/agents.md). null: one response to each prompt.
+    """
+    episodes: EpisodesConfig = field(default_factory=EpisodesConfig)
     eval_temperature: float | None = None
     """Softmax temperature of evaluations. 0: the likeliest token. null: as rollout.sampling."""
     eval_top_p: float = 1.0
@@ -156,6 +197,10 @@ class RolloutConfig:
             tp_size=self.tp_size,
             max_model_len=self.max_model_len,
             max_concurrent_groups=self.max_concurrent_groups,
+        )
+        require(
+            self.agent is None or all(self.agent.rpartition(":")),
+            f"rollout.agent must be FILE.py:function, package.module:function or null, got {self.agent!r}",
         )
         at_least_or_null(1, "rollout", max_num_seqs=self.max_num_seqs)
         require(

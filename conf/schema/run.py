@@ -116,6 +116,15 @@ class RunConfig:
         return min(num_seqs, MOST_SEQS, rollout.max_num_batched_tokens)
 
     @property
+    def max_response_tokens(self) -> int:
+        """The most sampled tokens of a rollout: rollout.sampling.max_tokens, or an episode's."""
+        rollout = self.rollout
+        if rollout.agent is None:
+            return rollout.sampling.max_tokens
+        most = rollout.episodes.max_turns * rollout.sampling.max_tokens
+        return most if rollout.episodes.max_tokens is None else rollout.episodes.max_tokens
+
+    @property
     def max_prompt_tokens(self) -> int:
         """data.max_prompt_tokens, or rollout.max_model_len - rollout.sampling.max_tokens."""
         left = self.rollout.max_model_len - self.rollout.sampling.max_tokens

@@ -118,7 +118,10 @@ class RolloutWorkers:
 
     async def _start(self, index: int, name: str, until_free: Awaitable[float] | None = None) -> RayRolloutWorker:
         config, cluster = self._config, self._cluster
-        concurrency = config.rollout.max_concurrent_groups + 16  # groups, and calls beside them
+        num_calls = config.rollout.max_concurrent_groups
+        if config.rollout.agent is not None:  # each episode calls by itself
+            num_calls *= max(config.algorithm.group_size, config.run.eval_samples_per_prompt)
+        concurrency = num_calls + 16  # calls beside them
         bundle = config.trainer.num_ranks + index
         actor = await cluster.new_actor(
             RolloutActor, name, bundle, num_gpus=config.gpus_of_worker, max_concurrency=concurrency

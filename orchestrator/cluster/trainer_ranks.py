@@ -95,7 +95,7 @@ async def start_trainer_ranks(
 
 async def _warm_up(config: RunConfig, trainer: RayTrainerGroup) -> None:
     num_samples = config.algorithm.groups_per_step * config.algorithm.group_size
-    longest = min(config.rollout.max_model_len, config.max_prompt_tokens + config.rollout.sampling.max_tokens)
+    longest = min(config.rollout.max_model_len, config.max_prompt_tokens + config.max_response_tokens)
     lengths = full_microbatch(config.trainer.max_microbatch_tokens, longest, num_samples)
     found = await trainer.warm_up(lengths, config.cluster.start_timeout_s)
     logger.info(

@@ -69,6 +69,11 @@ class Router:
             finally:
                 replica.num_in_flight -= 1
 
+    async def generate(self, prompt: Prompt, sampling: SamplingConfig) -> Rollout:
+        """Sample one response, in the same way. Raises: as generate_group()."""
+        (rollout,) = await self.generate_group(prompt, 1, sampling)
+        return rollout
+
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
         """Score one sequence on the least loaded serving replica; None when none serves, or another version.
 

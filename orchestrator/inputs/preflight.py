@@ -14,6 +14,7 @@ import importlib.util
 import json
 import math
 import os
+import socket
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,8 @@ from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_confi
 from orchestrator.inputs.prompt_rows import check_data
 from orchestrator.inputs.text_encoder import TextEncoder, check_holds_tokenizer, tokenizer_folder
 from orchestrator.machine import HERE, Machine, nearest_existing
+from rollout.agents.episode_runner import check_agent
+from rollout.agents.tool_calls import parser_names
 from rollout.rewards.runner import check_reward
 from trainer.architecture.families import read_config
 from trainer.architecture.model_spec import ModelSpec
@@ -222,6 +225,30 @@ def check_reward_loads(config: RunConfig) -> Fact:
     return Fact("reward", ", ".join(f"{part.weight:g} x {name}" for name, part in parts) or config.reward.kind)
 
 
+def check_agent_loads(config: RunConfig) -> Fact:
+    """The agent can be imported, tried in a process of its own; its tool parser is known and its port is free."""
+    name, episodes = config.rollout.agent, config.rollout.episodes
+    if name is None or config.algorithm.objective is Objective.sft:
+        return Fact("agent", "none: one response to each prompt")
+    known = parser_names()
+    if episodes.tool_parser is not None and known and episodes.tool_parser not in known:
+        raise ConfigError(
+            f"rollout.episodes.tool_parser={episodes.tool_parser} is none of vLLM's: give one of {', '.join(known)}"
+        )
+    try:
+        family, kind, *_, address = socket.getaddrinfo(episodes.host, episodes.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"rollout.episodes.host={episodes.host} and rollout.episodes.port={episodes.port}: "
+            f"{error.strerror or error}; give an address of this machine and a free port, or port 0 for any"
+        ) from error
+    check_agent(config)
+    return Fact("agent", f"{name}, at most {episodes.max_turns} turns")
+
+
 def check_run_folder(config: RunConfig, machine: Machine) -> Fact:
     """The run folder can be made and has room; a run to resume has a checkpoint."""
     run = config.run
@@ -266,6 +293,7 @@ OPTION_CHECKS = (
     check_sampling,
     check_routes,
     check_reward_loads,
+    check_agent_loads,
 )
 MACHINE_CHECKS = (
     check_devices,

@@ -58,7 +58,8 @@ class PromptRows:
     def read(self, row: Row, prompt_id: int) -> Prompt:
         """One row's prompt."""
         prompt = self._reader.prompt(row, prompt_id)
-        _check_answer_column(self._config, row.where, prompt)
+        if self._config.rollout.agent is None:  # an agent may judge its episodes itself
+            _check_answer_column(self._config, row.where, prompt)
         check_vocabulary(self._config, self._vocab_size, row.where, prompt.token_ids, prompt.text)
         return prompt
 
@@ -135,7 +136,7 @@ def _check_answer_column(config: RunConfig, where: str, prompt: Prompt) -> None:
 def _answers_out_of_reach(config: RunConfig, prompts: Sequence[Prompt], encoder: RowEncoder) -> str:
     """What to say of answers that no response can equal, being longer or, without an end of sequence, shorter."""
     sampling = config.rollout.sampling
-    if config.reward.parts or config.reward.kind != "exact_match":
+    if config.reward.parts or config.reward.kind != "exact_match" or config.rollout.agent is not None:
         return ""
     found: list[tuple[Prompt, int]] = []
     for prompt in prompts:

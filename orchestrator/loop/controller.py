@@ -152,7 +152,7 @@ class Controller(StepLoop):
     async def _update(self, samples: list[Sample], record: StepRecord, clock: Stopwatch) -> None:
         """Gradients of a batch, and the optimizer's step."""
         trainer, config = self.services.trainer, self._config
-        denominators = denominators_of(samples, self.policy_version, config.rollout.sampling.max_tokens)
+        denominators = denominators_of(samples, self.policy_version, config.max_response_tokens)
         plan = pack([s.num_tokens for s in samples], trainer.num_ranks, config.trainer.max_microbatch_tokens)
         record.loss = await trainer.forward_backward(
             [[[samples[i] for i in indices] for indices in microbatches] for microbatches in plan], denominators

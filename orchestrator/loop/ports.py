@@ -20,6 +20,8 @@ from rollout.types import Judgement, Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 
 if TYPE_CHECKING:
+    from conf.schema import SamplingConfig
+    from rollout.agents.episode_runner import FinishedEpisode
     from weight_sync.publish.report import PublishReport
 
 
@@ -71,6 +73,14 @@ class Rewards(Protocol):
     def take_counts(self) -> dict[str, float]: ...
 
 
+class Episodes(Protocol):
+    """Runs an agent's episodes (rollout.agents.episode_runner.EpisodeRunner)."""
+
+    async def run_group(
+        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None
+    ) -> list[FinishedEpisode]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LoopServices:
     """Everything that a reinforcement run's loop calls. What is behind a name may live in other processes."""
@@ -85,6 +95,8 @@ class LoopServices:
     checkpoints: CheckpointStore
     traces: Path
     """Where the timelines of publishes are written."""
+    episodes: Episodes | None = None
+    """None: one response to each prompt (rollout.agent=null)."""
     on_clock: Callable[[int, int], None] = lambda step, policy_version: None
     """Called with step and policy version whenever one changes; logs carry them."""
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from conf.schema import RunConfig, SamplingConfig
 from orchestrator.errors import TrainingStopped
@@ -22,7 +24,10 @@ from orchestrator.loop.advantages import is_informative
 from orchestrator.loop.buffer import GroupBuffer, Ticket
 from orchestrator.loop.ports import LoopServices
 from orchestrator.waiting import together, wait_for
-from rollout.types import Group, Prompt
+from rollout.types import Group, Judgement, Prompt
+
+if TYPE_CHECKING:
+    from rollout.agents.episode_runner import FinishedEpisode
 
 MAX_UNJUDGED_GROUPS = 8
 """Groups in a row (and at least a batch of them) without one reward after which the run stops: the reward is broken."""
@@ -81,6 +86,8 @@ class Sampler:
         rollout, num_judged = self._config.rollout, self._config.algorithm.group_size
         restart_s = self._config.cluster.start_timeout_s if rollout.max_restarts else 0.0
         requests_s = rollout.request_timeout_s * (rollout.num_workers + 1)
+        if rollout.agent is not None:
+            requests_s = max(requests_s, rollout.episodes.timeout_s)
         return requests_s + self._config.reward.longest_timeout_s * num_judged + restart_s + 60.0
 
     async def _sample_into(self, ticket: Ticket, prompt: Prompt) -> None:
@@ -100,10 +107,26 @@ class Sampler:
             self._places.release()
 
     async def _sample(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> Group:
-        rollouts = await self._services.router.generate_group(prompt, n, sampling)
-        judgements = await self._services.rewards.score_group(prompt, rollouts)
+        services = self._services
+        if services.episodes is None:
+            rollouts = await services.router.generate_group(prompt, n, sampling)
+            judgements = await services.rewards.score_group(prompt, rollouts)
+        else:
+            episodes = await services.episodes.run_group(prompt, n, sampling)
+            rollouts = [episode.rollout for episode in episodes]
+            judgements = await self._judge(prompt, episodes)
         self.num_generated += 1
         return Group(prompt, rollouts, [one.reward for one in judgements], [one.parts for one in judgements])
+
+    async def _judge(self, prompt: Prompt, episodes: Sequence[FinishedEpisode]) -> list[Judgement]:
+        """What agents returned; the run's reward judges the last response of the others, unless they failed."""
+        judgements = [Judgement(episode.reward) for episode in episodes]
+        left = [i for i, episode in enumerate(episodes) if episode.reward is None and not episode.rollout.failure]
+        if left:
+            scored = await self._services.rewards.score_group(prompt, [episodes[i].rollout for i in left])
+            for i, judgement in zip(left, scored, strict=True):
+                judgements[i] = judgement
+        return judgements
 
     def _draw(self, ticket: Ticket) -> Prompt:
         prompt = next(self._services.prompts)

@@ -64,7 +64,7 @@ class Channel:
             raise
         except (asyncio.IncompleteReadError, OSError) as e:
             raise Disconnected("the other end closed the connection") from e
-        except (ValueError, msgpack.UnpackException, RecursionError) as e:  # pyright: ignore[reportUnknownMemberType]
+        except (ValueError, RecursionError) as e:
             raise Disconnected(f"what arrived is no message: {type(e).__name__}: {e}") from e
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ MODEL = "policy"
 MAX_BODY_BYTES = 64 << 20
 MAX_CHOICES = 64
 _REFUSED = {
-    "stop": "stop strings",
+    "stop": "a stop text of one request (rollout.sampling.stop is for all of them)",
     "response_format": "constrained decoding",
     "guided_json": "constrained decoding",
     "guided_regex": "constrained decoding",
@@ -178,8 +178,7 @@ def _number(body: Mapping[str, Any], name: str, least: int, *, most: int | None 
 
 def _messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = body.get("messages")
-    is_good = isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
-    if not is_good:
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise BadRequest("messages must be a non-empty list of objects with a role")
     return [_with_text(message) for message in messages]
 

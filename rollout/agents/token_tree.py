@@ -179,7 +179,7 @@ class TokenTree:
         return number, reason
 
     def _context(self, number: int) -> list[int]:
-        return context_of([(turn.parent, turn.tokens) for turn in self._turns], number)
+        return context_of({i: (turn.parent, turn.tokens) for i, turn in enumerate(self._turns)}, number)
 
     def _reason_without_parent(self, messages: Sequence[Message], plain: Sequence[bytes]) -> str:
         if not self._turns:

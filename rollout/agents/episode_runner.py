@@ -1,0 +1,342 @@
+"""The controller's end of a run's agents: groups of episodes, and the tokens that engines sampled for them.
+
+    run_group --> service process --> agents
+                    |  parent, new tokens        given = the parent's tokens + the new ones
+                    +----------------------> generate(given) --> an engine, through the router
+    run_group <-- turns in their order, reward or failure
+
+Owns: the service process, and the tokens, log-probabilities and versions of each request, which stay in this process: a
+rollout is made of what the engine was given and what it returned. Does not own: conversations and limits
+(episode.py), agents (agent_pool.py), which engine serves (`generate`), rewards of the run.
+Invariant: run_group() returns one rollout per episode, whatever the agents do. It raises only if the engines are lost,
+or the service is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from conf.schema import EpisodesConfig, RunConfig, SamplingConfig
+from rollout.agents.agent_pool import AgentPool
+from rollout.agents.channel import Channel, Disconnected
+from rollout.agents.episode import Limits
+from rollout.agents.kept_process import KeptProcess
+from rollout.agents.service import ServiceOptions
+from rollout.branches import context_of
+from rollout.engine.engine_options import stop_token_ids
+from rollout.errors import AgentError, EngineDied
+from rollout.types import Prompt, Rollout, Routes, Turn
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 180.0
+"""Longest start of the service: its imports, vLLM's for a tool parser, and those of the agent."""
+MAX_LOG_BYTES = 64 << 20
+"""Size at which agents.log is cut."""
+PASSED_ON = (
+    *("PATH", "HOME", "USER", "TMPDIR", "TZ", "LANG", "LC_ALL", "LC_CTYPE"),  # what any program expects
+    *("LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
+)
+"""Variables that an agent gets in addition to rollout.episodes.env; its PYTHONPATH is made from sys.path."""
+
+Generate = Callable[[Prompt, SamplingConfig], Awaitable[Rollout]]
+"""Samples one response. Raises when no engine will serve any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEpisode:
+    """What became of one episode."""
+
+    rollout: Rollout
+    """`rollout.failure` says why there is no reward; "": none failed."""
+    reward: float | None
+    """What the agent returned; None without a failure: the run's reward judges the last response."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """An episode that goes on."""
+
+    prompt: Prompt
+    sampling: SamplingConfig
+    ended: asyncio.Future[FinishedEpisode]
+    contexts: dict[int, tuple[int | None, list[int]]] = field(default_factory=dict[int, tuple[int | None, list[int]]])
+    """Request -> (the parent's request, tokens given and sampled)."""
+    sampled: dict[int, Rollout] = field(default_factory=dict[int, Rollout])
+    """Request -> what the engine returned."""
+    num_requests: int = 0
+
+    def next_seed(self) -> int | None:
+        """The seed of the next request, where the episode has one."""
+        self.num_requests += 1
+        if self.sampling.seed is None:
+            return None
+        digest = hashlib.blake2b(repr((self.sampling.seed, self.num_requests)).encode(), digest_size=6).digest()
+        return int.from_bytes(digest, "big")
+
+
+def check_agent(config: RunConfig) -> None:
+    """Import the agent once, in a process of its own, to find out before a run starts whether that works.
+
+    Raises:
+        AgentError: It cannot; the message names the option and the reason.
+    """
+
+    async def start() -> None:
+        pool = AgentPool(
+            config.rollout.agent or "",
+            num_processes=1,
+            blocked_s=config.rollout.episodes.blocked_s,
+            environment=agent_environment(config.rollout.episodes, os.environ),
+            log_path=None,
+            max_log_bytes=0,
+        )
+        try:
+            await pool.start()
+        finally:
+            await pool.close()
+
+    asyncio.run(start())
+
+
+def agent_environment(config: EpisodesConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the agents' processes: the variables of PASSED_ON and rollout.episodes.env, and PYTHONPATH.
+
+    Raises:
+        AgentError: rollout.episodes.env names a variable that is not set.
+    """
+    if missing := [name for name in config.env if name not in environ]:
+        raise AgentError(
+            f"rollout.episodes.env names {', '.join(missing)}, which is not set where the run starts; export it, or "
+            "remove it from rollout.episodes.env"
+        )
+    path = os.pathsep.join([*(entry for entry in sys.path if entry), os.getcwd()])
+    return {name: environ[name] for name in (*PASSED_ON, *config.env) if name in environ} | {"PYTHONPATH": path}
+
+
+class EpisodeRunner:
+    """See the module's docstring. All methods belong to one event loop.
+
+    Args:
+        config: The run's options.
+        folder: Model folder: tokenizer and chat template.
+        log_path: File for what the service and agents print; a copy of the file that defines the agent goes beside it.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path, *, log_path: Path | None) -> None:
+        self._config = config
+        self._folder = folder
+        self._log_path = log_path
+        self._kept: KeptProcess | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._generate: Generate | None = None
+        self._numbers = itertools.count()
+        self._open: dict[int, _Open] = {}
+        self._requests: dict[int, asyncio.Task[None]] = {}
+        self._reported: set[str] = set()
+
+    async def start(self) -> str:
+        """Start the service and the agents. Returns the endpoint's base URL.
+
+        Raises:
+            AgentError: The agent cannot be set up, or the endpoint cannot listen.
+        """
+        options = self._options()
+        self._kept = kept = await KeptProcess.start(
+            "rollout.agents.service",
+            environment={**os.environ, "PYTHONPATH": options.environment["PYTHONPATH"]},
+            log_path=self._log_path,
+            max_log_bytes=MAX_LOG_BYTES,
+        )
+        channel = kept.channel
+        channel.send(asdict(options))
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                kind, *rest = await channel.receive()
+        except (TimeoutError, Disconnected) as e:
+            raise AgentError(f"the process of the agents did not start; agents.log has the reason: {e}") from e
+        if kind == "refused":
+            raise AgentError(rest[0])
+        base_url, source = rest
+        logger.info("%d agent processes; their endpoint is %s", options.num_processes, base_url)
+        self._keep_source(source)
+        self._listening = asyncio.create_task(self._listen(channel))
+        return base_url
+
+    def sample_with(self, generate: Generate) -> None:
+        """What samples from now on. Call it before run_group()."""
+        self._generate = generate
+
+    async def run_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[FinishedEpisode]:
+        """Run `n` episodes of one prompt at once, by rollout.sampling unless told otherwise.
+
+        Raises:
+            Exception: What `generate` raised: no engine is left.
+            EngineDied: The service is gone.
+        """
+        sampling = sampling or self._config.rollout.sampling
+        seeds = [None if sampling.seed is None else sampling.seed + index for index in range(n)]
+        numbers = [self._begin(prompt, replace(sampling, seed=seed)) for seed in seeds]
+        try:
+            return list(await asyncio.gather(*(self._open[number].ended for number in numbers)))
+        finally:
+            for number in numbers:
+                if self._open.pop(number, None) is not None:
+                    self._send(["cancel", number])
+
+    async def close(self) -> None:
+        """End the service, the agents, and everything that they started. Idempotent."""
+        if self._listening is not None:
+            self._listening.cancel()
+        for request in self._requests.values():
+            request.cancel()
+        if self._kept is not None:
+            await self._kept.end()
+
+    def _options(self) -> ServiceOptions:
+        rollout, episodes = self._config.rollout, self._config.rollout.episodes
+        limits = Limits(
+            max_turns=episodes.max_turns,
+            max_tokens=self._config.max_response_tokens,
+            max_turn_tokens=rollout.sampling.max_tokens,
+            max_model_len=rollout.max_model_len,
+        )
+        return ServiceOptions(
+            agent=rollout.agent or "",
+            folder=str(self._folder),
+            stop_token_ids=[*stop_token_ids(self._folder), *rollout.sampling.stop_token_ids],
+            tool_parser=episodes.tool_parser,
+            host=episodes.host,
+            port=episodes.port,
+            limits=asdict(limits),
+            timeout_s=episodes.timeout_s,
+            blocked_s=episodes.blocked_s,
+            num_processes=episodes.num_processes,
+            environment=agent_environment(episodes, os.environ),
+            log_path=None if self._log_path is None else str(self._log_path),
+            max_log_bytes=MAX_LOG_BYTES,
+        )
+
+    def _begin(self, prompt: Prompt, sampling: SamplingConfig) -> int:
+        number = next(self._numbers)
+        self._open[number] = _Open(prompt, sampling, asyncio.get_running_loop().create_future())
+        task = {**prompt.fields, "prompt": prompt.text if prompt.messages is None else prompt.messages}
+        self._send(["episode", number, task])
+        return number
+
+    def _send(self, message: Any) -> None:
+        if self._kept is not None:
+            self._kept.channel.send(message)
+
+    async def _listen(self, channel: Channel) -> None:
+        """Do what the service asks for, until it is gone."""
+        try:
+            while True:
+                message = await channel.receive()
+                match message:
+                    case ["generate", request, episode, parent, token_ids, max_tokens]:
+                        if episode in self._open:
+                            work = self._sample(request, self._open[episode], parent, token_ids, max_tokens)
+                            task = self._requests[request] = asyncio.create_task(work)
+                            task.add_done_callback(lambda _, request=request: self._requests.pop(request, None))
+                    case ["drop", request]:
+                        if request in self._requests:
+                            self._requests[request].cancel()
+                    case ["ended", number, said]:
+                        if number in self._open:
+                            self._finish(self._open[number], said)
+                    case _:
+                        raise AssertionError(f"the service said {message!r:.100}")
+        except Disconnected:
+            error = EngineDied("the process of the agents (endpoint and conversations) is gone; see agents.log")
+            for episode in self._open.values():
+                if not episode.ended.done():
+                    episode.ended.set_exception(error)
+
+    async def _sample(
+        self, request: int, episode: _Open, parent: int | None, given: list[int], max_tokens: int
+    ) -> None:
+        """One request of an episode. The engine is given the parent's tokens and the new ones."""
+        assert self._generate is not None, "sample_with() comes first"
+        prompt = Prompt(episode.prompt.prompt_id, (*context_of(episode.contexts, parent), *given), "")
+        sampling = replace(episode.sampling, max_tokens=max_tokens, seed=episode.next_seed())
+        try:
+            rollout = await self._generate(prompt, sampling)
+        except Exception as e:  # noqa: BLE001 - no engine is left: whoever waits for the group ends the run
+            if not episode.ended.done():
+                episode.ended.set_exception(e)
+            self._send(["failed", request, f"{type(e).__name__}: {e}"])
+            return
+        episode.contexts[request] = (parent, [*given, *rollout.token_ids])
+        episode.sampled[request] = rollout
+        self._send(["sampled", request, rollout.token_ids, rollout.logprobs, rollout.finish_reason])
+
+    def _finish(self, episode: _Open, said: Mapping[str, Any]) -> None:
+        """Put the rollout together, in the order of the turns."""
+        if episode.ended.done():
+            return
+        if said["failure"]:
+            self._report_once(said, episode.prompt)
+        turns: list[Turn] = []
+        parts: list[Rollout] = []
+        for told in said["turns"]:
+            request, parent = told["request"], told["parent"]
+            parent_request, tokens = episode.contexts[request]
+            part = episode.sampled[request]
+            given = tokens[: len(tokens) - len(part.token_ids)]
+            num_before = len(context_of(episode.contexts, parent_request))
+            routes = None if part.routes is None else _from(part.routes, num_before)
+            turns.append(Turn(parent, given, len(part.token_ids), told["reason"], told["given"], told["said"], routes))
+            parts.append(part)
+        text = said["text"]
+        if parts and self._config.reward.keep_special_tokens:
+            text = turns[-1].said
+        rollout = Rollout(
+            token_ids=[token for part in parts for token in part.token_ids],
+            logprobs=[logprob for part in parts for logprob in part.logprobs],
+            policy_versions=[version for part in parts for version in part.policy_versions],
+            text=text,
+            finish_reason=said["finish_reason"],
+            num_evictions=sum(part.num_evictions for part in parts),
+            turns=tuple(turns),
+            failure=said["failure"],
+            seconds=said["seconds"],
+        )
+        episode.ended.set_result(FinishedEpisode(rollout, said["reward"]))
+
+    def _report_once(self, said: Mapping[str, Any], prompt: Prompt) -> None:
+        """Log the first failure of each kind in full (for exceptions: of each class and place). Count the others."""
+        key = f"{said['failure']}: {said['place']}"
+        if key not in self._reported:
+            self._reported.add(key)
+            logger.warning(
+                "an episode failed (%s) on prompt %d and is left out; more of this kind are only counted:\n%s",
+                said["failure"], prompt.prompt_id, said["report"],
+            )  # fmt: skip
+
+    def _keep_source(self, file: str) -> None:
+        """Copy the file that defines the agent into the run folder, and log its hash."""
+        agent = self._config.rollout.agent
+        try:
+            source = Path(file).read_bytes()
+        except OSError as e:
+            logger.warning("rollout.agent=%s: its source was not copied into the run folder: %s", agent, e)
+            return
+        logger.info("rollout.agent=%s: %s, sha256 %s", agent, file, hashlib.sha256(source).hexdigest())
+        if self._log_path is not None:
+            self._log_path.with_name("agent_source.py").write_bytes(source)
+
+
+def _from(routes: Routes, num_before: int) -> Routes:
+    """Routes without the positions whose routes the parent has: all but the last of its tokens."""
+    first = max(num_before - 1, 0)
+    return Routes(routes.experts[first:], routes.is_recorded[first:])

@@ -1,0 +1,81 @@
+"""A child process with a keeper beside it and a connection to it, for the service and for agents.
+
+Owns: its start and its end, whatever it started itself. Does not own: what is said over the connection, or the keeper
+(rewards/keeper.py), which also ends everything when this process dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollout.agents.channel import MAX_BYTES, Channel
+from rollout.rewards import keeper
+
+logger = logging.getLogger(__name__)
+
+END_TIMEOUT_S = 1.0
+"""How long a process may take to end after its connection closed, before its keeper kills it; and again after that."""
+
+
+class KeptProcess:
+    """See the module's docstring."""
+
+    def __init__(self, keeper_process: asyncio.subprocess.Process, channel: Channel) -> None:
+        self.channel = channel
+        self._keeper = keeper_process
+
+    @classmethod
+    async def start(
+        cls,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str],
+        log_path: Path | None,
+        max_log_bytes: int,
+        max_message_bytes: int = MAX_BYTES,
+    ) -> KeptProcess:
+        """Start `python -m module FD arguments...`, FD being its end of the connection.
+
+        Args:
+            environment: Of the process.
+            log_path: File to which what it prints is appended; None: it is dropped.
+            max_log_bytes: Size at which the file is cut.
+            max_message_bytes: A message of the process that announces more ends the connection.
+        """
+        ours, theirs = socket.socketpair()
+        fd = str(theirs.fileno())
+        output = os.open(log_path or os.devnull, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", keeper.__file__, fd, str(max_log_bytes)),
+                *(sys.executable, "-P", "-m", module, fd, *arguments),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=(theirs.fileno(),),
+                env=dict(environment),
+                start_new_session=True,  # a signal to our group, such as Ctrl-C, does not reach it
+            )
+        finally:
+            os.close(output)
+            theirs.close()
+        return cls(process, await Channel.over(ours, max_bytes=max_message_bytes))
+
+    async def end(self) -> int | None:
+        """End it and everything that it started. Returns its exit status; None if it takes longer. Idempotent."""
+        self.channel.close()
+        assert self._keeper.stdin is not None
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_TIMEOUT_S):
+                    return await self._keeper.wait()
+            self._keeper.stdin.close()  # the keeper kills what is left
+        logger.warning("a process was killed and has not ended yet; process %d waits for it", self._keeper.pid)
+        return None

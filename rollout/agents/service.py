@@ -1,0 +1,210 @@
+"""The process of a run's agents: `python -m rollout.agents.service FD`. Endpoint, conversations and agent processes.
+
+    controller --episode, task--> service --task, base URL, key--> agent process (agent_pool.py)
+        ^                          |  ^                                  |
+        |<--parent, new tokens-----+  +------OpenAI's protocol-----------+   (endpoint.py)
+        +---sampled tokens--------->
+        |<--reward, turns----------+
+
+Rendering, tokenizing, parsing and HTTP happen here, and not in the controller's event loop. Generation goes through the
+controller, the one place that knows which engines serve. Owns: episodes from their start to their end, their deadline
+and their keys. Does not own: a turn (episode.py), the tokens that were sampled (episode_runner.py, in the controller).
+It ends when the controller closes the connection, and so do the agents' processes.
+
+    controller -> options, then ["episode", number, task], ["cancel", number], ["sampled", request, token ids,
+                  log-probabilities, finish reason], ["failed", request, reason]
+    service    -> ["ready", base URL, source file] or ["refused", reason], then ["generate", request, episode, parent
+                  request, token ids, most tokens], ["drop", request], ["ended", episode, {...}]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollout.agents.agent_pool import AgentPool, Outcome
+from rollout.agents.channel import Channel, Disconnected
+from rollout.agents.chat_text import FolderChatText
+from rollout.agents.endpoint import Endpoint
+from rollout.agents.episode import EngineFailed, Episode, Limits, Sampled
+from rollout.agents.failures import ENGINE, RAISED, TIMEOUT
+from rollout.errors import AgentError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """What the service is told at its start. Plain values: it crosses a process boundary."""
+
+    agent: str
+    folder: str
+    """Model folder: tokenizer and chat template."""
+    stop_token_ids: list[int]
+    tool_parser: str | None
+    host: str
+    port: int
+    limits: dict[str, int]
+    """Fields of episode.Limits."""
+    timeout_s: float
+    blocked_s: float
+    num_processes: int
+    environment: dict[str, str]
+    """Of the agents' processes."""
+    log_path: str | None
+    max_log_bytes: int
+
+
+class Service:
+    """See the module's docstring."""
+
+    def __init__(self, channel: Channel, options: ServiceOptions) -> None:
+        self._channel = channel
+        self._options = options
+        self._limits = Limits(**options.limits)
+        self._chat = FolderChatText(Path(options.folder), options.stop_token_ids, options.tool_parser)
+        self._episodes: dict[str, Episode] = {}
+        self._endpoint = Endpoint(self._episodes)
+        self._pool = AgentPool(
+            options.agent,
+            num_processes=options.num_processes,
+            blocked_s=options.blocked_s,
+            environment=options.environment,
+            log_path=None if options.log_path is None else Path(options.log_path),
+            max_log_bytes=options.max_log_bytes,
+        )
+        self._base_url = ""
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._requests: dict[int, asyncio.Future[Sampled]] = {}
+        self._request_numbers = itertools.count()
+
+    async def start(self) -> tuple[str, str]:
+        """Listen, and start the agents' processes. Returns base URL and the file that defines the agent.
+
+        Raises:
+            AgentError: The port is taken, or the agent cannot be set up.
+        """
+        options = self._options
+        try:
+            self._base_url = await self._endpoint.start(options.host, options.port)
+        except OSError as e:
+            raise AgentError(
+                f"rollout.episodes.host={options.host} and rollout.episodes.port={options.port}: {e.strerror or e}; "
+                "give an address of this machine and a free port, or port 0 for any"
+            ) from e
+        return self._base_url, await self._pool.start()
+
+    async def serve(self) -> None:
+        """Do what the controller says until it closes the connection. Raises: Disconnected."""
+        while True:
+            message = await self._channel.receive()
+            match message:
+                case ["episode", number, task]:
+                    running = self._running[number] = asyncio.create_task(self._run(number, task))
+                    running.add_done_callback(lambda _, number=number: self._running.pop(number, None))
+                case ["cancel", number]:
+                    if number in self._running:
+                        self._running[number].cancel()
+                case ["sampled", request, token_ids, logprobs, finish_reason]:
+                    if (answered := self._waiting_for(request)) is not None:
+                        answered.set_result(Sampled(request, token_ids, logprobs, finish_reason))
+                case ["failed", request, reason]:
+                    if (answered := self._waiting_for(request)) is not None:
+                        answered.set_exception(EngineFailed(reason))
+                case _:
+                    raise AssertionError(f"the controller said {message!r:.100}")
+
+    async def close(self) -> None:
+        """End the agents and listen no more."""
+        await self._pool.close()
+        await self._endpoint.close()
+
+    def _waiting_for(self, request: int) -> asyncio.Future[Sampled] | None:
+        answered = self._requests.get(request)
+        return None if answered is None or answered.done() else answered
+
+    async def _run(self, number: int, task: dict[str, Any]) -> None:
+        """One episode, from its key to the message that tells its end."""
+        key = secrets.token_urlsafe(24)
+        episode = Episode(number, key, self._chat, self._limits, partial(self._generate, number))
+        self._episodes[key] = episode
+        limit_s = self._options.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                outcome = await self._pool.run(number, task, self._base_url, key)
+        except TimeoutError:
+            report = f"the episode took longer than rollout.episodes.timeout_s={limit_s:g} seconds"
+            outcome = Outcome(TIMEOUT, report=report, place="timeout")
+        finally:
+            del self._episodes[key]
+            episode.end()
+        failure = outcome.failure
+        if failure == RAISED:  # the agent passed on what the endpoint had told it
+            failure = ENGINE if episode.engine_failed else episode.reached or RAISED
+        said: dict[str, Any] = {
+            "failure": failure,
+            "reward": outcome.reward,
+            "report": outcome.report,
+            "place": outcome.place,
+            "text": episode.last_reply,
+            "finish_reason": episode.last_finish_reason,
+            "seconds": time.monotonic() - episode.started,
+            "turns": [asdict(turn) for turn in episode.turns],
+        }
+        self._channel.send(["ended", number, said])
+
+    async def _generate(self, episode: int, parent: int | None, token_ids: list[int], max_tokens: int) -> Sampled:
+        """Let the controller sample. Cancelled, it tells the controller that nobody waits."""
+        request = next(self._request_numbers)
+        answered: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
+        self._requests[request] = answered
+        self._channel.send(["generate", request, episode, parent, token_ids, max_tokens])
+        try:
+            return await answered
+        except asyncio.CancelledError:
+            self._channel.send(["drop", request])
+            raise
+        finally:
+            del self._requests[request]
+
+
+async def _serve(connection: socket.socket) -> None:
+    channel = await Channel.over(connection)
+    options = ServiceOptions(**await channel.receive())
+    service: Service | None = None
+    try:
+        service = Service(channel, options)
+        channel.send(["ready", *await service.start()])
+        await service.serve()
+    except AgentError as e:
+        channel.send(["refused", str(e)])
+        await channel.receive()  # it closes the connection when it has read that
+    finally:
+        if service is not None:
+            await service.close()
+
+
+def main() -> None:
+    """Serve until the controller closes the connection."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s [agents] %(name)s: %(message)s")
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    try:
+        asyncio.run(_serve(connection))
+    except Disconnected:
+        pass
+    finally:
+        logging.shutdown()
+        os._exit(0)  # the keeper beside this process ends what agents left
+
+
+if __name__ == "__main__":
+    main()

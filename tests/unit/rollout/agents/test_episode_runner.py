@@ -1,0 +1,261 @@
+"""Locks: an episode's rollout is what engines were given and sampled; whatever an agent does costs its own episode.
+
+Everything is real but the engine: the service's process, the agents' processes, HTTP, the character tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from conf.schema import EpisodesConfig, RewardConfig, RolloutConfig, RunConfig, SamplingConfig
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from rollout.agents.episode_runner import EpisodeRunner, FinishedEpisode, check_agent
+from rollout.branches import branches_of
+from rollout.errors import AgentError, EngineDied
+from rollout.types import Prompt, Rollout
+
+AGENTS = """
+    import asyncio, os, sys, time
+
+    async def play(task, session):
+        messages = [{"role": "user", "content": task["prompt"]}]
+        for hint in task["hints"]:
+            reply = await session.chat(messages)
+            messages += [reply.message, {"role": "user", "content": hint}]
+        return len(messages) / 10
+
+    async def behave(task, session):
+        what = task["what"]
+        reply = await session.chat([{"role": "user", "content": "go"}])
+        if what == "raise":
+            raise KeyError("no such thing")
+        if what == "sys.exit":
+            sys.exit(3)
+        if what == "exit":
+            os._exit(3)
+        if what == "block":
+            time.sleep(600)
+        if what == "hang":
+            await asyncio.sleep(600)
+        if what == "hang for ever":
+            while True:
+                try:
+                    await asyncio.sleep(600)
+                except BaseException:
+                    pass
+        if what == "nan":
+            return float("nan")
+        if what == "text":
+            return "1.0"
+        if what == "nothing":
+            return None
+        if what == "print":
+            print("x" * (1 << 22))
+        if what == "wait":
+            await asyncio.sleep(1)
+        if what == "turns":
+            while True:
+                await session.chat([{"role": "user", "content": "go"}])
+        if what == "fork":
+            await asyncio.gather(*(session.chat([{"role": "user", "content": "go"}]) for _ in range(3)))
+        if what == "garbage":
+            for fd in range(3, 64):
+                try:
+                    os.write(fd, b"\\0\\0\\0\\4garb")
+                except OSError:
+                    pass
+            await asyncio.sleep(600)
+        return 0.5
+
+    def plain(task, session):
+        return 1.0
+
+    async def one_argument(task):
+        return 1.0
+"""
+PROMPT = Prompt(3, (1, 5), "begin", {"hints": ["a", "b", "c"]})
+
+
+class Engine:
+    """Samples what `say` returns for the number of the request, and remembers what it was given."""
+
+    def __init__(self, tokenizer: Tokenizer, say: Callable[[int], str] = "abcdefgh".__getitem__) -> None:
+        self.tokenizer = tokenizer
+        self.say = say
+        self.given: list[tuple[int, ...]] = []
+        self.sampled: list[list[int]] = []
+        self.most: list[int] = []
+        self.error: Exception | None = None
+
+    async def generate(self, prompt: Prompt, sampling: SamplingConfig) -> Rollout:
+        if self.error is not None:
+            raise self.error
+        number = len(self.given)
+        self.given.append(prompt.token_ids)
+        self.most.append(sampling.max_tokens)
+        tokens = self.tokenizer.encode(self.say(number % 8), add_special_tokens=False).ids
+        self.sampled.append(tokens)
+        await asyncio.sleep(0)
+        return Rollout(tokens, [-1.0 - number] * len(tokens), [number] * len(tokens), "", "length")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., RunConfig]:
+    (tmp_path / "agents_here.py").write_text(textwrap.dedent(AGENTS))
+
+    def make(agent: str = "play", max_tokens: int = 4, **episodes: Any) -> RunConfig:
+        return RunConfig(
+            rollout=RolloutConfig(
+                agent=f"{tmp_path / 'agents_here.py'}:{agent}",
+                sampling=SamplingConfig(max_tokens=max_tokens),
+                max_model_len=256,
+                episodes=EpisodesConfig(**episodes),
+            ),
+            reward=RewardConfig(),
+        )
+
+    return make
+
+
+@asynccontextmanager
+async def running(config: RunConfig, tmp_path: Path) -> AsyncIterator[tuple[EpisodeRunner, Engine]]:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_character_tokenizer(folder, vocab_size=64)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    engine = Engine(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    runner = EpisodeRunner(config, folder, log_path=tmp_path / "agents.log")
+    try:
+        await runner.start()
+        runner.sample_with(engine.generate)
+        yield runner, engine
+    finally:
+        await runner.close()
+
+
+async def test_an_episode_is_what_the_engine_was_given_and_sampled(
+    config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    async with running(config(), tmp_path) as (runner, engine):
+        (episode,) = await runner.run_group(PROMPT, 1)
+    assert episode.reward == 0.7
+    rollout = episode.rollout
+    assert rollout.text == "c"
+    assert rollout.finish_reason == "length"
+    assert rollout.failure == ""
+    assert [turn.parent for turn in rollout.turns] == [None, 0, 1]
+    assert [turn.reason for turn in rollout.turns] == ["start", "", ""]
+    (branch,) = branches_of(PROMPT, rollout)
+    assert branch.token_ids == [*engine.given[-1], *engine.sampled[-1]]
+    for given, sampled in zip(engine.given, engine.sampled, strict=True):
+        assert branch.token_ids[: len(given)] == list(given)
+        at = slice(len(given), len(given) + len(sampled))
+        assert branch.token_ids[at] == sampled
+        assert all(branch.counts[at])
+    assert sum(branch.counts) == 3
+    assert branch.policy_versions == [0, 1, 2]
+    text = engine.tokenizer.decode(branch.token_ids, skip_special_tokens=False)
+    assert text == "<bos>user: begin\nassistant: a<eos>\nuser: a\nassistant: b<eos>\nuser: b\nassistant: c"
+
+
+async def play(runner: EpisodeRunner, *behaviours: str, column: str = "what") -> list[FinishedEpisode]:
+    groups = [runner.run_group(Prompt(0, (1,), "p", {column: what}), 1) for what in behaviours]
+    return [episode for group in await asyncio.gather(*groups) for episode in group]
+
+
+async def test_what_an_agent_does_costs_its_own_episode(config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    behaviours = [
+        "raise",
+        "sys.exit",
+        "nan",
+        "text",
+        "nothing",
+        "print",
+        "turns",
+        "fork",
+        "hang",
+        "hang for ever",
+        "wait",
+    ]
+    async with running(config("behave", max_turns=4, timeout_s=4), tmp_path) as (runner, _):
+        episodes = dict(zip(behaviours, await play(runner, *behaviours), strict=True))
+        again = (await play(runner, "wait"))[0]
+    failures = {what: episode.rollout.failure for what, episode in episodes.items()}
+    assert failures == {
+        "raise": "raised", "sys.exit": "raised", "nan": "not_a_number", "text": "not_a_number", "nothing": "",
+        "print": "", "turns": "turns", "fork": "", "hang": "timeout", "hang for ever": "timeout", "wait": "",
+    }  # fmt: skip
+    assert episodes["nothing"].reward is None
+    assert episodes["print"].reward == episodes["wait"].reward == again.reward == 0.5
+    assert len(episodes["turns"].rollout.turns) == 4
+    assert [turn.reason for turn in episodes["fork"].rollout.turns] == ["start", "fork", "fork", "fork"]
+    assert all(episode.rollout.token_ids for episode in episodes.values()), "what was sampled is known all the same"
+
+
+@pytest.mark.parametrize(("what", "failure"), [("exit", "died"), ("block", "blocked"), ("garbage", "died")])
+async def test_an_agent_process_that_is_lost_is_replaced(
+    config: Callable[..., RunConfig], tmp_path: Path, what: str, failure: str
+) -> None:
+    async with running(config("behave", blocked_s=4), tmp_path) as (runner, _):
+        (lost,) = await play(runner, what)
+        (fine,) = await play(runner, "wait")
+    assert (lost.rollout.failure, lost.reward) == (failure, None)
+    assert (fine.rollout.failure, fine.reward) == ("", 0.5)
+
+
+async def test_limits_on_tokens_are_kept_whatever_the_agent_asks_for(
+    config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    limited = config("behave")
+    episodes = EpisodesConfig(max_turns=100, max_tokens=7)
+    limited = replace(limited, rollout=replace(limited.rollout, episodes=episodes))
+    async with running(limited, tmp_path) as (runner, engine):
+        engine.say = lambda _: "abc"
+        (episode,) = await play(runner, "turns")
+    assert episode.rollout.failure == "tokens"
+    assert engine.most == [4, 4, 1]
+
+
+async def test_lost_engines_end_the_group_with_their_error(config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    async with running(config(), tmp_path) as (runner, engine):
+        engine.error = EngineDied("all of them")
+        with pytest.raises(EngineDied, match="all of them"):
+            await runner.run_group(PROMPT, 2)
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ("missing", "has no function 'missing'"),
+        ("plain", "must be `async def`"),
+        ("one_argument", r"must take \(task, session\)"),
+    ],
+)
+def test_an_agent_that_cannot_run_is_refused(config: Callable[..., RunConfig], agent: str, message: str) -> None:
+    with pytest.raises(AgentError, match=message):
+        check_agent(config(agent))
+
+
+def test_a_port_that_is_taken_is_refused(config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        async def start() -> None:
+            async with running(config(port=port), tmp_path):
+                pass
+
+        with pytest.raises(AgentError, match=f"rollout.episodes.port={port}"):
+            asyncio.run(start())
